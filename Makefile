@@ -1,0 +1,62 @@
+# Everything here starts from a fresh clone with Python 3.11 or later and make: `make test` builds what it needs.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TORCH  := $(shell grep '^torch==' constraints.txt)
+CORES  := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+
+# Two workers of one thread each fill two cores; tests marked `alone` get the machine to themselves afterwards.
+PYTEST_BESIDE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+PYTEST_ALONE  := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
+
+.PHONY: help install test check lint types format demo bench clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## create .venv and install everything the tests need
+
+# torch is asked for first, alone and exactly: a range would let pip pick a build that brings gigabytes of CUDA packages.
+# hatchling is installed beforehand so that the build is pinned by constraints.txt like everything else.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "regard needs Python 3.11 or later; say which with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub]'
+	@touch $@
+
+# Each test is in exactly one of the two runs. pytest ends with 5 when no test carries the marker, which is no failure.
+test: lint types  ## linters, types and every test: what CI runs
+	$(PYTEST_BESIDE) -m "not alone"
+	$(PYTEST_ALONE) -m "alone" || [ $$? -eq 5 ]
+
+check: lint types  ## the inner loop, under 5 minutes: linters, types, the tests that are not slow
+	$(PYTEST_BESIDE) -m "not slow and not alone"
+
+lint: $(STAMP)  ## ruff, format and rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)  ## mypy on src/regard
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources as ruff wants them
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)  ## what already works, shown
+	@echo "Works today: the attention family, and its cost against length:"
+	$(BIN)/regard bench attention --lengths 256,512,1024 --heads 4 --width 32 --out benchmarks/out/demo
+
+bench: $(STAMP)  ## time and memory of every attention mechanism against length; table and PNG in benchmarks/out
+	$(BIN)/regard bench attention --out benchmarks/out
+
+clean:  ## remove the environment, caches and benchmark output
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build benchmarks/out
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""``attend``: one door to every mechanism and every backend."""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .biases import Bias, DenseBias
+from .call import Call
+from .capabilities import BACKENDS, able, missing
+from .checks import check_finite, check_heads
+from .dropout import draw_seed
+from .frame import Frame
+from .fused import flex, is_square_causal, sdpa, sees_everything
+from .linear import linear
+from .masks import Mask, from_dense
+from .masks.basic import Causal, Padding
+from .masks.mask import And
+from .reference import Steps, reference, steps
+from .scores import Dot, Mechanism
+from .tiled import tiled
+
+_RUN = {"sdpa": sdpa, "flex": flex, "tiled": tiled, "linear": linear}
+
+
+class Attended(NamedTuple):
+    output: Tensor  # (B, H, T, D)
+    weights: Tensor | None  # (B, H, T, S), before dropout; only when asked for
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    weights: bool = False,
+    mechanism: Mechanism | None = None,
+    frame: Frame | None = None,
+    seed: int | Tensor | None = None,
+    check: bool = False,
+) -> Attended:
+    """Attention of q (B, H, T, D) over k and v (B, G, S, D), softmax(scale · q kᵀ + bias) v under a mask.
+
+    ``mechanism`` replaces the scaled dot product; ``frame`` says where queries and keys stand (by default the last
+    query at the last key); ``seed`` fixes the dropout; ``check`` looks for NaN and infinity in the inputs.
+    """
+    call = prepare(q, k, v, mask, bias, scale, mechanism, frame, dropout, seed, check)
+    name = choose(call, weights) if backend == "auto" else backend
+    _require(name, call, weights)
+    if name == "reference":
+        output, matrix = reference(call)
+        return Attended(output, matrix if weights else None)
+    return Attended(_RUN[name](call), None)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    mechanism: Mechanism | None = None,
+    frame: Frame | None = None,
+) -> Steps:
+    """Every step of the formula by name: scores, scaled, biased, masked, weights, output."""
+    return steps(prepare(q, k, v, mask, bias, scale, mechanism, frame))
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    mechanism: Mechanism | None = None,
+    frame: Frame | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    check: bool = False,
+) -> Call:
+    """Check the inputs and do the mechanism's O(T) work; what is left is for a backend."""
+    if mechanism is None:
+        mechanism = Dot(scale)
+    elif scale is not None:
+        raise ValueError(f"scale={scale} goes with the scaled dot product; mechanism={mechanism.name!r} has its own")
+    check_heads(q, k, v, same_width=type(mechanism) is Dot)
+    if check:
+        check_finite(q, k, v)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must lie in [0, 1)")
+    frame = Frame.of(q, k) if frame is None else frame
+    mask = from_dense(mask) if isinstance(mask, Tensor) else mask
+    bias = DenseBias(bias) if isinstance(bias, Tensor) else bias
+    if mask is not None:
+        mask.check(frame)
+    if bias is not None:
+        bias.check(frame)
+    ready = mechanism.prepare(q, k, v, mask, frame)
+    if dropout > 0 and not isinstance(seed, Tensor):
+        seed = draw_seed(q.device) if seed is None else torch.tensor(seed, device=q.device)
+    return Call(
+        ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, seed if dropout > 0 else None
+    )
+
+
+def features_of(call: Call, weights: bool) -> frozenset[str]:
+    """What a call asks of a backend, in the words of the capability table."""
+    wanted = {"plain"} | _mask_features(call.mask)
+    if call.bias is not None:
+        wanted.add("content bias" if call.bias.reads_content else "trainable bias" if call.bias.trainable else "bias")
+    if call.q.shape[1] != call.k.shape[1]:
+        wanted.add("gqa")
+    if call.dropout > 0:
+        wanted.add("dropout")
+    if weights:
+        wanted.add("weights")
+    return frozenset(wanted)
+
+
+def _mask_features(mask: Mask | None) -> set[str]:
+    if mask is None:
+        return set()
+    if isinstance(mask, Causal):
+        return {"causal"}
+    if isinstance(mask, Padding):
+        return {"padding"}
+    if isinstance(mask, And):
+        return _mask_features(mask.a) | _mask_features(mask.b)
+    return {"mask"}
+
+
+def _direction(call: Call) -> str:
+    needs_grad = any(x.requires_grad for x in (call.q, call.k, call.v)) or (call.bias is not None and call.bias.trainable)
+    return "backward" if needs_grad and torch.is_grad_enabled() else "forward"
+
+
+def choose(call: Call, weights: bool = False) -> str:
+    """The fastest backend that can do what is asked."""
+    wanted, device = features_of(call, weights), call.q.device.type
+    can = able(call.mechanism.name, device, _direction(call), wanted)
+    if not can:
+        raise ValueError(_cannot("no backend", call, wanted, device))
+    if "linear" in can:
+        return "linear"
+    if "sdpa" in can and _sdpa_is_best(call):
+        return "sdpa"
+    if torch.compiler.is_compiling():  # tiled's loop over a plan is not for tracing
+        return next(b for b in ("sdpa", "reference") if b in can)
+    return next(b for b in ("tiled", "sdpa", "reference") if b in can)
+
+
+def _sdpa_is_best(call: Call) -> bool:
+    """Fused without a dense mask, or small enough that making the mask dense costs nothing worth saving."""
+    if call.bias is None and (sees_everything(call.mask, call.frame) or is_square_causal(call.mask, call.frame)):
+        return True
+    return call.frame.n_queries * call.frame.n_keys <= 1 << 20
+
+
+def _require(backend: str, call: Call, weights: bool) -> None:
+    if backend not in BACKENDS:
+        near = difflib.get_close_matches(backend, BACKENDS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}, auto{hint}")
+    wanted, device = features_of(call, weights), call.q.device.type
+    lacking = missing(backend, call.mechanism.name, device, _direction(call), wanted)
+    if lacking:
+        raise ValueError(_cannot(f"backend={backend!r}", call, frozenset(lacking), device, wanted))
+
+
+def _cannot(
+    who: str, call: Call, lacking: frozenset[str], device: str, wanted: frozenset[str] | None = None
+) -> str:
+    direction = _direction(call)
+    others = able(call.mechanism.name, device, direction, lacking if wanted is None else wanted)
+    what = ", ".join(sorted(lacking - {"plain"})) or "this mechanism"
+    task = f"mechanism {call.mechanism.name!r} on {device}, {direction}"
+    return f"{who} cannot do {what} ({task}); these can: {', '.join(others) or 'none'}"

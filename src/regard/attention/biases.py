@@ -1,0 +1,249 @@
+"""Position biases: what is added to a score because of where query and key stand.
+
+Like masks they answer ``tile(rows, cols, frame)``. A bias first lays out what is O(T) (``operands``: its values by
+distance, its projected relative encodings), under autograd; tiles are then read from that. A backend that recomputes
+tiles hands the gradient of each tile to ``tile_backward`` and so trains the bias without ever holding T × S numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import torch
+from torch import Tensor, nn
+
+from .frame import Frame, Span, as_range
+from .scores import Operands
+from .skew import toeplitz, toeplitz_backward
+
+
+class Bias(nn.Module):
+    """Base of all biases. ``reads_content`` marks those that need q and k, not only their places."""
+
+    reads_content: bool = False
+    n_operands: int = 0
+
+    def operands(self, frame: Frame) -> Operands:
+        """The O(T) tensors that ``tile`` reads, differentiable in the parameters."""
+        return ()
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        """The bias of some rows and columns, broadcastable to (B, H, R, C); q and k are those of the tile."""
+        raise NotImplementedError  # a bias is its tile; there is no sensible default
+
+    def tile_backward(
+        self,
+        rows: Span,
+        cols: Span,
+        frame: Frame,
+        operands: Operands,
+        q: Tensor,
+        k: Tensor,
+        d_tile: Tensor,
+        d_operands: list[Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add the gradient of one tile to ``d_operands``; return those of q and k where the content was read.
+
+        The default lets autograd differentiate this one tile.
+        """
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
+            tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
+            if not tile.requires_grad:
+                return None
+            grads = torch.autograd.grad(tile.expand_as(d_tile), inputs, d_tile, allow_unused=True, materialize_grads=True)
+        for total, grad in zip(d_operands, grads[2:], strict=True):
+            total += grad
+        return (grads[0], grads[1]) if self.reads_content else None
+
+    def dense(self, frame: Frame, q: Tensor, k: Tensor) -> Tensor:
+        """The whole bias: the tile of everything."""
+        return self.tile(slice(None), slice(None), frame, self.operands(frame), q, k)
+
+    def check(self, frame: Frame) -> None:
+        """Raise when the bias cannot belong to this frame."""
+
+    @property
+    def trainable(self) -> bool:
+        return any(p.requires_grad for p in self.parameters())
+
+
+class RelativeBias(Bias):
+    """A bias b_h(j - i) of the distance alone. Subclasses write ``at``."""
+
+    n_heads: int
+    n_operands = 1
+
+    def at(self, distance: Tensor) -> Tensor:
+        """Values (H, …) for whole distances (…): key position - query position."""
+        raise NotImplementedError  # a relative bias is this function
+
+    def operands(self, frame: Frame) -> Operands:
+        low, high = frame.reach()
+        return (self.at(torch.arange(low, high + 1, device=frame.device))[frame.heads],)  # (H, distances)
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        (by_distance,) = operands
+        stretch = self._stretch(rows, cols, frame)
+        if stretch is not None:
+            start, stop, n_rows = stretch
+            return toeplitz(by_distance[:, start:stop], n_rows)[None]  # (1, H, R, C)
+        at = frame.site(rows, cols)
+        distance = (at.j - at.i)[:, 0]  # (B or 1, R, C)
+        return by_distance[:, distance - frame.reach()[0]].transpose(0, 1)  # (B or 1, H, R, C)
+
+    def _stretch(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int, int] | None:
+        """Where the R + C - 1 distances of a tile stand among all distances, when they run on without gap."""
+        row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
+        if frame.steady is None or row_range is None or col_range is None:
+            return None
+        n_rows, n_cols = row_range[1] - row_range[0], col_range[1] - col_range[0]
+        start = col_range[0] + frame.n_queries - row_range[1]
+        return start, start + n_rows + n_cols - 1, n_rows
+
+    def tile_backward(
+        self,
+        rows: Span,
+        cols: Span,
+        frame: Frame,
+        operands: Operands,
+        q: Tensor,
+        k: Tensor,
+        d_tile: Tensor,
+        d_operands: list[Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        stretch = self._stretch(rows, cols, frame)
+        if stretch is None:
+            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
+        d_operands[0][:, stretch[0] : stretch[1]] += toeplitz_backward(d_tile.sum(0))
+        return None
+
+    def check(self, frame: Frame) -> None:
+        if self.n_heads != frame.n_heads:
+            raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
+
+
+class Alibi(RelativeBias):
+    """Attention with linear biases (Press et al. 2022): b_h(d) = -m_h |d|, m_h = 2^(-8h/H). Nothing to train."""
+
+    slopes: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.register_buffer("slopes", torch.tensor(alibi_slopes(n_heads)), persistent=False)
+
+    def at(self, distance: Tensor) -> Tensor:
+        return -self.slopes.view(-1, *[1] * distance.dim()) * distance.abs()
+
+
+def alibi_slopes(n_heads: int) -> list[float]:
+    """The paper's slopes; for a head count between powers of two, every second slope of the next power fills up."""
+    below = 2 ** math.floor(math.log2(n_heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
+    return slopes + [2.0 ** (-4.0 * (2 * h + 1) / below) for h in range(n_heads - below)]
+
+
+class T5Bias(RelativeBias):
+    """T5's learned bias (Raffel et al. 2020, §2.1): b_h(d) = w[bucket(d), h].
+
+    Near distances have a bucket each, farther ones share buckets that grow logarithmically up to ``max_distance``.
+    """
+
+    def __init__(self, n_heads: int, n_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
+        super().__init__()
+        least = 4 if bidirectional else 2
+        if n_buckets < least or n_buckets % 2:
+            raise ValueError(f"n_buckets={n_buckets} must be even and at least {least}")
+        if max_distance <= n_buckets // least:
+            raise ValueError(f"max_distance={max_distance} must exceed the {n_buckets // least} exact buckets")
+        self.n_heads, self.n_buckets, self.max_distance = n_heads, n_buckets, max_distance
+        self.bidirectional = bidirectional
+        self.w = nn.Parameter(torch.empty(n_buckets, n_heads))
+        nn.init.normal_(self.w, std=0.02)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance (key position - query position)."""
+        n, start = self.n_buckets, torch.zeros_like(distance)
+        if self.bidirectional:
+            n //= 2
+            start = (distance > 0).long() * n
+            back = distance.abs()
+        else:
+            back = (-distance).clamp(min=0)
+        exact = n // 2
+        ratio = torch.log(back.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (n - exact)).long()).clamp(max=n - 1)
+        return start + torch.where(back < exact, back, far)
+
+    def at(self, distance: Tensor) -> Tensor:
+        return self.w[self.bucket(distance)].movedim(-1, 0)
+
+    def extra_repr(self) -> str:
+        return f"{self.n_heads}, n_buckets={self.n_buckets}, max_distance={self.max_distance}"
+
+
+class DenseBias(Bias):
+    """Any tensor of additive scores: (T, S), (H, T, S) or (B or 1, H or 1, T, S), trainable if it is a parameter."""
+
+    n_operands = 1
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        if not 2 <= values.dim() <= 4 or not values.is_floating_point():
+            raise ValueError(f"DenseBias wants 2 to 4 floating dimensions, got {values.dtype} {tuple(values.shape)}")
+        # Kept as it came: a plain tensor may belong to someone else's graph and must keep its gradient path.
+        self.values = values
+
+    def operands(self, frame: Frame) -> Operands:
+        values = self.values[(None,) * (4 - self.values.dim())]
+        batch = slice(frame.first_batch, frame.first_batch + frame.n_batch) if values.shape[0] > 1 else slice(None)
+        heads = frame.heads if values.shape[1] > 1 else slice(None)
+        return (values[batch, heads],)
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        return operands[0][:, :, rows][..., cols]
+
+    def check(self, frame: Frame) -> None:
+        given = tuple(self.values[(None,) * (4 - self.values.dim())].shape)
+        sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+        if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
+            raise ValueError(f"bias of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
+
+    @property
+    def trainable(self) -> bool:
+        return self.values.requires_grad
+
+
+class Sum(Bias):
+    """Several biases added up."""
+
+    def __init__(self, first: Bias, *others: Bias) -> None:
+        super().__init__()
+        parts = (first, *others)
+        self.parts = nn.ModuleList(parts)
+        self.reads_content = any(part.reads_content for part in parts)
+        self.n_operands = sum(part.n_operands for part in parts)
+
+    @property
+    def _parts(self) -> list[Bias]:
+        return [part for part in self.parts if isinstance(part, Bias)]
+
+    @property
+    def trainable(self) -> bool:
+        return any(part.trainable for part in self._parts)
+
+    def operands(self, frame: Frame) -> Operands:
+        return tuple(x for part in self._parts for x in part.operands(frame))
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for part in self._parts:
+            own, operands = operands[: part.n_operands], operands[part.n_operands :]
+            tile = part.tile(rows, cols, frame, own, q, k)
+            total = tile if total is None else total + tile
+        assert total is not None
+        return total
+
+    def check(self, frame: Frame) -> None:
+        for part in self._parts:
+            part.check(frame)

@@ -1,0 +1,184 @@
+"""Where queries and keys stand: the coordinate system every mask, bias and map is read through.
+
+A mask or bias is a function of *positions*, never of tensor indices. That one habit makes the same definition serve a
+full forward pass, a step of cached decoding, a ring cache whose slots are out of order and a packed batch of documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Span = slice | Tensor
+"""Some rows or columns: a slice without step, or a 1-D tensor of indices."""
+
+ALL = slice(None)
+
+
+class Site(NamedTuple):
+    """The (query, key) pairs of one tile, as tensors that broadcast to (B, H, R, C)."""
+
+    b: Tensor  # (B, 1, 1, 1) batch index
+    h: Tensor  # (1, H, 1, 1) head index
+    i: Tensor  # (B or 1, 1, R, 1) position of the query
+    j: Tensor  # (B or 1, 1, 1, C) position of the key; negative: nothing stands here
+    row: Tensor  # (1, 1, R, 1) index of the query in its tensor
+    col: Tensor  # (1, 1, 1, C) index of the key in its tensor
+    q_doc: Tensor | None  # like i: the document the query belongs to, where documents are packed
+    k_doc: Tensor | None  # like j
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Positions (and documents) of T queries and S keys for a batch of B with H query heads.
+
+    ``steady`` is (first query position, first key position) when both run on without gap, the same for all of the
+    batch; it lets relative biases be read as diagonals. ``limit`` bounds all positions when they are only known as
+    tensors, so that nothing has to be read back from a device.
+    """
+
+    n_batch: int
+    n_heads: int
+    q_pos: Tensor  # (T,) or (B, T)
+    k_pos: Tensor  # (S,) or (B, S); -1 for a cache slot not yet written and for padding
+    q_doc: Tensor | None = None
+    k_doc: Tensor | None = None
+    steady: tuple[int, int] | None = None
+    limit: int | None = None
+    first_batch: int = 0  # where this frame is a part of a larger one
+    first_head: int = 0
+
+    @property
+    def n_queries(self) -> int:
+        return self.q_pos.shape[-1]
+
+    @property
+    def n_keys(self) -> int:
+        return self.k_pos.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q_pos.device
+
+    @classmethod
+    def aligned(
+        cls, n_batch: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device | str = "cpu"
+    ) -> Frame:
+        """The default: keys at 0 … S-1, and the last query stands at the last key."""
+        return cls.running(n_batch, n_heads, n_queries, n_keys, n_keys - n_queries, 0, device)
+
+    @classmethod
+    def running(
+        cls,
+        n_batch: int,
+        n_heads: int,
+        n_queries: int,
+        n_keys: int,
+        q_start: int,
+        k_start: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> Frame:
+        """Queries at q_start, q_start + 1, … and keys at k_start, k_start + 1, …"""
+        q_pos = torch.arange(n_queries, device=device) + q_start
+        k_pos = torch.arange(n_keys, device=device) + k_start
+        return cls(n_batch, n_heads, q_pos, k_pos, steady=(q_start, k_start))
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Frame:
+        """The default frame for heads q (B, H, T, D) and k (B, G, S, D)."""
+        return cls.aligned(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+
+    def with_documents(self, q_doc: Tensor, k_doc: Tensor | None = None) -> Frame:
+        return replace(self, q_doc=q_doc, k_doc=q_doc if k_doc is None else k_doc)
+
+    def reach(self) -> tuple[int, int]:
+        """The smallest and largest distance (key position - query position) that can occur."""
+        if self.steady is not None:
+            q0, k0 = self.steady
+            return k0 - (q0 + self.n_queries - 1), k0 + self.n_keys - 1 - q0
+        if self.limit is not None:
+            return -self.limit, self.limit
+        return int(self.k_pos.min() - self.q_pos.max()), int(self.k_pos.max() - self.q_pos.min())
+
+    def site(self, rows: Span = ALL, cols: Span = ALL) -> Site:
+        """The coordinates of a tile."""
+        device = self.device
+        row = torch.arange(self.n_queries, device=device)[rows]
+        col = torch.arange(self.n_keys, device=device)[cols]
+        return Site(
+            b=(torch.arange(self.n_batch, device=device) + self.first_batch).view(-1, 1, 1, 1),
+            h=(torch.arange(self.n_heads, device=device) + self.first_head).view(1, -1, 1, 1),
+            i=_as_rows(self.q_pos, rows),
+            j=_as_cols(self.k_pos, cols),
+            row=row.view(1, 1, -1, 1),
+            col=col.view(1, 1, 1, -1),
+            q_doc=None if self.q_doc is None else _as_rows(self.q_doc, rows),
+            k_doc=None if self.k_doc is None else _as_cols(self.k_doc, cols),
+        )
+
+    def site_at(self, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Site:
+        """The coordinates of single pairs given by index, the form FlexAttention's mask_mod and score_mod ask for."""
+        if self.steady is not None:
+            i, j = row + self.steady[0], col + self.steady[1]
+        else:
+            i, j = _pick(self.q_pos, b, row), _pick(self.k_pos, b, col)
+        q_doc = None if self.q_doc is None else _pick(self.q_doc, b, row)
+        k_doc = None if self.k_doc is None else _pick(self.k_doc, b, col)
+        return Site(b, h, i, j, row, col, q_doc, k_doc)
+
+    @property
+    def may_have_gaps(self) -> bool:
+        """Whether some key slot may be empty (a negative position)."""
+        return self.steady is None or self.steady[1] < 0
+
+    @property
+    def heads(self) -> slice:
+        """The heads this frame is about, for tables that hold one entry a head."""
+        return slice(self.first_head, self.first_head + self.n_heads)
+
+    def part(self, batch: range, heads: range) -> Frame:
+        """The same frame for some of the batch and some of the heads."""
+
+        def some(x: Tensor) -> Tensor:
+            return x if x.dim() == 1 else x[batch.start : batch.stop]
+
+        return replace(
+            self,
+            n_batch=len(batch),
+            n_heads=len(heads),
+            q_pos=some(self.q_pos),
+            k_pos=some(self.k_pos),
+            q_doc=None if self.q_doc is None else some(self.q_doc),
+            k_doc=None if self.k_doc is None else some(self.k_doc),
+            first_batch=self.first_batch + batch.start,
+            first_head=self.first_head + heads.start,
+        )
+
+
+def _as_rows(x: Tensor, rows: Span) -> Tensor:
+    x = x[..., rows]
+    return x.view(1, 1, -1, 1) if x.dim() == 1 else x[:, None, :, None]
+
+
+def _as_cols(x: Tensor, cols: Span) -> Tensor:
+    x = x[..., cols]
+    return x.view(1, 1, 1, -1) if x.dim() == 1 else x[:, None, None, :]
+
+
+def _pick(x: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    return x[index] if x.dim() == 1 else x[b, index]
+
+
+def span_length(span: Span, total: int) -> int:
+    return len(range(total)[span]) if isinstance(span, slice) else int(span.shape[0])
+
+
+def as_range(span: Span, total: int) -> tuple[int, int] | None:
+    """(start, stop) of a contiguous span, None where it is given by indices."""
+    if not isinstance(span, slice):
+        return None
+    start, stop, step = span.indices(total)
+    return (start, stop) if step == 1 else None

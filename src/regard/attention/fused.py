@@ -1,0 +1,131 @@
+"""torch's own fused kernels, fed from the same masks and biases: scaled_dot_product_attention and FlexAttention."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .biases import RelativeBias
+from .call import Call
+from .frame import ALL, Frame
+from .masks import Mask
+from .masks.basic import Causal
+from .scores import Dot
+
+
+def sdpa(call: Call) -> Tensor:
+    """``F.scaled_dot_product_attention``: fused where torch can; a mask or bias that is not causal is made dense."""
+    assert isinstance(call.mechanism, Dot)
+    q, k, v = call.q, call.k, call.v
+    options: dict[str, Any] = {
+        "scale": call.mechanism.factor(q.shape[-1]),
+        "dropout_p": call.dropout,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    if call.bias is None and sees_everything(call.mask, call.frame):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    if call.bias is None and is_square_causal(call.mask, call.frame):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    allowed = call.allowed()
+    blind = None
+    if allowed is not None:
+        # A row of -inf would be NaN in some kernels: let such rows look at everything, then set their output to 0.
+        blind = ~allowed.any(-1, keepdim=True)
+        allowed = allowed | blind
+    attn_mask = allowed
+    if call.bias is not None:
+        attn_mask = call.bias.tile(ALL, ALL, call.frame, call.bias.operands(call.frame), q, k).to(q.dtype)
+        if allowed is not None:
+            attn_mask = attn_mask.masked_fill(~allowed, float("-inf"))
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
+    return output if blind is None else output.masked_fill(blind, 0)
+
+
+def sees_everything(mask: Mask | None, frame: Frame) -> bool:
+    """Whether no pair is masked, as far as shapes alone can tell (a decoding step under a causal mask, say)."""
+    if frame.may_have_gaps:
+        return False
+    if mask is None:
+        return True
+    assert frame.steady is not None
+    return isinstance(mask, Causal) and frame.steady[0] >= frame.steady[1] + frame.n_keys - 1
+
+
+def is_square_causal(mask: Mask | None, frame: Frame) -> bool:
+    """Whether this is the one mask fused kernels know by name: causal, first query at the first key."""
+    if not isinstance(mask, Causal) or frame.may_have_gaps or frame.steady is None:
+        return False
+    return frame.steady[0] == frame.steady[1] and frame.n_queries == frame.n_keys
+
+
+def flex(call: Call) -> Tensor:
+    """FlexAttention: mask and bias become its ``mask_mod`` and ``score_mod``. Compiled on CUDA; on CPU its definition."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    assert isinstance(call.mechanism, Dot)
+    frame, mask = call.frame, call.mask
+    block_mask = None
+    if mask is not None or frame.may_have_gaps:
+
+        def mask_mod(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            at = frame.site_at(b, h, row, col)
+            present = at.j >= 0
+            return present if mask is None else mask.allows(at) & present
+
+        block_mask = create_block_mask(
+            mask_mod, frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, device=call.q.device
+        )
+    q, k, v = call.q, call.k, call.v
+    if not torch.is_grad_enabled():  # on CPU FlexAttention refuses inputs that could want a gradient
+        q, k, v = q.detach(), k.detach(), v.detach()
+    output, lse = _flex_kernel(q.device.type)(
+        q,
+        k,
+        v,
+        score_mod=_score_mod(call),
+        block_mask=block_mask,
+        scale=call.mechanism.factor(q.shape[-1]),
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
+    # Rows that see nothing: 0, whatever the kernel left there.
+    return output if block_mask is None else output.masked_fill((lse == float("-inf"))[..., None], 0)
+
+
+def _score_mod(call: Call) -> Callable[..., Tensor] | None:
+    bias, frame = call.bias, call.frame
+    if bias is None:
+        return None
+    if isinstance(bias, RelativeBias):
+        (by_distance,) = bias.operands(frame)
+        low = frame.reach()[0]
+
+        def relative(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            at = frame.site_at(b, h, row, col)
+            return score + by_distance[h, at.j - at.i - low]
+
+        return relative
+    values = bias.tile(ALL, ALL, frame, bias.operands(frame), call.q, call.k)
+    values = values.expand(frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+    return lambda score, b, h, row, col: score + values[b, h, row, col]
+
+
+@functools.cache
+def _flex_kernel(device_type: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device_type == "cuda":
+        return torch.compile(flex_attention, dynamic=False)
+
+    def unfused(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():  # torch warns that this is not fused; on a CPU that is what was asked for
+            warnings.simplefilter("ignore")
+            return flex_attention(*args, **kwargs)
+
+    return unfused

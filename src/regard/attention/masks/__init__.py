@@ -1,0 +1,26 @@
+"""Masks: predicates over positions, the sparse patterns, and the plan of blocks that follows from them."""
+
+from .basic import causal, document, everything, from_dense, padding, prefix, window
+from .mask import Mask
+from .plan import BlockPlan, plan
+from .sparse import bigbird, blocks, dilated, fixed, global_tokens, random_blocks, strided
+
+__all__ = [
+    "BlockPlan",
+    "Mask",
+    "bigbird",
+    "blocks",
+    "causal",
+    "dilated",
+    "document",
+    "everything",
+    "fixed",
+    "from_dense",
+    "global_tokens",
+    "padding",
+    "plan",
+    "prefix",
+    "random_blocks",
+    "strided",
+    "window",
+]

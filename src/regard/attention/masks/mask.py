@@ -1,0 +1,139 @@
+"""Who may look at whom: masks as predicates over positions, combined with ``&``, ``|`` and ``~``.
+
+A mask is one function, ``allows(site)``, of broadcast (b, h, i, j). From it come the dense matrix, a tile,
+FlexAttention's ``mask_mod`` and, through ``bounds``, the plan of blocks that sparse work skips. True = may look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..frame import ALL, Frame, Site, Span
+
+
+class Box(NamedTuple):
+    """Ranges of positions, one for each block of a tile grid: i ranges are (rows, 1), j ranges (1, cols)."""
+
+    i_min: Tensor
+    i_max: Tensor
+    j_min: Tensor
+    j_max: Tensor
+    block: tuple[int, int]  # queries and keys in a block
+    frame: Frame
+
+
+Bounds = tuple[Tensor, Tensor]
+"""(some, every) over a grid of blocks: False in ``some`` proves a block empty, True in ``every`` proves it full."""
+
+
+class Mask:
+    """Base of all masks. Subclasses write ``allows``; ``bounds`` is optional and may only err towards "partial"."""
+
+    def allows(self, at: Site) -> Tensor:
+        raise NotImplementedError  # a mask is its predicate; there is no sensible default
+
+    def bounds(self, box: Box) -> Bounds:
+        """What is certain about each block; by default nothing."""
+        shape = torch.broadcast_shapes(box.i_min.shape, box.j_min.shape)
+        return torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+
+    def tile(self, rows: Span, cols: Span, frame: Frame) -> Tensor:
+        """The mask of some rows and columns, as booleans that broadcast to (B, H, R, C)."""
+        at = frame.site(rows, cols)
+        allowed = self.allows(at)
+        return allowed & (at.j >= 0) if frame.may_have_gaps else allowed
+
+    def dense(self, n_queries: int, n_keys: int | None = None, n_batch: int = 1, n_heads: int = 1) -> Tensor:
+        """The whole matrix (B, H, T, S): the tile of everything, in the default frame."""
+        n_keys = n_queries if n_keys is None else n_keys
+        frame = Frame.aligned(n_batch, n_heads, n_queries, n_keys)
+        return self.tile(ALL, ALL, frame).expand(n_batch, n_heads, n_queries, n_keys)
+
+    def check(self, frame: Frame) -> None:
+        """Raise when the mask cannot belong to this frame; positions always fit, stored sizes may not."""
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same mask with its tensors on another device."""
+        return self
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    a: Mask
+    b: Mask
+
+    def allows(self, at: Site) -> Tensor:
+        return self.a.allows(at) & self.b.allows(at)
+
+    def bounds(self, box: Box) -> Bounds:
+        (some_a, every_a), (some_b, every_b) = self.a.bounds(box), self.b.bounds(box)
+        return some_a & some_b, every_a & every_b
+
+    def check(self, frame: Frame) -> None:
+        self.a.check(frame)
+        self.b.check(frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return And(self.a.to(device), self.b.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    a: Mask
+    b: Mask
+
+    def allows(self, at: Site) -> Tensor:
+        return self.a.allows(at) | self.b.allows(at)
+
+    def bounds(self, box: Box) -> Bounds:
+        (some_a, every_a), (some_b, every_b) = self.a.bounds(box), self.b.bounds(box)
+        return some_a | some_b, every_a | every_b
+
+    def check(self, frame: Frame) -> None:
+        self.a.check(frame)
+        self.b.check(frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Or(self.a.to(device), self.b.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    a: Mask
+
+    def allows(self, at: Site) -> Tensor:
+        return ~self.a.allows(at)
+
+    def bounds(self, box: Box) -> Bounds:
+        some, every = self.a.bounds(box)
+        return ~every, ~some
+
+    def check(self, frame: Frame) -> None:
+        self.a.check(frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Not(self.a.to(device))
+
+
+def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value in each block of the last axis (over all of the batch), on the CPU."""
+    chunks = x.detach().cpu().reshape(-1, x.shape[-1]).split(size, dim=-1)
+    return torch.stack([c.min() for c in chunks]), torch.stack([c.max() for c in chunks])
+
+
+def at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")

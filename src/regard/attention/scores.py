@@ -1,0 +1,182 @@
+"""Mechanisms: how a query scores a key, and how the scores of a row become weights.
+
+A mechanism splits its work in two. What is O(T) happens once (``prepare``: projections, feature maps); what is O(T · S) is ``tile(q, k)``, asked for any rows and columns, never all at once unless a caller wants that.
+Maps record q and k as they come out of the first half, so every weight can be recomputed from them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .frame import Frame
+from .masks import Mask
+
+Operands = tuple[Tensor, ...]
+
+
+class Prepared(NamedTuple):
+    """What a mechanism's tiles are computed from: q, k and v after its O(T) work, and the mask and frame they keep."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    frame: Frame
+
+
+class Mechanism:
+    """Base of all mechanisms. Those with parameters are modules too.
+
+    ``normaliser`` says how a row of scores becomes weights: "softmax" exp(s) / Σ exp(s), "linear" s / Σ s.
+    ``operands`` are the parameters ``tile`` reads; backends that recompute tiles pass them explicitly and return
+    their gradients.
+    """
+
+    name: ClassVar[str]
+    normaliser: ClassVar[str] = "softmax"
+    largest_tile: ClassVar[int] = 1 << 20  # (query, key) pairs in a tile, over batch and heads: stay inside the cache
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
+        """The O(T) half of the work."""
+        return Prepared(self.queries(q), self.keys(k), v, mask, frame)
+
+    def operands(self, frame: Frame) -> Operands:
+        """The parameters ``tile`` reads, for the heads of this frame."""
+        return ()
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands) -> Tensor:
+        """Scores (B, H, R, C) of q (B, H, R, D) against k (B, G, C, D)."""
+        raise NotImplementedError  # a mechanism is its score; there is no sensible default
+
+    def tile_backward(
+        self, q: Tensor, k: Tensor, operands: Operands, d_scores: Tensor
+    ) -> tuple[Tensor, Tensor, Operands]:
+        """Gradients of q, k and the operands, given that of the tile. By default autograd's, of this one tile."""
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
+            scores = self.tile(inputs[0], inputs[1], tuple(inputs[2:]))
+            d_q, d_k, *d_operands = torch.autograd.grad(scores, inputs, d_scores)
+        return d_q, d_k, tuple(d_operands)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """All scores of raw q and k: the readable form, O(T · S) memory."""
+        return self.tile(self.queries(q), self.keys(k), self.operands(Frame.of(q, k)))
+
+
+def by_group(x: Tensor, n_groups: int) -> Tensor:
+    """(B, H, R, D) → (B, G, H/G · R, D): the rows of all query heads that share a key head, one below the other.
+
+    Grouped heads (GQA) then are one larger matrix product, and k is never repeated in memory.
+    """
+    b, h, r, d = x.shape
+    return x.reshape(b, n_groups, h // n_groups * r, d)
+
+
+def by_head(x: Tensor, n_heads: int) -> Tensor:
+    """The inverse of ``by_group``."""
+    b, g, rows, d = x.shape
+    return x.reshape(b, n_heads, g * rows // n_heads, d)
+
+
+class Dot(Mechanism):
+    """Scaled dot product (Vaswani et al. 2017, eq. 1; unscaled it is Luong et al. 2015, "dot").
+
+    s_ij = scale · q_i · k_j, with scale 1/√D unless given. √D because Var(q·k) = D for unit-variance q and k.
+    """
+
+    name = "dot"
+
+    def __init__(self, scale: float | None = None) -> None:
+        self.scale = scale
+
+    def factor(self, d_head: int) -> float:
+        return 1.0 / math.sqrt(d_head) if self.scale is None else self.scale
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        scaled = by_group(q * self.factor(q.shape[-1]), k.shape[1])
+        return by_head(scaled @ k.transpose(-1, -2), q.shape[1])
+
+    def tile_backward(
+        self, q: Tensor, k: Tensor, operands: Operands, d_scores: Tensor
+    ) -> tuple[Tensor, Tensor, Operands]:
+        scale, groups = self.factor(q.shape[-1]), k.shape[1]
+        d_scores = by_group(d_scores, groups)
+        d_q = by_head(d_scores @ k, q.shape[1]) * scale
+        d_k = d_scores.transpose(-1, -2) @ (by_group(q, groups) * scale)
+        return d_q, d_k, ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(scale={self.scale})"
+
+
+class General(nn.Module, Dot):
+    """Luong et al. 2015, "general": s_ij = q_i · W k_j. W is applied to the queries, once: qᵀ W k = (Wᵀ q)ᵀ k."""
+
+    name = "general"
+
+    def __init__(self, n_heads: int, d_query: int, d_key: int | None = None, scale: float | None = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        d_key = d_query if d_key is None else d_key
+        self.w = nn.Parameter(torch.empty(n_heads, d_query, d_key))
+        nn.init.xavier_uniform_(self.w)
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q @ self.w
+
+
+class Additive(nn.Module, Mechanism):
+    """Bahdanau et al. 2015, eq. 6: s_ij = v · tanh(W_q q_i + W_k k_j).
+
+    The projections are O(T); a tile only adds, takes tanh and weighs by v, vectorised over all its pairs.
+    """
+
+    name = "additive"
+    largest_tile = 1 << 14  # a tile holds D numbers a pair before they are summed
+
+    def __init__(self, n_heads: int, d_query: int, d_key: int | None = None, d_hidden: int | None = None) -> None:
+        super().__init__()
+        d_key = d_query if d_key is None else d_key
+        d_hidden = d_query if d_hidden is None else d_hidden
+        self.w_q = nn.Parameter(torch.empty(n_heads, d_query, d_hidden))
+        self.w_k = nn.Parameter(torch.empty(n_heads, d_key, d_hidden))
+        self.v = nn.Parameter(torch.empty(n_heads, d_hidden))
+        for weight in (self.w_q, self.w_k, self.v):
+            nn.init.xavier_uniform_(weight)
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q @ self.w_q
+
+    def keys(self, k: Tensor) -> Tensor:
+        n_heads = self.w_k.shape[0]
+        if k.shape[1] != n_heads:  # a key head shared by several query heads is projected once for each
+            k = k.repeat_interleave(n_heads // k.shape[1], dim=1)
+        return k @ self.w_k
+
+    def operands(self, frame: Frame) -> Operands:
+        return (self.v[frame.heads],)
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands) -> Tensor:
+        (v,) = operands
+        return torch.einsum("bhrcd,hd->bhrc", torch.tanh(q[:, :, :, None] + k[:, :, None]), v)
+
+
+class Concat(Additive):
+    """Luong et al. 2015, "concat": s_ij = v · tanh(W [q_i; k_j]). W's two halves are Bahdanau's two matrices."""
+
+    name = "concat"
+
+    @property
+    def w(self) -> Tensor:
+        """The joined matrix of the paper, (H, d_query + d_key, d_hidden)."""
+        return torch.cat([self.w_q, self.w_k], dim=1)

@@ -1,0 +1,130 @@
+"""FlashAttention's algorithm in plain torch: exact attention in O(T) memory, any mask, any bias, forward and backward.
+
+Forward (Dao et al. 2022, algorithm 1): walk the score matrix block by block, keep a running maximum m and sum z of each
+row, and rescale what was accumulated whenever m grows. Only the output and lse = m + log z are kept.
+Backward (algorithm 4): recompute each block's weights as exp(s - lse) and apply the analytic gradients to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import gradients
+from .call import Call
+from .dropout import keep_tile
+from .reference import weigh
+from .scores import Operands, by_group, by_head
+
+
+def tiled(call: Call) -> Tensor:
+    """The output (B, H, T, D) of a softmax attention."""
+    return tiled_with_lse(call)[0]
+
+
+def tiled_with_lse(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and the log of each row's sum of exponentials (B, H, T), +inf where a row sees nothing."""
+    own, of_bias = call.operands()
+    output, lse = _Tiled.apply(call, len(own), call.q, call.k, call.v, *own, *of_bias)
+    return output, lse
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
+        # Half precision is computed in fp32: blocks are summed up over the whole length.
+        exact = _exact(q.dtype)
+        call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
+        parts = tuple(x.to(exact) for x in operands)
+        output, lse = _forward(call, (parts[:n_own], parts[n_own:]))
+        ctx.call, ctx.n_own = replace(call, q=q, k=k, v=v), n_own
+        ctx.save_for_backward(q, k, v, output, lse, *operands)
+        ctx.mark_non_differentiable(lse)
+        return output.to(q.dtype), lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor, _: Tensor) -> Any:
+        q, k, v, output, lse, *operands = ctx.saved_tensors
+        exact = _exact(q.dtype)
+        call = replace(ctx.call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
+        parts = tuple(x.to(exact) for x in operands)
+        grads = _backward(call, (parts[: ctx.n_own], parts[ctx.n_own :]), output, lse, d_output.to(exact))
+        return None, None, *(g.to(x.dtype) for g, x in zip(grads, (q, k, v, *operands), strict=True))
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _forward(call: Call, operands: tuple[Operands, Operands]) -> tuple[Tensor, Tensor]:
+    q, v = call.q, call.v
+    output = q.new_zeros(*q.shape[:3], v.shape[-1])
+    lse = q.new_full(q.shape[:3], float("inf"))
+    for rows, blocks in call.plan().rows():
+        if not blocks:
+            continue
+        n_rows = rows.stop - rows.start
+        top = q.new_full((*q.shape[:2], n_rows, 1), float("-inf"))
+        total = torch.zeros_like(top)
+        gathered = q.new_zeros(*q.shape[:2], n_rows, v.shape[-1])
+        for cols, partial in blocks:
+            scores = call.tile(rows, cols, operands, masked=partial)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            shift = torch.where(new_top == float("-inf"), 0, new_top)  # a row that has seen nothing yet
+            weights = scores.sub_(shift).exp_()
+            fade = torch.exp(top - shift)
+            total.mul_(fade).add_(weights.sum(-1, keepdim=True))
+            if call.dropout > 0:
+                weights.mul_(_kept(call, rows, cols))
+            gathered.mul_(fade).add_(weigh(weights, v[:, :, cols]))
+            top = new_top
+        seen = total > 0
+        output[:, :, rows] = gathered / torch.where(seen, total, 1)
+        lse[:, :, rows] = torch.where(seen, top + torch.log(total), float("inf"))[..., 0]
+    return output, lse
+
+
+def _backward(
+    call: Call, operands: tuple[Operands, Operands], output: Tensor, lse: Tensor, d_output: Tensor
+) -> list[Tensor]:
+    q, k, v = call.q, call.k, call.v
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_own = [torch.zeros_like(x) for x in operands[0]]
+    d_bias = [torch.zeros_like(x) for x in operands[1]]
+    row_dot = gradients.row_dot(output, d_output)
+    groups, n_heads = k.shape[1], q.shape[1]
+    for rows, blocks in call.plan().rows():
+        q_rows, d_rows = q[:, :, rows], by_group(d_output[:, :, rows], groups)
+        for cols, partial in blocks:
+            k_cols, v_cols = k[:, :, cols], v[:, :, cols]
+            weights = call.tile(rows, cols, operands, masked=partial).sub_(lse[:, :, rows, None]).exp_()
+            d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
+            kept = weights
+            if call.dropout > 0:
+                keep = _kept(call, rows, cols)
+                kept, d_weights = weights * keep, d_weights * keep
+            d_v[:, :, cols] += gradients.d_values(by_group(kept, groups), d_rows)
+            d_scores = d_weights.sub_(row_dot[:, :, rows]).mul_(weights)  # gradients.d_scores, in place
+            d_q_tile, d_k_tile, d_operands = call.mechanism.tile_backward(q_rows, k_cols, operands[0], d_scores)
+            d_q[:, :, rows] += d_q_tile
+            d_k[:, :, cols] += d_k_tile
+            for running, grad in zip(d_own, d_operands, strict=True):
+                running += grad
+            if call.bias is not None:
+                through = call.bias.tile_backward(
+                    rows, cols, call.frame, operands[1], q_rows, k_cols, d_scores, d_bias
+                )
+                if through is not None:
+                    d_q[:, :, rows] += through[0]
+                    d_k[:, :, cols] += through[1]
+    return [d_q, d_k, d_v, *d_own, *d_bias]
+
+
+def _kept(call: Call, rows: slice, cols: slice) -> Tensor:
+    assert call.seed is not None
+    return keep_tile(call.dropout, call.seed, rows, cols, call.frame).to(call.q.dtype) / (1 - call.dropout)

@@ -1,0 +1,27 @@
+"""What can go wrong beyond bad arguments, each with the exit code the command line ends with.
+
+A wrong argument is a ValueError or TypeError, in the library as in Python itself. These are the failures that a
+caller may want to tell apart: a file that cannot be trusted, a training run that left the road.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BadModelFile", "Diverged", "RegardError"]
+
+
+class RegardError(Exception):
+    """Something regard was asked to do failed, and the message says what."""
+
+    exit_code = 1
+
+
+class BadModelFile(RegardError):
+    """A checkpoint or model directory is damaged, incomplete or not what its manifest says."""
+
+    exit_code = 3
+
+
+class Diverged(RegardError):
+    """Training reached a loss or gradient that is not finite and could not recover."""
+
+    exit_code = 4

@@ -1,0 +1,94 @@
+"""From ids to vectors: the token table, and the sum a model reads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import need_ids, need_positive
+from .positions import Learned, Sinusoidal
+
+
+class TokenEmbedding(nn.Embedding):
+    """One vector per token, times `scale` (√d_model in Vaswani et al. 2017, §3.4).   ids (B, T) → (B, T, M)
+
+    A padding id is an id like any other; what keeps padding out is the mask.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, scale: float = 1.0) -> None:
+        need_positive(vocab_size=vocab_size, d_model=d_model)
+        super().__init__(vocab_size, d_model)
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.scale = float(scale)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        need_ids("token ids", ids, 0, self.vocab_size, "vocab_size")
+        vectors = F.embedding(ids, self.weight)
+        return vectors if self.scale == 1.0 else vectors * self.scale
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.d_model}, scale={self.scale}"
+
+
+class Embeddings(nn.Module):
+    """projection(dropout(norm(token[ids] + segment[segments] + position[positions]))), each part but token optional.
+
+    segment     a second table for sentence A / B (BERT); no segments given means segment 0 throughout
+    position    Sinusoidal or Learned; None where attention itself knows positions (RoPE, ALiBi, T5)
+    norm        BERT, BART
+    projection  a map from a narrower table to d_model (ALBERT's factorised embedding, Lan et al. 2020, §3.1)
+    ids (B, T), positions (T,) or (B, T), by default 0 … T−1, segments (B, T) → (B, T, M)
+    """
+
+    def __init__(
+        self,
+        token: TokenEmbedding,
+        *,
+        segment: TokenEmbedding | None = None,
+        position: Sinusoidal | Learned | None = None,
+        norm: nn.Module | None = None,
+        projection: nn.Linear | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _same_width(token.d_model, segment=segment, position=position)
+        if projection is not None and projection.in_features != token.d_model:
+            raise ValueError(f"projection takes width {projection.in_features}, but token has d_model={token.d_model}")
+        self.token = token
+        self.segment = segment
+        self.position = position
+        self.norm = norm
+        self.projection = projection
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        x: Tensor = self.token(ids)  # (B, T, M)
+        if self.segment is not None:
+            x = x + (self.segment.weight[0] * self.segment.scale if segments is None else self.segment(segments))
+        elif segments is not None:
+            raise ValueError("segments were given, but these embeddings have no segment table")
+        if self.position is not None:
+            if positions is None:
+                positions = self._first(ids.shape[-1], ids.device)
+            x = x + self.position(positions, x.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
+        x = self.dropout(x)
+        return x if self.projection is None else self.projection(x)
+
+    def _first(self, length: int, device: torch.device) -> Tensor:
+        max_len = None if self.position is None else self.position.max_len
+        if max_len is not None and length > max_len:
+            raise ValueError(f"the text has length {length}, but positions end at max_len={max_len}")
+        return torch.arange(length, device=device)
+
+
+def _same_width(d_model: int, **parts: nn.Module | None) -> None:
+    for name, part in parts.items():
+        if part is not None and part.d_model != d_model:
+            raise ValueError(f"{name} has d_model={part.d_model}, but token has d_model={d_model}")

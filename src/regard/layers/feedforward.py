@@ -1,0 +1,104 @@
+"""The position-wise feed-forward network, plain and gated, and the activations it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import need_positive, unknown
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x · σ(1.702 x), the sigmoid approximation of GELU (Hendrycks & Gimpel 2016, §2)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(0, x)² (So et al. 2021, Primer)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "quick_gelu": quick_gelu,
+    "relu2": relu2,
+}
+GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+FEEDFORWARD_KINDS = (*ACTIVATIONS, *GATED)
+# What the same functions are called elsewhere; used to point at our name, and by whoever reads foreign configs.
+OTHER_NAMES: dict[str, str] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+    "swish": "silu",
+    "relu_squared": "relu2",
+}
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """The element-wise function of that name; a gated name ("swiglu") gives the function on its gate (silu)."""
+    inner = GATED.get(name, name)
+    if inner not in ACTIVATIONS:
+        raise unknown("activation", name, FEEDFORWARD_KINDS, OTHER_NAMES.get(name))
+    return ACTIVATIONS[inner]
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with an activation f between, the same at every position (Vaswani et al. 2017, eq. 2).
+
+    plain   FFN(x) = f(x W_in + b_in) W_out + b_out
+    gated   FFN(x) = (f(x W_gate) ⊙ (x W_up)) W_out       (Shazeer 2020: SwiGLU, GeGLU, ReGLU)
+
+    A gated w_in holds the gate's d_ff rows, then the up-projection's. Dropout follows the activation (T5, BART).
+    (…, M) → (…, M)
+    """
+
+    def __init__(
+        self, d_model: int, d_ff: int, activation: str = "relu", dropout: float = 0.0, bias: bool = True
+    ) -> None:
+        super().__init__()
+        need_positive(d_model=d_model, d_ff=d_ff)
+        self.d_model = d_model
+        self.d_ff = d_ff
+        self.activation = activation
+        self.gated = activation in GATED
+        self.f = activation_function(activation)
+        self.w_in = nn.Linear(d_model, 2 * d_ff if self.gated else d_ff, bias=bias)
+        self.w_out = nn.Linear(d_ff, d_model, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.w_in(x)  # (…, d_ff), or gate and up side by side (…, 2 d_ff)
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = self.f(gate) * up
+        else:
+            hidden = self.f(hidden)
+        out: Tensor = self.w_out(self.dropout(hidden))
+        return out
+
+    @property
+    def w_gate(self) -> Tensor:
+        """The gate's rows of w_in, a view (d_ff, M)."""
+        return self._half(0)
+
+    @property
+    def w_up(self) -> Tensor:
+        """The up-projection's rows of w_in, a view (d_ff, M)."""
+        return self._half(1)
+
+    def _half(self, which: int) -> Tensor:
+        if not self.gated:
+            raise ValueError(f"activation={self.activation!r} has no gate; its one input map is w_in")
+        return self.w_in.weight[which * self.d_ff : (which + 1) * self.d_ff]
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"

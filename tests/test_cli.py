@@ -1,0 +1,157 @@
+"""The command line's promises: exit codes, one line on stderr, one document on stdout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import regard
+from regard import cli
+from regard.errors import BadModelFile, Diverged, RegardError
+
+
+class Measured:
+    """Stands in for the result of a measurement that would take minutes."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
+
+    def document(self) -> dict[str, Any]:
+        return {"lengths": self.asked["lengths"], "unit": "µs"}
+
+    def table(self) -> str:
+        return "a table"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """regard.experiments.bench_attention, replaced: the command is under test, not the measurement."""
+    module = ModuleType("regard.experiments.bench_attention")
+    module.asked = None
+
+    def bench_attention(**asked: Any) -> Measured:
+        asked.pop("progress")("measuring")
+        module.asked = asked
+        return Measured(asked)
+
+    module.bench_attention = bench_attention
+    monkeypatch.setitem(sys.modules, "regard.experiments", ModuleType("regard.experiments"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("REGARD_DEBUG", raising=False)
+    return module
+
+
+def fail_with(module: ModuleType, failure: BaseException) -> None:
+    def bench_attention(**asked: Any) -> None:
+        raise failure
+
+    module.bench_attention = bench_attention
+
+
+def test_version_also_as_a_module() -> None:
+    answer = subprocess.run([sys.executable, "-m", "regard", "--version"], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, f"regard {regard.__version__}\n", "")
+
+
+def test_bench_attention_hands_its_options_on(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--lengths 128,256 --mechanisms sdpa,tiled --heads 2 --width 16 --no-causal --backward --out somewhere"
+    assert cli.main(["bench", "attention", *words.split()]) == 0
+    assert bench.asked == {
+        "lengths": [128, 256],
+        "mechanisms": ["sdpa", "tiled"],
+        "n_heads": 2,
+        "d_head": 16,
+        "causal": False,
+        "backward": True,
+        "out": Path("somewhere"),
+    }
+    said = capsys.readouterr()
+    assert said.out == "a table\n"
+    assert said.err == "measuring\n"
+
+
+def test_bench_attention_measures_everything_unless_told(bench: ModuleType) -> None:
+    assert cli.main(["bench", "attention"]) == 0
+    assert bench.asked["mechanisms"] is None
+    assert bench.asked["causal"] is True
+    assert bench.asked["backward"] is False
+    assert bench.asked["out"] is None
+
+
+def test_json_is_one_document_on_stdout(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "attention", "--lengths", "64", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"lengths": [64], "unit": "µs"}
+    assert said.err == "measuring\n"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (RegardError("it failed"), 1),
+        (ValueError("d_model=10 is not divisible\nby n_heads=3"), 1),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), 1),
+        (BadModelFile("model.safetensors: checksum differs"), 3),
+        (Diverged("loss is nan at step 12"), 4),
+    ],
+)
+def test_a_failure_is_one_line_and_its_own_exit_code(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], failure: Exception, code: int
+) -> None:
+    fail_with(bench, failure)
+    assert cli.main(["bench", "attention"]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"regard: {' '.join(str(failure).split())}\n"
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_debug_shows_the_traceback(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    fail_with(bench, Diverged("loss is nan"))
+    if how == "environment":
+        monkeypatch.setenv("REGARD_DEBUG", "1")
+    assert cli.main([*(["--debug"] if how == "option" else []), "bench", "attention"]) == 4
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "Diverged: loss is nan" in said
+
+
+def test_a_bug_is_not_hidden(bench: ModuleType) -> None:
+    fail_with(bench, ZeroDivisionError("a bug of ours"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["bench", "attention"])
+
+
+def test_ctrl_c_is_130(bench: ModuleType) -> None:
+    fail_with(bench, KeyboardInterrupt())
+    assert cli.main(["bench", "attention"]) == 130
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "attention", "--lengths", "12,abc"],
+        ["bench", "attention", "--lengths", "0"],
+        ["bench", "attention", "--lengths", ","],
+        ["bench", "attention", "--heads", "0"],
+        ["bench", "attention", "--nonsense"],
+        ["nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_2_and_names_what_was_wrong(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words[-2 if "--nonsense" not in words and len(words) > 1 else -1] in said.err
+    assert bench.asked is None
