@@ -166,6 +166,26 @@ def test_exports(layer: tuple[Callable[[], nn.Module], Args]) -> None:
     torch.testing.assert_close(exported(*args), module(*args), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_equals_cpu(layer: tuple[Callable[[], nn.Module], Args], fresh_compiler: None) -> None:
+    build, args = layer
+    module = build().eval()
+    expected = module(*args)
+    on_gpu, moved = copy.deepcopy(module).cuda(), [arg.cuda() for arg in args]
+    torch.testing.assert_close(on_gpu(*moved).cpu(), expected, atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(on_gpu, fullgraph=True)
+    torch.testing.assert_close(compiled(*moved).cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bad_ids_on_cuda_are_an_error_and_not_a_lost_device() -> None:
+    with pytest.raises(ValueError, match="token ids goes up to 9, but vocab_size=9"):
+        TokenEmbedding(9, 4).cuda()(torch.tensor([9], device="cuda"))
+    assert torch.ones(2, device="cuda").sum().item() == 2
+
+
 def test_the_room_imports_torch_alone() -> None:
     for source in Path(layers.__file__).parent.glob("*.py"):
         for line in source.read_text(encoding="utf-8").splitlines():

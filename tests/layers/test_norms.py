@@ -41,10 +41,13 @@ def test_offset_is_gemmas(dtype: torch.dtype) -> None:
 
     theirs, ours = GemmaRMSNorm(24, eps=1e-3).to(dtype), RMSNorm(24, 1e-3, offset=1.0).to(dtype)
     assert torch.equal(ours(X.to(dtype)), theirs(X.to(dtype)))  # untrained: both multiply by one
-    nn.init.normal_(theirs.weight, std=0.01)
+    nn.init.normal_(theirs.weight, std=1e-3)  # one plus this is one in bf16, so the sum must be wider
     ours.load_state_dict(theirs.state_dict())
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(ours(X.to(dtype)), theirs(X.to(dtype)), atol=tolerance, rtol=tolerance)
+    out, expected = ours(X.to(dtype)), theirs(X.to(dtype))
+    if dtype == torch.float32:
+        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    else:
+        assert (out != expected).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])

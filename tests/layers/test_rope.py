@@ -28,6 +28,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "yarn-attention": {"kind": "yarn", "factor": 8.0, "original_max_len": 32, "attention_factor": 0.7},
     "yarn-mscale": {"kind": "yarn", "factor": 8.0, "original_max_len": 32, "mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn-mscale-alone": {"kind": "yarn", "factor": 8.0, "original_max_len": 32, "mscale": 0.7},
+    "yarn-truncated": {"kind": "yarn", "factor": 8.0, "original_max_len": 32, "truncate": True},
     "yarn-untruncated": {"kind": "yarn", "factor": 8.0, "original_max_len": 32, "truncate": False},
     "llama3": {
         "kind": "llama3",
@@ -52,8 +53,17 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
         "attention_factor": 1.25,
     },
 }
-# Short enough for every original length, between original and maximum, beyond all, and far beyond.
-REACHES = {"short": (0, 12), "middle": (20, 60), "past": (0, 200), "far": (100_000, 100_050)}
+# Around every original length (16, 32, 64): below it, exactly at it, one past it, and far beyond.
+REACHES = {
+    "short": (0, 12),
+    "at-16": (0, 16),
+    "past-16": (0, 17),
+    "at-64": (0, 64),
+    "past-64": (0, 65),
+    "middle": (20, 60),
+    "past": (0, 200),
+    "far": (100_000, 100_050),
+}
 
 
 def theirs(scaling: dict[str, Any] | None, base: float, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -88,12 +98,10 @@ def test_equals_transformers(name: str, reach: str) -> None:
         torch.testing.assert_close(rope(x, positions), theirs(words, base, x, positions), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("name", [name for name, words in SCALINGS.items() if words])
 def test_the_kinds_differ_from_plain_rope_somewhere(name: str) -> None:
     """Guards the parity above: a scaling that both sides ignored would pass it."""
-    words = SCALINGS[name]
-    if words is None:
-        words = {"kind": "linear", "factor": 2.0}
+    words = SCALINGS[name] or {}
     x, positions = torch.ones(1, 1, 200, D_HEAD), torch.arange(200)
     scaled = Rope(D_HEAD, scaling=RopeScaling(**words), max_len=MAX_LEN)(x, positions)
     assert (scaled - Rope(D_HEAD)(x, positions)).abs().max() > 0.1

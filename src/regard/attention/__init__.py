@@ -4,21 +4,43 @@ Shapes, here and everywhere: B batch, H query heads, G key/value heads, T querie
 Heads are (B, H, T, D). Masks: True = may look.
 """
 
-from . import biases, masks
+from . import biases, cache, capabilities, gradients, masks
 from .backends import Attended, attend, explain
 from .frame import Frame
+from .linear import Linear, LinearState, Performer
+from .map import AttentionMap
+from .mixing import Fourier, Linformer
+from .multihead import MultiHeadAttention
+from .reference import Steps
+from .relative import XLRelative
 from .scores import Additive, Concat, Dot, General, Mechanism
+from .taps import Recorder, record, tap
 
 __all__ = [
     "Additive",
     "Attended",
+    "AttentionMap",
     "Concat",
     "Dot",
+    "Fourier",
     "Frame",
     "General",
+    "Linear",
+    "LinearState",
+    "Linformer",
     "Mechanism",
+    "MultiHeadAttention",
+    "Performer",
+    "Recorder",
+    "Steps",
+    "XLRelative",
     "attend",
     "biases",
+    "cache",
+    "capabilities",
     "explain",
+    "gradients",
     "masks",
+    "record",
+    "tap",
 ]

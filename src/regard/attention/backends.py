@@ -52,7 +52,11 @@ def attend(
     ``mechanism`` replaces the scaled dot product; ``frame`` says where queries and keys stand (by default the last
     query at the last key); ``seed`` fixes the dropout; ``check`` looks for NaN and infinity in the inputs.
     """
-    call = prepare(q, k, v, mask, bias, scale, mechanism, frame, dropout, seed, check)
+    return run(prepare(q, k, v, mask, bias, scale, mechanism, frame, dropout, seed, check), backend, weights)
+
+
+def run(call: Call, backend: str = "auto", weights: bool = False) -> Attended:
+    """Compute a prepared call."""
     name = choose(call, weights) if backend == "auto" else backend
     _require(name, call, weights)
     if name == "reference":
@@ -107,11 +111,14 @@ def prepare(
     if bias is not None:
         bias.check(frame)
     ready = mechanism.prepare(q, k, v, mask, frame)
-    if dropout > 0 and not isinstance(seed, Tensor):
-        seed = draw_seed(q.device) if seed is None else torch.tensor(seed, device=q.device)
-    return Call(
-        ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, seed if dropout > 0 else None
-    )
+    drawn = _seed(seed, q.device) if dropout > 0 else None
+    return Call(ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, drawn)
+
+
+def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    if seed is None:
+        return draw_seed(device)
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed, device=device)
 
 
 def features_of(call: Call, weights: bool) -> frozenset[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .biases import Bias
@@ -39,9 +40,14 @@ class Scoring:
         q, k = self.q[:, :, rows], self.k[:, :, cols]
         scores = self.mechanism.tile(q, k, own)
         if self.bias is not None:
-            scores = scores + self.bias.tile(rows, cols, self.frame, of_bias, q, k)
+            bias = self.bias.tile(rows, cols, self.frame, of_bias, q, k)
+            # A tile is fresh memory: where no graph wants the step before, a second one would only cost.
+            scores = scores + bias if torch.is_grad_enabled() else scores.add_(bias)
         allowed = self.allowed(rows, cols) if masked else None
-        return scores if allowed is None else scores.masked_fill(~allowed, self.nothing)
+        if allowed is None:
+            return scores
+        fill = scores.masked_fill if torch.is_grad_enabled() else scores.masked_fill_
+        return fill(~allowed, self.nothing)
 
     @property
     def nothing(self) -> float:
@@ -72,4 +78,6 @@ class Call(Scoring):
     seed: Tensor | None = None  # of the dropout; set whenever dropout > 0
 
     def with_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        return replace(self, q=q, k=k, v=v)
+        return Call(
+            q, k, self.mask, self.bias, self.mechanism, self.frame, v, self.dropout, self.seed
+        )

@@ -36,8 +36,8 @@ class Frame:
     """Positions (and documents) of T queries and S keys for a batch of B with H query heads.
 
     ``steady`` is (first query position, first key position) when both run on without gap, the same for all of the
-    batch; it lets relative biases be read as diagonals. ``limit`` bounds all positions when they are only known as
-    tensors, so that nothing has to be read back from a device.
+    batch; it lets relative biases be read as diagonals. ``limit`` bounds the distance of any query from any key slot,
+    empty ones (-1) included, when positions are only known as tensors, so that nothing has to be read back.
     """
 
     n_batch: int

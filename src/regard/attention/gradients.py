@@ -1,6 +1,6 @@
 """The gradients of attention, written out. O = A V, A = softmax(S), S = scale · Q Kᵀ.
 
-    dV = Aᵀ dO        dA = dO Vᵀ        dS = A ∘ (dA - rowsum(A ∘ dA))        dQ = scale · dS K        dK = scale · dSᵀ Q
+    dV = Aᵀ dO      dA = dO Vᵀ      dS = A ∘ (dA - rowsum(A ∘ dA))      dQ = scale · dS K      dK = scale · dSᵀ Q
 
 ``tiled`` applies the same functions tile by tile; rowsum(A ∘ dA) = rowsum(dO ∘ O) is then known before the first tile
 (FlashAttention, Dao et al. 2022, appendix B.2), so no row of A is ever held whole.

@@ -1,11 +1,277 @@
-"""Linear attention (being written)."""
+"""Linear attention: weights that are dot products of feature maps, so that T × S never has to be computed.
+
+    weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j)        o_i = φ(q_i) (Σ_j φ(k_j) v_jᵀ) / φ(q_i)·Σ_j φ(k_j)
+
+The bracket is the same for every query, or under a causal mask a running sum: O(T) time (Katharopoulos et al. 2020,
+eq. 4-12). ``Linear`` and ``Performer`` are mechanisms like any other, so the reference gives the weights they imply.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .call import Call
+from .checks import check_heads
+from .frame import ALL, Frame
+from .masks import Mask
+from .masks.basic import Causal
+from .masks.mask import And
+from .reference import reference
+from .scores import Mechanism, Operands, Prepared, by_group, by_head
+
+CHUNK = 64
+"""Tokens in a chunk of the causal form: scores inside a chunk cost O(chunk) a token, states O(D² / chunk)."""
+
+
+class Kernel(Mechanism):
+    """s_ij = φ(q_i)·φ(k_j) with φ > 0, and weights s / Σ s. ``queries`` and ``keys`` are φ, applied once, O(T)."""
+
+    normaliser = "linear"
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
+        if q.shape[-1] != k.shape[-1]:
+            raise ValueError(f"q has head width {q.shape[-1]} but k has {k.shape[-1]}")
+        return super().prepare(q, k, v, mask, frame)
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        return by_head(by_group(q, k.shape[1]) @ k.transpose(-1, -2), q.shape[1])
+
+
+class Linear(Kernel):
+    """Katharopoulos et al. 2020, eq. 7: φ(x) = elu(x) + 1.
+
+    A kernel of its own, not an approximation of softmax: its weights differ from softmax's whatever the width.
+    """
+
+    name = "linear"
+
+    def queries(self, q: Tensor) -> Tensor:
+        return _elu_plus_one(q)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return _elu_plus_one(k)
+
+    def __repr__(self) -> str:
+        return "Linear()"
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    """e^x below 0, x + 1 above; elu(x) + 1 itself would round to 0 for very negative x and leave a row without keys."""
+    return x.clamp(max=0).exp() + x.relu()
+
+
+class Performer(nn.Module, Kernel):
+    """FAVOR+ (Choromanski et al. 2021, §2.3-2.4): φ(x) = exp(ωᵀx - |x|²/2) / √m with m random, orthogonal ω ~ N(0, I).
+
+    An unbiased estimate of softmax's kernel: E[φ(q)·φ(k)] = exp(q·k), where q and k first take √scale each. Its
+    relative standard deviation is at most √((exp(|q + k|²) - 1) / m) (lemma 2): it falls like 1/√m, but serves small q
+    and k only. At D = 16, m = 1024 the output is off by 90 % for unit-variance q and k, by 10 % at half that size.
+    """
+
+    name = "performer"
+    omega: Tensor
+
+    # Factors that cancel in the weights keep φ inside fp32's range. That of the keys must not depend on the keys: a
+    # maximum over them would let the future, padding and whatever is decoded next change what came before. Nor need it:
+    # ωᵀx - |x|²/2 is at most z²/2, z = ωᵀx/|x| being standard normal, so the upper end is 8 standard deviations out;
+    # the lower is reached by keys of rms 5 at D = 64. Beyond, features stop growing or fading: never 0, never infinite.
+    _key_shift = 20.0
+    _key_range = 55.0
+    _query_floor = 1e-7  # of a query's largest feature: bounds the ratio of sums to their total, and so the gradients
+
+    def __init__(self, d_head: int, n_features: int = 256, scale: float | None = None, seed: int = 0) -> None:
+        super().__init__()
+        if d_head < 1 or n_features < 1:
+            raise ValueError(f"d_head={d_head} and n_features={n_features} must be at least 1")
+        if scale is not None and scale <= 0:
+            raise ValueError(f"scale={scale} must be positive; q and k take its root each")
+        self.scale = 1 / math.sqrt(d_head) if scale is None else scale
+        self.register_buffer("omega", torch.empty(n_features, d_head))
+        self.redraw(seed)
+
+    @torch.no_grad()
+    def redraw(self, seed: int) -> None:
+        """Draw the features anew; the same seed gives the same features on every device."""
+        n_features, d_head = self.omega.shape
+        self.omega.copy_(orthogonal_gaussian(n_features, d_head, torch.Generator().manual_seed(seed)))
+
+    def features(self, x: Tensor) -> Tensor:
+        """φ(x) as in the paper, (B, H, T, m): for small x only, since it may over- or underflow."""
+        return self._log_features(x).exp()
+
+    def queries(self, q: Tensor) -> Tensor:
+        """φ(q) up to a factor of each query, which its row's sum takes out again: the largest feature is 1."""
+        logs = self._log_features(q)
+        return ((logs - logs.detach().amax(-1, keepdim=True)).exp() + self._query_floor).to(q.dtype)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """φ(k) up to a factor that is the same for all keys ever."""
+        logs = self._log_features(k) + self._key_shift
+        return logs.clamp(-self._key_range, self._key_range).exp().to(k.dtype)
+
+    def _log_features(self, x: Tensor) -> Tensor:
+        n_features, d_head = self.omega.shape
+        if x.shape[-1] != d_head:
+            raise ValueError(f"Performer has d_head={d_head}, got head width {x.shape[-1]}")
+        if x.dtype == torch.float16:
+            raise TypeError("Performer's features leave the range of float16; use bfloat16 or float32")
+        x = x.to(_exact(x.dtype)) * math.sqrt(self.scale)
+        with _full_precision(x):  # the exponent of what follows: rounding here is a factor there
+            along = x @ self.omega.to(x.dtype).T
+        return along - x.square().sum(-1, keepdim=True) / 2 - math.log(n_features) / 2
+
+    def extra_repr(self) -> str:
+        n_features, d_head = self.omega.shape
+        return f"d_head={d_head}, n_features={n_features}, scale={self.scale:.4g}"
+
+
+def orthogonal_gaussian(n_rows: int, width: int, generator: torch.Generator) -> Tensor:
+    """Rows ~ N(0, I), each exactly so, but orthogonal within every ``width`` of them: less variance, still unbiased."""
+
+    def gaussian() -> Tensor:
+        return torch.randn(width, width, generator=generator, dtype=torch.float64)
+
+    blocks = []
+    for _ in range(-(-n_rows // width)):
+        directions, r = torch.linalg.qr(gaussian())
+        directions = directions * r.diagonal().sign()  # QR's own signs would not be uniform over rotations
+        blocks.append(directions.T * gaussian().norm(dim=1, keepdim=True))
+    return torch.cat(blocks)[:n_rows]
 
 
 def linear(call: Call) -> Tensor:
-    raise NotImplementedError
+    """The output (B, H, T, D) in O(T) time and memory, for no mask, causal, padding, or both.
+
+    Positions known only as tensors (the slots of a cache) have no running sum: if causal, they take the formula.
+    """
+    causal, rest = _split(call.mask)
+    if causal and call.frame.steady is None:
+        return reference(call)[0]
+    exact = _exact(call.v.dtype)
+    q, k, v = call.q.to(exact), call.k.to(exact), with_ones(call.v.to(exact))
+    visible = replace(call, mask=rest).allowed(slice(0, 1), ALL)  # padding asks about keys only: any query will do
+    if visible is not None:
+        k = k.masked_fill(~visible.transpose(-1, -2), 0)
+    with _full_precision(q):
+        if causal:
+            assert call.frame.steady is not None
+            sums = causal_sums(q, k, v, call.frame.steady[0] - call.frame.steady[1])
+        else:
+            sums = by_head(by_group(q, k.shape[1]) @ key_sums(k, v), q.shape[1])
+    return divide(sums).to(call.v.dtype)
+
+
+def _split(mask: Mask | None) -> tuple[bool, Mask | None]:
+    """Whether a mask of causal and padding parts is causal, and what else it is."""
+    if isinstance(mask, Causal):
+        return True, None
+    if isinstance(mask, And):
+        (a_causal, a), (b_causal, b) = _split(mask.a), _split(mask.b)
+        return a_causal or b_causal, b if a is None else a if b is None else a & b
+    return False, mask
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Half precision is computed in fp32: sums run over the whole length."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Autocast would round to half precision again what was widened for a reason."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """v and a column of ones: what sums up φ(k) v then sums up φ(k) beside it."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def divide(sums: Tensor) -> Tensor:
+    """Weighted sums of (v, 1) to weighted means of v; where nothing was seen 0, with gradient 0."""
+    values, total = sums[..., :-1], sums[..., -1:]
+    return values / torch.where(total == 0, 1, total)
+
+
+def key_sums(k: Tensor, v: Tensor) -> Tensor:
+    """Σ_j φ(k_j) (v_j, 1)ᵀ, (B, G, D_φ, D_v + 1)."""
+    return k.transpose(-1, -2) @ v
+
+
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, ahead: int) -> Tensor:
+    """Σ_{j ≤ i + ahead} φ(q_i)·φ(k_j) (v_j, 1), (B, H, T, D_v + 1): query i stands ``ahead`` keys after key i."""
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    before = min(max(ahead, 0), n_keys)  # keys that every query sees
+    blind = min(max(-ahead, 0), n_queries)  # queries that see no key
+    paired = min(n_keys - before, n_queries - blind)
+    start = key_sums(k[:, :, :before], v[:, :, :before])
+    # Key i + before beside query i: zeros where queries come before all keys or go on after them.
+    k, v = (_pad(x[:, :, before : before + paired], blind, n_queries - blind - paired) for x in (k, v))
+    return running_sums(q, k, v, start)[0]
+
+
+def running_sums(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal sums of T queries beside T keys, after what ``start`` has gathered; and all that is gathered then.
+
+    Inside a chunk the masked scores are computed; everything before it is one state (D_φ, D_v + 1), a running sum of
+    the chunks' own. T / chunk states are held, never T.
+    """
+    n_heads, n_queries, (b, g) = q.shape[1], q.shape[2], k.shape[:2]
+    size = min(CHUNK, n_queries)
+    n_chunks, shared = -(-n_queries // size), n_heads // g
+    q, k, v = (_pad(x, 0, n_chunks * size - n_queries) for x in (q, k, v))
+    q = q.reshape(b, g, shared, n_chunks, size, -1).transpose(2, 3).reshape(b, g, n_chunks, shared * size, -1)
+    k, v = k.reshape(b, g, n_chunks, size, -1), v.reshape(b, g, n_chunks, size, -1)
+    states = torch.cat([start[:, :, None], key_sums(k, v)], dim=2).cumsum(2)  # (B, G, chunks + 1, D_φ, D_v + 1)
+    scores = (q @ k.transpose(-1, -2)).reshape(b, g, n_chunks, shared, size, size).tril()
+    sums = q @ states[:, :, :-1] + scores.reshape(b, g, n_chunks, shared * size, size) @ v
+    sums = sums.reshape(b, g, n_chunks, shared, size, -1).transpose(2, 3).reshape(b, n_heads, n_chunks * size, -1)
+    return sums[:, :, :n_queries], states[:, :, -1]
+
+
+def _pad(x: Tensor, before: int, after: int) -> Tensor:
+    """Zeros along the length; no copy where none are wanted."""
+    return F.pad(x, (0, 0, before, after)) if before or after else x
+
+
+class LinearState:
+    """Causal linear attention as a recurrent network (Katharopoulos et al. 2020, eq. 16-20): memory that never grows.
+
+    S_t = S_{t-1} + φ(k_t) v_tᵀ,  z_t = z_{t-1} + φ(k_t),  o_t = φ(q_t) S_t / φ(q_t)·z_t
+    """
+
+    def __init__(self, mechanism: Kernel) -> None:
+        if not isinstance(mechanism, Kernel):
+            raise TypeError(f"LinearState needs a linear mechanism (Linear, Performer), got {type(mechanism).__name__}")
+        self.mechanism = mechanism
+        self._sums: Tensor | None = None  # (B, G, D_φ, D_v + 1): S and z side by side
+
+    @property
+    def state(self) -> Tensor | None:
+        """S, (B, G, D_φ, D_v); None before the first token."""
+        return None if self._sums is None else self._sums[..., :-1]
+
+    @property
+    def normaliser(self) -> Tensor | None:
+        """z, (B, G, D_φ); None before the first token."""
+        return None if self._sums is None else self._sums[..., -1]
+
+    def update(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output (B, H, T, D) of the next T tokens: a whole prompt, or one at a time."""
+        check_heads(q, k, v)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"q has {q.shape[2]} tokens but k has {k.shape[2]}; a state takes them in step")
+        dtype, exact = v.dtype, _exact(v.dtype)
+        q, k, v = self.mechanism.queries(q).to(exact), self.mechanism.keys(k).to(exact), with_ones(v.to(exact))
+        shape = (*k.shape[:2], k.shape[3], v.shape[3])
+        start = k.new_zeros(shape) if self._sums is None else self._sums
+        if start.shape != shape:
+            held = tuple(start.shape)
+            raise ValueError(f"LinearState holds (batch, key heads, features, width + 1) = {held}, got {shape}")
+        with _full_precision(q):
+            sums, self._sums = running_sums(q, k, v, start)
+        return divide(sums).to(dtype)

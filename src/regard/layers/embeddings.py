@@ -42,12 +42,13 @@ class Embeddings(nn.Module):
     position    Sinusoidal or Learned; None where attention itself knows positions (RoPE, ALiBi, T5)
     norm        BERT, BART
     projection  a map from a narrower table to d_model (ALBERT's factorised embedding, Lan et al. 2020, §3.1)
+    token       None where the model keeps the table itself, shared by source, target and output: vectors come in
     ids (B, T), positions (T,) or (B, T), by default 0 … T−1, segments (B, T) → (B, T, M)
     """
 
     def __init__(
         self,
-        token: TokenEmbedding,
+        token: TokenEmbedding | None,
         *,
         segment: TokenEmbedding | None = None,
         position: Sinusoidal | Learned | None = None,
@@ -56,8 +57,9 @@ class Embeddings(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _same_width(token.d_model, segment=segment, position=position)
-        if projection is not None and projection.in_features != token.d_model:
+        if token is not None:
+            _same_width(token.d_model, segment=segment, position=position)
+        if token is not None and projection is not None and projection.in_features != token.d_model:
             raise ValueError(f"projection takes width {projection.in_features}, but token has d_model={token.d_model}")
         self.token = token
         self.segment = segment
@@ -67,14 +69,14 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        x: Tensor = self.token(ids)  # (B, T, M)
+        x: Tensor = ids if self.token is None else self.token(ids)  # (B, T, M)
         if self.segment is not None:
             x = x + (self.segment.weight[0] * self.segment.scale if segments is None else self.segment(segments))
         elif segments is not None:
             raise ValueError("segments were given, but these embeddings have no segment table")
         if self.position is not None:
             if positions is None:
-                positions = self._first(ids.shape[-1], ids.device)
+                positions = self._first(x.shape[1], x.device)
             x = x + self.position(positions, x.dtype)
         if self.norm is not None:
             x = self.norm(x)

@@ -1,9 +1,9 @@
 """Masks: predicates over positions, the sparse patterns, and the plan of blocks that follows from them."""
 
-from .basic import causal, document, everything, from_dense, padding, prefix, window
+from .basic import causal, document, everything, from_dense, keep, padding, prefix, window
 from .mask import Mask
 from .plan import BlockPlan, plan
-from .sparse import bigbird, blocks, dilated, fixed, global_tokens, random_blocks, strided
+from .sparse import bigbird, blocks, dilated, fixed, global_tokens, grid_windows, random_blocks, strided
 
 __all__ = [
     "BlockPlan",
@@ -17,6 +17,8 @@ __all__ = [
     "fixed",
     "from_dense",
     "global_tokens",
+    "grid_windows",
+    "keep",
     "padding",
     "plan",
     "prefix",

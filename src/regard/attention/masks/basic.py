@@ -75,8 +75,12 @@ class Document(Mask):
             raise ValueError("mask document() needs a frame that knows its documents: frame.with_documents(...)")
 
 
-@dataclass(frozen=True, eq=False)
 class Padding(Mask):
+    """Masks that depend on the key alone: what is padding is so for every query."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Padding):
     lengths: Tensor  # (B,)
 
     def allows(self, at: Site) -> Tensor:
@@ -84,15 +88,36 @@ class Padding(Mask):
 
     def bounds(self, box: Box) -> Bounds:
         shortest, longest = self.lengths.amin().cpu(), self.lengths.amax().cpu()
-        i_any = box.i_min <= box.i_max
-        return (box.j_min < longest) & i_any, (box.j_max < shortest) & i_any
+        rows = box.i_min <= box.i_max
+        return (box.j_min < longest) & rows, (box.j_max < shortest) & rows
 
     def check(self, frame: Frame) -> None:
         if self.lengths.shape[0] != frame.n_batch:
             raise ValueError(f"mask padding(lengths) has {self.lengths.shape[0]} lengths, the batch is {frame.n_batch}")
 
     def to(self, device: torch.device | str) -> Mask:
-        return Padding(self.lengths.to(device))
+        return Lengths(self.lengths.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Keep(Padding):
+    keep: Tensor  # (B, S) bool
+
+    def allows(self, at: Site) -> Tensor:
+        return self.keep[at.b, at.col]
+
+    def bounds(self, box: Box) -> Bounds:
+        low, high = block_range(self.keep.long(), box.block[1])
+        rows = box.i_min <= box.i_max
+        return (high > 0)[None] & rows, (low > 0)[None] & rows
+
+    def check(self, frame: Frame) -> None:
+        if tuple(self.keep.shape) != (frame.n_batch, frame.n_keys):
+            sizes = (frame.n_batch, frame.n_keys)
+            raise ValueError(f"mask keep(...) of shape {tuple(self.keep.shape)} does not fit (batch, keys) = {sizes}")
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Keep(self.keep.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +189,14 @@ def padding(lengths: Tensor) -> Mask:
     if lengths.dim() != 1 or lengths.is_floating_point():
         got = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
         raise ValueError(f"padding lengths must be whole numbers of shape (B,), got {got}")
-    return Padding(lengths)
+    return Lengths(lengths)
+
+
+def keep(real: Tensor) -> Mask:
+    """Keys that are no padding, wherever the padding stands: (B, S) booleans, True = a real token."""
+    if real.dim() != 2 or real.dtype != torch.bool:
+        raise ValueError(f"keep wants booleans of shape (B, S), got {real.dtype} of shape {tuple(real.shape)}")
+    return Keep(real)
 
 
 def from_dense(allowed: Tensor) -> Mask:

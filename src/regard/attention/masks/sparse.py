@@ -119,6 +119,24 @@ class RandomBlocks(Mask):
         return x % 10_000 < int(self.percent * 100)
 
 
+@dataclass(frozen=True)
+class GridWindows(Mask):
+    width: int
+    side: int
+    shift: int
+    n_before: int
+
+    def allows(self, at: Site) -> Tensor:
+        same = self._window(at.i) == self._window(at.j)
+        return same | (at.i < self.n_before) | (at.j < self.n_before)
+
+    def _window(self, position: Tensor) -> Tensor:
+        cell = position - self.n_before
+        row, col = _block(cell, self.width), cell % self.width
+        across = self.width // self.side + 2  # more windows than fit in a row: no two share a number
+        return _block(row + self.shift, self.side) * across + _block(col + self.shift, self.side)
+
+
 def _block(position: Tensor, size: int) -> Tensor:
     return torch.div(position, size, rounding_mode="floor")
 
@@ -169,3 +187,13 @@ def random_blocks(size: int, percent: float, seed: int = 0) -> Mask:
 def bigbird(size: int, global_count: int, percent: float, seed: int = 0) -> Mask:
     """Neighbouring blocks, global tokens and random blocks together (Zaheer et al. 2020, figure 1)."""
     return blocks(size, neighbours=1) | global_tokens(global_count) | random_blocks(size, percent, seed)
+
+
+def grid_windows(width: int, side: int, shift: int = 0, n_before: int = 0) -> Mask:
+    """Squares of side × side on a grid ``width`` cells wide, moved by ``shift`` (Swin, Liu et al. 2021, §3.2).
+
+    ``n_before`` tokens stand before the grid (a class token) and see and are seen by all.
+    """
+    at_least_one("width", width)
+    at_least_one("side", side)
+    return GridWindows(width, side, shift, n_before)

@@ -1,0 +1,136 @@
+"""The steps of one decoding as a single score matrix: all their queries over all keys of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .biases import Bias
+from .cache import Cache, CrossCache
+from .call import Scoring
+from .frame import Frame, Site
+from .masks import Mask
+from .masks.mask import Bounds, Box, block_range
+from .mixing import Linformer
+from .scores import Mechanism
+
+
+class Step(Protocol):
+    """What is needed of one step of decoding."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def mask(self) -> Mask | None: ...
+    @property
+    def bias(self) -> Bias | None: ...
+    @property
+    def mechanism(self) -> Mechanism: ...
+    @property
+    def frame(self) -> Frame: ...
+
+
+def keys_now(cache: Cache) -> tuple[Tensor, Tensor]:
+    """The keys of a cache and their positions, without history."""
+    k, positions = cache.keys()
+    return k.detach(), positions
+
+
+def join(steps: list[Step], cache: Cache, keys: tuple[Tensor, Tensor]) -> Scoring:
+    """One Scoring for all steps. While decoding only queries are kept: the keys are the cache's, asked for once."""
+    first, (k, k_pos) = steps[0], keys
+    if isinstance(first.mechanism, Linformer):
+        raise ValueError("mechanism 'linformer' sums up the keys anew at every step; a map over all of them does not exist")
+    if any(step.bias is not first.bias for step in steps):
+        raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
+    n_batch, n_heads = first.frame.n_batch, first.frame.n_heads
+    q_pos = _beside([step.frame.q_pos for step in steps])
+    frame = Frame(n_batch, n_heads, q_pos, k_pos)
+    sizes = [step.q.shape[2] for step in steps]
+    mask = _mask_of([step.mask for step in steps], sizes)
+    if not isinstance(cache, CrossCache):
+        _check_complete(q_pos, k_pos)
+        written = _beside([step.frame.q_pos.amax(-1, keepdim=True).expand_as(step.frame.q_pos) for step in steps])
+        mask = Written(written) if mask is None else mask & Written(written)
+    if mask is not None:
+        mask.check(frame)
+    return Scoring(
+        torch.cat([step.q for step in steps], dim=2),
+        first.mechanism.keys(k),
+        mask,
+        first.bias,
+        first.mechanism,
+        frame,
+    )
+
+
+def _beside(parts: list[Tensor]) -> Tensor:
+    """(T,) and (B, T) side by side."""
+    n_rows = max((x.shape[0] for x in parts if x.dim() == 2), default=None)
+    return torch.cat(parts if n_rows is None else [x.expand(n_rows, -1) for x in parts], dim=-1)
+
+
+def _check_complete(q_pos: Tensor, k_pos: Tensor) -> None:
+    """Weights are shares of a whole: with some of the keys gone, those of the others cannot be known."""
+    last = int(q_pos.max())
+    there = (k_pos[..., None, :] == torch.arange(last + 1, device=k_pos.device)[:, None]).any(-1)  # (B or -, positions)
+    wanted = torch.arange(last + 1, device=k_pos.device) <= q_pos.amax(-1, keepdim=True)
+    gone = int((wanted & ~there).sum(-1).max())
+    if gone:
+        raise ValueError(f"{gone} of the {last + 1} keys are no longer in the cache; RingCache(keep_keys=…) keeps them")
+
+
+@dataclass(frozen=True, eq=False)
+class Written(Mask):
+    """Keys that were in the cache when the query was asked: up to the last position of its step."""
+
+    until: Tensor  # (T,) or (B, T)
+
+    def allows(self, at: Site) -> Tensor:
+        return at.j <= (self.until[at.row] if self.until.dim() == 1 else self.until[at.b, at.row])
+
+    def bounds(self, box: Box) -> Bounds:
+        low, high = block_range(self.until, box.block[0])
+        return box.j_min <= high[:, None], box.j_max <= low[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class ByStep(Mask):
+    """Each step's queries under the mask that step was given; None: they see everything."""
+
+    masks: tuple[Mask | None, ...]
+    ends: tuple[int, ...]  # the row after each step's last
+
+    def allows(self, at: Site) -> Tensor:
+        allowed = (at.row >= 0) & (at.j >= 0)
+        start = 0
+        for mask, end in zip(self.masks, self.ends, strict=True):
+            here = (at.row >= start) & (at.row < end)
+            if mask is not None and here.any():
+                allowed = torch.where(here, mask.allows(at), allowed)
+            start = end
+        return allowed
+
+    def check(self, frame: Frame) -> None:
+        for mask in self.masks:
+            if mask is not None:
+                mask.check(frame)
+
+
+def _mask_of(masks: list[Mask | None], sizes: list[int]) -> Mask | None:
+    """The one mask of all steps; where they differ, each for its own rows."""
+    if all(_same(mask, masks[0]) for mask in masks):
+        return masks[0]
+    return ByStep(tuple(masks), tuple(torch.tensor(sizes).cumsum(0).tolist()))
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two masks say the same; models build theirs anew with every step."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if a is b or not isinstance(a, Mask) or type(a) is not type(b) or not is_dataclass(a):
+        return a is b or (not isinstance(a, Mask) and a == b)
+    return all(_same(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))

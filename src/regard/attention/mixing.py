@@ -1,0 +1,119 @@
+"""Mixing tokens for less: Linformer's learned summaries of the keys, FNet's Fourier transform; and the error it costs.
+
+Both mix over the whole sequence before any position could be masked, so neither can be causal.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .backends import attend
+from .frame import ALL, Frame
+from .masks import Mask
+from .masks.basic import Padding
+from .scores import Dot, Mechanism, Prepared
+
+
+class Linformer(nn.Module, Dot):
+    """Linformer (Wang et al. 2020, eq. 7): softmax(scale · Q (E K)ᵀ) (F V), with learned E, F of rank × length.
+
+    Exact attention over ``rank`` summaries of the keys: O(T · rank), and a map of T × rank weights. It is an
+    approximation only as far as E and F are trained or chosen to be one: with rank = length and E = F = I it is exact,
+    with averages over short stretches it is off by the square of what keys and values change within a stretch.
+    """
+
+    name = "linformer"
+
+    def __init__(self, length: int, rank: int, n_heads: int | None = None, scale: float | None = None) -> None:
+        """``n_heads``: E and F of its own for each key head; None: one pair, shared by all."""
+        super().__init__()
+        if not 1 <= rank <= length:
+            raise ValueError(f"rank={rank} must lie between 1 and length={length}")
+        self.length, self.rank, self.n_heads, self.scale = length, rank, n_heads, scale
+        shape = (rank, length) if n_heads is None else (n_heads, rank, length)
+        self.e = nn.Parameter(torch.empty(shape))
+        self.f = nn.Parameter(torch.empty(shape))
+        for weight in (self.e, self.f):
+            nn.init.normal_(weight, std=1 / math.sqrt(length))  # summaries then vary as much as keys do
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
+        self._check(q, k, mask)
+        visible = _visible(mask, frame)
+        if visible is not None:
+            k, v = k.masked_fill(~visible, 0), v.masked_fill(~visible, 0)
+        q, k, v = self.queries(q), self._columns(self.e, frame) @ k, self._columns(self.f, frame) @ v
+        return Prepared(q, k, v, None, Frame.of(q, k))
+
+    def _check(self, q: Tensor, k: Tensor, mask: Mask | None) -> None:
+        if mask is not None and not isinstance(mask, Padding):
+            raise ValueError(
+                f"mechanism 'linformer' sums up the keys before they are scored: its mask can only be "
+                f"padding(lengths), got {type(mask).__name__}"
+            )
+        if q.shape[-1] != k.shape[-1]:
+            raise ValueError(f"q has head width {q.shape[-1]} but k has {k.shape[-1]}")
+        if self.n_heads not in (None, k.shape[1]):
+            raise ValueError(f"Linformer has n_heads={self.n_heads}, k has {k.shape[1]} heads")
+
+    def _columns(self, weight: Tensor, frame: Frame) -> Tensor:
+        """The columns of E or F that belong to the keys' positions, (B or 1, G or 1, rank, S)."""
+        weight = weight if weight.dim() == 3 else weight[None]
+        if frame.steady is not None and frame.steady[1] >= 0:
+            start = frame.steady[1]
+            self._check_length(start + frame.n_keys)
+            return weight[None, :, :, start : start + frame.n_keys]
+        if frame.limit is None or frame.limit >= self.length:
+            self._check_length(int(frame.k_pos.max()) + 1)
+        picked = weight[:, :, frame.k_pos.clamp(min=0)]  # a slot where nothing stands holds zeros: any column will do
+        return picked.permute(2, 0, 1, 3) if frame.k_pos.dim() == 2 else picked[None]
+
+    def _check_length(self, wanted: int) -> None:
+        if wanted > self.length:
+            raise ValueError(f"Linformer has length={self.length}, the keys reach {wanted}")
+
+    def extra_repr(self) -> str:
+        return f"length={self.length}, rank={self.rank}, n_heads={self.n_heads}, scale={self.scale}"
+
+
+def _visible(mask: Mask | None, frame: Frame) -> Tensor | None:
+    """Which keys are there, (B or 1, 1, S, 1); None where all are. Padding asks about keys only: any query will do."""
+    if mask is not None:
+        return mask.tile(slice(0, 1), ALL, frame).transpose(-1, -2)
+    return (frame.site(slice(0, 1), ALL).j >= 0).transpose(-1, -2) if frame.may_have_gaps else None
+
+
+class Fourier(nn.Module):
+    """FNet's mixing layer (Lee-Thorp et al. 2022, eq. 1): y = Re(FFT_seq(FFT_hidden(x))). Nothing to train.
+
+    It takes attention's place in a block but is none: no queries, no keys, **no attention weights** to look at. Every
+    output is a fixed combination of all tokens and all channels, so it cannot be causal, and padding is mixed in too.
+    """
+
+    name = "fourier"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fourier_mix(x)
+
+
+def fourier_mix(x: Tensor) -> Tensor:
+    """Re(FFT_seq(FFT_hidden(x))) of x (B, T, M): y_{t,m} = Re Σ_{s,n} x_{s,n} e^{-2πi (ts/T + mn/M)}."""
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x must have 3 dimensions (batch, length, width), none of them 0, got shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # sums of T · M numbers
+    return torch.fft.fft2(wide, dim=(1, 2)).real.to(x.dtype)
+
+
+@torch.no_grad()
+def approximation_error(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> float:
+    """‖approximation - exact‖ / ‖exact‖ (Frobenius) of the outputs, exact being softmax attention of the same scale.
+
+    For ``Linear``, which approximates nothing, it says how far its kernel is from softmax with scale 1/√D.
+    """
+    exact = attend(q, k, v, mask=mask, scale=getattr(mechanism, "scale", None)).output
+    found = attend(q, k, v, mask=mask, mechanism=mechanism).output
+    return float((found - exact).norm() / exact.norm())

@@ -1,0 +1,202 @@
+"""Multi-head attention: self, cross and causal; MHA, GQA and MQA; with or without a cache.
+
+    MultiHead(x) = Concat(head_1 … head_H) W_o,   head_h = Attention(x W_q, x W_k, x W_v)   (Vaswani et al. §3.2.2)
+
+    MHA  n_kv_heads = n_heads      GQA  groups share a key head      MQA  n_kv_heads = 1
+    q  1 2 3 4 5 6 7 8             q  1 2  3 4  5 6  7 8             q  1 2 3 4 5 6 7 8
+       | | | | | | | |                 \\/   \\/   \\/   \\/                \\ \\ \\ \\ / / / /
+    kv 1 2 3 4 5 6 7 8             kv  1    2    3    4              kv        1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .backends import prepare, run
+from .biases import Bias
+from .cache import Cache, CrossCache
+from .frame import Frame
+from .masks import Mask
+from .scores import Dot, Mechanism
+from .taps import tap_attention
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+"""Turns heads (B, H, T, D) by their positions: a ``layers.Rope``."""
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention over x (B, T, M), or from x to ``memory`` (B, S, d_memory).
+
+    q, k and v of self-attention come from one stored matrix ``w_qkv``, cross-attention has ``w_query`` and ``w_kv``;
+    ``w_q``, ``w_k`` and ``w_v`` are views of them, for whoever treats the three separately.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        d_head: int | None = None,
+        *,
+        d_memory: int | None = None,
+        cross: bool = False,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        dropout: float = 0.0,
+        rope: Rotate | None = None,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        position_bias: Bias | None = None,
+        mechanism: Mechanism | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if d_head is None and d_model % n_heads:
+            raise ValueError(f"d_model={d_model} is not divisible by n_heads={n_heads}; give d_head to choose another width")
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_heads={n_heads} is not divisible by n_kv_heads={n_kv_heads}")
+        if d_memory is not None and not cross:
+            raise ValueError(f"d_memory={d_memory} is for cross-attention; say cross=True")
+        self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
+        self.d_head = d_model // n_heads if d_head is None else d_head
+        self.d_memory = d_model if d_memory is None else d_memory
+        self.cross, self.dropout, self.backend = cross, dropout, backend
+        q_rows, kv_rows = n_heads * self.d_head, 2 * n_kv_heads * self.d_head
+        if cross:
+            self.w_query = nn.Linear(d_model, q_rows, bias=qkv_bias)
+            self.w_kv = nn.Linear(self.d_memory, kv_rows, bias=qkv_bias)
+        else:
+            self.w_qkv = nn.Linear(d_model, q_rows + kv_rows, bias=qkv_bias)
+        self.w_o = nn.Linear(q_rows, d_model, bias=out_bias)
+        self.rope = rope
+        self.q_norm = None if qk_norm is None else qk_norm(self.d_head)
+        self.k_norm = None if qk_norm is None else qk_norm(self.d_head)
+        self.position_bias = position_bias
+        self.mechanism = Dot() if mechanism is None else mechanism
+        self.reset_parameters()
+
+    @property
+    def w_q(self) -> Tensor:
+        """The query weights (H · D, M), a view."""
+        return self.w_query.weight if self.cross else self.w_qkv.weight[: self.n_heads * self.d_head]
+
+    @property
+    def w_k(self) -> Tensor:
+        """The key weights (G · D, M), a view."""
+        return self._kv_weight[: self.n_kv_heads * self.d_head]
+
+    @property
+    def w_v(self) -> Tensor:
+        """The value weights (G · D, M), a view."""
+        return self._kv_weight[self.n_kv_heads * self.d_head :]
+
+    @property
+    def _kv_weight(self) -> Tensor:
+        return self.w_kv.weight if self.cross else self.w_qkv.weight[self.n_heads * self.d_head :]
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform for each projection on its own: joined in memory, the three are still three matrices."""
+        for weight in (self.w_q, self.w_k, self.w_v, self.w_o.weight):
+            nn.init.xavier_uniform_(weight)
+        for module in self.children():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        frame: Frame | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        position_bias: Bias | None = None,
+    ) -> Tensor:
+        """x (B, T, M) → (B, T, M).
+
+        Tokens stand at 0, 1, 2 … (after those in the ``cache``) unless ``positions``, (T,) or (B, T) with -1 for
+        padding, or a whole ``frame`` says otherwise. ``position_bias`` is given when layers share one (T5).
+        """
+        if self.cross:
+            q, k, v, frame = self._to_memory(x, memory, frame, cache)
+        else:
+            q, k, v, frame = self._to_itself(x, memory, frame, positions, cache)
+        call = prepare(
+            q,
+            k,
+            v,
+            mask,
+            self.position_bias if position_bias is None else position_bias,
+            mechanism=self.mechanism,
+            frame=frame,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        output = tap_attention(self, call, run(call, self.backend).output, cache)
+        return self.w_o(output.transpose(1, 2).flatten(2))  # (B, T, H · D) → (B, T, M)
+
+    def _to_itself(
+        self, x: Tensor, memory: Tensor | None, frame: Frame | None, positions: Tensor | None, cache: Cache | None
+    ) -> tuple[Tensor, Tensor, Tensor, Frame]:
+        if memory is not None:
+            raise ValueError("memory was given to self-attention; build it with cross=True to look elsewhere")
+        self._check_width("x", x, self.d_model)
+        q, k, v = self._heads(self.w_qkv(x), self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        q, k = self._normed(q, k)
+        given = positions
+        if positions is None:
+            positions = self._positions(x, frame, cache)
+        if self.rope is not None:
+            q, k = self.rope(q, positions), self.rope(k, positions if frame is None else frame.k_pos)
+        if cache is not None:
+            k, v = cache.update(k, v, given)
+            frame = cache.frame(self.n_heads)
+        elif frame is None and given is not None:
+            frame = Frame(x.shape[0], self.n_heads, given, given)
+        return q, k, v, Frame.of(q, k) if frame is None else frame
+
+    def _positions(self, x: Tensor, frame: Frame | None, cache: Cache | None) -> Tensor:
+        if frame is not None:
+            return frame.q_pos
+        if cache is not None:
+            return cache.next_positions(x.shape[1], x.device)
+        return torch.arange(x.shape[1], device=x.device)
+
+    def _to_memory(
+        self, x: Tensor, memory: Tensor | None, frame: Frame | None, cache: Cache | None
+    ) -> tuple[Tensor, Tensor, Tensor, Frame]:
+        self._check_width("x", x, self.d_model)
+        (q,) = self._heads(self.w_query(x), self.n_heads)
+        if isinstance(cache, CrossCache) and cache.filled:
+            k, v = cache.update()
+            q, _ = self._normed(q, None)
+        else:
+            if memory is None:
+                raise ValueError("cross-attention needs memory (B, S, d_memory), or a cache that already holds it")
+            self._check_width("memory", memory, self.d_memory)
+            k, v = self._heads(self.w_kv(memory), self.n_kv_heads, self.n_kv_heads)
+            q, k = self._normed(q, k)
+            if cache is not None:
+                cache.update(k, v)
+        return q, k, v, Frame.of(q, k) if frame is None else frame
+
+    def _heads(self, x: Tensor, *counts: int) -> list[Tensor]:
+        """(B, T, heads · D) → for each count its heads (B, heads, T, D), views of one product."""
+        parts = x.unflatten(-1, (-1, self.d_head)).split(counts, dim=2)
+        return [part.transpose(1, 2) for part in parts]
+
+    def _normed(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm(q), k if k is None else self.k_norm(k)
+        return q, k
+
+    def _check_width(self, name: str, x: Tensor, width: int) -> None:
+        if x.dim() != 3 or x.shape[-1] != width:
+            raise ValueError(f"{name} must be (batch, length, {width}), got shape {tuple(x.shape)}")
+
+    def extra_repr(self) -> str:
+        heads = f"{self.n_heads} heads" if self.n_kv_heads == self.n_heads else f"{self.n_heads}/{self.n_kv_heads} heads"
+        return f"{heads} of {self.d_head}, backend={self.backend}{', cross' if self.cross else ''}"

@@ -1,0 +1,285 @@
+"""What a model is, in one place: every size and every choice as a checked field. No torch here.
+
+Features decide behaviour, never a model's name: GPT-2, BERT or T5 are rows of values (``presets.py``), not classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
+Source = Literal["text", "image", "regions"]
+Head = Literal["none", "lm", "masked-lm", "classify"]
+Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"]
+Mixer = Literal["dot", "additive", "linear", "performer", "linformer", "fourier"]
+
+
+class Config(BaseModel):
+    """Base of all configs: frozen, no unknown fields, and an error that offers the nearest name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ValueError(_one_sentence(error, type(self))) from None
+
+    def with_(self, **changes: Any) -> Self:
+        """The same config with some fields changed, checked again."""
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+
+
+class RopeScalingConfig(Config):
+    """How rotary positions stretch to longer texts; the fields each kind takes are those of ``layers.RopeScaling``."""
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+    """Which rule."""
+    factor: float | None = None
+    """How many times longer than trained."""
+    original_max_len: int | None = None
+    """The length the model was trained at."""
+    attention_factor: float | None = None
+    """Factor on the rotated vectors (yarn, longrope); computed where not given."""
+    beta_fast: float | None = None
+    """Yarn: dimensions turning faster than this many times are left alone."""
+    beta_slow: float | None = None
+    """Yarn: dimensions turning slower than this many times are fully stretched."""
+    mscale: float | None = None
+    """Yarn: numerator of the attention factor's magnitude rule."""
+    mscale_all_dim: float | None = None
+    """Yarn: its denominator."""
+    truncate: bool | None = None
+    """Yarn: round the borders between stretched and kept dimensions."""
+    low_freq_factor: float | None = None
+    """Llama 3: wavelengths longer than original_max_len over this are stretched."""
+    high_freq_factor: float | None = None
+    """Llama 3: wavelengths shorter than original_max_len over this are kept."""
+    short_factor: tuple[float, ...] | None = None
+    """LongRoPE: one factor a dimension pair for short texts."""
+    long_factor: tuple[float, ...] | None = None
+    """LongRoPE: the same for long texts."""
+
+
+class ModelConfig(Config):
+    """A Transformer (or a recurrent encoder-decoder with attention) as data."""
+
+    architecture: Architecture = "encoder-decoder"
+    """Which stacks there are: an encoder, a decoder, both, or a recurrent pair."""
+    source: Source = "text"
+    """What the encoder reads: token ids, an image cut into patches, or given region features."""
+    head: Head = "lm"
+    """What comes out: next-token logits, masked-token logits, class logits, or the hidden states."""
+
+    vocab_size: int = 37000
+    """Tokens in the (source) vocabulary."""
+    target_vocab_size: int | None = None
+    """Tokens in the target vocabulary where it is another one; None: source and target share vocabulary and table."""
+    d_model: int = 512
+    """Model width M."""
+    n_layers: int = 6
+    """Layers of the encoder, or of the only stack."""
+    n_decoder_layers: int | None = None
+    """Layers of the decoder beside an encoder; None: as many as n_layers."""
+    n_heads: int = 8
+    """Query heads H."""
+    n_decoder_heads: int | None = None
+    """Query heads of the decoder beside an encoder; None: as many as n_heads."""
+    n_kv_heads: int | None = None
+    """Key and value heads G: fewer than n_heads is grouped-query attention, 1 multi-query; None: n_heads."""
+    d_head: int | None = None
+    """Width of a head D; None: d_model / n_heads."""
+    d_ff: int = 2048
+    """Inner width of the feed-forward network."""
+    d_decoder_ff: int | None = None
+    """The same in the decoder beside an encoder; None: d_ff."""
+    max_len: int = 1024
+    """Longest text; learned positions end there."""
+    max_target_len: int | None = None
+    """The same for the decoder beside an encoder; None: max_len."""
+
+    positions: Positions = "sinusoidal"
+    """How order is told: added to the embeddings (sinusoidal, learned), rotated (rope), or a bias (alibi, t5, xl)."""
+    sinusoid_layout: Literal["interleaved", "halves"] = "interleaved"
+    """Sines and cosines alternating as in the paper, or all sines first (Marian)."""
+    position_offset: int = 0
+    """Rows of the learned table before position 0 (BART and RoBERTa: 2)."""
+    positions_skip_padding: bool = False
+    """Count positions over real tokens only (RoBERTa); otherwise padding takes up places too."""
+    rope_base: float = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_fraction: float = 1.0
+    """Share of each head that is rotated."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Stretching of rotary positions to longer texts."""
+    t5_buckets: int = 32
+    """Distance buckets of the T5 bias."""
+    t5_max_distance: int = 128
+    """Distance from which on the T5 bias has one last bucket."""
+
+    scale_embeddings: bool = False
+    """Multiply token embeddings by √d_model (the paper, Marian)."""
+    d_embed: int | None = None
+    """Width of the token table where it is narrower than the model (ALBERT); None: d_model."""
+    n_segments: int = 0
+    """Segment embeddings (BERT's sentence A and B); 0: none."""
+    embedding_norm: bool = False
+    """Normalise the summed embeddings (BERT, BART)."""
+    tie_head: bool = True
+    """The output matrix is the (target's) token table; with one vocabulary that is the paper's three-way tying."""
+
+    norm: Literal["layer", "rms", "none"] = "layer"
+    """LayerNorm, RMSNorm, or nothing (an ablation)."""
+    norm_place: Literal["pre", "post"] = "post"
+    """Before each sub-layer, with one more norm at the end, or after each residual sum (the paper)."""
+    norm_eps: float = 1e-5
+    """ε inside the norms."""
+    norm_bias: bool = True
+    """Whether LayerNorm has a bias."""
+    residual: bool = True
+    """Residual connections around sub-layers; without them is an ablation."""
+
+    mixer: Mixer = "dot"
+    """What mixes tokens: scaled dot product, additive, linear, Performer, Linformer, or a Fourier transform (FNet)."""
+    mixer_size: int | None = None
+    """Random features of Performer or rank of Linformer; None: the mechanism's own default."""
+    attention_scale: float | None = None
+    """Factor on q·k; None: 1/√D. T5 has 1."""
+    causal: bool = True
+    """Whether a decoder hides the future; without it is an ablation that trains on what it must predict."""
+    window: int | None = None
+    """Keys each query sees, itself included (Mistral); None: all."""
+    window_layers: tuple[int, ...] | None = None
+    """Layers whose attention has that window; None: every layer."""
+    qkv_bias: bool = True
+    """Bias on the query, key and value projections."""
+    out_bias: bool = True
+    """Bias on attention's output projection."""
+    qk_norm: bool = False
+    """Normalise each query and key head (Qwen 3)."""
+    attention_backend: str = "auto"
+    """The backend of ``regard.attend``."""
+
+    activation: str = "relu"
+    """relu, gelu, gelu_tanh, silu, quick_gelu, relu2, or gated: swiglu, geglu, geglu_tanh, reglu."""
+    ff_bias: bool = True
+    """Bias in the feed-forward network."""
+    share_layers: bool = False
+    """One set of weights for all layers (ALBERT)."""
+
+    dropout: float = 0.0
+    """On the output of each sub-layer, before it is added (the paper: 0.1)."""
+    attention_dropout: float = 0.0
+    """On the attention weights."""
+    embedding_dropout: float = 0.0
+    """On the sum of embeddings and positions."""
+    activation_dropout: float = 0.0
+    """Inside the feed-forward network, after the activation."""
+
+    head_bias: bool = False
+    """A bias on the output logits (BERT, Marian, BART)."""
+    head_transform: bool = False
+    """A dense layer, activation and norm before the masked-token logits (BERT)."""
+    logit_scale: float = 1.0
+    """Factor on the hidden state before the logits (tied T5: d_model^-0.5)."""
+    n_classes: int = 2
+    """Classes of a classifier."""
+    pooling: Literal["first", "mean", "attention"] = "first"
+    """How a classifier reads a sequence: its first token, the mean, or a learned attention over it."""
+    pooler: Literal["none", "tanh", "relu"] = "none"
+    """A dense layer with this activation on the pooled vector (BERT: tanh, DistilBERT: relu)."""
+    classifier_dropout: float = 0.0
+    """On the pooled vector."""
+
+    image_size: int = 224
+    """Side of the square image."""
+    patch_size: int = 16
+    """Side of a patch."""
+    n_channels: int = 3
+    """Colour channels."""
+    shifted_windows: int | None = None
+    """Side, in patches, of local image windows that shift every other layer (Swin); None: global attention."""
+    d_region: int = 2048
+    """Width of given region features."""
+    d_box: Literal[0, 4, 5] = 0
+    """Numbers of box geometry with each region: none, corners, corners and area."""
+
+    cell: Literal["lstm", "gru"] = "lstm"
+    """The recurrent cell."""
+    alignment: Literal["none", "additive", "dot", "general", "concat"] = "additive"
+    """Attention of the recurrent decoder: Bahdanau's additive, Luong's dot, general or concat, or none."""
+    bidirectional: bool = True
+    """Whether the recurrent encoder reads both ways."""
+
+    pad_id: int = 0
+    """Token id of padding."""
+    bos_id: int | None = 1
+    """Token id that starts a target text."""
+    eos_id: int | None = 2
+    """Token id that ends a text."""
+    init_std: float | None = None
+    """Spread of normally distributed initial weights; None: Xavier-uniform, as the tutorials do."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name in ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        for heads_name, heads in (("n_heads", self.n_heads), ("n_decoder_heads", self.n_decoder_heads or self.n_heads)):
+            if self.d_head is None and self.d_model % heads:
+                raise ValueError(f"d_model={self.d_model} is not divisible by {heads_name}={heads}")
+            if heads % (self.n_kv_heads or heads):
+                raise ValueError(f"{heads_name}={heads} is not divisible by n_kv_heads={self.n_kv_heads}")
+        if self.positions == "rope" and self.head_width % 2:
+            raise ValueError(f"positions='rope' needs an even head width, got {self.head_width}")
+        if self.source == "image" and self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
+        if self.architecture == "decoder" and self.source != "text":
+            raise ValueError(f"architecture='decoder' reads text; source={self.source!r} needs an encoder")
+        if self.head == "masked-lm" and self.architecture != "encoder":
+            raise ValueError(f"head='masked-lm' goes with architecture='encoder', not {self.architecture!r}")
+        return self
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.d_model // self.n_heads if self.d_head is None else self.d_head
+
+    @property
+    def has_encoder(self) -> bool:
+        return self.architecture in ("encoder", "encoder-decoder")
+
+    @property
+    def has_decoder(self) -> bool:
+        return self.architecture in ("decoder", "encoder-decoder")
+
+    @property
+    def output_vocab_size(self) -> int:
+        """Tokens among which the model chooses."""
+        return self.vocab_size if self.target_vocab_size is None else self.target_vocab_size
+
+
+_POSITIVE = (
+    *("vocab_size", "target_vocab_size", "d_model", "n_layers", "n_decoder_layers", "n_heads", "n_decoder_heads"),
+    *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
+    *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
+)
+
+
+def _one_sentence(error: ValidationError, config: type[Config]) -> str:
+    """The first problem pydantic found, said the way the rest of the library says it."""
+    problem = error.errors()[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(field, config.model_fields, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{config.__name__} has no field {field!r}{hint}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return message if not field else f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"

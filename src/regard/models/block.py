@@ -1,0 +1,91 @@
+"""One Transformer layer: attention (to itself, and to a memory), then a feed-forward network, each in a residual.
+
+    post-norm  x ← Norm(x + Drop(F(x)))     as in the paper (Vaswani et al. 2017, §3.1)
+    pre-norm   x ← x + Drop(F(Norm(x)))     as in GPT-2 and nearly all since (Xiong et al. 2020)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..attention import Frame
+from ..attention.biases import Bias
+from ..attention.cache import Cache
+from ..attention.masks import Mask
+from ..attention.mixing import Fourier
+from ..attention.taps import tap
+from ..config import ModelConfig
+from ..layers import Rope
+from . import parts
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """An encoder's output (B, S, M), and which of it is no padding, (B, S) or None for all."""
+
+    states: Tensor
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What all layers of a stack share in one forward pass."""
+
+    mask: Mask | None = None
+    frame: Frame | None = None
+    positions: Tensor | None = None
+    position_bias: Bias | None = None
+    memory: Memory | None = None
+
+
+class Block(nn.Module):
+    """A layer of a stack. ``mask`` narrows its self-attention (a window); ``cross`` adds attention to a memory."""
+
+    def __init__(
+        self, config: ModelConfig, n_heads: int, d_ff: int, *, cross: bool, mask: Mask | None, rope: Rope | None
+    ) -> None:
+        super().__init__()
+        self.pre_norm, self.residual, self.mask = config.norm_place == "pre", config.residual, mask
+        self.attention: nn.Module = Fourier() if config.mixer == "fourier" else parts.attention(config, n_heads, rope)
+        self.attention_norm = parts.norm(config)
+        self.cross_attention = parts.attention(config, n_heads, cross=True) if cross else None
+        self.cross_norm = parts.norm(config) if cross else None
+        self.ff = parts.feed_forward(config, d_ff)
+        self.ff_norm = parts.norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, around: Surroundings, cache: Cache | None = None, cross_cache: Cache | None = None
+    ) -> Tensor:
+        """x (B, T, M) → (B, T, M)."""
+        x = self._sublayer(x, self.attention_norm, lambda y: self._attend(y, around, cache))
+        if self.cross_attention is not None and self.cross_norm is not None:
+            x = self._sublayer(x, self.cross_norm, lambda y: self._attend_memory(y, around.memory, cross_cache))
+        return tap("output", self._sublayer(x, self.ff_norm, self.ff), self)
+
+    def _sublayer(self, x: Tensor, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor:
+        y = self.dropout(run(norm(x) if self.pre_norm else x))
+        if self.residual:
+            y = x + y
+        return y if self.pre_norm else norm(y)
+
+    def _attend(self, x: Tensor, around: Surroundings, cache: Cache | None) -> Tensor:
+        if isinstance(self.attention, Fourier):
+            return self.attention(x)
+        mask = around.mask if self.mask is None else self.mask if around.mask is None else around.mask & self.mask
+        return self.attention(
+            x,
+            mask=mask,
+            frame=around.frame,
+            positions=around.positions,
+            cache=cache,
+            position_bias=around.position_bias,
+        )
+
+    def _attend_memory(self, x: Tensor, memory: Memory | None, cache: Cache | None) -> Tensor:
+        assert self.cross_attention is not None
+        states, mask = (None, None) if memory is None else (memory.states, memory.mask)
+        return self.cross_attention(x, states, mask=mask, cache=cache)

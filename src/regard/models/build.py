@@ -1,0 +1,27 @@
+"""From a config, or a preset's name, to a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import ModelConfig
+from ..presets import preset
+from .model import Model
+from .recurrent import Recurrent
+from .transformer import Decoder, Encoder, EncoderDecoder
+
+_KINDS: dict[str, type[Model]] = {
+    "encoder": Encoder,
+    "decoder": Decoder,
+    "encoder-decoder": EncoderDecoder,
+    "recurrent": Recurrent,
+}
+
+
+def build(model: str | ModelConfig, *, device: torch.device | str | None = None, **fields: Any) -> Model:
+    """A model from a preset's name or a ModelConfig, any field overridden. ``device="meta"`` allocates nothing."""
+    config = preset(model, **fields) if isinstance(model, str) else model.with_(**fields) if fields else model
+    with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
+        return _KINDS[config.architecture](config)

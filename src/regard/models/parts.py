@@ -1,0 +1,123 @@
+"""From a config to the parts of a layer: norms, attention, embeddings. The one place that reads those fields."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from ..attention import MultiHeadAttention
+from ..attention.biases import Alibi, Bias, T5Bias
+from ..attention.masks import Mask, grid_windows, window
+from ..attention.linear import Linear, Performer
+from ..attention.mixing import Linformer
+from ..attention.relative import XLRelative
+from ..attention.scores import Additive, Dot, Mechanism
+from ..config import ModelConfig
+from ..layers import Embeddings, FeedForward, Learned, Rope, RopeScaling, Sinusoidal, TokenEmbedding, make_norm
+
+
+def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    width = config.d_model if width is None else width
+    return make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias)
+
+
+def feed_forward(config: ModelConfig, d_ff: int) -> FeedForward:
+    return FeedForward(config.d_model, d_ff, config.activation, dropout=config.activation_dropout, bias=config.ff_bias)
+
+
+def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross: bool = False) -> MultiHeadAttention:
+    """Self-attention as the config describes it; cross-attention is the same without positions."""
+    d_head = config.d_model // n_heads if config.d_head is None else config.d_head
+    n_kv_heads = n_heads if config.n_kv_heads is None else config.n_kv_heads
+    relative = XLRelative(n_heads, d_head) if config.positions == "xl" and not cross else None
+    return MultiHeadAttention(
+        config.d_model,
+        n_heads,
+        n_kv_heads,
+        d_head,
+        cross=cross,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        dropout=config.attention_dropout,
+        rope=None if cross else rope,
+        qk_norm=(lambda width: norm(config, width)) if config.qk_norm else None,
+        position_bias=relative,
+        mechanism=mechanism(config, n_heads, d_head, cross),
+        backend=config.attention_backend,
+    )
+
+
+def mechanism(config: ModelConfig, n_heads: int, d_head: int, cross: bool) -> Mechanism:
+    """How a query scores a key. Linformer sums up a text of known length; across two texts plain attention stands in."""
+    if config.mixer == "additive":
+        return Additive(n_heads, d_head)
+    if config.mixer == "linear":
+        return Linear()
+    if config.mixer == "performer":
+        return Performer(d_head, config.mixer_size or 256, config.attention_scale)
+    if config.mixer == "linformer" and not cross:
+        return Linformer(config.max_len, min(config.mixer_size or 256, config.max_len), scale=config.attention_scale)
+    return Dot(config.attention_scale)
+
+
+def rope(config: ModelConfig) -> Rope | None:
+    """One rotary table for all layers of a stack; it holds no parameters."""
+    if config.positions != "rope":
+        return None
+    scaling = config.rope_scaling
+    fields = {} if scaling is None else {name: getattr(scaling, name) for name in scaling.model_fields_set}
+    return Rope(
+        config.head_width,
+        config.rope_base,
+        None if scaling is None else RopeScaling(**fields),
+        config.rope_fraction,
+        config.max_len,
+    )
+
+
+def shared_bias(config: ModelConfig, n_heads: int, bidirectional: bool) -> Bias | None:
+    """The position bias that all layers of a stack share."""
+    if config.positions == "alibi":
+        return Alibi(n_heads)
+    if config.positions == "t5":
+        return T5Bias(n_heads, config.t5_buckets, config.t5_max_distance, bidirectional)
+    return None
+
+
+def window_of(config: ModelConfig, layer: int) -> int | None:
+    """How many keys a query of this layer sees; None for all."""
+    return config.window if config.window_layers is None or layer in config.window_layers else None
+
+
+def layer_mask(config: ModelConfig, layer: int) -> Mask | None:
+    """What a layer's own pattern lets it see: a window over text, or windows over an image that shift in turn."""
+    if config.shifted_windows is not None:
+        side = config.shifted_windows
+        shift = side // 2 if layer % 2 else 0
+        return grid_windows(config.image_size // config.patch_size, side, shift, n_before=1)
+    size = window_of(config, layer)
+    return None if size is None else window(size)
+
+
+def token_table(config: ModelConfig, vocab_size: int) -> TokenEmbedding:
+    width = config.d_model if config.d_embed is None else config.d_embed
+    return TokenEmbedding(vocab_size, width, math.sqrt(width) if config.scale_embeddings else 1.0)
+
+
+def embeddings(config: ModelConfig, max_len: int) -> Embeddings:
+    """Positions, segments, norm and dropout around token vectors; the table itself is the model's, it may be shared."""
+    width = config.d_model if config.d_embed is None else config.d_embed
+    position: Sinusoidal | Learned | None = None
+    if config.positions == "sinusoidal":
+        position = Sinusoidal(width, layout=config.sinusoid_layout)
+    elif config.positions == "learned":
+        position = Learned(max_len, width, config.position_offset)
+    return Embeddings(
+        None,
+        segment=TokenEmbedding(config.n_segments, width) if config.n_segments else None,
+        position=position,
+        norm=norm(config, width) if config.embedding_norm else None,
+        projection=None if config.d_embed is None else nn.Linear(config.d_embed, config.d_model),
+        dropout=config.embedding_dropout,
+    )

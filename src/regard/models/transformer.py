@@ -1,0 +1,214 @@
+"""The three Transformers: encoder-only, decoder-only, encoder-decoder. Stacks between embeddings and a head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.cache import ModelCache
+from ..config import ModelConfig
+from . import parts
+from .block import Memory
+from .heads import ClassHead, Pooler, TokenHead
+from .model import Model, padding_mask
+from .stack import Stack
+from .vision import source_embeddings
+
+
+class Decoder(Model):
+    """A language model (GPT-2, LLaMA): next-token logits from the tokens before.   tokens (B, T) → (B, T, V)"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.token = parts.token_table(config, config.vocab_size)
+        self.embeddings = parts.embeddings(config, config.max_len)
+        self.decoder = Stack(
+            config,
+            n_layers=config.n_layers,
+            n_heads=config.n_heads,
+            d_ff=config.d_ff,
+            causal=config.causal,
+            cross=False,
+        )
+        self.head = _token_head(config, config.vocab_size)
+        self._finish()
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """The last layer's states (B, T, M), before the head."""
+        x = self.embeddings(self.token(tokens), _positions(self.config, tokens, keep, positions, cache))
+        return self.decoder(x, mask=padding_mask(keep), positions=positions, cache=cache)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """``keep`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …"""
+        x = self.hidden(tokens, keep=keep, positions=positions, cache=cache)
+        return x if self.head is None else self.head(x, self.token.weight)
+
+
+class Encoder(Model):
+    """States of a whole input at once (BERT, ViT), and masked-token or class logits on top."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.token = parts.token_table(config, config.vocab_size) if config.source == "text" else None
+        self.embeddings = source_embeddings(config)
+        self.encoder = _encoder(config)
+        self.head = _token_head(config, config.vocab_size) if config.head == "masked-lm" else None
+        self.classifier = ClassHead(config) if config.head == "classify" else None
+        self.pooler = Pooler(config) if config.head == "none" and config.pooler != "none" else None
+        self._finish()
+
+    def hidden(
+        self,
+        source: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """The last layer's states (B, T, M)."""
+        x = _embed(self, source, keep, positions, segments)
+        return self.encoder(x, mask=padding_mask(keep), positions=positions)
+
+    def forward(
+        self,
+        source: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region) → logits, or states without a head."""
+        x = self.hidden(source, keep=keep, positions=positions, segments=segments)
+        if self.classifier is not None:
+            return self.classifier(x, padding_mask(keep))
+        if self.head is not None and self.token is not None:
+            return self.head(x, self.token.weight)
+        return x
+
+    def pooled(self, states: Tensor) -> Tensor:
+        """One vector for the input (B, M): BERT's pooler on the first token's state."""
+        if self.pooler is None:
+            raise ValueError("this model has no pooler: config.pooler is 'none', or a classifier holds it")
+        return self.pooler(states)
+
+
+class EncoderDecoder(Model):
+    """Sequence to sequence (the paper's Transformer, T5, BART, Marian; with images, a captioner)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.token = parts.token_table(config, config.vocab_size) if config.source == "text" else None
+        shared = config.source == "text" and config.target_vocab_size is None
+        self.target_token = None if shared else parts.token_table(config, config.output_vocab_size)
+        self.embeddings = source_embeddings(config)
+        self.target_embeddings = parts.embeddings(config, config.max_target_len or config.max_len)
+        self.encoder = _encoder(config)
+        self.decoder = Stack(
+            config,
+            n_layers=config.n_decoder_layers or config.n_layers,
+            n_heads=config.n_decoder_heads or config.n_heads,
+            d_ff=config.d_decoder_ff or config.d_ff,
+            causal=config.causal,
+            cross=True,
+        )
+        self.head = _token_head(config, config.output_vocab_size)
+        self._finish()
+
+    @property
+    def output_table(self) -> Tensor:
+        """The target's token table, which a tied head uses too."""
+        table = self.token if self.target_token is None else self.target_token
+        assert table is not None
+        return table.weight
+
+    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:
+        """What the decoder looks at."""
+        mask = padding_mask(keep)
+        x = _embed(self, source, keep, positions, None)
+        return Memory(self.encoder(x, mask=mask, positions=positions), mask)
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Memory,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """The decoder's states (B, T, M) for target tokens."""
+        table = self.token if self.target_token is None else self.target_token
+        assert table is not None
+        x = self.target_embeddings(table(target), _positions(self.config, target, keep, positions, cache))
+        return self.decoder(x, mask=padding_mask(keep), positions=positions, memory=memory, cache=cache)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_keep: Tensor | None = None,
+        target_keep: Tensor | None = None,
+        source_positions: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """source and target tokens → next-token logits (B, T, V)."""
+        memory = self.encode(source, keep=source_keep, positions=source_positions)
+        x = self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
+        return x if self.head is None else self.head(x, self.output_table)
+
+
+def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
+    if config.head not in ("lm", "masked-lm"):
+        return None
+    return TokenHead(config, vocab_size, tied=config.tie_head)
+
+
+def _encoder(config: ModelConfig) -> Stack:
+    return Stack(
+        config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=False, cross=False
+    )
+
+
+def _embed(
+    model: Encoder | EncoderDecoder,
+    source: Tensor,
+    keep: Tensor | None,
+    positions: Tensor | None,
+    segments: Tensor | None,
+) -> Tensor:
+    if model.token is None:
+        return model.embeddings(source)
+    return model.embeddings(model.token(source), _positions(model.config, source, keep, positions), segments)
+
+
+def _positions(
+    config: ModelConfig,
+    tokens: Tensor,
+    keep: Tensor | None,
+    positions: Tensor | None,
+    cache: ModelCache | None = None,
+) -> Tensor | None:
+    """Where tokens stand for the embeddings; None lets them stand at 0, 1, 2 …"""
+    if positions is not None:
+        return positions
+    if cache is not None:
+        return cache.next_positions(tokens.shape[1], tokens.device)
+    if config.positions_skip_padding and keep is not None:
+        return torch.where(keep.bool(), keep.long().cumsum(-1) - 1, -1)
+    return None
