@@ -11,6 +11,7 @@ _PAPER: dict[str, Any] = {  # Vaswani et al. 2017, table 3
     "architecture": "encoder-decoder",
     "vocab_size": 37000,
     "positions": "sinusoidal",
+    "sinusoid_layout": "halves",  # as in the authors' own code; it is also what Marian, the twin on the hub, does
     "scale_embeddings": True,
     "norm_place": "post",
     "activation": "relu",
@@ -124,7 +125,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336},
         **{"max_len": 32768, "window": 4096},
     },
-    "bert-base": {**_BERT, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 3072, "head": "none", "pooler": "tanh"},
+    "bert-base": {
+        **_BERT,
+        "d_model": 768,
+        "n_layers": 12,
+        "n_heads": 12,
+        "d_ff": 3072,
+        "head": "none",
+        "pooler": "tanh",
+    },
     "bert-base-masked": {
         **_BERT,
         **{"d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 3072},

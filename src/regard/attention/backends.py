@@ -11,8 +11,7 @@ from torch import Tensor
 from .biases import Bias, DenseBias
 from .call import Call
 from .capabilities import BACKENDS, able, missing
-from .checks import check_finite, check_heads
-from .dropout import draw_seed
+from .checks import check_finite, check_frame, check_heads, check_parameters
 from .frame import Frame
 from .fused import flex, is_square_causal, sdpa, sees_everything
 from .linear import linear
@@ -106,19 +105,16 @@ def prepare(
     frame = Frame.of(q, k) if frame is None else frame
     mask = from_dense(mask) if isinstance(mask, Tensor) else mask
     bias = DenseBias(bias) if isinstance(bias, Tensor) else bias
+    check_frame(frame, q, k)
+    check_parameters("mechanism", mechanism, q)
     if mask is not None:
         mask.check(frame)
     if bias is not None:
+        check_parameters("bias", bias, q)
         bias.check(frame)
     ready = mechanism.prepare(q, k, v, mask, frame)
-    drawn = _seed(seed, q.device) if dropout > 0 else None
-    return Call(ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, drawn)
-
-
-def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    if seed is None:
-        return draw_seed(device)
-    return seed if isinstance(seed, Tensor) else torch.tensor(seed, device=device)
+    given = None if seed is None or dropout == 0 else torch.as_tensor(seed, device=q.device)
+    return Call(ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, given)
 
 
 def features_of(call: Call, weights: bool) -> frozenset[str]:
@@ -126,10 +122,10 @@ def features_of(call: Call, weights: bool) -> frozenset[str]:
     wanted = {"plain"} | _mask_features(call.mask)
     if call.bias is not None:
         wanted.add("content bias" if call.bias.reads_content else "trainable bias" if call.bias.trainable else "bias")
-    if call.q.shape[1] != call.k.shape[1]:
+    if call.q.shape[1] != call.v.shape[1]:  # not k's: a mechanism may have projected it for every head
         wanted.add("gqa")
     if call.dropout > 0:
-        wanted.add("dropout")
+        wanted |= {"dropout"} if call.seed is None else {"dropout", "seed"}
     if weights:
         wanted.add("weights")
     return frozenset(wanted)

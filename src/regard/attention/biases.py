@@ -208,6 +208,8 @@ class DenseBias(Bias):
         sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
         if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
             raise ValueError(f"bias of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
+        if self.values.device != frame.device:
+            raise ValueError(f"bias is on {self.values.device} but q is on {frame.device}; put them on one device")
 
     @property
     def trainable(self) -> bool:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 MASKS = ("causal", "padding", "mask")
 BIASES = ("bias", "trainable bias", "content bias")
-FEATURES = ("plain", *MASKS, *BIASES, "gqa", "dropout", "weights")
+DROPOUT = ("dropout", "seed")
+FEATURES = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT, "weights")
 """plain: nothing special · causal, padding, mask (any) · bias (fixed), trainable bias, content bias (reads q and k) ·
-gqa: fewer key than query heads · dropout on the weights · weights: returns them."""
+gqa: fewer key than query heads · dropout on the weights, fixed by a seed · weights: returns them."""
 
 DOT = ("dot", "general")
 ADDITIVE = ("additive", "concat")
@@ -35,10 +36,10 @@ class _Row(NamedTuple):
 
 _ROWS = (
     _Row("reference", DOT + ADDITIVE, DEVICES, DIRECTIONS, FEATURES),
-    _Row("reference", KERNEL, DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", "dropout", "weights")),
-    _Row("reference", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout", "weights")),
-    _Row("tiled", DOT + ADDITIVE, DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", "dropout")),
-    _Row("tiled", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
+    _Row("reference", KERNEL, DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT, "weights")),
+    _Row("reference", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT, "weights")),
+    _Row("tiled", DOT + ADDITIVE, DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
+    _Row("tiled", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT)),
     _Row("sdpa", DOT, DEVICES, DIRECTIONS, ("plain", *MASKS, "bias", "trainable bias", "gqa", "dropout")),
     _Row("sdpa", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
     _Row("flex", DOT, ("cuda",), DIRECTIONS, ("plain", *MASKS, "bias", "trainable bias", "gqa")),

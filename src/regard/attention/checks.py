@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .frame import Frame
 
 HEADS = "(batch, heads, length, width)"
 
@@ -33,6 +35,33 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, same_width: bool = True) -> Non
         raise ValueError(f"q has {q.shape[1]} heads, which {k.shape[1]} key heads cannot share evenly")
     if same_width and q.shape[3] != k.shape[3]:
         raise ValueError(f"q has head width {q.shape[3]} but k has {k.shape[3]}")
+
+
+def check_frame(frame: Frame, q: Tensor, k: Tensor) -> None:
+    """Raise unless the frame places exactly these queries and keys."""
+    given = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+    wanted = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if given != wanted:
+        raise ValueError(f"frame is for (batch, heads, queries, keys) = {given}, but q and k have {wanted}")
+    if frame.device != q.device:
+        raise ValueError(f"q is on {q.device} but frame is on {frame.device}; put them on one device")
+
+
+def check_parameters(what: str, part: object, q: Tensor) -> None:
+    """Raise when a mechanism or bias that is a module stands on another device than q."""
+    for x in [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []:
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {what} {type(part).__name__} is on {x.device}; put them on one device")
+
+
+def check_projection(who: str, name: str, x: Tensor, w: Tensor) -> None:
+    """Raise unless heads x (B, H, T, D) can be projected by w (H, D, …)."""
+    if x.shape[1] != w.shape[0]:
+        raise ValueError(f"mechanism {who!r} has n_heads={w.shape[0]}, {name} has {x.shape[1]} heads")
+    if x.shape[3] != w.shape[1]:
+        raise ValueError(f"mechanism {who!r} is for {name} of head width {w.shape[1]}, got {x.shape[3]}")
+    if x.dtype != w.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name} is {x.dtype} but mechanism {who!r} is {w.dtype}; give them one dtype")
 
 
 def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:

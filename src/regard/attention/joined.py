@@ -1,9 +1,9 @@
-"""The steps of one decoding as a single score matrix: all their queries over all keys of the cache."""
+"""What was seen of an attention, and the steps of one decoding joined to a single score matrix."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +18,23 @@ from .mixing import Linformer
 from .scores import Mechanism
 
 
-class Step(Protocol):
-    """What is needed of one step of decoding."""
+class Seen(NamedTuple):
+    """One attention as it was computed: q and k as the mechanism prepared them, and what its weights follow from.
 
-    @property
-    def q(self) -> Tensor: ...
-    @property
-    def mask(self) -> Mask | None: ...
-    @property
-    def bias(self) -> Bias | None: ...
-    @property
-    def mechanism(self) -> Mechanism: ...
-    @property
-    def frame(self) -> Frame: ...
+    While decoding with a cache, k, v and frame are None: the cache has them, and to keep them for every step would be
+    O(T²).
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    output: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    mechanism: Mechanism
+    q_pos: Tensor
+    frame: Frame | None
+    cache: Cache | None
 
 
 def keys_now(cache: Cache) -> tuple[Tensor, Tensor]:
@@ -39,21 +43,20 @@ def keys_now(cache: Cache) -> tuple[Tensor, Tensor]:
     return k.detach(), positions
 
 
-def join(steps: list[Step], cache: Cache, keys: tuple[Tensor, Tensor]) -> Scoring:
+def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> Scoring:
     """One Scoring for all steps. While decoding only queries are kept: the keys are the cache's, asked for once."""
     first, (k, k_pos) = steps[0], keys
     if isinstance(first.mechanism, Linformer):
-        raise ValueError("mechanism 'linformer' sums up the keys anew at every step; a map over all of them does not exist")
+        raise ValueError("mechanism 'linformer' sums up its keys anew at every step; there is no map of them all")
     if any(step.bias is not first.bias for step in steps):
         raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
-    n_batch, n_heads = first.frame.n_batch, first.frame.n_heads
-    q_pos = _beside([step.frame.q_pos for step in steps])
-    frame = Frame(n_batch, n_heads, q_pos, k_pos)
+    q_pos = _beside([step.q_pos for step in steps])
+    frame = Frame(first.q.shape[0], first.q.shape[1], q_pos, k_pos)
     sizes = [step.q.shape[2] for step in steps]
     mask = _mask_of([step.mask for step in steps], sizes)
     if not isinstance(cache, CrossCache):
         _check_complete(q_pos, k_pos)
-        written = _beside([step.frame.q_pos.amax(-1, keepdim=True).expand_as(step.frame.q_pos) for step in steps])
+        written = _beside([step.q_pos.amax(-1, keepdim=True).expand_as(step.q_pos) for step in steps])
         mask = Written(written) if mask is None else mask & Written(written)
     if mask is not None:
         mask.check(frame)

@@ -9,7 +9,6 @@ eq. 4-12). ``Linear`` and ``Performer`` are mechanisms like any other, so the re
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from .call import Call
 from .checks import check_heads
-from .frame import ALL, Frame
+from .frame import Frame
 from .masks import Mask
 from .masks.basic import Causal
 from .masks.mask import And
@@ -154,9 +153,9 @@ def linear(call: Call) -> Tensor:
         return reference(call)[0]
     exact = _exact(call.v.dtype)
     q, k, v = call.q.to(exact), call.k.to(exact), with_ones(call.v.to(exact))
-    visible = replace(call, mask=rest).allowed(slice(0, 1), ALL)  # padding asks about keys only: any query will do
+    visible = visible_keys(rest, call.frame)
     if visible is not None:
-        k = k.masked_fill(~visible.transpose(-1, -2), 0)
+        k = k.masked_fill(~visible, 0)
     with _full_precision(q):
         if causal:
             assert call.frame.steady is not None
@@ -174,6 +173,16 @@ def _split(mask: Mask | None) -> tuple[bool, Mask | None]:
         (a_causal, a), (b_causal, b) = _split(mask.a), _split(mask.b)
         return a_causal or b_causal, b if a is None else a if b is None else a & b
     return False, mask
+
+
+def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
+    """Which keys a mask of padding lets anyone see, (B or 1, 1, S, 1); None where all are."""
+    if mask is not None:  # padding asks about keys only, so any query will do
+        return mask.tile(slice(0, 1), slice(None), frame).transpose(-1, -2)
+    if not frame.may_have_gaps:
+        return None
+    there = frame.k_pos >= 0
+    return there[None, None, :, None] if there.dim() == 1 else there[:, None, :, None]
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .backends import attend
-from .frame import ALL, Frame
+from .frame import Frame
+from .linear import visible_keys
 from .masks import Mask
 from .masks.basic import Padding
 from .scores import Dot, Mechanism, Prepared
@@ -41,7 +42,7 @@ class Linformer(nn.Module, Dot):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
         self._check(q, k, mask)
-        visible = _visible(mask, frame)
+        visible = visible_keys(mask, frame)
         if visible is not None:
             k, v = k.masked_fill(~visible, 0), v.masked_fill(~visible, 0)
         q, k, v = self.queries(q), self._columns(self.e, frame) @ k, self._columns(self.f, frame) @ v
@@ -76,13 +77,6 @@ class Linformer(nn.Module, Dot):
 
     def extra_repr(self) -> str:
         return f"length={self.length}, rank={self.rank}, n_heads={self.n_heads}, scale={self.scale}"
-
-
-def _visible(mask: Mask | None, frame: Frame) -> Tensor | None:
-    """Which keys are there, (B or 1, 1, S, 1); None where all are. Padding asks about keys only: any query will do."""
-    if mask is not None:
-        return mask.tile(slice(0, 1), ALL, frame).transpose(-1, -2)
-    return (frame.site(slice(0, 1), ALL).j >= 0).transpose(-1, -2) if frame.may_have_gaps else None
 
 
 class Fourier(nn.Module):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..layers.checks import need_positive
 from .backends import prepare, run
 from .biases import Bias
 from .cache import Cache, CrossCache
@@ -54,6 +55,7 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        need_positive(d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=1 if d_head is None else d_head)
         if d_head is None and d_model % n_heads:
             raise ValueError(f"d_model={d_model} is not divisible by n_heads={n_heads}; give d_head to choose another width")
         if n_heads % n_kv_heads:
@@ -143,6 +145,11 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Frame]:
         if memory is not None:
             raise ValueError("memory was given to self-attention; build it with cross=True to look elsewhere")
+        if frame is not None and (positions is not None or cache is not None):
+            other = "positions" if cache is None else "cache"
+            raise ValueError(f"frame and {other} both say where the tokens stand; give one of them")
+        if isinstance(cache, CrossCache):
+            raise TypeError("cache is a CrossCache, which never takes in new tokens; self-attention needs another")
         self._check_width("x", x, self.d_model)
         q, k, v = self._heads(self.w_qkv(x), self.n_heads, self.n_kv_heads, self.n_kv_heads)
         q, k = self._normed(q, k)
@@ -169,10 +176,12 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, memory: Tensor | None, frame: Frame | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Tensor, Frame]:
         self._check_width("x", x, self.d_model)
+        if cache is not None and not isinstance(cache, CrossCache):
+            raise TypeError(f"cache is a {type(cache).__name__}, but cross-attention keeps its memory in a CrossCache")
         (q,) = self._heads(self.w_query(x), self.n_heads)
-        if isinstance(cache, CrossCache) and cache.filled:
+        if cache is not None and cache.filled:
             k, v = cache.update()
-            q, _ = self._normed(q, None)
+            q = q if self.q_norm is None else self.q_norm(q)
         else:
             if memory is None:
                 raise ValueError("cross-attention needs memory (B, S, d_memory), or a cache that already holds it")
@@ -188,10 +197,10 @@ class MultiHeadAttention(nn.Module):
         parts = x.unflatten(-1, (-1, self.d_head)).split(counts, dim=2)
         return [part.transpose(1, 2) for part in parts]
 
-    def _normed(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.q_norm is not None and self.k_norm is not None:
-            return self.q_norm(q), k if k is None else self.k_norm(k)
-        return q, k
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
     def _check_width(self, name: str, x: Tensor, width: int) -> None:
         if x.dim() != 3 or x.shape[-1] != width:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .dropout import keep_tile
+from .dropout import draw_seed, keep_tile
 from .frame import ALL
 from .scores import Dot, by_group, by_head
 
@@ -37,17 +37,17 @@ def steps(call: Call) -> Steps:
         biased = scaled + call.bias.tile(ALL, ALL, call.frame, of_bias, call.q, call.k)
     allowed = call.allowed()
     masked = biased if allowed is None else biased.masked_fill(~allowed, call.nothing)
-    weights = normalise(masked, call.mechanism.normaliser)
+    weights = normalise(masked, call.mechanism.normaliser).to(call.v.dtype)
     return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
 
 
 def reference(call: Call) -> tuple[Tensor, Tensor]:
     """Output and weights (before dropout), O(T · S) memory."""
-    weights = normalise(call.tile(), call.mechanism.normaliser)
+    weights = normalise(call.tile(), call.mechanism.normaliser).to(call.v.dtype)  # a bias may be more precise
     kept = weights
     if call.dropout > 0:
-        assert call.seed is not None
-        kept = weights * keep_tile(call.dropout, call.seed, ALL, ALL, call.frame) / (1 - call.dropout)
+        seed = draw_seed(call.q.device) if call.seed is None else call.seed
+        kept = weights * keep_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
     return weigh(kept, call.v), weights
 
 

@@ -51,6 +51,8 @@ class XLRelative(Bias):
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         r, u, v = operands
+        if q.shape[-1] != self.d_head:
+            raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
         by_distance = (q + v[:, None]) @ self._near(r, rows, cols, frame).transpose(-1, -2)  # (B, H, R, distances)
         place = self._place(rows, cols, frame)
         if place is None:

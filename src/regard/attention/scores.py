@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .checks import check_projection
 from .frame import Frame
 from .masks import Mask
 
@@ -132,6 +133,7 @@ class General(nn.Module, Dot):
         nn.init.xavier_uniform_(self.w)
 
     def queries(self, q: Tensor) -> Tensor:
+        check_projection(self.name, "q", q, self.w)
         return q @ self.w
 
 
@@ -155,12 +157,14 @@ class Additive(nn.Module, Mechanism):
             nn.init.xavier_uniform_(weight)
 
     def queries(self, q: Tensor) -> Tensor:
+        check_projection(self.name, "q", q, self.w_q)
         return q @ self.w_q
 
     def keys(self, k: Tensor) -> Tensor:
         n_heads = self.w_k.shape[0]
         if k.shape[1] != n_heads:  # a key head shared by several query heads is projected once for each
             k = k.repeat_interleave(n_heads // k.shape[1], dim=1)
+        check_projection(self.name, "k", k, self.w_k)
         return k @ self.w_k
 
     def operands(self, frame: Frame) -> Operands:

@@ -9,36 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .biases import Bias
 from .cache import Cache
 from .call import Call, Scoring
-from .frame import Frame
-from .joined import join, keys_now
+from .joined import Seen, join, keys_now
 from .map import AttentionMap
-from .masks import Mask
-from .scores import Mechanism
-
-
-class Seen(NamedTuple):
-    """One attention as it was computed: q and k as the mechanism prepared them, and what its weights follow from.
-
-    While decoding with a cache, k and v are None: the cache has them, and to keep them for every step would be O(T²).
-    """
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    output: Tensor
-    mask: Mask | None
-    bias: Bias | None
-    mechanism: Mechanism
-    frame: Frame
-    cache: Cache | None
 
 
 class _Passed:
@@ -49,9 +27,15 @@ class _Passed:
     """
 
     def __init__(
-        self, before: _Passed | None, owner: nn.Module | None, name: str, what: Tensor | Seen | None, again: Tensor | None
+        self,
+        before: _Passed | None = None,
+        owner: nn.Module | None = None,
+        name: str = "",
+        what: Tensor | Seen | None = None,
+        again: Tensor | None = None,
     ) -> None:
-        self.before, self.owner, self.name, self.what, self.again = before, owner, name, what, again
+        self.before, self.owner, self.name, self.what = before, owner, name, what
+        self.again = again  # of a compiled graph: whether it ran as the second pass of a checkpoint
 
 
 class Recorder:
@@ -60,7 +44,7 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
         self._places = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
-        self._last = _Passed(None, None, "", None, None)
+        self._last = _Passed()
         self._keys: dict[Cache, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -95,7 +79,7 @@ class Recorder:
     def _scoring(self, seen: list[Seen]) -> Scoring:
         one, cache = seen[0], seen[0].cache
         if cache is None:
-            assert one.k is not None
+            assert one.k is not None and one.frame is not None
             return Scoring(one.q, one.k, one.mask, one.bias, one.mechanism, one.frame)
         keys = self._keys[cache] if cache in self._keys else keys_now(cache)
         return join(seen, cache, keys)
@@ -132,19 +116,21 @@ def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
 def tap_attention(owner: nn.Module, call: Call, output: Tensor, cache: Cache | None = None) -> Tensor:
     """Show an attention computed by ``owner`` to the recorder, if there is one. Returns the output."""
     if _recorder is not None:
-        k, v = (None, None) if cache is not None else (call.k.detach(), call.v.detach())
-        seen = Seen(
-            call.q.detach(), k, v, output.detach(), call.mask, call.bias, call.mechanism, call.frame, cache
-        )
-        _show(_recorder, owner, "attention", seen, output)
+        _show(_recorder, owner, "attention", _seen(call, output, cache), output)
     return output
+
+
+def _seen(call: Call, output: Tensor, cache: Cache | None) -> Seen:
+    k, v, frame = (None, None, None) if cache is not None else (call.k.detach(), call.v.detach(), call.frame)
+    q_pos = call.frame.q_pos.clone()  # its own memory: a view would keep alive, or be overwritten by, the cache's
+    return Seen(call.q.detach(), k, v, output.detach(), call.mask, call.bias, call.mechanism, q_pos, frame, cache)
 
 
 def _show(recorder: Recorder, owner: nn.Module | None, name: str, what: Tensor | Seen, at: Tensor) -> None:
     if torch.compiler.is_compiling():  # whether this is a first or a second time is only known when the graph runs
         recorder._last = _Passed(recorder._last, owner, name, what, _is_again(at.detach()))
     elif not _is_recomputing():
-        recorder._last = _Passed(recorder._last, owner, name, what, None)
+        recorder._last = _Passed(recorder._last, owner, name, what)
 
 
 def _is_recomputing() -> bool:

@@ -1,7 +1,7 @@
 """One Transformer layer: attention (to itself, and to a memory), then a feed-forward network, each in a residual.
 
-    post-norm  x ← Norm(x + Drop(F(x)))     as in the paper (Vaswani et al. 2017, §3.1)
-    pre-norm   x ← x + Drop(F(Norm(x)))     as in GPT-2 and nearly all since (Xiong et al. 2020)
+post-norm  x ← Norm(x + Drop(F(x)))     as in the paper (Vaswani et al. 2017, §3.1)
+pre-norm   x ← x + Drop(F(Norm(x)))     as in GPT-2 and nearly all since (Xiong et al. 2020)
 """
 
 from __future__ import annotations

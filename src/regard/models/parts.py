@@ -8,8 +8,8 @@ from torch import nn
 
 from ..attention import MultiHeadAttention
 from ..attention.biases import Alibi, Bias, T5Bias
-from ..attention.masks import Mask, grid_windows, window
 from ..attention.linear import Linear, Performer
+from ..attention.masks import Mask, grid_windows, window
 from ..attention.mixing import Linformer
 from ..attention.relative import XLRelative
 from ..attention.scores import Additive, Dot, Mechanism
@@ -49,7 +49,7 @@ def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross
 
 
 def mechanism(config: ModelConfig, n_heads: int, d_head: int, cross: bool) -> Mechanism:
-    """How a query scores a key. Linformer sums up a text of known length; across two texts plain attention stands in."""
+    """How a query scores a key. Linformer sums up one text; across two texts plain attention stands in for it."""
     if config.mixer == "additive":
         return Additive(n_heads, d_head)
     if config.mixer == "linear":

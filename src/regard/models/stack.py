@@ -17,7 +17,9 @@ from .block import Block, Memory, Surroundings
 class Stack(nn.Module):
     """n layers and, after pre-norm layers, one last norm. ``causal`` hides the future, ``cross`` looks at a memory."""
 
-    def __init__(self, config: ModelConfig, *, n_layers: int, n_heads: int, d_ff: int, causal: bool, cross: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, n_layers: int, n_heads: int, d_ff: int, causal: bool, cross: bool
+    ) -> None:
         super().__init__()
         self.n_layers, self.causal = n_layers, causal
         self.checkpointing = False  # recompute each layer in the backward pass; set from outside

@@ -91,7 +91,7 @@ class Encoder(Model):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region) → logits, or states without a head."""
+        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region) → logits; states without a head."""
         x = self.hidden(source, keep=keep, positions=positions, segments=segments)
         if self.classifier is not None:
             return self.classifier(x, padding_mask(keep))
@@ -180,9 +180,7 @@ def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
 
 
 def _encoder(config: ModelConfig) -> Stack:
-    return Stack(
-        config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=False, cross=False
-    )
+    return Stack(config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=False, cross=False)
 
 
 def _embed(

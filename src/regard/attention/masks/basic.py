@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..frame import Frame, Site
-from .mask import Bounds, Box, Mask, at_least_one, block_range
+from .mask import Bounds, Box, Mask, at_least_one, block_range, same_device
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Lengths(Padding):
     def check(self, frame: Frame) -> None:
         if self.lengths.shape[0] != frame.n_batch:
             raise ValueError(f"mask padding(lengths) has {self.lengths.shape[0]} lengths, the batch is {frame.n_batch}")
+        same_device("padding(lengths)", self.lengths, frame)
 
     def to(self, device: torch.device | str) -> Mask:
         return Lengths(self.lengths.to(device))
@@ -115,6 +116,7 @@ class Keep(Padding):
         if tuple(self.keep.shape) != (frame.n_batch, frame.n_keys):
             sizes = (frame.n_batch, frame.n_keys)
             raise ValueError(f"mask keep(...) of shape {tuple(self.keep.shape)} does not fit (batch, keys) = {sizes}")
+        same_device("keep(...)", self.keep, frame)
 
     def to(self, device: torch.device | str) -> Mask:
         return Keep(self.keep.to(device))
@@ -140,6 +142,7 @@ class Dense(Mask):
         fits = given[2:] == sizes[2:] and all(g in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True))
         if not fits:
             raise ValueError(f"mask from_dense(...) of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
+        same_device("from_dense(...)", self.allowed, frame)
 
     def to(self, device: torch.device | str) -> Mask:
         return Dense(self.allowed.to(device))

@@ -134,6 +134,11 @@ def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.stack([c.min() for c in chunks]), torch.stack([c.max() for c in chunks])
 
 
+def same_device(name: str, x: Tensor, frame: Frame) -> None:
+    if x.device != frame.device:
+        raise ValueError(f"mask {name} is on {x.device} but q is on {frame.device}; mask.to({str(frame.device)!r}) moves it")
+
+
 def at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")

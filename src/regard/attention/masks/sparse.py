@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..frame import Site
 from .basic import Causal, Window
 from .mask import Bounds, Box, Mask, at_least_one
+
+MOST_COUNTED = 1 << 22
+"""Random blocks that are looked at one by one to plan; beyond, every tile is called partial."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,17 @@ class RandomBlocks(Mask):
         return self._chosen(_block(at.i, self.size), _block(at.j, self.size))
 
     def bounds(self, box: Box) -> Bounds:
-        i_low, i_high = _block(box.i_min, self.size), _block(box.i_max, self.size)
-        j_low, j_high = _block(box.j_min, self.size), _block(box.j_max, self.size)
-        single = (i_low == i_high) & (j_low == j_high)
-        chosen = self._chosen(i_low, j_low)
-        return chosen | ~single, chosen & single
+        top, bottom = _block(box.i_min, self.size), _block(box.i_max, self.size) + 1
+        left, right = _block(box.j_min, self.size), _block(box.j_max, self.size) + 1
+        first_row, first_col = int(top.min()), int(left.min())
+        rows, cols = torch.arange(first_row, int(bottom.max())), torch.arange(first_col, int(right.max()))
+        if len(rows) * len(cols) > MOST_COUNTED:
+            return super().bounds(box)
+        # How many are open above and left of each corner: any rectangle's own count is then four look-ups.
+        counts = F.pad(self._chosen(rows[:, None], cols[None]).long().cumsum(0).cumsum(1), (1, 0, 1, 0))
+        top, bottom, left, right = top - first_row, bottom - first_row, left - first_col, right - first_col
+        n_open = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left]
+        return n_open > 0, n_open == (bottom - top) * (right - left)
 
     def _chosen(self, i_block: Tensor, j_block: Tensor) -> Tensor:
         """A hash of the block's place, so that any tile can be drawn alone and is the same each time."""
@@ -116,7 +126,7 @@ class RandomBlocks(Mask):
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
         x = ((x ^ (x >> 12)) * 0x297A2D39) & 0x7FFFFFFF
         x = x ^ (x >> 15)
-        return x % 10_000 < int(self.percent * 100)
+        return x % 10_000 < round(self.percent * 100)
 
 
 @dataclass(frozen=True)

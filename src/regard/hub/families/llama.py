@@ -1,0 +1,226 @@
+"""LLaMA and its line: rotary positions, RMSNorm, gated feed-forward, grouped key heads (Touvron et al. 2023).
+
+Mistral adds a window (Jiang et al. 2023), Qwen 2 biases on q, k and v, Qwen 3 a norm on each query and key head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...config import ModelConfig, RopeScalingConfig
+from ..family import Family, Foreign, from_our_activation
+from ..steps import Drop, Join, Rename, Step, Tie
+
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+
+def read(theirs: Foreign) -> ModelConfig:
+    kind = theirs.model_type
+    theirs.only("pretraining_tp", 1)
+    d_model, n_heads = theirs.need("hidden_size"), theirs.need("num_attention_heads")
+    n_layers = theirs.need("num_hidden_layers")
+    heads = {f"{_CLASSES[kind]}ForCausalLM": "lm", f"{_CLASSES[kind]}Model": "none"}
+    window, window_layers = _read_window(theirs, n_layers)
+    base, scaling = _read_rope(theirs)
+    return ModelConfig(
+        architecture="decoder",
+        head=theirs.head(heads),
+        vocab_size=theirs.need("vocab_size"),
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=theirs.get("num_key_value_heads", n_heads),
+        d_head=theirs.get("head_dim", d_model // n_heads),
+        d_ff=theirs.need("intermediate_size"),
+        max_len=theirs.need("max_position_embeddings"),
+        positions="rope",
+        rope_base=base,
+        rope_scaling=scaling,
+        norm="rms",
+        norm_place="pre",
+        norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        window=window,
+        window_layers=window_layers,
+        qkv_bias=kind == "qwen2" or theirs.get("attention_bias", False),
+        out_bias=kind != "qwen2" and theirs.get("attention_bias", False),
+        qk_norm=kind == "qwen3",
+        activation=_read_activation(theirs),
+        ff_bias=theirs.get("mlp_bias", False),
+        tie_head=theirs.get("tie_word_embeddings", False),
+        attention_dropout=theirs.get("attention_dropout", 0.0),
+        bos_id=theirs.get("bos_token_id"),
+        eos_id=_first(theirs.get("eos_token_id")),
+        pad_id=theirs.get("pad_token_id", 0),
+        init_std=theirs.get("initializer_range", 0.02),
+    )
+
+
+def _first(ids: Any) -> Any:
+    return ids[0] if isinstance(ids, list) else ids
+
+
+def _read_activation(theirs: Foreign) -> str:
+    name = theirs.activation("hidden_act", "silu")
+    if name not in _GATED:
+        raise ValueError(f"config.json has hidden_act={name!r}; regard gates with {', '.join(_GATED)}")
+    return _GATED[name]
+
+
+def _read_window(theirs: Foreign, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """The sliding window and the layers that have it; which layers do is written in three ways over the versions."""
+    window = theirs.get("sliding_window")
+    if window is None or theirs.get("use_sliding_window", theirs.model_type == "mistral") is False:
+        return None, None
+    kinds = theirs.get("layer_types")
+    if kinds is not None:
+        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if unknown:
+            raise ValueError(f"config.json has layer_types with {unknown[0]!r}; regard has sliding and full attention")
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    elif theirs.model_type == "mistral":
+        layers = tuple(range(n_layers))
+    else:
+        layers = tuple(range(theirs.get("max_window_layers", 0), n_layers))
+    if not layers:
+        return None, None
+    return window, None if len(layers) == n_layers else layers
+
+
+_SCALING_FIELDS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_len",
+    "attention_factor": "attention_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
+}
+
+
+def _read_rope(theirs: Foreign) -> tuple[float, RopeScalingConfig | None]:
+    """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    fields = {**theirs.get("rope_scaling", {}), **theirs.get("rope_parameters", {})}
+    base = fields.get("rope_theta", theirs.get("rope_theta", 10000.0))
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if fields.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={fields['partial_rotary_factor']}; regard reads 1.0 here"
+        )
+    if kind == "default":
+        return base, None
+    if kind not in ("linear", "dynamic", "yarn", "llama3", "longrope"):
+        raise ValueError(f"config.json has rope_type={kind!r}; regard has linear, dynamic, yarn, llama3 and longrope")
+    known = {ours: fields[name] for name, ours in _SCALING_FIELDS.items() if fields.get(name) is not None}
+    return base, RopeScalingConfig(kind=kind, **known)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    kind = _kind(config)
+    head = "ForCausalLM" if config.head == "lm" else "Model"
+    gates = {ours: theirs for theirs, ours in _GATED.items()}
+    windowed = range(config.n_layers) if config.window_layers is None else config.window_layers
+    fields: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [f"{_CLASSES[kind]}{head}"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.d_ff,
+        "max_position_embeddings": config.max_len,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": from_our_activation(gates[config.activation]),
+        "tie_word_embeddings": config.tie_head,
+        "attention_dropout": config.attention_dropout,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_id,
+        "pad_token_id": config.pad_id,
+        "initializer_range": config.init_std,
+        "rope_parameters": _write_rope(config),
+    }
+    if kind in ("llama", "qwen3"):
+        fields["attention_bias"] = config.qkv_bias
+    if kind == "llama":
+        fields["mlp_bias"] = config.ff_bias
+    if kind != "llama":
+        fields["sliding_window"] = config.window
+    if kind in ("qwen2", "qwen3"):
+        fields["use_sliding_window"] = config.window is not None
+        fields["max_window_layers"] = config.n_layers if config.window is None else min(windowed)
+        fields["layer_types"] = [
+            "sliding_attention" if config.window is not None and layer in windowed else "full_attention"
+            for layer in range(config.n_layers)
+        ]
+    return fields
+
+
+def _kind(config: ModelConfig) -> str:
+    """Which member of the line has these features."""
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias and not config.out_bias:
+        return "qwen2"
+    return "llama" if config.window is None else "mistral"
+
+
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"rope_theta": config.rope_base, "rope_type": "default"}
+    scaling = config.rope_scaling
+    if scaling is not None:
+        fields["rope_type"] = scaling.kind
+        for theirs, ours in _SCALING_FIELDS.items():
+            value = getattr(scaling, ours)
+            if value is not None:
+                fields[theirs] = list(value) if isinstance(value, tuple) else value
+    return fields
+
+
+def steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "model."
+    theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+    q_rows = config.n_heads * config.head_width
+    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
+    names = {
+        "input_layernorm": "attention_norm",
+        "self_attn.o_proj": "attention.w_o",
+        "self_attn.q_norm": "attention.q_norm",
+        "self_attn.k_norm": "attention.k_norm",
+        "post_attention_layernorm": "ff_norm",
+        "mlp.down_proj": "ff.w_out",
+    }
+    return [
+        Drop(f"{theirs}self_attn.rotary_emb.inv_freq"),
+        Tie("lm_head.weight", f"{prefix}embed_tokens.weight")
+        if config.tie_head
+        else Rename("lm_head.weight", "head.weight"),
+        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
+        Rename(f"{prefix}norm.weight", "decoder.norm.weight"),
+        *(Rename(f"{theirs}{a}.{x}", f"{ours}{b}.{x}") for a, b in names.items() for x in ("weight", "bias")),
+        *(
+            Join(
+                tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv"),
+                f"{ours}attention.w_qkv.{kind}",
+                (q_rows, kv_rows, kv_rows),
+            )
+            for kind in ("weight", "bias")
+        ),
+        *(
+            Join(
+                tuple(f"{theirs}mlp.{x}_proj.{kind}" for x in ("gate", "up")),
+                f"{ours}ff.w_in.{kind}",
+                (config.d_ff, config.d_ff),
+            )
+            for kind in ("weight", "bias")
+        ),
+    ]
+
+
+LLAMA = Family(tuple(_CLASSES), read, write, steps)

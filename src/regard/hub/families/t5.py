@@ -1,0 +1,134 @@
+"""T5 and T5 1.1 (Raffel et al. 2020): bucketed position bias shared by all layers, RMSNorm, no biases, no √d_k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...config import ModelConfig
+from ..family import Family, Foreign
+from ..steps import Drop, Join, Rename, Step, Tie
+
+_ARCHITECTURES = {
+    "T5ForConditionalGeneration": ("encoder-decoder", "lm"),
+    "T5Model": ("encoder-decoder", "none"),
+    "T5EncoderModel": ("encoder", "none"),
+}
+_FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"}
+
+
+def read(theirs: Foreign) -> ModelConfig:
+    theirs.only("is_decoder", False)
+    theirs.only("feed_forward_proj", *_FEED_FORWARD)
+    d_model, rate = theirs.need("d_model"), theirs.get("dropout_rate", 0.1)
+    tied = theirs.get("tie_word_embeddings", True)
+    architecture, head = theirs.head(_ARCHITECTURES)
+    return ModelConfig(
+        architecture=architecture,
+        head=head,
+        vocab_size=theirs.need("vocab_size"),
+        d_model=d_model,
+        n_layers=theirs.need("num_layers"),
+        n_decoder_layers=theirs.get("num_decoder_layers", theirs.need("num_layers")),
+        n_heads=theirs.need("num_heads"),
+        d_head=theirs.need("d_kv"),
+        d_ff=theirs.need("d_ff"),
+        max_len=theirs.get("n_positions", 512),
+        positions="t5",
+        t5_buckets=theirs.get("relative_attention_num_buckets", 32),
+        t5_max_distance=theirs.get("relative_attention_max_distance", 128),
+        norm="rms",
+        norm_place="pre",
+        norm_eps=theirs.get("layer_norm_epsilon", 1e-6),
+        attention_scale=1.0,
+        qkv_bias=False,
+        out_bias=False,
+        activation=_FEED_FORWARD[theirs.get("feed_forward_proj", "relu")],
+        ff_bias=False,
+        tie_head=tied,
+        logit_scale=d_model**-0.5 if theirs.get("scale_decoder_outputs", tied) else 1.0,
+        dropout=rate,
+        attention_dropout=rate,
+        embedding_dropout=rate,
+        activation_dropout=rate,
+        bos_id=theirs.get("decoder_start_token_id", theirs.get("pad_token_id", 0)),
+        eos_id=theirs.get("eos_token_id"),
+        pad_id=theirs.get("pad_token_id", 0),
+    )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    shape = (config.architecture, config.head)
+    forward = {ours: theirs for theirs, ours in _FEED_FORWARD.items()}
+    return {
+        "model_type": "t5",
+        "architectures": [next(name for name, kind in _ARCHITECTURES.items() if kind == shape)],
+        "vocab_size": config.vocab_size,
+        "d_model": config.d_model,
+        "num_layers": config.n_layers,
+        "num_decoder_layers": config.n_decoder_layers or config.n_layers,
+        "num_heads": config.n_heads,
+        "d_kv": config.head_width,
+        "d_ff": config.d_ff,
+        "n_positions": config.max_len,
+        "relative_attention_num_buckets": config.t5_buckets,
+        "relative_attention_max_distance": config.t5_max_distance,
+        "layer_norm_epsilon": config.norm_eps,
+        "feed_forward_proj": forward[config.activation],
+        "tie_word_embeddings": config.tie_head,
+        "scale_decoder_outputs": config.logit_scale != 1.0,
+        "dropout_rate": config.dropout,
+        "decoder_start_token_id": config.bos_id,
+        "eos_token_id": config.eos_id,
+        "pad_token_id": config.pad_id,
+    }
+
+
+def steps(config: ModelConfig) -> list[Step]:
+    out: list[Step] = [
+        Tie("encoder.embed_tokens.weight", "shared.weight"),
+        Tie("decoder.embed_tokens.weight", "shared.weight"),
+        Drop("decoder.block.{i}.layer.1.EncDecAttention.relative_attention_bias.weight"),
+    ]
+    if config.head == "lm":
+        out.append(
+            Tie("lm_head.weight", "shared.weight") if config.tie_head else Rename("lm_head.weight", "head.weight")
+        )
+    out.append(Rename("shared.weight", "token.weight"))
+    for stack in ("encoder", "decoder") if config.has_decoder else ("encoder",):
+        out += _stack_steps(config, stack, n_layers=3 if stack == "decoder" else 2)
+    return out
+
+
+def _stack_steps(config: ModelConfig, stack: str, n_layers: int) -> list[Step]:
+    """``n_layers``: sub-layers of a block, 2 in the encoder and 3 in the decoder; the last is the feed-forward."""
+    theirs, ours, rows = f"{stack}.block.{{i}}.layer.", f"{stack}.blocks.{{i}}.", config.n_heads * config.head_width
+    ff = n_layers - 1
+    out: list[Step] = [
+        Rename(f"{stack}.final_layer_norm.weight", f"{stack}.norm.weight"),
+        Rename(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{stack}.position_bias.w"),
+        Rename(f"{theirs}0.layer_norm.weight", f"{ours}attention_norm.weight"),
+        Rename(f"{theirs}0.SelfAttention.o.weight", f"{ours}attention.w_o.weight"),
+        Join(
+            tuple(f"{theirs}0.SelfAttention.{x}.weight" for x in "qkv"),
+            f"{ours}attention.w_qkv.weight",
+            (rows, rows, rows),
+        ),
+        Rename(f"{theirs}{ff}.layer_norm.weight", f"{ours}ff_norm.weight"),
+        Rename(f"{theirs}{ff}.DenseReluDense.wo.weight", f"{ours}ff.w_out.weight"),
+        Rename(f"{theirs}{ff}.DenseReluDense.wi.weight", f"{ours}ff.w_in.weight"),
+    ]
+    if config.activation != "relu":
+        halves = tuple(f"{theirs}{ff}.DenseReluDense.wi_{x}.weight" for x in (0, 1))
+        out[-1] = Join(halves, f"{ours}ff.w_in.weight", (config.d_ff, config.d_ff))
+    if stack == "decoder":
+        cross = f"{theirs}1.EncDecAttention."
+        out += [
+            Rename(f"{theirs}1.layer_norm.weight", f"{ours}cross_norm.weight"),
+            Rename(f"{cross}q.weight", f"{ours}cross_attention.w_query.weight"),
+            Rename(f"{cross}o.weight", f"{ours}cross_attention.w_o.weight"),
+            Join((f"{cross}k.weight", f"{cross}v.weight"), f"{ours}cross_attention.w_kv.weight", (rows, rows)),
+        ]
+    return out
+
+
+T5 = Family(("t5",), read, write, steps)

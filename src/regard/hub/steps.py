@@ -1,0 +1,182 @@
+"""Invertible steps between a foreign state dict and ours. A family is a list of them; loading applies the list,
+saving undoes it from the last to the first, so there is one description for both directions.
+
+Names are patterns: ``h.{i}.ln_1.weight`` stands for that tensor of every layer; placeholders match whole numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+class Step(Protocol):
+    """One change of names or layout. ``undo(apply(x)) == x`` and ``apply(undo(y)) == y``, bit for bit."""
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        """Theirs → ours."""
+        ...
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        """Ours → theirs."""
+        ...
+
+
+def to_ours(steps: Iterable[Step], tensors: Tensors) -> Tensors:
+    for step in steps:
+        tensors = step.apply(tensors)
+    return tensors
+
+
+def to_theirs(steps: Sequence[Step], tensors: Tensors) -> Tensors:
+    for step in reversed(steps):
+        tensors = step.undo(tensors)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Rename:
+    """Another name for the same tensor."""
+
+    theirs: str
+    ours: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return {translate(name, self.theirs, self.ours) or name: x for name, x in tensors.items()}
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return Rename(self.ours, self.theirs).apply(tensors)
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """A matrix stored the other way round (GPT-2's Conv1D keeps (in, out), a Linear (out, in))."""
+
+    name: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return {name: x.T.contiguous() if matches(name, self.name) else x for name, x in tensors.items()}
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return self.apply(tensors)
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """The same numbers under another shape (a bias kept as one row of a matrix)."""
+
+    name: str
+    theirs: tuple[int, ...]
+    ours: tuple[int, ...]
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return {name: x.reshape(self.ours) if matches(name, self.name) else x for name, x in tensors.items()}
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return Reshape(self.name, self.ours, self.theirs).apply(tensors)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Several tensors laid one below the other into one (q, k and v into w_qkv); ``sizes`` are their rows."""
+
+    theirs: tuple[str, ...]
+    ours: str
+    sizes: tuple[int, ...]
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        for name in list(tensors):
+            ours = translate(name, self.theirs[0], self.ours)
+            parts = [] if ours is None else [translate(name, self.theirs[0], other) for other in self.theirs]
+            if ours is not None and all(part in tensors for part in parts):
+                out[ours] = torch.cat([out.pop(part) for part in parts if part is not None])
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        for name, x in tensors.items():
+            if matches(name, self.ours) and x.shape[0] == sum(self.sizes):
+                del out[name]
+                for theirs, part in zip(self.theirs, x.split(self.sizes), strict=True):
+                    out[translate(name, self.ours, theirs) or name] = part.contiguous()
+        return out
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A second name for a tensor that we keep once. Where it is present it must hold the same numbers."""
+
+    theirs: str
+    kept: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        if (
+            self.theirs in tensors
+            and self.kept in tensors
+            and not torch.equal(tensors[self.theirs], tensors[self.kept])
+        ):
+            raise ValueError(f"{self.theirs} and {self.kept} are tied by the config, but hold different numbers")
+        out = dict(tensors)
+        second = out.pop(self.theirs, None)
+        if second is not None:
+            out.setdefault(self.kept, second)
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A buffer that the model makes itself (a causal mask, position ids); nothing is written back."""
+
+    name: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return {name: x for name, x in tensors.items() if not matches(name, self.name)}
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A tensor of one constant that we do without (a bias of zeros); any other value there is refused."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        constant = out.pop(self.name, None)
+        if constant is not None and not bool((constant == self.value).all()):
+            raise ValueError(f"{self.name} should be {self.value} throughout by the config, but is not")
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return {**tensors, self.name: torch.full(self.shape, self.value)}
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(pattern)))
+
+
+def matches(name: str, pattern: str) -> bool:
+    return _regex(pattern).fullmatch(name) is not None
+
+
+def translate(name: str, pattern: str, other: str) -> str | None:
+    """``name``, which matches ``pattern``, as ``other`` would write it; None when it does not match."""
+    found = _regex(pattern).fullmatch(name)
+    return None if found is None else other.format(**found.groupdict())
