@@ -108,7 +108,7 @@ class ModelConfig(Config):
     position_offset: int = 0
     """Rows of the learned table before position 0 (BART and RoBERTa: 2)."""
     positions_skip_padding: bool = False
-    """Count positions over real tokens only (RoBERTa); otherwise padding takes up places too."""
+    """Count positions over tokens other than pad_id only (RoBERTa); otherwise padding takes up places too."""
     rope_base: float = 10000.0
     """Base of the rotary wavelengths."""
     rope_fraction: float = 1.0
@@ -183,6 +183,8 @@ class ModelConfig(Config):
     """A bias on the output logits (BERT, Marian, BART)."""
     head_transform: bool = False
     """A dense layer, activation and norm before the masked-token logits (BERT)."""
+    head_activation: str | None = None
+    """The activation there where it is another one (RoBERTa: always gelu); None: activation."""
     logit_scale: float = 1.0
     """Factor on the hidden state before the logits (tied T5: d_model^-0.5)."""
     n_classes: int = 2

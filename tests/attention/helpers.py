@@ -109,7 +109,7 @@ def formula(problem: Problem) -> tuple[Tensor, Tensor]:
         allowed = torch.ones(1, dtype=torch.bool, device=q.device)
     scores = naive_scores(mechanism, q, k)
     if p.bias is not None:
-        scores = scores + p.bias.dense(frame, p.q, p.k)
+        scores = scores + p.bias.dense(frame, mechanism.queries(p.q), mechanism.keys(p.k))  # those a score is made of
     positive = scores if mechanism.normaliser == "linear" else torch.exp(scores - scores.detach().amax())
     positive = torch.where(allowed, positive, 0)
     weights = positive / positive.sum(-1, keepdim=True).clamp(min=1e-300 if q.dtype == torch.float64 else 1e-38)
@@ -132,7 +132,9 @@ def naive_scores(mechanism: Mechanism, q: Tensor, k: Tensor) -> Tensor:
     if isinstance(mechanism, Linear):
         return torch.einsum("bhid,bhjd->bhij", nn.functional.elu(q) + 1, nn.functional.elu(k) + 1)
     if isinstance(mechanism, Performer):
-        return torch.einsum("bhim,bhjm->bhij", _favor(mechanism, q), _favor(mechanism, k))
+        of_q, of_k = _favor(mechanism, q), _favor(mechanism, k)
+        of_q = of_q / of_q.detach().amax(-1, keepdim=True) + mechanism._query_floor  # the one liberty it takes
+        return torch.einsum("bhim,bhjm->bhij", of_q, of_k)
     assert isinstance(mechanism, Dot)
     scale = 1 / math.sqrt(q.shape[-1]) if mechanism.scale is None else mechanism.scale
     return torch.einsum("bhid,bhjd->bhij", q, k) * scale

@@ -15,6 +15,7 @@ from torch import Tensor
 from regard.attention import Additive, Concat, Frame, General, Mechanism, attend, masks
 from regard.attention.biases import Alibi, Bias, T5Bias
 from regard.attention.cache import Cache, CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
+from regard.attention.cache.slots import Slots
 from regard.attention.capabilities import missing
 from regard.attention.masks import Mask
 from regard.attention.relative import XLRelative
@@ -410,7 +411,7 @@ def test_eager_and_compiled_steps_take_turns_until_the_end() -> None:
         torch.testing.assert_close(output, whole[:, :, t : t + 1], rtol=0, atol=1e-11)
     with pytest.raises(ValueError, match="1 new tokens would make 7, but this cache has max_len=6"):
         feed(cache, token, masks.causal())
-    with pytest.raises(IndexError, match="out of"):  # a compiled step cannot word it, but it does not write either
+    with pytest.raises(IndexError, match="out of"):  # a compiled step fails too, if in other words
         step(cache, *token, None)
 
 
@@ -525,6 +526,24 @@ def test_evicted_keys_can_still_be_looked_at() -> None:
         feed(cache, tokens.at(slice(None), slice(0, 1)), mask)
 
 
+@pytest.mark.parametrize(
+    "positions", [None, torch.tensor([list(range(L)), [-1, *range(L - 1)]])], ids=["even", "ragged"]
+)
+def test_no_slot_is_written_twice_at_once(positions: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of two writes to one slot wins is left to chance on a GPU, so a long prompt must not ask that."""
+    seen: list[list[int]] = []
+    write = Slots.write
+
+    def watched(self: Slots, slots: Tensor, *others: Tensor) -> None:
+        seen.extend([slot for slot in row if slot < self.n_slots] for row in slots.tolist())
+        write(self, slots, *others)
+
+    monkeypatch.setattr(Slots, "write", watched)
+    RingCache(B, G, RING, D, torch.float64).update(draw().k, draw().v, positions)
+    assert seen
+    assert all(sorted(row) == list(range(RING)) for row in seen)
+
+
 def test_a_ring_stays_as_small_as_its_window() -> None:
     cache, small = RingCache(B, G, 4, D, torch.float64), []
     for _ in range(50):
@@ -572,15 +591,17 @@ def test_gradients_flow_through_a_growing_cache() -> None:
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("by_row", [False, True], ids=["shared positions", "positions by row"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_ring_is_the_memory_of_transformer_xl(size: int) -> None:
+def test_a_ring_is_the_memory_of_transformer_xl(size: int, by_row: bool) -> None:
     """New keys carry gradients, remembered ones do not."""
     before, now = draw(B, 5, seed=1), Tokens(*(x.requires_grad_() for x in draw(B, size, seed=2)))
-    cache = RingCache(B, G, RING, D, torch.float64)
-    feed(cache, before, masks.window(RING))
-    got = torch.autograd.grad(feed(cache, now, masks.window(RING), "xl", "tiled").sum(), now)
+    cache, mask = RingCache(B, G, RING, D, torch.float64), masks.window(RING)
+    feed(cache, before, mask)
+    positions = torch.arange(5, 5 + size).expand(B, -1) if by_row else None
+    got = torch.autograd.grad(feed(cache, now, mask, "xl", "tiled", positions).sum(), now)
     joined = Tokens(*(torch.cat(pair, 2) for pair in zip(before, now, strict=True)))
-    wanted = torch.autograd.grad(uncached(joined, masks.window(RING), "xl")[:, :, 5:].sum(), now)
+    wanted = torch.autograd.grad(uncached(joined, mask, "xl")[:, :, 5:].sum(), now)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
     assert not cache.keys()[0].requires_grad
 

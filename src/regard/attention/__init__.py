@@ -9,7 +9,7 @@ from .backends import Attended, attend, explain
 from .frame import Frame
 from .linear import Linear, LinearState, Performer
 from .map import AttentionMap
-from .mixing import Fourier, Linformer
+from .mixing import Fourier, Linformer, approximation_error, fourier_mix
 from .multihead import MultiHeadAttention
 from .reference import Steps
 from .relative import XLRelative
@@ -34,11 +34,13 @@ __all__ = [
     "Recorder",
     "Steps",
     "XLRelative",
+    "approximation_error",
     "attend",
     "biases",
     "cache",
     "capabilities",
     "explain",
+    "fourier_mix",
     "gradients",
     "masks",
     "record",

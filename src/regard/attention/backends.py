@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -144,7 +145,8 @@ def _mask_features(mask: Mask | None) -> set[str]:
 
 
 def _direction(call: Call) -> str:
-    needs_grad = any(x.requires_grad for x in (call.q, call.k, call.v)) or (call.bias is not None and call.bias.trainable)
+    trains = call.bias is not None and call.bias.trainable
+    needs_grad = trains or any(x.requires_grad for x in (call.q, call.k, call.v))
     return "backward" if needs_grad and torch.is_grad_enabled() else "forward"
 
 
@@ -153,7 +155,7 @@ def choose(call: Call, weights: bool = False) -> str:
     wanted, device = features_of(call, weights), call.q.device.type
     can = able(call.mechanism.name, device, _direction(call), wanted)
     if not can:
-        raise ValueError(_cannot("no backend", call, wanted, device))
+        raise ValueError(f"no backend can do {_asked(call, sorted(wanted), device)}")
     if "linear" in can:
         return "linear"
     if "sdpa" in can and _sdpa_is_best(call):
@@ -178,14 +180,11 @@ def _require(backend: str, call: Call, weights: bool) -> None:
     wanted, device = features_of(call, weights), call.q.device.type
     lacking = missing(backend, call.mechanism.name, device, _direction(call), wanted)
     if lacking:
-        raise ValueError(_cannot(f"backend={backend!r}", call, frozenset(lacking), device, wanted))
+        can = able(call.mechanism.name, device, _direction(call), wanted)
+        asked = _asked(call, lacking, device)
+        raise ValueError(f"backend={backend!r} cannot do {asked}; these can: {', '.join(can) or 'none'}")
 
 
-def _cannot(
-    who: str, call: Call, lacking: frozenset[str], device: str, wanted: frozenset[str] | None = None
-) -> str:
-    direction = _direction(call)
-    others = able(call.mechanism.name, device, direction, lacking if wanted is None else wanted)
-    what = ", ".join(sorted(lacking - {"plain"})) or "this mechanism"
-    task = f"mechanism {call.mechanism.name!r} on {device}, {direction}"
-    return f"{who} cannot do {what} ({task}); these can: {', '.join(others) or 'none'}"
+def _asked(call: Call, features: Iterable[str], device: str) -> str:
+    what = ", ".join(f for f in features if f != "plain") or "this mechanism"
+    return f"{what} (mechanism {call.mechanism.name!r} on {device}, {_direction(call)})"

@@ -8,6 +8,9 @@ tiles hands the gradient of each tile to ``tile_backward`` and so trains the bia
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -131,6 +134,12 @@ class Alibi(RelativeBias):
         super().__init__()
         self.n_heads = n_heads
         self.register_buffer("slopes", torch.tensor(alibi_slopes(n_heads)), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # Computed anew, so that neither .to_empty() after a stay on meta nor .half().float() changes them.
+        self.slopes = torch.tensor(alibi_slopes(self.n_heads), dtype=self.slopes.dtype, device=self.slopes.device)
+        return self
 
     def at(self, distance: Tensor) -> Tensor:
         return -self.slopes.view(-1, *[1] * distance.dim()) * distance.abs()

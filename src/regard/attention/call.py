@@ -33,9 +33,14 @@ class Scoring:
         return self.mechanism.operands(self.frame), () if self.bias is None else self.bias.operands(self.frame)
 
     def tile(
-        self, rows: Span = ALL, cols: Span = ALL, operands: tuple[Operands, Operands] | None = None, masked: bool = True
+        self,
+        rows: Span | None = None,
+        cols: Span | None = None,
+        operands: tuple[Operands, Operands] | None = None,
+        masked: bool = True,
     ) -> Tensor:
         """Scores (B, H, R, C), bias added; where the mask says no: -inf before a softmax, 0 in a linear kernel."""
+        rows, cols = ALL if rows is None else rows, ALL if cols is None else cols
         own, of_bias = self.operands() if operands is None else operands
         q, k = self.q[:, :, rows], self.k[:, :, cols]
         scores = self.mechanism.tile(q, k, own)
@@ -51,8 +56,9 @@ class Scoring:
         """The score that becomes weight 0."""
         return float("-inf") if self.mechanism.normaliser == "softmax" else 0.0
 
-    def allowed(self, rows: Span = ALL, cols: Span = ALL) -> Tensor | None:
+    def allowed(self, rows: Span | None = None, cols: Span | None = None) -> Tensor | None:
         """Who may look, broadcastable to (B, H, R, C); None where everyone may."""
+        rows, cols = ALL if rows is None else rows, ALL if cols is None else cols
         if self.mask is not None:
             return self.mask.tile(rows, cols, self.frame)
         return self.frame.site(rows, cols).j >= 0 if self.frame.may_have_gaps else None

@@ -103,8 +103,10 @@ class Frame:
             return -self.limit, self.limit
         return int(self.k_pos.min() - self.q_pos.max()), int(self.k_pos.max() - self.q_pos.min())
 
-    def site(self, rows: Span = ALL, cols: Span = ALL) -> Site:
-        """The coordinates of a tile."""
+    def site(self, rows: Span | None = None, cols: Span | None = None) -> Site:
+        """The coordinates of a tile, by default of everything."""
+        # The default is None, not ALL: torch 2.11 cannot trace a slice as the default of an argument.
+        rows, cols = ALL if rows is None else rows, ALL if cols is None else cols
         device = self.device
         row = torch.arange(self.n_queries, device=device)[rows]
         col = torch.arange(self.n_keys, device=device)[cols]

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ def _reading(
 
     @functools.wraps(method)
     def read(self: AttentionMap, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
-        with torch.no_grad(), torch.autocast(self._blocks.lse.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return method(self, *args, **kwargs)
 
     return read
@@ -110,6 +111,14 @@ class AttentionMap:
         """(B, H, T, S)."""
         return self._blocks.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._blocks.lse.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._blocks.lse.device
+
     def __repr__(self) -> str:
         return f"AttentionMap(shape={self.shape}, mechanism={self._blocks.scoring.mechanism.name!r})"
 
@@ -134,8 +143,8 @@ class AttentionMap:
     def tile(self, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
         """The weights (B, H, R, C) of some rows and columns."""
         on, (b, h, n_queries, n_keys) = self._blocks, self.shape
-        device = on.lse.device
-        some_rows, some_cols = _as_span(rows, n_queries, "rows", device), _as_span(cols, n_keys, "cols", device)
+        some_rows = as_span(rows, n_queries, "rows", self.device)
+        some_cols = as_span(cols, n_keys, "cols", self.device)
         out = on.lse.new_zeros(b, h, span_length(some_rows, n_queries), span_length(some_cols, n_keys))
         for row_span, here in on.chunks(some_rows, on.plan.block[0]):
             on.normalise(row_span)
@@ -171,9 +180,9 @@ class AttentionMap:
         on, (b, h, n_queries, n_keys) = self._blocks, self.shape
         if not 1 <= k <= n_keys:
             raise ValueError(f"top k={k} must lie between 1 and the {n_keys} keys")
-        some_rows = _as_span(ALL if rows is None else rows, n_queries, "rows", on.lse.device)
+        some_rows = as_span(ALL if rows is None else rows, n_queries, "rows", self.device)
         shape = (b, h, span_length(some_rows, n_queries), k)
-        values, indices = on.lse.new_zeros(shape), torch.full(shape, -1, device=on.lse.device)
+        values, indices = on.lse.new_zeros(shape), torch.full(shape, -1, device=self.device)
         height, width = on.plan.block
         for some, here in on.chunks(some_rows, max(1, height * width // max(width, k))):
             best, where, unit = values[:, :, here], indices[:, :, here], torch.zeros_like(on.lse[:, :, some, None])
@@ -237,8 +246,9 @@ class AttentionMap:
             raise ValueError(f"reduce={reduce!r} is neither 'mean' nor 'max'")
         on, (n_batch, n_heads, n_queries, n_keys) = self._blocks, self.shape
         height, width = on.plan.block
+        wide = _cells(n_keys, w, width, "w", "keys")
         height = min(height, max(1, 4 * height * width // w))  # a stripe of the answer is held beside the tiles
-        tall, wide = _cells(n_queries, h, height, "h", "queries"), _cells(n_keys, w, width, "w", "keys")
+        tall = _cells(n_queries, h, height, "h", "queries")
         cells_of = {cols.start: cells for cols, cells in wide}
         out = on.lse.new_zeros(n_batch, n_heads, h, w)
         stripe, unit = out.new_zeros(2, n_batch, n_heads, height, w)  # made once: no small blocks between large ones
@@ -388,7 +398,7 @@ class _Blocks:
 # ---- what is asked and given, checked
 
 
-def _as_span(pick: Pick, total: int, name: str, device: torch.device) -> Span:
+def as_span(pick: Pick, total: int, name: str, device: torch.device) -> Span:
     """A pick as a slice with both ends known, or as indices from 0 to total - 1."""
     if isinstance(pick, slice):
         start, stop, step = pick.indices(total)
@@ -466,7 +476,7 @@ def _runs(indices: Tensor) -> list[slice]:
     """Indices as runs of neighbours, in order."""
     values = indices.tolist()
     starts = [n for n, i in enumerate(values) if n == 0 or i != values[n - 1] + 1]
-    return [slice(values[a], values[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(values)], strict=True)]
+    return [slice(values[a], values[b - 1] + 1) for a, b in pairwise([*starts, len(values)])]
 
 
 def _touched(span: Span, size: int) -> Iterable[int]:

@@ -25,7 +25,7 @@ class TokenHead(nn.Module):
             width = config.d_model if config.d_embed is None else config.d_embed
             self.transform = nn.Linear(config.d_model, width)
             self.norm = parts.norm(config, width)
-            self.activation = activation_function(config.activation)
+            self.activation = activation_function(config.head_activation or config.activation)
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if config.head_bias else None
         if self.weight is not None:

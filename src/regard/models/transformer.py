@@ -42,7 +42,7 @@ class Decoder(Model):
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The last layer's states (B, T, M), before the head."""
-        x = self.embeddings(self.token(tokens), _positions(self.config, tokens, keep, positions, cache))
+        x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
         return self.decoder(x, mask=padding_mask(keep), positions=positions, cache=cache)
 
     def forward(
@@ -80,7 +80,7 @@ class Encoder(Model):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The last layer's states (B, T, M)."""
-        x = _embed(self, source, keep, positions, segments)
+        x = _embed(self, source, positions, segments)
         return self.encoder(x, mask=padding_mask(keep), positions=positions)
 
     def forward(
@@ -138,7 +138,7 @@ class EncoderDecoder(Model):
     def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:
         """What the decoder looks at."""
         mask = padding_mask(keep)
-        x = _embed(self, source, keep, positions, None)
+        x = _embed(self, source, positions, None)
         return Memory(self.encoder(x, mask=mask, positions=positions), mask)
 
     def decode(
@@ -153,7 +153,7 @@ class EncoderDecoder(Model):
         """The decoder's states (B, T, M) for target tokens."""
         table = self.token if self.target_token is None else self.target_token
         assert table is not None
-        x = self.target_embeddings(table(target), _positions(self.config, target, keep, positions, cache))
+        x = self.target_embeddings(table(target), _positions(self.config, target, positions, cache))
         return self.decoder(x, mask=padding_mask(keep), positions=positions, memory=memory, cache=cache)
 
     def forward(
@@ -186,19 +186,17 @@ def _encoder(config: ModelConfig) -> Stack:
 def _embed(
     model: Encoder | EncoderDecoder,
     source: Tensor,
-    keep: Tensor | None,
     positions: Tensor | None,
     segments: Tensor | None,
 ) -> Tensor:
     if model.token is None:
         return model.embeddings(source)
-    return model.embeddings(model.token(source), _positions(model.config, source, keep, positions), segments)
+    return model.embeddings(model.token(source), _positions(model.config, source, positions), segments)
 
 
 def _positions(
     config: ModelConfig,
     tokens: Tensor,
-    keep: Tensor | None,
     positions: Tensor | None,
     cache: ModelCache | None = None,
 ) -> Tensor | None:
@@ -207,6 +205,7 @@ def _positions(
         return positions
     if cache is not None:
         return cache.next_positions(tokens.shape[1], tokens.device)
-    if config.positions_skip_padding and keep is not None:
-        return torch.where(keep.bool(), keep.long().cumsum(-1) - 1, -1)
+    if config.positions_skip_padding:  # by the token, as RoBERTa counts, whatever a mask says
+        real = tokens != config.pad_id
+        return torch.where(real, real.long().cumsum(-1) - 1, -1)
     return None

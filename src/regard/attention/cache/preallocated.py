@@ -105,7 +105,7 @@ class RingCache(SlotCache):
     def _store(self, new: Tensor, k: Tensor, v: Tensor) -> None:
         n_slots = self._slots.n_slots
         stays = (new >= 0) & (new > new.amax(-1, keepdim=True) - n_slots)  # of a long prompt, the end
-        self._slots.write(torch.where(stays, new % n_slots, n_slots), torch.where(stays, new, -1), k, v)
+        self._slots.write(torch.where(stays, new % n_slots, n_slots), new, k, v)
         if self._archive is not None:
             self._archive.write(self._archive.place(new), new, k)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from ..family import Family
+from .albert import ALBERT
 from .bart import BART
+from .bert import BERT, ROBERTA
+from .distilbert import DISTILBERT
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .t5 import T5
+from .vit import VIT
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, T5, BART)
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, T5, BART, BERT, ROBERTA, DISTILBERT, ALBERT, VIT)
 BY_TYPE: dict[str, Family] = {model_type: family for family in FAMILIES for model_type in family.model_types}

@@ -1,0 +1,206 @@
+"""Three ways to read attention, as functions: a kernel smoother, a retrieval, a walk on a graph.
+
+They compute nothing new. Each says in its own words what softmax(Q Kᵀ / √d_k) V does, and the tests hold it to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .call import Scoring
+from .frame import Frame
+from .map import AttentionMap, Pick, as_span
+from .masks import Mask
+from .reference import normalise, weigh
+from .scores import Dot
+
+Weights = Tensor | AttentionMap
+"""Attention weights: a matrix (B, H, T, T) whose rows sum to 1, or a map that recomputes it."""
+KERNELS = ("exp", "gaussian")
+
+
+# ---- a kernel smoother
+
+
+def smoother(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bandwidth: float | None = None,
+    *,
+    kernel: str = "exp",
+    mask: Mask | None = None,
+) -> Tensor:
+    """Kernel regression (Nadaraya 1964, Watson 1964): points k_j with values v_j are known, the value at q_i is asked.
+
+        ŷ(q_i) = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)
+
+    K = exp(q·k / b²) makes it scaled dot-product attention, with b² = √D unless given (Tsai et al. 2019, eq. 2).
+    "gaussian" is K = exp(-|q - k|² / 2b²) = exp(q·k / b²) · exp(-|q|² / 2b²) · exp(-|k|² / 2b²). The second factor is
+    the same for all keys and cancels; the third does when all keys have one length. Then it is attention, too: what a
+    dot product adds to nearness is a preference for long keys.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r} is none of {', '.join(KERNELS)}")
+    if bandwidth is not None and bandwidth <= 0:
+        raise ValueError(f"bandwidth={bandwidth} must be positive")
+    squared = math.sqrt(q.shape[-1]) if bandwidth is None else bandwidth**2
+    scoring = Scoring(q, k, mask, None, Dot(1 / squared), Frame.of(q, k))
+    log_kernel = scoring.tile()  # (B, H, T, S), -inf where the mask says no
+    if kernel == "gaussian":
+        shared_by = q.shape[1] // k.shape[1]
+        k_length = k.square().sum(-1).repeat_interleave(shared_by, dim=1)[:, :, None]  # (B, H, 1, S)
+        q_length = q.square().sum(-1, keepdim=True)  # (B, H, T, 1)
+        log_kernel = log_kernel - (q_length + k_length) / (2 * squared)
+    return weigh(normalise(log_kernel, "softmax"), v)
+
+
+# ---- a retrieval
+
+
+def retrieve(
+    source: AttentionMap | tuple[Tensor, Tensor], query: int, k: int = 5, *, batch: int = 0, head: int | None = None
+) -> list[tuple[int, float]]:
+    """The keys that answer a query best, as (index, weight) pairs, best first: attention as a search in a soft index.
+
+    argtop-k_j softmax_j(q_i · k_j / √D). Of one head, or of all heads on average. Keys that may not be seen are never
+    among them, so there may be fewer than k.
+    """
+    found = source if isinstance(source, AttentionMap) else AttentionMap(*source)
+    found = found.part(batch=batch) if head is None else found.head(batch, head)
+    if not 1 <= k <= found.shape[3]:
+        raise ValueError(f"retrieve k={k} must lie between 1 and the {found.shape[3]} keys")
+    best = found.row(query).mean((0, 1)).topk(k)
+    ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [(index, weight) for index, weight in ranked if weight > 0]
+
+
+# ---- a walk on a graph
+
+
+def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Tensor:
+    """Tokens are places, A_ij the chance to go from i to j: where a walker is after some steps, p₀ A^steps.
+
+    ``start`` is a token or a distribution over tokens (…, T), and the answer is one too, (B, H, T). Without it every
+    token is started from: the answer is the matrix A^steps. A token that sees nothing keeps its walker.
+    """
+    if steps < 0:
+        raise ValueError(f"walk steps={steps} must not be negative")
+    graph = _graph(weights)
+    *lead, _, n = graph.shape
+    if isinstance(start, Tensor):
+        if start.dim() == 0 or start.shape[-1] != n:
+            raise ValueError(f"start of shape {tuple(start.shape)} is no distribution over {n} tokens")
+        here = start.to(graph.device, graph.dtype)[..., None, :]
+    else:
+        here = _standing_at(slice(None) if start is None else start, graph, "start")
+    here = here.expand(*lead, *here.shape[-2:])
+    for _ in range(steps):
+        here = _step(graph, here)
+    return here if start is None else here[..., 0, :]
+
+
+def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_000) -> Tensor:
+    """Where a walker is in the long run: p with p = p A, (B, H, T). What is looked at by what is looked at (PageRank).
+
+    Found by walking from everywhere at once with p ← (p + p A) / 2, which has the same fixed points and does not swing.
+    If the graph falls apart into several traps, each keeps what reached it; under a causal mask all ends at token 0.
+    """
+    graph = _graph(weights)
+    *lead, _, n = graph.shape
+    here = torch.full((*lead, 1, n), 1 / n, dtype=graph.dtype, device=graph.device)
+    moved = math.inf
+    for _ in range(max_steps):
+        then = (here + _step(graph, here)) / 2
+        moved, here = float((then - here).abs().sum(-1).max()), then
+        if moved <= tolerance:
+            return here[..., 0, :] / here[..., 0, :].sum(-1, keepdim=True)
+    raise RuntimeError(f"stationary still moves by {moved:.2g} > tolerance={tolerance} after max_steps={max_steps}")
+
+
+def rollout(layers: Sequence[Weights], residual: float = 0.5) -> Tensor:
+    """How much of each input token is in each output token, (B, T, T) (Abnar & Zuidema 2020, §3): rows sum to 1.
+
+        Â_l = residual · I + (1 - residual) · mean_h A_l,h        rollout = Â_L … Â_2 Â_1
+
+    ``layers`` go from first to last. The residual connection is the chance to stay. The answer is T × T by nature: for
+    a few tokens of a long input ask ``flow_to``.
+    """
+    graphs = _same_size(layers, residual)
+    through = _standing_at(slice(None), graphs[0], "rows").expand(graphs[0].shape[0], -1, -1)  # (B, T, T), the identity
+    for graph in graphs:
+        through = residual * through + (1 - residual) * (_mean_of_heads(graph) @ through)
+    return through
+
+
+def flow_to(layers: Sequence[Weights], rows: Pick, residual: float = 0.5) -> Tensor:
+    """Some rows of the rollout, (B, R, T): what has reached these output tokens, and from where. O(T) memory on maps.
+
+    e_i Â_L … Â_2 Â_1, multiplied from the left: in every layer a row times a matrix, never a matrix times a matrix.
+    """
+    graphs = _same_size(layers, residual)
+    flow = _standing_at(rows, graphs[-1], "rows").expand(graphs[-1].shape[0], -1, -1)  # (B, R, T)
+    for graph in reversed(graphs):
+        through = _step(graph, flow[:, None].expand(-1, graph.shape[1], -1, -1))  # (B, H, R, T)
+        flow = residual * flow + (1 - residual) * through.mean(1)
+    return flow
+
+
+def _step(graph: Weights, here: Tensor) -> Tensor:
+    """p A for some distributions p (…, N, T)."""
+    return graph.push(here, stay=True) if isinstance(graph, AttentionMap) else here @ graph
+
+
+def _graph(weights: Weights) -> Weights:
+    """Weights one can walk on: square, and every row sums to 1, where a token that sees nothing leads to itself."""
+    if len(weights.shape) < 2 or weights.shape[-1] != weights.shape[-2]:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} lead from tokens to others; a walk needs T × T")
+    if isinstance(weights, AttentionMap):
+        return weights
+    total = weights.sum(-1)
+    off = torch.where(total == 0, 0, (total - 1).abs())
+    if off.max() > 0.02:  # half precision may be off by as much; scores, or weights after dropout, by far more
+        worst = float(total.flatten()[off.argmax()])
+        raise ValueError(f"rows of weights must sum to 1, or to 0 where nothing is seen; one sums to {worst:.3g}")
+    return _with_loops(weights)
+
+
+def _with_loops(weights: Tensor) -> Tensor:
+    return weights + torch.diag_embed((weights.sum(-1) == 0).to(weights.dtype))
+
+
+def _same_size(layers: Sequence[Weights], residual: float) -> list[Weights]:
+    if not layers:
+        raise ValueError("layers is empty; a rollout needs at least one")
+    if not 0 <= residual <= 1:
+        raise ValueError(f"residual={residual} must lie in [0, 1]")
+    for n, layer in enumerate(layers):
+        if len(layer.shape) != 4:
+            raise ValueError(f"layers[{n}] must have 4 dimensions (B, H, T, T), got shape {tuple(layer.shape)}")
+        sizes, first = ((x.shape[0], x.shape[-1]) for x in (layer, layers[0]))
+        if sizes != first:
+            raise ValueError(f"layers[{n}] has (batch, length) = {sizes}, layers[0] has {first}")
+    return [_graph(layer) for layer in layers]
+
+
+def _mean_of_heads(graph: Weights) -> Tensor:
+    """(B, T, T). Of a map one head at a time: what is T × T is then held twice, not H times."""
+    if isinstance(graph, Tensor):
+        return graph.mean(1)
+    n_batch, n_heads, n, _ = graph.shape
+    total = torch.zeros(n_batch, n, n, dtype=graph.dtype, device=graph.device)
+    for h in range(n_heads):
+        total += _with_loops(graph.part(heads=h).dense())[:, 0]
+    return total / n_heads
+
+
+def _standing_at(tokens: Pick, graph: Weights, name: str) -> Tensor:
+    """A row for each of some tokens, (R, T), 1 where it stands."""
+    n = graph.shape[-1]
+    every = torch.arange(n, device=graph.device)
+    some = every[as_span(tokens, n, name, every.device)]
+    return (some[:, None] == every).to(graph.dtype)

@@ -1,0 +1,1 @@
+"""From configs to tables: what things cost, measured."""

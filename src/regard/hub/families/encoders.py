@@ -1,0 +1,161 @@
+"""What the encoder families share: fields that only change their name, heads, and the steps for a layer's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...config import ModelConfig
+from ...layers import GATED
+from ..family import Foreign
+from ..steps import Drop, Join, Rename, Step, Tensors, Tie
+
+NEEDED = object()  # as a default: a config.json without the field is refused
+Fields = Mapping[str, tuple[str, Any]]
+"""Their field → our field, and what a missing one means."""
+
+
+TEXT: dict[str, Any] = {"architecture": "encoder", "positions": "learned", "embedding_norm": True, "norm_place": "post"}
+QUERY_KEY_VALUE = ("query", "key", "value")
+
+
+def read_fields(theirs: Foreign, fields: Fields) -> dict[str, Any]:
+    return {
+        ours: theirs.need(name) if default is NEEDED else theirs.get(name, default)
+        for name, (ours, default) in fields.items()
+    }
+
+
+def write_fields(config: ModelConfig, fields: Fields) -> dict[str, Any]:
+    """Their fields; what is None here is left out there, where it is the default."""
+    values = {name: getattr(config, ours) for name, (ours, _) in fields.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def plain_activation(theirs: Foreign, name: str, default: str) -> str:
+    """An activation without a gate: these feed-forward networks have one input matrix."""
+    ours = theirs.activation(name, default)
+    if ours in GATED:
+        raise ValueError(f"config.json has {name}={ours!r}, which has a gate; {theirs.model_type} has none")
+    return ours
+
+
+def read_head(theirs: Foreign, classes: Mapping[str, str], pooler: str, class_pooler: str) -> dict[str, Any]:
+    """Our fields for their class. A base model has its pooler unless ``add_pooling_layer`` says no.
+
+    That field is an argument of their constructors which their config.json does not keep; ours does, and they ignore it.
+    """
+    head = theirs.head(dict(classes))
+    if head == "masked-lm":
+        return {"head": head, "head_transform": True, "head_bias": True}
+    if head == "classify":
+        labels = theirs.get("id2label")
+        n_classes = theirs.get("num_labels", 2) if labels is None else len(labels)
+        return {"head": head, "n_classes": n_classes, "pooler": class_pooler}
+    return {"head": head, "pooler": pooler if theirs.get("add_pooling_layer", True) else "none"}
+
+
+def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any]:
+    """Their class and labels for our head."""
+    names = [name for name, head in classes.items() if head == config.head]
+    if not names:
+        raise ValueError(f"head={config.head!r} has no class among {', '.join(classes)}")
+    fields: dict[str, Any] = {"architectures": names[:1]}
+    if config.head == "classify":
+        labels = [f"LABEL_{i}" for i in range(config.n_classes)]
+        fields["id2label"] = {str(i): label for i, label in enumerate(labels)}
+        fields["label2id"] = {label: i for i, label in enumerate(labels)}
+    if config.head == "none" and config.pooler == "none":
+        fields["add_pooling_layer"] = False
+    return fields
+
+
+def text_embeddings(prefix: str) -> list[Step]:
+    """BERT's three tables and their norm, and a buffer of position ids that older files have."""
+    theirs = f"{prefix}embeddings."
+    return [
+        Drop(f"{theirs}position_ids"),
+        Rename(f"{theirs}word_embeddings.weight", "token.weight"),
+        Rename(f"{theirs}position_embeddings.weight", "embeddings.position.weight"),
+        Rename(f"{theirs}token_type_embeddings.weight", "embeddings.segment.weight"),
+        *modules({f"{theirs}LayerNorm": "embeddings.norm"}),
+    ]
+
+
+def modules(names: Mapping[str, str], theirs: str = "", ours: str = "") -> list[Step]:
+    """Weight and bias of each module under its other name."""
+    return [Rename(f"{theirs}{a}.{kind}", f"{ours}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")]
+
+
+def layer(
+    config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str], qkv: tuple[str, str, str]
+) -> list[Step]:
+    """A layer's tensors; ``qkv`` are its query, key and value maps."""
+    joins = [
+        Join(tuple(f"{theirs}{x}.{kind}" for x in qkv), f"{ours}attention.w_qkv.{kind}", (config.d_model,) * 3)
+        for kind in ("weight", "bias")
+    ]
+    return [*modules(names, theirs, ours), *joins]
+
+
+def masked_head(config: ModelConfig, table: str, dense: str, norm: str, decoder: str, bias: str) -> list[Step]:
+    """Dense layer, norm, and token logits whose matrix is the ``table`` unless untied.
+
+    Where there is a bias beside the decoder's own, the two are one when tied; untied, only the decoder's is read.
+    """
+    own = f"{decoder}.bias"
+    second: list[Step] = [] if bias == own else [Tie(own, bias) if config.tie_head else Unread(bias, own)]
+    weight = f"{decoder}.weight"
+    return [
+        *second,
+        Tie(weight, table) if config.tie_head else Rename(weight, "head.weight"),
+        Rename(bias if config.tie_head else own, "head.bias"),
+        *modules({dense: "head.transform", norm: "head.norm"}),
+    ]
+
+
+def drop_modules(*names: str) -> list[Step]:
+    """What a file may hold that this class does not have: the other head of a pretraining."""
+    return [Drop(f"{name}.{kind}") for name in names for kind in ("weight", "bias")]
+
+
+@dataclass(frozen=True)
+class OldEnding:
+    """An ending that older files have for a newer one (TensorFlow's gamma and beta); the newer one is written."""
+
+    old: str
+    new: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return {
+            name.removesuffix(self.old) + self.new if name.endswith(self.old) else name: x
+            for name, x in tensors.items()
+        }
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A tensor that they keep and never read. It stands in where an older file lacks the one that is read."""
+
+    theirs: str
+    read: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        unread = out.pop(self.theirs, None)
+        if unread is not None:
+            out.setdefault(self.read, unread)
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return {**tensors, self.theirs: tensors[self.read].clone()}
+
+
+OLD_NORMS: list[Step] = [
+    OldEnding(".LayerNorm.gamma", ".LayerNorm.weight"),
+    OldEnding(".LayerNorm.beta", ".LayerNorm.bias"),
+]

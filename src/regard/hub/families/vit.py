@@ -1,0 +1,106 @@
+"""ViT (Dosovitskiy et al. 2021): an image as a row of patches behind a class token, read by a pre-norm encoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...config import ModelConfig
+from ..family import Family, Foreign, from_our_activation
+from ..steps import Rename, Reshape, Step
+from .encoders import (
+    NEEDED,
+    QUERY_KEY_VALUE,
+    Fields,
+    drop_modules,
+    layer,
+    modules,
+    plain_activation,
+    read_fields,
+    read_head,
+    write_fields,
+    write_head,
+)
+
+_CLASSES = {"ViTModel": "none", "ViTForImageClassification": "classify"}
+_FIELDS: Fields = {
+    "hidden_size": ("d_model", NEEDED),
+    "num_hidden_layers": ("n_layers", NEEDED),
+    "num_attention_heads": ("n_heads", NEEDED),
+    "intermediate_size": ("d_ff", NEEDED),
+    "layer_norm_eps": ("norm_eps", 1e-12),
+    "hidden_dropout_prob": ("dropout", 0.0),
+    "attention_probs_dropout_prob": ("attention_dropout", 0.0),
+    "qkv_bias": ("qkv_bias", True),
+    "image_size": ("image_size", 224),
+    "patch_size": ("patch_size", 16),
+    "num_channels": ("n_channels", 3),
+    "initializer_range": ("init_std", None),
+}
+_LAYER = {
+    "attention.output.dense": "attention.w_o",
+    "layernorm_before": "attention_norm",
+    "layernorm_after": "ff_norm",
+    "intermediate.dense": "ff.w_in",
+    "output.dense": "ff.w_out",
+}
+
+
+def read(theirs: Foreign) -> ModelConfig:
+    ours = read_fields(theirs, _FIELDS)
+    theirs.only("pruned_heads", {})
+    theirs.only("pooler_act", "tanh", "relu")
+    theirs.only("pooler_output_size", None, ours["d_model"])
+    theirs.only("head_dim", None, ours["d_model"] // ours["n_heads"])
+    for name in ("image_size", "patch_size"):
+        ours[name] = _side(name, ours[name])
+    return ModelConfig(
+        architecture="encoder",
+        source="image",
+        positions="learned",
+        norm_place="pre",
+        **ours,
+        **read_head(theirs, _CLASSES, pooler=theirs.get("pooler_act", "tanh"), class_pooler="none"),
+        activation=plain_activation(theirs, "hidden_act", "gelu"),
+        embedding_dropout=ours["dropout"],
+    )
+
+
+def _side(name: str, size: int | list[int]) -> int:
+    """The side of a square given as one number or as two equal ones."""
+    sides = {size} if isinstance(size, int) else set(size)
+    if len(sides) > 1:
+        raise ValueError(f"config.json has {name}={size}; regard's are square")
+    return sides.pop()
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "vit",
+        **write_head(config, _CLASSES),
+        **write_fields(config, _FIELDS),
+        "hidden_act": from_our_activation(config.activation),
+        "pooler_act": "tanh" if config.pooler == "none" else config.pooler,
+    }
+
+
+def steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "vit."
+    embeddings = f"{prefix}embeddings."
+    qkv = tuple(f"attention.attention.{x}" for x in QUERY_KEY_VALUE)
+    places, width = (config.image_size // config.patch_size) ** 2 + 1, config.d_model
+    head: list[Step] = []
+    if config.head == "classify":
+        head = [*drop_modules(f"{prefix}pooler.dense"), *modules({"classifier": "classifier.out"})]
+    return [
+        *head,
+        *modules({f"{embeddings}patch_embeddings.projection": "embeddings.patches"}),
+        Rename(f"{embeddings}cls_token", "embeddings.class_token"),
+        Reshape("embeddings.class_token", (1, 1, width), (1, width)),
+        Rename(f"{embeddings}position_embeddings", "embeddings.position.weight"),
+        Reshape("embeddings.position.weight", (1, places, width), (places, width)),
+        *modules({f"{prefix}layernorm": "encoder.norm"}),
+        *layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
+    ]
+
+
+VIT = Family(("vit",), read, write, steps)
