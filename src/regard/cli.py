@@ -80,6 +80,25 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+@app.command()
+def info(
+    directory: Annotated[Path, typer.Argument(help="A model directory, of regard or of Hugging Face.")],
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with manifest.json.")] = True,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
+) -> None:
+    """What a model directory holds: architecture, parameters, config, files, and whether they are what was written."""
+    from regard.io import describe
+
+    description = describe(directory, allow_pickle=allow_pickle, verify=verify)
+    if as_json:
+        emit(description.document())
+    else:
+        print(description.table())
+
+
 @bench.command("attention")
 def bench_attention(
     lengths: Annotated[

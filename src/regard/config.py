@@ -215,6 +215,8 @@ class ModelConfig(Config):
     """Attention of the recurrent decoder: Bahdanau's additive, Luong's dot, general or concat, or none."""
     bidirectional: bool = True
     """Whether the recurrent encoder reads both ways."""
+    input_feeding: bool = True
+    """Whether what Luong's decoder attended to joins its next input; without it, training needs no loop over time."""
 
     pad_id: int = 0
     """Token id of padding."""
@@ -234,6 +236,9 @@ class ModelConfig(Config):
         for name in ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.architecture == "recurrent":
+            _check_recurrent(self)
+            return self
         for heads_name, heads in (("n_heads", self.n_heads), ("n_decoder_heads", self.n_decoder_heads or self.n_heads)):
             if self.d_head is None and self.d_model % heads:
                 raise ValueError(f"d_model={self.d_model} is not divisible by {heads_name}={heads}")
@@ -273,6 +278,30 @@ _POSITIVE = (
     *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
     *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
 )
+
+
+_NOT_RECURRENT = (
+    *("mixer", "window", "causal", "residual", "share_layers", "embedding_norm", "n_segments", "head_transform"),
+)
+
+
+def _check_recurrent(config: ModelConfig) -> None:
+    """Recurrent models have no heads and no blocks: what cannot be meant is refused rather than passed over."""
+    for name in _NOT_RECURRENT:
+        if getattr(config, name) != ModelConfig.model_fields[name].default:
+            raise ValueError(f"{name}={getattr(config, name)!r} means nothing to architecture='recurrent'")
+    if config.positions not in ("sinusoidal", "none"):  # the first is the default, and not looked at
+        raise ValueError(f"positions={config.positions!r} means nothing to architecture='recurrent'")
+    if config.source != "text":
+        raise ValueError(f"architecture='recurrent' reads text, not source={config.source!r}")
+    if config.head not in ("lm", "none"):
+        raise ValueError(f"architecture='recurrent' has head='lm' or 'none', not {config.head!r}")
+    if config.bidirectional and config.d_model % 2:
+        raise ValueError(f"d_model={config.d_model} must be even: bidirectional=True gives each direction half of it")
+    if config.alignment == "additive" and not config.input_feeding:
+        raise ValueError("input_feeding=False goes with alignment='dot', 'general' or 'concat', not with 'additive'")
+    if config.head == "lm" and config.tie_head and config.d_embed not in (None, config.d_model):
+        raise ValueError(f"tie_head=True needs d_embed={config.d_embed} to be as wide as d_model={config.d_model}")
 
 
 def _one_sentence(error: ValidationError, config: type[Config]) -> str:

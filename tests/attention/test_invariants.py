@@ -216,7 +216,8 @@ def test_capability(capability: Capability) -> None:
 def test_device_is_here(device: str) -> None:
     """Capabilities are exercised on every device there is; those of the others are counted, not forgotten."""
     if device not in DEVICES_HERE:
-        pytest.skip(f"no {device} device here: {sum(c.device == device for c in CAPABILITIES)} capabilities not exercised")
+        count = sum(c.device == device for c in CAPABILITIES)
+        pytest.skip(f"no {device} device here: {count} capabilities not exercised")
     torch.zeros(1, device=device)
 
 
@@ -465,7 +466,7 @@ def drawn_problem(data: st.DataObject, pair: Pair, direction: str) -> Problem:
     """Any shape and any combination of the features that the pair declares for this direction."""
     backend, mechanism, device = pair
     declared = [f for f in FEATURES[1:] if not missing(backend, mechanism, device, direction, frozenset({f}))]
-    wanted = set(data.draw(st.sets(st.sampled_from(declared), max_size=4), label="features")) - {"dropout", "seed", "gqa"}
+    wanted = data.draw(st.sets(st.sampled_from(declared), max_size=4), label="features") - {"dropout", "seed", "gqa"}
     biases = [f for f in wanted if f.endswith("bias")]
     wanted -= set(biases[1:])  # one bias at a time
     g = data.draw(st.integers(1, 2), label="G")
@@ -517,7 +518,7 @@ def test_auto_finds_a_backend_wherever_one_is_declared(mechanism: str, feature: 
     p = problem_for(mechanism, "cpu", torch.float64, Sizes(), feature)
     declared = able(mechanism, "cpu", "forward", frozenset({feature}))
     if not declared:
-        with pytest.raises(ValueError, match="^no backend can do |can only be padding"):
+        with pytest.raises(ValueError, match=r"^no backend can do |can only be padding"):
             attend(p.q, p.k, p.v, **p.options)
         return
     with torch.no_grad():

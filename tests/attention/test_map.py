@@ -119,7 +119,7 @@ def every_answer_is_that_of(weights: Tensor, make: Callable[[], AttentionMap]) -
         close(answer().row(n_queries // 2), weights[:, :, n_queries // 2])
         close(answer().entropy(), torch.special.entr(weights).sum(-1))
         close(answer().column_sums(), weights.sum(-2))
-        x = heads(*weights.shape[:2], 2, n_queries)
+        x = heads(*weights.shape[:2], 2, n_queries).to(weights)
         close(answer().push(x), x @ weights)
         for reduce in ("mean", "max"):
             for h, w in ((1, 1), (n_queries, n_keys), (max(1, n_queries // 2), max(1, n_keys // 3))):
@@ -308,13 +308,28 @@ def test_a_dense_bias_is_copied_when_it_can_be_trained_and_shared_when_not() -> 
         with torch.no_grad():
             given_bias.copy_(values)
     map = AttentionMap(q, k, bias=values)
-    assert map._blocks.operands[1][0].data_ptr() == values.data_ptr()
+    assert map._sweep.operands[1][0].data_ptr() == values.data_ptr()
 
 
 def test_nothing_of_the_graph_is_kept() -> None:
     q, bias = heads(1, H, T, D).requires_grad_(), T5Bias(H).double()
     map = AttentionMap(q * 2, q * 3, masks.causal(), bias)
     assert not any(x.requires_grad for x in (map.dense(), map.entropy(), map.pooled(2, 2), map.head(0, 1).dense()))
+
+
+def test_made_in_inference_mode_and_asked_outside_of_it_or_the_other_way_round() -> None:
+    q, k, bias = heads(1, H, T, D), heads(1, H, T, D, seed=1), T5Bias(H).double()
+    weights = weights_of(q, k, masks.causal(), bias)
+    with torch.inference_mode():
+        map = AttentionMap(q * 1, k * 1, masks.causal(), bias)
+        head = map.head(0, 1)
+        close(map.tile(slice(0, 5), slice(0, 5)), weights[:, :, :5, :5])
+    close(head.dense(), weights[:, 1:2])
+    close(map.pooled(3, 4), pooled(weights, 3, 4, "mean"))
+    loss = (map.dense() * heads(1, H, T, T).requires_grad_()).sum()
+    loss.backward()  # an answer is an ordinary constant
+    with torch.inference_mode():
+        close(AttentionMap(q, k, masks.causal(), bias).entropy(), torch.special.entr(weights).sum(-1))
 
 
 # ---- ways to make one
@@ -359,6 +374,21 @@ def test_half_precision_is_read_in_single() -> None:
     close(map.dense(), weights_of(q.float(), k.float(), masks.causal(), bias), 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(AttentionMap(q, k, masks.causal(), bias).dense(), map.dense())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("bias", [None, *BIASES])
+def test_on_a_gpu(bias: str | None) -> None:
+    q, k = heads(B, H, T, D).cuda(), heads(B, G, S, D, seed=1).cuda()
+    made = None if bias is None else double(BIASES[bias](B, H, T, S, D)).cuda()
+    if isinstance(made, DenseBias):
+        made = DenseBias(made.values.cuda())
+    mask = (masks.causal() & masks.padding(torch.tensor([S, 5]))).to("cuda")
+    weights = weights_of(q, k, mask, made)
+    close(AttentionMap(q, k, mask, made).head(1, 2).dense(), weights[1:, 2:3])
+    with blocks_of(5, 7):
+        every_answer_is_that_of(weights, lambda: AttentionMap(q, k, mask, made))
 
 
 # ---- fewer heads

@@ -153,7 +153,7 @@ def test_stationary_of_a_graph_that_swings_and_of_one_that_only_looks_back() -> 
     (map,), _ = layers_of(1, mask=masks.causal())
     start = F.one_hot(torch.tensor(0), T).double().expand(B, H, T)
     close(stationary(map, tolerance=1e-12), start, 1e-9)
-    with pytest.raises(RuntimeError, match="stationary still moves by .* after max_steps=2"):
+    with pytest.raises(RuntimeError, match=r"stationary still moves by .* after max_steps=2"):
         stationary(map, max_steps=2)
 
 

@@ -61,7 +61,8 @@ BACKENDS = tuple(dict.fromkeys(row.backend for row in _ROWS))
 
 def missing(backend: str, mechanism: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The features a backend lacks for this mechanism on this device, in the table's order."""
-    return [f for f in FEATURES if f in features and Capability(backend, mechanism, device, direction, f) not in CAPABILITIES]
+    asked = [f for f in FEATURES if f in features]
+    return [f for f in asked if Capability(backend, mechanism, device, direction, f) not in CAPABILITIES]
 
 
 def able(mechanism: str, device: str, direction: str, features: frozenset[str]) -> list[str]:

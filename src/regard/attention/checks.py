@@ -51,7 +51,8 @@ def check_parameters(what: str, part: object, q: Tensor) -> None:
     """Raise when a mechanism or bias that is a module stands on another device than q."""
     for x in [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []:
         if x.device != q.device:
-            raise ValueError(f"q is on {q.device} but {what} {type(part).__name__} is on {x.device}; put them on one device")
+            whose = f"{what} {type(part).__name__}"
+            raise ValueError(f"q is on {q.device} but {whose} is on {x.device}; put them on one device")
 
 
 def check_projection(who: str, name: str, x: Tensor, w: Tensor) -> None:
@@ -69,5 +70,5 @@ def check_finite(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         bad = ~torch.isfinite(x)
         if bad.any():
-            first = tuple(bad.nonzero()[0].tolist())
-            raise ValueError(f"{name} holds {int(bad.sum())} values that are not finite, the first, {x[first]}, at {first}")
+            first, count = tuple(bad.nonzero()[0].tolist()), int(bad.sum())
+            raise ValueError(f"{name} holds {count} values that are not finite, the first, {x[first]}, at {first}")

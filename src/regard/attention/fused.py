@@ -65,7 +65,7 @@ def is_square_causal(mask: Mask | None, frame: Frame) -> bool:
 
 
 def flex(call: Call) -> Tensor:
-    """FlexAttention: mask and bias become its ``mask_mod`` and ``score_mod``. Compiled on CUDA; on CPU its definition."""
+    """FlexAttention: mask and bias are its ``mask_mod`` and ``score_mod``. Compiled on CUDA; on CPU its definition."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     assert isinstance(call.mechanism, Dot)

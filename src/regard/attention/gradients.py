@@ -53,9 +53,7 @@ def d_keys(d_scores: Tensor, q: Tensor, scale: float) -> Tensor:
     return d_scores.transpose(-1, -2) @ q * scale
 
 
-def attention_gradients(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, d_output: Tensor, scale: float
-) -> Gradients:
+def attention_gradients(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, d_output: Tensor, scale: float) -> Gradients:
     """All five, for one scaled dot-product attention with weights A."""
     d_a = d_weights(d_output, v)
     d_s = d_scores(weights, d_a)

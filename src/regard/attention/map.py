@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -23,17 +22,14 @@ from .backends import prepare
 from .biases import Bias
 from .call import Scoring
 from .frame import ALL, Frame, Span, span_length
-from .masks import BlockPlan, Mask
-from .masks.plan import EMPTY, PARTIAL
-from .scores import Mechanism, Operands
+from .masks import Mask
+from .scores import Mechanism
+from .sweep import INF, Sweep, cut, exp_, p_log_p
 
 Pick = int | slice | Tensor | Sequence[int]
 """Some rows or columns: one index, a slice, or several indices."""
-Block = tuple[slice, bool]
-"""A block of columns, and whether the mask has to be applied inside it."""
 P = ParamSpec("P")
 Answer = TypeVar("Answer")
-INF = float("inf")
 
 
 class Ranked(NamedTuple):
@@ -98,29 +94,30 @@ class AttentionMap:
         q, k = scoring.q.detach().to(exact), scoring.k.detach().to(exact)
         if mechanism.operands(scoring.frame):  # others leave their parameters behind with the O(T) half
             mechanism = _frozen(mechanism)
-        lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _given(lse, q)
         frozen = Scoring(q, k, scoring.mask, _frozen(scoring.bias), mechanism, scoring.frame)
-        self._set(_Blocks(frozen, lse))
+        with torch.inference_mode(False):  # it is filled in later, perhaps outside of the mode the map is made in
+            lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _given(lse, q)
+        self._set(Sweep(frozen, lse))
 
-    def _set(self, blocks: _Blocks) -> None:
-        self._blocks = blocks
+    def _set(self, sweep: Sweep) -> None:
+        self._sweep = sweep
         self._parts: dict[tuple[range, range], AttentionMap] = {}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, T, S)."""
-        return self._blocks.shape
+        return self._sweep.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._blocks.lse.dtype
+        return self._sweep.lse.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._blocks.lse.device
+        return self._sweep.lse.device
 
     def __repr__(self) -> str:
-        return f"AttentionMap(shape={self.shape}, mechanism={self._blocks.scoring.mechanism.name!r})"
+        return f"AttentionMap(shape={self.shape}, mechanism={self._sweep.scoring.mechanism.name!r})"
 
     # ---- fewer heads
 
@@ -133,7 +130,7 @@ class AttentionMap:
         key = _as_range(batch, self.shape[0], "batch"), _as_range(heads, self.shape[1], "heads")
         if key not in self._parts:
             made = AttentionMap.__new__(AttentionMap)
-            made._set(self._blocks.part(*key))
+            made._set(self._sweep.part(*key))
             self._parts[key] = made
         return self._parts[key]
 
@@ -142,19 +139,17 @@ class AttentionMap:
     @_reading
     def tile(self, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
         """The weights (B, H, R, C) of some rows and columns."""
-        on, (b, h, n_queries, n_keys) = self._blocks, self.shape
+        on, (b, h, n_queries, n_keys) = self._sweep, self.shape
         some_rows = as_span(rows, n_queries, "rows", self.device)
         some_cols = as_span(cols, n_keys, "cols", self.device)
         out = on.lse.new_zeros(b, h, span_length(some_rows, n_queries), span_length(some_cols, n_keys))
         for row_span, here in on.chunks(some_rows, on.plan.block[0]):
             on.normalise(row_span)
             lse = on.lse[:, :, row_span, None]
-            for col_span, there in on.chunks(some_cols, on.width(here.stop - here.start)):
-                kind = on.kind(row_span, col_span)
-                if kind != EMPTY:
-                    scores = on.scores(row_span, col_span, masked=kind == PARTIAL)
-                    # A row that sees nothing has lse = +inf and becomes 0 either way.
-                    out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if on.linear else scores.sub_(lse).exp_()
+            for col_span, masked, there in on.visible(row_span, some_cols):
+                scores = on.scores(row_span, col_span, masked)
+                # A row that sees nothing has lse = +inf and becomes 0 either way.
+                out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if on.linear else exp_(scores.sub_(lse))
         return out
 
     def row(self, i: int) -> Tensor:
@@ -162,7 +157,7 @@ class AttentionMap:
         return self.tile(i, ALL)[:, :, 0]
 
     def dense(self) -> Tensor:
-        """All of it, (B, H, T, S): the tile of everything, and the only answer here that is not O(T)."""
+        """All of it, (B, H, T, S): the tile of everything. The one answer that is as large as the matrix."""
         return self.tile(ALL, ALL)
 
     # ---- what can be said about all of it in O(T) memory
@@ -170,14 +165,14 @@ class AttentionMap:
     @_reading
     def lse(self) -> Tensor:
         """log Σ_j exp(s_ij) of every row, (B, H, T), +inf where it sees nothing; for a linear kernel log Σ_j s_ij."""
-        for rows in _cut(slice(0, self.shape[2]), self._blocks.plan.block[0]):
-            self._blocks.normalise(rows)
-        return self._blocks.lse.clone()
+        for rows in cut(slice(0, self.shape[2]), self._sweep.plan.block[0]):
+            self._sweep.normalise(rows)
+        return self._sweep.lse.clone()
 
     @_reading
     def top(self, k: int, rows: Pick | None = None) -> Ranked:
         """The k largest weights of each row and the keys they belong to, both (B, H, R, k)."""
-        on, (b, h, n_queries, n_keys) = self._blocks, self.shape
+        on, (b, h, n_queries, n_keys) = self._sweep, self.shape
         if not 1 <= k <= n_keys:
             raise ValueError(f"top k={k} must lie between 1 and the {n_keys} keys")
         some_rows = as_span(ALL if rows is None else rows, n_queries, "rows", self.device)
@@ -197,19 +192,19 @@ class AttentionMap:
     @_reading
     def entropy(self) -> Tensor:
         """-Σ_j A_ij log A_ij of every row in nats, (B, H, T): 0 for one key, log n for n keys alike."""
-        on = self._blocks
+        on = self._sweep
         out = torch.zeros_like(on.lse)
         for rows, blocks in on.stripes():
-            sums = [(torch.xlogy(p, p).sum(-1), p.sum(-1), m[..., 0]) for _, p, m in on.walk(rows, blocks)]
-            for p_log_p, p_sum, m in sums:  # A = p f with f = exp(m - lse), so A log A = f · p log p + p · f log f
+            sums = [(p_log_p(p).sum(-1), p.sum(-1), m[..., 0]) for _, p, m in on.walk(rows, blocks)]
+            for plogp, p_sum, m in sums:  # A = p f with f = exp(m - lse), so A log A = f · p log p + p · f log f
                 f = on.change(m, on.lse[:, :, rows])
-                out[:, :, rows] -= f * p_log_p + p_sum * torch.xlogy(f, f)
+                out[:, :, rows] -= f * plogp + p_sum * torch.xlogy(f, f)
         return out.clamp_(min=0)
 
     def column_sums(self) -> Tensor:
         """How much attention each key receives, Σ_i A_ij: (B, H, S)."""
         b, h, n_queries, _ = self.shape
-        return self.push(self._blocks.lse.new_ones(1).expand(b, h, 1, n_queries))[:, :, 0]
+        return self.push(self._sweep.lse.new_ones(1).expand(b, h, 1, n_queries))[:, :, 0]
 
     @_reading
     def push(self, x: Tensor, stay: bool = False) -> Tensor:
@@ -217,7 +212,7 @@ class AttentionMap:
 
         What stands on a query that sees nothing is lost; with ``stay`` it remains where it is (T = S only).
         """
-        on, (b, h, n_queries, n_keys) = self._blocks, self.shape
+        on, (b, h, n_queries, n_keys) = self._sweep, self.shape
         if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (b, h, n_queries):
             sizes = f"({b}, {h}, any, {n_queries})"
             raise ValueError(f"x of shape {tuple(x.shape)} does not fit (batch, heads, any, queries) = {sizes}")
@@ -244,155 +239,26 @@ class AttentionMap:
         """
         if reduce not in ("mean", "max"):
             raise ValueError(f"reduce={reduce!r} is neither 'mean' nor 'max'")
-        on, (n_batch, n_heads, n_queries, n_keys) = self._blocks, self.shape
+        on, (n_batch, n_heads, n_queries, n_keys) = self._sweep, self.shape
         height, width = on.plan.block
         wide = _cells(n_keys, w, width, "w", "keys")
         height = min(height, max(1, 4 * height * width // w))  # a stripe of the answer is held beside the tiles
         tall = _cells(n_queries, h, height, "h", "queries")
-        cells_of = {cols.start: cells for cols, cells in wide}
+        columns, apart = [cols for cols, _ in wide], _seams(wide)
+        first, last = {cols.start: cells.start for cols, cells in wide}, {cols.stop: cells.stop for cols, cells in wide}
         out = on.lse.new_zeros(n_batch, n_heads, h, w)
         stripe, unit = out.new_zeros(2, n_batch, n_heads, height, w)  # made once: no small blocks between large ones
         for rows, row_cells in tall:
             here = slice(0, rows.stop - rows.start)
             values, units = stripe[:, :, here].zero_(), unit[:, :, here].zero_()
-            for cols, p, m in on.walk(rows, on.seen(rows, [cols for cols, _ in wide])):
-                cells = cells_of[cols.start]
+            for cols, p, m in on.walk(rows, on.seen(rows, columns, apart)):
+                cells = slice(first[cols.start], last[cols.stop])
                 before = values[..., cells].mul_(on.change(units[..., cells], m))
                 _collect(before, _reduced(p, 3, cells, reduce), reduce)
                 units[..., cells] = m
             values.mul_(on.change(units, on.lse[:, :, rows, None]))
             _collect(out[:, :, row_cells], _reduced(values, 2, row_cells, reduce), reduce)
         return out if reduce == "max" else out.div_(_sizes(n_queries, h, out)[:, None] * _sizes(n_keys, w, out))
-
-
-class _Blocks:
-    """A score matrix walked block by block, and the normalisers of its rows as far as they are known."""
-
-    def __init__(self, scoring: Scoring, lse: Tensor) -> None:
-        self.scoring = scoring
-        self.lse = lse  # (B, H, T): NaN where not yet known, +inf where a row sees nothing
-        self.linear = scoring.mechanism.normaliser == "linear"
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        b, h, n_queries = self.lse.shape
-        return b, h, n_queries, self.scoring.k.shape[2]
-
-    @cached_property
-    def plan(self) -> BlockPlan:
-        return self.scoring.plan()
-
-    @cached_property
-    def kinds(self) -> list[list[int]]:
-        kinds: list[list[int]] = self.plan.kinds.tolist()
-        return kinds
-
-    @cached_property
-    def operands(self) -> tuple[Operands, Operands]:
-        own, of_bias = self.scoring.operands()
-        return tuple(x.to(self.lse.dtype) for x in own), tuple(x.to(self.lse.dtype) for x in of_bias)
-
-    def part(self, batch: range, heads: range) -> _Blocks:
-        """Of fewer heads. Its lse is a view: whoever computes a row first has computed it for both."""
-        whole, some, which = self.scoring, slice(batch.start, batch.stop), slice(heads.start, heads.stop)
-        k = _key_heads(whole.k[some], heads, self.shape[1])
-        scoring = replace(whole, q=whole.q[some, which], k=k, frame=whole.frame.part(batch, heads))
-        return _Blocks(scoring, self.lse[some, which])
-
-    def scores(self, rows: Span, cols: Span, masked: bool) -> Tensor:
-        return self.scoring.tile(rows, cols, self.operands, masked=masked)
-
-    def walk(self, rows: Span, blocks: list[Block]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """All blocks of some rows in one pass as (cols, p, m), with A = p · exp(m - lse); lse is known at the end.
-
-        p = exp(s - m), m the largest score so far (Milakov & Gimelshein 2018); for a linear kernel p = s and m = 0.
-        """
-        lse = self.lse[:, :, rows, None]
-        m = torch.zeros_like(lse)
-        if not lse.isnan().any():
-            m = m if self.linear else lse.masked_fill(lse == INF, 0)
-            for cols, masked in blocks:
-                p = self.scores(rows, cols, masked)
-                yield cols, p if self.linear else p.sub_(m).exp_(), m
-            return
-        top, total = torch.full_like(lse, -INF), torch.zeros_like(lse)
-        for cols, masked in blocks:
-            p = self.scores(rows, cols, masked)
-            if not self.linear:
-                new_top = torch.maximum(top, p.amax(-1, keepdim=True))
-                m = new_top.masked_fill(new_top == -INF, 0)  # a row that has seen nothing yet
-                p.sub_(m).exp_()
-                total.mul_(torch.exp(top - m))
-                top = new_top
-            total.add_(p.sum(-1, keepdim=True))
-            yield cols, p, m
-        self.lse[:, :, rows] = torch.where(total == 0, INF, m + torch.log(total))[..., 0]
-
-    def change(self, before: Tensor, after: Tensor) -> Tensor:
-        """exp(before - after), the factor between two units m. A softmax's m only grows, once a row has seen a key."""
-        change = before - after
-        return torch.exp(change if self.linear else change.clamp_(max=0))
-
-    def normalise(self, rows: Span) -> None:
-        """Make sure that lse of these rows is known."""
-        unknown = self.lse[:, :, rows].isnan().flatten(0, 1).any(0).nonzero()[:, 0]
-        if not len(unknown):
-            return
-        if isinstance(rows, slice):  # and stay a slice: biases read neighbouring rows as diagonals
-            rows = slice(rows.start + int(unknown[0]), rows.start + int(unknown[-1]) + 1)
-        else:
-            rows = rows[unknown]
-        for _ in self.walk(rows, self.seen(rows)):
-            pass
-
-    def stripes(self) -> Iterator[tuple[slice, list[Block]]]:
-        """The whole matrix: blocks of rows, and the blocks of columns that each of them sees."""
-        for rows in _cut(slice(0, self.shape[2]), self.plan.block[0]):
-            yield rows, self.seen(rows)
-
-    def seen(self, rows: Span, columns: Iterable[slice] | None = None) -> list[Block]:
-        """Those of some blocks of columns that these rows see at all; by default the plan's, joined while they fit."""
-        if columns is not None:
-            kinds = ((cols, self.kind(rows, cols)) for cols in columns)
-            return [(cols, kind == PARTIAL) for cols, kind in kinds if kind != EMPTY]
-        widest = self.width(span_length(rows, self.shape[2]))
-        found: list[Block] = []
-        for cols, masked in self.seen(rows, _cut(slice(0, self.shape[3]), self.plan.block[1])):
-            before, before_masked = found[-1] if found else (slice(0, 0), not masked)
-            if masked == before_masked and cols.start == before.stop and cols.stop - before.start <= widest:
-                found[-1] = slice(before.start, cols.stop), masked
-            else:
-                found.append((cols, masked))
-        return found
-
-    def width(self, n_rows: int) -> int:
-        """How many columns a block of so many rows may have: the fewer rows, the more."""
-        height, width = self.plan.block
-        return width * max(1, height // n_rows)
-
-    def kind(self, rows: Span, cols: Span) -> int:
-        """EMPTY, FULL or PARTIAL for any rows and columns, from the blocks of the plan that they touch."""
-        height, width = self.plan.block
-        lines = [self.kinds[a] for a in _touched(rows, height)]
-        kinds = {line[b] for b in _touched(cols, width) for line in lines}
-        return kinds.pop() if len(kinds) == 1 else PARTIAL
-
-    def chunks(self, span: Span, most: int) -> Iterator[tuple[Span, slice]]:
-        """A span in pieces of at most so many, and the place of each piece in the answer."""
-        bias = self.scoring.bias
-        pieces: Iterable[Span]
-        if isinstance(span, slice):
-            pieces = _cut(span, most)
-        elif bias is not None and bias.reads_content:
-            # Such a bias reads scattered rows through all distances there are; for runs of neighbours it need not.
-            pieces = [piece for run in _runs(span) for piece in _cut(run, most)]
-        else:
-            pieces = span.split(most)
-        done = 0
-        for piece in pieces:
-            n = piece.stop - piece.start if isinstance(piece, slice) else len(piece)
-            yield piece, slice(done, done + n)
-            done += n
 
 
 # ---- what is asked and given, checked
@@ -456,35 +322,7 @@ def _frozen(part: Any) -> Any:
     return copy.deepcopy(part, own)
 
 
-def _key_heads(k: Tensor, heads: range, n_heads: int) -> Tensor:
-    """The key heads (B, G', S, D) that some query heads share; a view where they are whole groups or inside one."""
-    shared_by = n_heads // k.shape[1]
-    first, last = heads.start // shared_by, (heads.stop - 1) // shared_by
-    if first == last or heads.start % shared_by == heads.stop % shared_by == 0:
-        return k[:, first : last + 1]
-    return k[:, [h // shared_by for h in heads]]
-
-
-# ---- cutting an axis
-
-
-def _cut(span: slice, most: int) -> list[slice]:
-    return [slice(i, min(i + most, span.stop)) for i in range(span.start, span.stop, most)]
-
-
-def _runs(indices: Tensor) -> list[slice]:
-    """Indices as runs of neighbours, in order."""
-    values = indices.tolist()
-    starts = [n for n, i in enumerate(values) if n == 0 or i != values[n - 1] + 1]
-    return [slice(values[a], values[b - 1] + 1) for a, b in pairwise([*starts, len(values)])]
-
-
-def _touched(span: Span, size: int) -> Iterable[int]:
-    """The blocks of a given size in which a span lies."""
-    if isinstance(span, slice):
-        return range(span.start // size, -(-span.stop // size))
-    touched: list[int] = (span // size).unique().tolist()
-    return touched
+# ---- cells of an overview
 
 
 def _cells(total: int, count: int, most: int, name: str, of: str) -> list[tuple[slice, slice]]:
@@ -498,9 +336,19 @@ def _cells(total: int, count: int, most: int, name: str, of: str) -> list[tuple[
         together = min(max(1, most // here), (larger if cell < larger else count) - cell)
         places = slice(start, start + together * here)
         parts = -(-here // most)  # 1 unless a single cell is too large for a block
-        found += [(piece, slice(cell, cell + together)) for piece in _cut(places, -(-together * here // parts))]
+        found += [(piece, slice(cell, cell + together)) for piece in cut(places, -(-together * here // parts))]
         start, cell = places.stop, cell + together
     return found
+
+
+def _seams(pieces: list[tuple[slice, slice]]) -> set[int]:
+    """Where pieces of ``_cells`` may not be joined: inside a cell, and between cells of different sizes."""
+
+    def size(piece: tuple[slice, slice]) -> float:
+        places, cells = piece
+        return (places.stop - places.start) / (cells.stop - cells.start)
+
+    return {b[0].start for a, b in pairwise(pieces) if a[1].stop != b[1].start or size(a) != size(b)}
 
 
 def _sizes(total: int, count: int, like: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Multi-head attention: self, cross and causal; MHA, GQA and MQA; with or without a cache.
 
-    MultiHead(x) = Concat(head_1 … head_H) W_o,   head_h = Attention(x W_q, x W_k, x W_v)   (Vaswani et al. §3.2.2)
+MultiHead(x) = Concat(head_1 … head_H) W_o,   head_h = Attention(x W_q, x W_k, x W_v)   (Vaswani et al. §3.2.2)
 
-    MHA  n_kv_heads = n_heads      GQA  groups share a key head      MQA  n_kv_heads = 1
-    q  1 2 3 4 5 6 7 8             q  1 2  3 4  5 6  7 8             q  1 2 3 4 5 6 7 8
-       | | | | | | | |                 \\/   \\/   \\/   \\/                \\ \\ \\ \\ / / / /
-    kv 1 2 3 4 5 6 7 8             kv  1    2    3    4              kv        1
+MHA  n_kv_heads = n_heads      GQA  groups share a key head      MQA  n_kv_heads = 1
+q  1 2 3 4 5 6 7 8             q  1 2  3 4  5 6  7 8             q  1 2 3 4 5 6 7 8
+   | | | | | | | |                 \\/   \\/   \\/   \\/                \\ \\ \\ \\ / / / /
+kv 1 2 3 4 5 6 7 8             kv  1    2    3    4              kv        1
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class MultiHeadAttention(nn.Module):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         need_positive(d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=1 if d_head is None else d_head)
         if d_head is None and d_model % n_heads:
-            raise ValueError(f"d_model={d_model} is not divisible by n_heads={n_heads}; give d_head to choose another width")
+            hint = "give d_head to choose another width"
+            raise ValueError(f"d_model={d_model} is not divisible by n_heads={n_heads}; {hint}")
         if n_heads % n_kv_heads:
             raise ValueError(f"n_heads={n_heads} is not divisible by n_kv_heads={n_kv_heads}")
         if d_memory is not None and not cross:
@@ -207,5 +208,5 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"{name} must be (batch, length, {width}), got shape {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
-        heads = f"{self.n_heads} heads" if self.n_kv_heads == self.n_heads else f"{self.n_heads}/{self.n_kv_heads} heads"
-        return f"{heads} of {self.d_head}, backend={self.backend}{', cross' if self.cross else ''}"
+        counts = f"{self.n_heads}" if self.n_kv_heads == self.n_heads else f"{self.n_heads}/{self.n_kv_heads}"
+        return f"{counts} heads of {self.d_head}, backend={self.backend}{', cross' if self.cross else ''}"

@@ -1,6 +1,6 @@
 """The formula, step by step. Every other backend is compared with this one.
 
-    Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V        (Vaswani et al. 2017, eq. 1)
+Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V        (Vaswani et al. 2017, eq. 1)
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ class XLRelative(Bias):
 
     def encodings(self, distance: Tensor) -> Tensor:
         """Sinusoids of i - j, sines then cosines (the paper's R)."""
-        rate = torch.exp(
-            torch.arange(0, self.d_model, 2, device=distance.device) * (-math.log(10000.0) / self.d_model)
-        )
+        rate = torch.exp(torch.arange(0, self.d_model, 2, device=distance.device) * (-math.log(10000.0) / self.d_model))
         angle = -distance[:, None].to(rate.dtype) * rate
         return torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.d_model]
 

@@ -1,7 +1,8 @@
 """Mechanisms: how a query scores a key, and how the scores of a row become weights.
 
-A mechanism splits its work in two. What is O(T) happens once (``prepare``: projections, feature maps); what is O(T · S) is ``tile(q, k)``, asked for any rows and columns, never all at once unless a caller wants that.
-Maps record q and k as they come out of the first half, so every weight can be recomputed from them.
+A mechanism splits its work in two. What is O(T) happens once (``prepare``: projections, feature maps); what is
+O(T · S) is ``tile(q, k)``, asked for any rows and columns, never all at once unless a caller wants that. Maps record q
+and k as they come out of the first half, so every weight can be recomputed from them.
 """
 
 from __future__ import annotations

@@ -25,11 +25,12 @@ def toeplitz_backward(d_tile: Tensor) -> Tensor:
 def skew(by_distance: Tensor) -> Tensor:
     """(..., R, R + C - 1) → (..., R, C) with out[i, j] = in[i, j - i + R - 1] (Transformer-XL, appendix B). A view."""
     by_distance = by_distance.contiguous()
-    *lead, rows, width = by_distance.shape
-    strides = by_distance.stride()
-    size = (*lead, rows, width - rows + 1)
-    offset = by_distance.storage_offset() + rows - 1
-    return by_distance.as_strided(size, (*strides[:-2], strides[-2] - 1, 1), offset)
+    rows, width = by_distance.shape[-2:]
+    if rows == 1:
+        return by_distance
+    # Row i + 1 starts width - 1 numbers after row i: drop the first R - 1 and read on in rows one shorter.
+    shorter = by_distance.flatten(-2)[..., rows - 1 : rows * width - 1].unflatten(-1, (rows, width - 1))
+    return shorter[..., : width - rows + 1]
 
 
 def unskew(tile: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import gradients
-from .call import Call
+from .call import Call, take
 from .dropout import draw_seed, keep_tile
 from .frame import Span
 from .reference import weigh
@@ -86,7 +86,7 @@ def _forward(call: Call, operands: tuple[Operands, Operands]) -> tuple[Tensor, T
             total.mul_(fade).add_(weights.sum(-1, keepdim=True))
             if call.dropout > 0:
                 weights.mul_(_kept(call, rows, cols))
-            gathered.mul_(fade).add_(weigh(weights, v[:, :, cols]))
+            gathered.mul_(fade).add_(weigh(weights, take(v, cols)))
             top = new_top
         seen = total > 0
         output[:, :, rows] = gathered / torch.where(seen, total, 1)
@@ -106,27 +106,25 @@ def _backward(
     for rows, blocks in call.plan().rows():
         q_rows, d_rows = q[:, :, rows], by_group(d_output[:, :, rows], groups)
         for cols, partial in _tiles(call, rows, blocks):
-            k_cols, v_cols = k[:, :, cols], v[:, :, cols]
+            k_cols, v_cols = take(k, cols), take(v, cols)
             weights = _exp_(call.tile(rows, cols, operands, masked=partial).sub_(lse[:, :, rows, None]))
             d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
             kept = weights
             if call.dropout > 0:
                 keep = _kept(call, rows, cols)
                 kept, d_weights = weights * keep, d_weights * keep
-            d_v[:, :, cols] += gradients.d_values(by_group(kept, groups), d_rows)
+            _add(d_v, cols, gradients.d_values(by_group(kept, groups), d_rows))
             d_scores = d_weights.sub_(row_dot[:, :, rows]).mul_(weights)  # gradients.d_scores, in place
             d_q_tile, d_k_tile, d_operands = call.mechanism.tile_backward(q_rows, k_cols, operands[0], d_scores)
             d_q[:, :, rows] += d_q_tile
-            d_k[:, :, cols] += d_k_tile
+            _add(d_k, cols, d_k_tile)
             for running, grad in zip(d_own, d_operands, strict=True):
                 running += grad
             if call.bias is not None:
-                through = call.bias.tile_backward(
-                    rows, cols, call.frame, operands[1], q_rows, k_cols, d_scores, d_bias
-                )
+                through = call.bias.tile_backward(rows, cols, call.frame, operands[1], q_rows, k_cols, d_scores, d_bias)
                 if through is not None:
                     d_q[:, :, rows] += through[0]
-                    d_k[:, :, cols] += through[1]
+                    _add(d_k, cols, through[1])
     return [d_q, d_k, d_v, *d_own, *d_bias]
 
 
@@ -136,24 +134,33 @@ def _tiles(call: Call, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterato
         yield from blocks
         return
     widest = call.mechanism.largest_tile // ((rows.stop - rows.start) * call.q.shape[0] * call.q.shape[1])
+    keys = torch.arange(call.k.shape[2], device=call.k.device)
     parts: list[slice] = []
     masked = False
     for cols, partial in blocks:
         if parts and sum(part.stop - part.start for part in parts) + cols.stop - cols.start > widest:
-            yield _join(parts, call.q.device), masked
+            yield _join(parts, keys), masked
             parts, masked = [], False
         parts.append(cols)
         masked |= partial
     if parts:
-        yield _join(parts, call.q.device), masked
+        yield _join(parts, keys), masked
 
 
-def _join(parts: list[slice], device: torch.device) -> Span:
+def _join(parts: list[slice], keys: Tensor) -> Span:
     """Neighbouring blocks as one slice, scattered ones by index."""
     start, stop = parts[0].start, parts[-1].stop
     if stop - start == sum(part.stop - part.start for part in parts):
         return slice(start, stop)
-    return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
+    return torch.cat([keys[part] for part in parts])
+
+
+def _add(total: Tensor, cols: Span, part: Tensor) -> None:
+    """total[:, :, cols] += part."""
+    if isinstance(cols, slice):
+        total[:, :, cols] += part
+    else:
+        total.index_add_(2, cols, part)
 
 
 def _exp_(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ is not started; the table says why.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ class Cell:
     seconds: float | None = None
     peak_bytes: int | None = None
     runs: int = 0
+    threads: int = 0
     skipped: str | None = None
 
 
@@ -47,7 +47,6 @@ class Bench:
     lengths: list[int]
     contenders: list[Contender]
     setup: Setup  # its length stands for none
-    threads: int
     cells: list[Cell]
     files: list[Path]
 
@@ -62,10 +61,6 @@ class Bench:
     def exponent(self, name: str, what: str) -> float | None:
         """p where the value grows like lengthᵖ at the longer lengths."""
         return exponent(*self.series(name, what))
-
-    def note(self, contender: Contender) -> str | None:
-        never_causal = contender.note is not None and "cannot be causal" in contender.note
-        return None if contender.note is None or never_causal != self.setup.causal else contender.note
 
     def document(self) -> dict[str, Any]:
         """Everything as JSON: numbers are finite or null."""
@@ -82,7 +77,7 @@ class Bench:
                 {
                     "name": contender.name,
                     "title": contender.title,
-                    "note": self.note(contender),
+                    "note": contender.note(self.setup),
                     "time_exponent": self.exponent(contender.name, "seconds"),
                     "memory_exponent": self.exponent(contender.name, "peak_bytes"),
                     "cells": [_without_name(cell) for cell in self.of(contender.name)],
@@ -93,17 +88,19 @@ class Bench:
         }
 
     @property
+    def threads(self) -> int:
+        """Those of the measuring processes; this one's would be beside the point."""
+        return max(cell.threads for cell in self.cells) or torch.get_num_threads()
+
+    @property
     def direction(self) -> str:
         return "forward and backward" if self.setup.backward else "forward"
 
     @property
     def headline(self) -> str:
         causal = "causal" if self.setup.causal else "not causal"
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return (
-            f"{self.direction}, {causal}, {self.setup.n_heads} heads of width {self.setup.d_head}, "
-            f"fp32, {threads}, torch {torch.__version__}"
-        )
+        heads = f"{self.setup.n_heads} heads of width {self.setup.d_head}"
+        return f"{self.direction}, {causal}, {heads}, fp32, CPU threads: {self.threads}, torch {torch.__version__}"
 
     def table(self) -> str:
         """Both tables, then the reasons of what was skipped and the notes."""
@@ -115,7 +112,7 @@ class Bench:
         }
         titles = {c.name: c.title for c in self.contenders}
         for contender in self.contenders:
-            if note := self.note(contender):
+            if note := contender.note(self.setup):
                 titles[contender.name] += f" {_mark(remarks, f'{contender.name} {note}')}"
         parts = [f"Attention: {self.headline}"]
         for heading, what, unit in (("time, ms", "seconds", 1e-3), ("peak memory, MiB", "peak_bytes", 2**20)):
@@ -136,7 +133,7 @@ class Bench:
 
 
 def _without_name(cell: Cell) -> dict[str, Any]:
-    return {key: value for key, value in asdict(cell).items() if key != "mechanism"}
+    return {key: value for key, value in asdict(cell).items() if key not in ("mechanism", "threads")}
 
 
 def _mark(remarks: list[str], remark: str) -> str:
@@ -181,44 +178,41 @@ def bench_attention(
                 known = cell if cell.skipped is None else known
                 cells.append(cell)
                 progress(_said(cell))
-    found = Bench(lengths, contenders, setup, _threads(), cells, [])
+    found = Bench(lengths, contenders, setup, cells, [])
     return found if out is None else write(found, out)
 
 
 def _cell(children: Children, contender: Contender, setup: Setup, known: Cell | None, most_bytes: int) -> Cell:
     needs = contender.foretold_bytes(setup)
     if needs > most_bytes:
-        return Cell(contender.name, setup.length, skipped=f"needs {_gib(needs)}, more than the {_gib(most_bytes)} allowed")
+        reason = f"needs {_amount(needs)}, more than the {_amount(most_bytes)} allowed"
+        return Cell(contender.name, setup.length, skipped=reason)
     if known is None and setup.length > PILOT:
         known = _measured(children, contender, replace(setup, length=PILOT))
     if known is not None and known.seconds is not None:
         takes = contender.foretold_seconds(setup, known.length, known.seconds)
         if takes > contender.most_seconds:
-            reason = f"would take about {takes:.0f} s, more than the {contender.most_seconds:.0f} s allowed"
-            return Cell(contender.name, setup.length, skipped=reason)
+            reason = f"would take about {takes:.1f} s, more than the {contender.most_seconds:g} s allowed"
+            return Cell(contender.name, setup.length, threads=known.threads, skipped=reason)
     return _measured(children, contender, setup)
 
 
 def _measured(children: Children, contender: Contender, setup: Setup) -> Cell:
     call = "regard.experiments.contenders:measure_cell"
     answer = children.call(call, name=contender.name, setup=asdict(setup), enough_s=ENOUGH_S)
-    return Cell(contender.name, setup.length, answer["seconds"], answer["peak_bytes"], answer["runs"])
+    return Cell(
+        contender.name, setup.length, answer["seconds"], answer["peak_bytes"], answer["runs"], answer["threads"]
+    )
 
 
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.1f} GiB"
+def _amount(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
 def _said(cell: Cell) -> str:
     if cell.seconds is None or cell.peak_bytes is None:
         return f"{cell.mechanism} at {cell.length:,}: {cell.skipped}"
     return f"{cell.mechanism} at {cell.length:,}: {cell.seconds * 1e3:,.1f} ms, {cell.peak_bytes / 2**20:,.1f} MiB"
-
-
-def _threads() -> int:
-    """The threads of a child: what torch takes from the environment, not what this process may have set."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() else torch.get_num_threads()
 
 
 def write(found: Bench, out: Path) -> Bench:

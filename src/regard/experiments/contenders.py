@@ -54,7 +54,15 @@ class Contender:
     matrices: tuple[float, float] = (0, 0)  # T × T numbers a head holds at once: forward, forward and backward
     rows: tuple[float, float] = (4, 12)  # the same in units of T × D
     most_seconds: float = 10.0  # a run foretold to take longer is skipped
-    note: str | None = None  # what it cannot do
+    causal: bool | None = None  # True: always, False: never, None: as asked
+
+    def note(self, setup: Setup) -> str | None:
+        """What was measured where it is not what was asked for."""
+        if self.causal is None or self.causal == setup.causal:
+            return None
+        return (
+            "is causal by definition" if self.causal else "mixes all positions and cannot be causal; measured without"
+        )
 
     def foretold_bytes(self, setup: Setup) -> int:
         """About how much memory a run will hold at its peak, inputs included."""
@@ -120,8 +128,6 @@ def _fourier(setup: Setup) -> tuple[Forward, list[Tensor]]:
     return lambda: fourier_mix(x), [x]
 
 
-NEVER_CAUSAL = "mixes all positions, so it cannot be causal: measured without a mask"
-
 CONTENDERS = {
     contender.name: contender
     for contender in (
@@ -131,12 +137,12 @@ CONTENDERS = {
         Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5),
         Contender("additive", "additive (Bahdanau), tiled", "exact", _additive, most_seconds=3.0),
         Contender("window", "window of 256, tiled", "sparse", _sparse("window"), grows=1),
-        Contender("strided", "strided by 128, tiled", "sparse", _sparse("strided"), note="always causal"),
+        Contender("strided", "strided by 128, tiled", "sparse", _sparse("strided"), causal=True),
         Contender("bigbird", "bigbird, tiled", "sparse", _sparse("bigbird")),
         Contender("linear", "linear, elu + 1", "approximate", _linear, grows=1, rows=(14, 26)),
         Contender("performer", "performer, 256 features", "approximate", _performer, grows=1, rows=(36, 75)),
-        Contender("linformer", "linformer, rank 256", "approximate", _linformer, grows=1, note=NEVER_CAUSAL),
-        Contender("fourier", "fourier mixing", "approximate", _fourier, grows=1, note=NEVER_CAUSAL),
+        Contender("linformer", "linformer, rank 256", "approximate", _linformer, grows=1, causal=False),
+        Contender("fourier", "fourier mixing", "approximate", _fourier, grows=1, causal=False),
     )
 }
 
@@ -156,7 +162,8 @@ def measure_cell(name: str, setup: dict[str, Any], enough_s: float, most_runs: i
     torch.manual_seed(0)
     asked = Setup(**setup)
     ready(name, replace(asked, length=min(asked.length, 32)))()  # code and threads are loaded before anything counts
-    return asdict(measure(ready(name, asked), enough_s=enough_s, most_runs=most_runs))
+    found = measure(ready(name, asked), enough_s=enough_s, most_runs=most_runs)
+    return {**asdict(found), "threads": torch.get_num_threads()}
 
 
 def ready(name: str, setup: Setup) -> Callable[[], object]:

@@ -1,8 +1,8 @@
 """Time and peak memory of one piece of work, each measured in a process of its own.
 
-A process that has already computed something answers wrongly: memory it has freed but not returned hides the next peak.
-``Children`` keeps one interpreter that has imported torch and computed nothing; it forks for every question, which takes
-milliseconds where a new interpreter would take seconds. Because it never computes, its fork holds no threads.
+A process that has already computed something answers wrongly: memory it has freed but kept hides the next peak.
+``Children`` holds one interpreter that has imported torch and computed nothing. It forks for every question, which
+takes milliseconds where a new interpreter would take seconds; as it never computes, it has no threads to lose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from regard.errors import RegardError
 
 @dataclass(frozen=True)
 class Measured:
-    """The best of several runs, and how far the resident memory grew above what was there before the first of them."""
+    """The best time of several runs, and how far the first one raised the resident memory above what was there."""
 
     seconds: float
     peak_bytes: int
@@ -33,12 +33,14 @@ class Measured:
 
 def measure(work: Callable[[], object], *, enough_s: float, most_runs: int = 20) -> Measured:
     """Run ``work`` until ``enough_s`` seconds are spent. Only in a fresh process does the memory mean anything."""
-    before, times = peak_resident(), list[float]()
+    before, peak, times = peak_resident(), 0, list[float]()
     while not times or (sum(times) < enough_s and len(times) < most_runs):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return Measured(min(times), max(0, peak_resident() - before), len(times))
+        # Later runs would count again what the allocator has not yet taken back from the first.
+        peak = peak or peak_resident()
+    return Measured(min(times), max(0, peak - before), len(times))
 
 
 def peak_resident() -> int:

@@ -1,1 +1,54 @@
 """Hugging Face directories to our models and back, as lists of invertible steps."""
+
+from .card import changed_fields, model_card
+from .comparing import Difference, behaviour, differences
+from .configs import Understood, Written, read_config, write_config
+from .directory import Directory, Provenance
+from .families import BY_TYPE, FAMILIES
+from .family import Family, Foreign
+from .files import replacing, write_file
+from .fitting import Fitting, fill, fit
+from .manifest import Manifest
+from .steps import Step, Tensors, to_ours, to_theirs
+from .tokens import ImageProcessor, JsonTokenizer, MarianTokenizer, Processor, Tokenizer, read_processor
+from .weights import Weights, write_safetensors
+
+__all__ = [
+    # files
+    "Directory",
+    "Manifest",
+    "Provenance",
+    "Weights",
+    "replacing",
+    "write_file",
+    "write_safetensors",
+    # configs
+    "Difference",
+    "Understood",
+    "Written",
+    "behaviour",
+    "changed_fields",
+    "differences",
+    "model_card",
+    "read_config",
+    "write_config",
+    # tensors
+    "BY_TYPE",
+    "FAMILIES",
+    "Family",
+    "Fitting",
+    "Foreign",
+    "Step",
+    "Tensors",
+    "fill",
+    "fit",
+    "to_ours",
+    "to_theirs",
+    # text, images, labels
+    "ImageProcessor",
+    "JsonTokenizer",
+    "MarianTokenizer",
+    "Processor",
+    "Tokenizer",
+    "read_processor",
+]

@@ -1,7 +1,7 @@
 """LSTM and GRU layers: a whole text through torch's fused kernels, or one step at a time.
 
-    LSTM  i, f, o = σ(W_x x + W_h h),  g = tanh(…),  c ← f ∘ c + i ∘ g,  h ← o ∘ tanh(c)      (Hochreiter & Schmidhuber 1997)
-    GRU   r, z = σ(W_x x + W_h h),  n = tanh(W_x x + r ∘ W_h h),  h ← (1 - z) ∘ n + z ∘ h     (Cho et al. 2014, as cuDNN has it)
+    LSTM  i, f, o = σ(W_x x + W_h h),  g = tanh(…),  c ← f ∘ c + i ∘ g,  h ← o ∘ tanh(c)   Hochreiter & Schmidhuber 1997
+    GRU   r, z = σ(W_x x + W_h h),  n = tanh(W_x x + r ∘ W_h h),  h ← (1 - z) ∘ n + z ∘ h  Cho et al. 2014; cuDNN's form
 
 Padding does not need packed sequences, which wait for the device and cannot be traced. Instead each layer reads one
 more number a token, 1 where it is padding, whose fixed weights shut the gates that write and open those that keep:
@@ -10,7 +10,7 @@ i = 0 and f = 1, or z = 1. A state that is still 0 then stays 0, and c passes th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +70,7 @@ class Gates(nn.Module):
 
     def weights(self, padded: bool) -> list[Tensor]:
         """As the fused kernels take them; ``padded`` adds the column that reads whether a token is padding."""
-        w_x = self.w_x
+        w_x: Tensor = self.w_x
         if padded:
             n_units = w_x.shape[0] // self.n_gates
             column = torch.cat([w_x.new_full((n_units, 1), value) for value in _ON_PADDING[self.cell]])
@@ -79,14 +79,14 @@ class Gates(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """Layers of LSTM or GRU cells over x (B, T, d_in) → (B, T, M); read both ways, each direction has M/2 of the units."""
+    """Layers of LSTM or GRU cells over x (B, T, d_in) → (B, T, M); reading both ways, each direction has M/2 units."""
 
     def __init__(
         self, cell: str, d_in: int, d_model: int, n_layers: int, *, bidirectional: bool = False, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.cell, self.n_layers, self.dropout = cell, n_layers, dropout
-        n_units = d_model // 2 if bidirectional else d_model
+        n_units = self.n_units = d_model // 2 if bidirectional else d_model
         widths = [d_in] + [d_model] * (n_layers - 1)
         self.ahead = nn.ModuleList(Gates(cell, width, n_units) for width in widths)
         self.back = nn.ModuleList(Gates(cell, width, n_units) for width in widths) if bidirectional else None
@@ -96,7 +96,7 @@ class Recurrence(nn.Module):
         return self._fused(x, range(self.n_layers), start)
 
     def ragged(self, x: Tensor, real: Tensor) -> tuple[Tensor, State]:
-        """Rows with padding at their end, ``real`` (B, T) False there: outputs, 0 at padding, and each row's last state."""
+        """Rows that end in padding, ``real`` (B, T) False there: outputs, 0 at padding, and the rows' last states."""
         padding = (~real)[..., None]
         last_token = (real.sum(1, keepdim=True) - 1).clamp(min=0)[..., None]  # (B, 1, 1)
         finals: list[State] = []
@@ -106,23 +106,22 @@ class Recurrence(nn.Module):
             x, final = self._fused(torch.cat([x, padding.to(x.dtype)], dim=-1), range(layer, layer + 1), padded=True)
             x = x.masked_fill(padding, 0.0)
             # c came through the padding, h did not. The way back ends at the first token: there h is right already.
-            n_units = self.ahead[layer].w_h.shape[1]
-            h = x[..., :n_units].gather(1, last_token.expand(-1, -1, n_units))[:, 0]
-            finals.append((torch.cat([h, final[0][:, n_units:]], dim=-1), *final[1:]))
+            h = x[..., : self.n_units].gather(1, last_token.expand(-1, -1, self.n_units))[:, 0]
+            finals.append((torch.cat([h, final[0][:, self.n_units :]], dim=-1), *final[1:]))
         return x, tuple(part for kind in zip(*finals, strict=True) for part in kind)
 
     def _fused(
         self, x: Tensor, layers: range, start: State | None = None, padded: bool = False
     ) -> tuple[Tensor, State]:
         """Some layers in one call of torch's kernel (cuDNN on a GPU)."""
-        directions = [self.ahead] if self.back is None else [self.ahead, self.back]
-        gates = [stack[layer] for layer in layers for stack in directions]
-        weights = [weight for one in gates for weight in one.weights(padded)]
+        gates = [one for layer in layers for one in self._directions(layer)]
+        weights = _side_by_side([one.weights(padded) for one in gates])
         n_kinds = 2 if self.cell == "lstm" else 1
         if start is None:
-            state = [x.new_zeros(len(gates), x.shape[0], weights[1].shape[1])] * n_kinds
+            state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * n_kinds
         else:
-            state = [torch.stack(start[kind * len(layers) : (kind + 1) * len(layers)]) for kind in range(n_kinds)]
+            held = torch.stack(start).to(x.dtype)
+            state = list(held.split(len(layers)))
         options = (True, len(layers), self.dropout, self.training, self.back is not None, True)
         if self.cell == "lstm":
             output, *state = torch.lstm(x, state, weights, *options)
@@ -133,21 +132,28 @@ class Recurrence(nn.Module):
             part for s in state for part in s.unflatten(0, (len(layers), -1)).transpose(1, 2).flatten(2).unbind()
         )
 
+    def _directions(self, layer: int) -> list[Gates]:
+        stacks = [self.ahead] if self.back is None else [self.ahead, self.back]
+        return [cast(Gates, stack[layer]) for stack in stacks]
+
     # ---- one step at a time, for decoders that feed back what they saw
 
     def project(self, x: Tensor) -> Tensor:
         """The first layer's W_x x + b_x of all tokens at once; further inputs of a step are added by ``feed``."""
-        return F.linear(x, self.ahead[0].w_x[:, : x.shape[-1]], self.ahead[0].b_x)
+        (first,) = self._directions(0)
+        return F.linear(x, first.w_x[:, : x.shape[-1]], first.b_x)
 
     def feed(self, gates: Tensor, fed: Tensor) -> Tensor:
         """Add the part of W_x that reads what is fed back, the last columns: gates (B, gates · M), fed (B, M)."""
-        return torch.addmm(gates, fed, self.ahead[0].w_x[:, -fed.shape[-1] :].t())
+        (first,) = self._directions(0)
+        return torch.addmm(gates, fed, first.w_x[:, -fed.shape[-1] :].t())
 
     def step(self, gates: Tensor, state: State) -> State:
         """One token through all layers, given the first layer's projected input."""
-        hs, cs = [], []
+        hs: list[Tensor] = []
+        cs: list[Tensor] = []
         for layer in range(self.n_layers):
-            weights = self.ahead[layer]
+            (weights,) = self._directions(layer)
             if layer > 0:
                 gates = F.linear(F.dropout(hs[-1], self.dropout, self.training), weights.w_x, weights.b_x)
             from_h = F.linear(state[layer], weights.w_h, weights.b_h)
@@ -160,6 +166,17 @@ class Recurrence(nn.Module):
         return *hs, *cs
 
 
+def _side_by_side(weights: list[list[Tensor]]) -> list[Tensor]:
+    """On a GPU as views of one block, all matrices, then all biases: otherwise cuDNN copies, with a warning."""
+    if not weights[0][0].is_cuda:
+        return [weight for one in weights for weight in one]
+    parts = [part for some in (slice(0, 2), slice(2, 4)) for one in weights for part in one[some]]
+    block = torch.cat([part.flatten() for part in parts]).split([part.numel() for part in parts])
+    views = [flat.view_as(part) for flat, part in zip(block, parts, strict=True)]
+    matrices, biases = views[: len(views) // 2], views[len(views) // 2 :]
+    return [weight for i in range(0, len(matrices), 2) for weight in (*matrices[i : i + 2], *biases[i : i + 2])]
+
+
 def _lstm(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     i, f, g, o = gates.chunk(4, dim=-1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -170,4 +187,4 @@ def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> Tensor:
     x_r, x_z, x_n = from_x.chunk(3, dim=-1)
     h_r, h_z, h_n = from_h.chunk(3, dim=-1)
     n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
-    return torch.lerp(n, h, torch.sigmoid(x_z + h_z))
+    return n + torch.sigmoid(x_z + h_z) * (h - n)

@@ -141,7 +141,8 @@ class Dense(Mask):
         given = tuple(self.allowed.shape)
         fits = given[2:] == sizes[2:] and all(g in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True))
         if not fits:
-            raise ValueError(f"mask from_dense(...) of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
+            wanted = f"(batch, heads, queries, keys) = {sizes}"
+            raise ValueError(f"mask from_dense(...) of shape {given} does not fit {wanted}")
         same_device("from_dense(...)", self.allowed, frame)
 
     def to(self, device: torch.device | str) -> Mask:

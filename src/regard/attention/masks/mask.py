@@ -136,7 +136,8 @@ def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def same_device(name: str, x: Tensor, frame: Frame) -> None:
     if x.device != frame.device:
-        raise ValueError(f"mask {name} is on {x.device} but q is on {frame.device}; mask.to({str(frame.device)!r}) moves it")
+        move = f"mask.to({str(frame.device)!r}) moves it"
+        raise ValueError(f"mask {name} is on {x.device} but q is on {frame.device}; {move}")
 
 
 def at_least_one(name: str, value: int) -> None:

@@ -4,11 +4,16 @@ positions: BART's are learned, with two rows before position 0 and a norm after 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...config import ModelConfig
+from ...layers import Sinusoidal
 from ..family import Family, Foreign, from_our_activation
-from ..steps import Drop, Fill, Join, Rename, Reshape, Step, Tie
+from ..steps import Fill, Join, Rename, Reshape, Step, Tensors, Tie
+from .encoders import plain_activation, write_head
 
 _CLASSES = {
     "bart": {"BartForConditionalGeneration": "lm", "BartModel": "none"},
@@ -44,7 +49,7 @@ def read(theirs: Foreign) -> ModelConfig:
         embedding_norm=learned,
         scale_embeddings=theirs.get("scale_embedding", False),
         norm_place="post",
-        activation=theirs.activation("activation_function", "gelu"),
+        activation=plain_activation(theirs, "activation_function", "gelu"),
         tie_head=theirs.get("tie_word_embeddings", True),
         head_bias=head == "lm" and theirs.get("final_logits_bias", True),
         dropout=rate,
@@ -62,7 +67,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     kind = "bart" if config.positions == "learned" else "marian"
     fields: dict[str, Any] = {
         "model_type": kind,
-        "architectures": [next(name for name, head in _CLASSES[kind].items() if head == config.head)],
+        "architectures": write_head(config, _CLASSES[kind])["architectures"],
         "is_encoder_decoder": True,
         "vocab_size": config.vocab_size,
         "d_model": config.d_model,
@@ -93,14 +98,61 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A second copy of the table, which a model whose head is its own has for each stack. They must hold one table."""
+
+    copy: str
+    kept: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        copy = out.pop(self.copy, None)
+        if copy is None:
+            return out
+        kept = out.setdefault(self.kept, copy)
+        if not copy.is_meta and not torch.equal(copy, kept):
+            raise ValueError(f"{self.copy} and {self.kept} hold different numbers; regard has one table for both texts")
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return {**tensors, self.copy: tensors[self.kept].clone()}
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """Marian's table of positions, which we compute. Only a model without a head is saved with it."""
+
+    name: str
+    max_len: int
+    width: int
+    written: bool
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        table, due = out.pop(self.name, None), self._table()
+        if table is None or table.is_meta:
+            return out
+        if table.shape != due.shape or not torch.allclose(table.float(), due, atol=1e-2):
+            raise ValueError(f"{self.name} should hold the sinusoids of {self.max_len} positions, but does not")
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return {**tensors, self.name: self._table()} if self.written else tensors
+
+    def _table(self) -> torch.Tensor:
+        return Sinusoidal(self.width, layout="halves")(torch.arange(self.max_len), torch.float32)
+
+
 def steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "model."
     out: list[Step] = []
     if config.head == "lm":
         out += _head_steps(config, prefix)
     if config.target_vocab_size is None:
+        second = Tie if config.tie_head else Copy
         out += [
-            Tie(f"{prefix}{stack}.embed_tokens.weight", f"{prefix}shared.weight") for stack in ("encoder", "decoder")
+            second(f"{prefix}{stack}.embed_tokens.weight", f"{prefix}shared.weight") for stack in ("encoder", "decoder")
         ]
         out.append(Rename(f"{prefix}shared.weight", "token.weight"))
     else:
@@ -137,7 +189,9 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     }
     positions = f"{prefix}{stack}.embed_positions.weight"
     out: list[Step] = [
-        Rename(positions, f"{embeddings}.position.weight") if config.positions == "learned" else Drop(positions),
+        Rename(positions, f"{embeddings}.position.weight")
+        if config.positions == "learned"
+        else Sinusoids(positions, config.max_len, width, written=config.head == "none"),
     ]
     for kind in ("weight", "bias"):
         self_parts = tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv")

@@ -74,7 +74,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **write_fields(config, _FIELDS),
         "activation": from_our_activation(config.activation),
     }
-    fields.pop("add_pooling_layer", None)
+    fields.pop("has_pooler", None)
     return fields
 
 

@@ -42,9 +42,9 @@ def plain_activation(theirs: Foreign, name: str, default: str) -> str:
 
 
 def read_head(theirs: Foreign, classes: Mapping[str, str], pooler: str, class_pooler: str) -> dict[str, Any]:
-    """Our fields for their class. A base model has its pooler unless ``add_pooling_layer`` says no.
+    """Our fields for their class. A base model has its pooler unless ``has_pooler`` says no.
 
-    That field is an argument of their constructors which their config.json does not keep; ours does, and they ignore it.
+    To them that is an argument of a constructor, not a field; they keep ours in their config and make nothing of it.
     """
     head = theirs.head(dict(classes))
     if head == "masked-lm":
@@ -53,7 +53,7 @@ def read_head(theirs: Foreign, classes: Mapping[str, str], pooler: str, class_po
         labels = theirs.get("id2label")
         n_classes = theirs.get("num_labels", 2) if labels is None else len(labels)
         return {"head": head, "n_classes": n_classes, "pooler": class_pooler}
-    return {"head": head, "pooler": pooler if theirs.get("add_pooling_layer", True) else "none"}
+    return {"head": head, "pooler": pooler if theirs.get("has_pooler", True) else "none"}
 
 
 def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any
         fields["id2label"] = {str(i): label for i, label in enumerate(labels)}
         fields["label2id"] = {label: i for i, label in enumerate(labels)}
     if config.head == "none" and config.pooler == "none":
-        fields["add_pooling_layer"] = False
+        fields["has_pooler"] = False
     return fields
 
 
@@ -88,9 +88,7 @@ def modules(names: Mapping[str, str], theirs: str = "", ours: str = "") -> list[
     return [Rename(f"{theirs}{a}.{kind}", f"{ours}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")]
 
 
-def layer(
-    config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str], qkv: tuple[str, str, str]
-) -> list[Step]:
+def layer(config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str], qkv: tuple[str, ...]) -> list[Step]:
     """A layer's tensors; ``qkv`` are its query, key and value maps."""
     joins = [
         Join(tuple(f"{theirs}{x}.{kind}" for x in qkv), f"{ours}attention.w_qkv.{kind}", (config.d_model,) * 3)

@@ -7,6 +7,7 @@ from typing import Any
 from ...config import ModelConfig
 from ..family import Family, Foreign, from_our_activation
 from ..steps import Drop, Rename, Step, Tie, Transpose
+from .encoders import plain_activation, write_head
 
 _HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
 
@@ -15,6 +16,7 @@ def read(theirs: Foreign) -> ModelConfig:
     theirs.only("scale_attn_weights", True)
     theirs.only("scale_attn_by_inverse_layer_idx", False)
     theirs.only("add_cross_attention", False)
+    theirs.only("pruned_heads", {})
     d_model = theirs.need("n_embd")
     return ModelConfig(
         architecture="decoder",
@@ -28,7 +30,7 @@ def read(theirs: Foreign) -> ModelConfig:
         positions="learned",
         norm_place="pre",
         norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        activation=theirs.activation("activation_function", "gelu_new"),
+        activation=plain_activation(theirs, "activation_function", "gelu_new"),
         tie_head=theirs.get("tie_word_embeddings", True),
         dropout=theirs.get("resid_pdrop", 0.1),
         attention_dropout=theirs.get("attn_pdrop", 0.1),
@@ -43,7 +45,7 @@ def read(theirs: Foreign) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
-        "architectures": [next(name for name, head in _HEADS.items() if head == config.head)],
+        "architectures": write_head(config, _HEADS)["architectures"],
         "vocab_size": config.vocab_size,
         "n_embd": config.d_model,
         "n_layer": config.n_layers,
@@ -59,7 +61,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_id,
         "eos_token_id": config.eos_id,
         "pad_token_id": config.pad_id,
-        "initializer_range": config.init_std,
+        "initializer_range": 0.02 if config.init_std is None else config.init_std,
     }
 
 

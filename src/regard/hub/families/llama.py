@@ -1,6 +1,7 @@
 """LLaMA and its line: rotary positions, RMSNorm, gated feed-forward, grouped key heads (Touvron et al. 2023).
 
-Mistral adds a window (Jiang et al. 2023), Qwen 2 biases on q, k and v, Qwen 3 a norm on each query and key head.
+Mistral adds a window (Jiang et al. 2023), Ministral has it in some layers only, Qwen 2 has biases on q, k and v,
+Qwen 3 a norm on each query and key head.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ...config import ModelConfig, RopeScalingConfig
 from ..family import Family, Foreign, from_our_activation
 from ..steps import Drop, Join, Rename, Step, Tie
 
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
@@ -31,7 +32,7 @@ def read(theirs: Foreign) -> ModelConfig:
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=theirs.get("num_key_value_heads", n_heads),
-        d_head=theirs.get("head_dim", d_model // n_heads),
+        d_head=theirs.need("head_dim") if kind == "qwen3" else theirs.get("head_dim", d_model // n_heads),
         d_ff=theirs.need("intermediate_size"),
         max_len=theirs.need("max_position_embeddings"),
         positions="rope",
@@ -68,55 +69,62 @@ def _read_activation(theirs: Foreign) -> str:
 
 
 def _read_window(theirs: Foreign, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """The sliding window and the layers that have it; which layers do is written in three ways over the versions."""
-    window = theirs.get("sliding_window")
-    if window is None or theirs.get("use_sliding_window", theirs.model_type == "mistral") is False:
+    """The sliding window and the layers that have it; which layers do is written in three ways over the versions.
+
+    Mistral with layer_types is what Ministral is; their automatic classes read it so too.
+    """
+    window, always = theirs.get("sliding_window"), theirs.model_type in ("mistral", "ministral")
+    if theirs.model_type == "llama":
         return None, None
+    if not (always or theirs.get("use_sliding_window", False)):
+        window = None
     kinds = theirs.get("layer_types")
+    known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    if kinds is not None and set(kinds) - known:
+        unknown, can = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
+        raise ValueError(f"config.json has layer_types with {unknown!r}; with sliding_window={window} it can be {can}")
+    if window is None:
+        return None, None
     if kinds is not None:
-        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-        if unknown:
-            raise ValueError(f"config.json has layer_types with {unknown[0]!r}; regard has sliding and full attention")
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-    elif theirs.model_type == "mistral":
-        layers = tuple(range(n_layers))
     else:
-        layers = tuple(range(theirs.get("max_window_layers", 0), n_layers))
+        layers = tuple(range(0 if always else theirs.get("max_window_layers", 28), n_layers))
     if not layers:
         return None, None
     return window, None if len(layers) == n_layers else layers
 
 
-_SCALING_FIELDS = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_len",
-    "attention_factor": "attention_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "short_factor": "short_factor",
-    "long_factor": "long_factor",
+_LENGTHS = {"factor": "factor", "original_max_position_embeddings": "original_max_len"}
+_SCALING_FIELDS = {  # what each kind reads; other fields beside them mean nothing, there as here
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": {
+        **_LENGTHS,
+        **{name: name for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")},
+    },
+    "llama3": {**_LENGTHS, **{name: name for name in ("low_freq_factor", "high_freq_factor")}},
+    "longrope": {**_LENGTHS, **{name: name for name in ("short_factor", "long_factor", "attention_factor")}},
 }
 
 
 def _read_rope(theirs: Foreign) -> tuple[float, RopeScalingConfig | None]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    fields = {**theirs.get("rope_scaling", {}), **theirs.get("rope_parameters", {})}
+    fields = dict(theirs.get("rope_scaling", {}) or theirs.get("rope_parameters", {}))
+    nested = [name for name, value in fields.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(f"config.json has rope_parameters for {nested[0]!r} alone; regard turns all layers alike")
+    fraction = fields.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
+    if fraction != 1.0:
+        raise ValueError(f"config.json has partial_rotary_factor={fraction}; regard reads 1.0 here")
     base = fields.get("rope_theta", theirs.get("rope_theta", 10000.0))
     kind = fields.get("rope_type", fields.get("type", "default"))
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={fields['partial_rotary_factor']}; regard reads 1.0 here"
-        )
     if kind == "default":
         return base, None
-    if kind not in ("linear", "dynamic", "yarn", "llama3", "longrope"):
-        raise ValueError(f"config.json has rope_type={kind!r}; regard has linear, dynamic, yarn, llama3 and longrope")
-    known = {ours: fields[name] for name, ours in _SCALING_FIELDS.items() if fields.get(name) is not None}
+    if kind not in _SCALING_FIELDS:
+        raise ValueError(f"config.json has rope_type={kind!r}; regard has {', '.join(_SCALING_FIELDS)}")
+    original = "original_max_position_embeddings"
+    fields[original] = theirs.get(original, fields.get(original))  # a field of its own comes before the dict's
+    known = {ours: fields[name] for name, ours in _SCALING_FIELDS[kind].items() if fields.get(name) is not None}
     return base, RopeScalingConfig(kind=kind, **known)
 
 
@@ -124,6 +132,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     kind = _kind(config)
     head = "ForCausalLM" if config.head == "lm" else "Model"
     gates = {ours: theirs for theirs, ours in _GATED.items()}
+    if config.activation not in gates or config.head not in ("lm", "none"):
+        raise ValueError(f"activation={config.activation!r} with head={config.head!r} is none of the LLaMA line")
     windowed = range(config.n_layers) if config.window_layers is None else config.window_layers
     fields: dict[str, Any] = {
         "model_type": kind,
@@ -143,7 +153,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_id,
         "eos_token_id": config.eos_id,
         "pad_token_id": config.pad_id,
-        "initializer_range": config.init_std,
+        "initializer_range": 0.02 if config.init_std is None else config.init_std,
         "rope_parameters": _write_rope(config),
     }
     if kind in ("llama", "qwen3"):
@@ -154,7 +164,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         fields["sliding_window"] = config.window
     if kind in ("qwen2", "qwen3"):
         fields["use_sliding_window"] = config.window is not None
-        fields["max_window_layers"] = config.n_layers if config.window is None else min(windowed)
+        fields["max_window_layers"] = config.n_layers if config.window is None else min(windowed, default=config.n_layers)
+    if kind in ("qwen2", "qwen3", "ministral"):
         fields["layer_types"] = [
             "sliding_attention" if config.window is not None and layer in windowed else "full_attention"
             for layer in range(config.n_layers)
@@ -168,7 +179,9 @@ def _kind(config: ModelConfig) -> str:
         return "qwen3"
     if config.qkv_bias and not config.out_bias:
         return "qwen2"
-    return "llama" if config.window is None else "mistral"
+    if config.window is None:
+        return "llama"
+    return "mistral" if config.window_layers is None else "ministral"
 
 
 def _write_rope(config: ModelConfig) -> dict[str, Any]:
@@ -176,9 +189,9 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None:
         fields["rope_type"] = scaling.kind
-        for theirs, ours in _SCALING_FIELDS.items():
+        for theirs, ours in _SCALING_FIELDS[scaling.kind].items():
             value = getattr(scaling, ours)
-            if value is not None:
+            if value is not None or theirs == "factor":  # they want to be told that there is no factor
                 fields[theirs] = list(value) if isinstance(value, tuple) else value
     return fields
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ...config import ModelConfig
 from ..family import Family, Foreign
-from ..steps import Drop, Join, Rename, Step, Tie
+from ..steps import Drop, Join, Rename, Step, Tensors, Tie
+from .encoders import write_head
 
 _ARCHITECTURES = {
     "T5ForConditionalGeneration": ("encoder-decoder", "lm"),
@@ -19,8 +21,7 @@ _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swig
 def read(theirs: Foreign) -> ModelConfig:
     theirs.only("is_decoder", False)
     theirs.only("feed_forward_proj", *_FEED_FORWARD)
-    d_model, rate = theirs.need("d_model"), theirs.get("dropout_rate", 0.1)
-    tied = theirs.get("tie_word_embeddings", True)
+    d_model, rate, scaled = theirs.need("d_model"), theirs.get("dropout_rate", 0.1), _is_scaled(theirs)
     architecture, head = theirs.head(_ARCHITECTURES)
     return ModelConfig(
         architecture=architecture,
@@ -44,8 +45,8 @@ def read(theirs: Foreign) -> ModelConfig:
         out_bias=False,
         activation=_FEED_FORWARD[theirs.get("feed_forward_proj", "relu")],
         ff_bias=False,
-        tie_head=tied,
-        logit_scale=d_model**-0.5 if theirs.get("scale_decoder_outputs", tied) else 1.0,
+        tie_head=scaled,
+        logit_scale=d_model**-0.5 if scaled else 1.0,
         dropout=rate,
         attention_dropout=rate,
         embedding_dropout=rate,
@@ -56,12 +57,29 @@ def read(theirs: Foreign) -> ModelConfig:
     )
 
 
+def _is_scaled(theirs: Foreign) -> bool:
+    """T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
+
+    That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold, and tell the two
+    apart by ``scale_decoder_outputs``.
+    """
+    tied = theirs.get("tie_word_embeddings", True)
+    scaled = bool(theirs.get("scale_decoder_outputs", tied))
+    if scaled and not tied:
+        raise ValueError(
+            "config.json has scale_decoder_outputs=True with tie_word_embeddings=False; T5 has both and T5 1.1 neither"
+        )
+    return scaled
+
+
 def write(config: ModelConfig) -> dict[str, Any]:
-    shape = (config.architecture, config.head)
+    heads = {name: head for name, (kind, head) in _ARCHITECTURES.items() if kind == config.architecture}
     forward = {ours: theirs for theirs, ours in _FEED_FORWARD.items()}
+    if config.activation not in forward:
+        raise ValueError(f"activation={config.activation!r} is none of T5's: {', '.join(forward)}")
     return {
         "model_type": "t5",
-        "architectures": [next(name for name, kind in _ARCHITECTURES.items() if kind == shape)],
+        "architectures": write_head(config, heads)["architectures"],
         "vocab_size": config.vocab_size,
         "d_model": config.d_model,
         "num_layers": config.n_layers,
@@ -75,12 +93,28 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": config.norm_eps,
         "feed_forward_proj": forward[config.activation],
         "tie_word_embeddings": config.tie_head,
-        "scale_decoder_outputs": config.logit_scale != 1.0,
+        "scale_decoder_outputs": config.tie_head,
         "dropout_rate": config.dropout,
         "decoder_start_token_id": config.bos_id,
         "eos_token_id": config.eos_id,
         "pad_token_id": config.pad_id,
     }
+
+
+@dataclass(frozen=True)
+class OwnHead:
+    """A head of its own, which transformers leaves out of a file as long as it is still one with the table."""
+
+    head: str
+    table: str
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        if self.head in tensors or self.table not in tensors:
+            return tensors
+        return {**tensors, self.head: tensors[self.table].clone()}
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return tensors
 
 
 def steps(config: ModelConfig) -> list[Step]:
@@ -89,10 +123,10 @@ def steps(config: ModelConfig) -> list[Step]:
         Tie("decoder.embed_tokens.weight", "shared.weight"),
         Drop("decoder.block.{i}.layer.1.EncDecAttention.relative_attention_bias.weight"),
     ]
-    if config.head == "lm":
-        out.append(
-            Tie("lm_head.weight", "shared.weight") if config.tie_head else Rename("lm_head.weight", "head.weight")
-        )
+    if config.head == "lm" and config.tie_head:
+        out.append(Tie("lm_head.weight", "shared.weight"))
+    elif config.head == "lm":
+        out += [OwnHead("lm_head.weight", "shared.weight"), Rename("lm_head.weight", "head.weight")]
     out.append(Rename("shared.weight", "token.weight"))
     for stack in ("encoder", "decoder") if config.has_decoder else ("encoder",):
         out += _stack_steps(config, stack, n_layers=3 if stack == "decoder" else 2)

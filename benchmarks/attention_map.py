@@ -1,0 +1,106 @@
+"""What it costs to look: questions to the AttentionMap of a long causal attention with a T5 bias, time and memory.
+
+    python benchmarks/attention_map.py --length 16384 --heads 8 --width 64
+
+"cold" is a fresh map that knows none of its normalisers. Memory is the growth of the peak resident set since before the
+first question, so it only ever rises down the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from regard.attention import masks
+from regard.attention.biases import T5Bias
+from regard.attention.map import AttentionMap
+
+Question = Callable[[AttentionMap], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    heads: int
+    ask: Question
+    bar: float | None = None  # seconds
+    warm: bool = False
+
+
+def questions(length: int, heads: int) -> list[Row]:
+    side = min(256, length)
+    last = slice(length - side, length)
+    middle = slice((length - side) // 2, (length - side) // 2 + side)
+    one = heads // 2  # any head will do
+
+    def grid(cells: int) -> int:
+        return min(cells, length)
+
+    return [
+        Row(f"tile {side}×{side}, last rows", heads, lambda m: m.tile(last, middle), 0.030, warm=True),
+        Row(f"tile {side}×{side}, last rows, cold", 1, lambda m: m.head(0, one).tile(last, middle), 0.030),
+        Row(f"tile {side}×{side}, last rows, cold", heads, lambda m: m.tile(last, middle)),
+        Row(f"tile {side}×{side}, middle rows, cold", heads, lambda m: m.tile(middle, slice(0, side))),
+        Row("row, cold", heads, lambda m: m.row(length - 1)),
+        Row("top 10 of a row, cold", heads, lambda m: m.top(10, length - 1)),
+        Row("pooled 64×64, cold", 1, lambda m: m.head(0, one).pooled(grid(64), grid(64)), 2.0),
+        Row("pooled 256×256, cold", 1, lambda m: m.head(0, one).pooled(grid(256), grid(256)), 2.0),
+        Row("pooled 256×256 max, cold", 1, lambda m: m.head(0, one).pooled(grid(256), grid(256), "max"), 2.0),
+        Row("pooled 64×64, cold", heads, lambda m: m.pooled(grid(64), grid(64)), 2.0),
+        Row("pooled 256×256, cold", heads, lambda m: m.pooled(grid(256), grid(256)), 2.0),
+        Row("entropy, cold", 1, lambda m: m.head(0, one).entropy()),
+        Row("column sums, cold", 1, lambda m: m.head(0, one).column_sums()),
+    ]
+
+
+def peak_mib() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def timed(ask: Question, make: Callable[[], AttentionMap], repeats: int) -> float:
+    taken = []
+    for _ in range(repeats):
+        fresh = make()
+        start = time.perf_counter()
+        ask(fresh)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=16_384)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3, help="the median of so many is printed")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    shape = (1, options.heads, options.length, options.width)
+    q, k, bias = torch.randn(shape), torch.randn(shape), T5Bias(options.heads)
+
+    def fresh() -> AttentionMap:
+        return AttentionMap(q, k, masks.causal(), bias)
+
+    asked = fresh()
+    asked.tile(slice(-256, None), 0)  # its last rows are known from here on
+    matrix = options.heads * options.length**2 * 4 / (1 << 20)
+    print(f"{options.heads} heads, length {options.length}, width {options.width}, fp32, causal, T5 bias")
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; the matrix would take {matrix:,.0f} MiB\n")
+    print(f"{'question':36}{'heads':>6}{'median ms':>12}{'bar ms':>9}{'peak growth MiB':>18}")
+    before = peak_mib()
+    for row in questions(options.length, options.heads):
+        seconds = timed(row.ask, (lambda: asked) if row.warm else fresh, options.repeats)
+        bar = "" if row.bar is None else f"{row.bar * 1e3:.0f}"
+        print(f"{row.what:36}{row.heads:>6}{seconds * 1e3:>12.1f}{bar:>9}{peak_mib() - before:>18.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""From which length on is causal linear attention faster than torch's fused softmax attention?
+
+python benchmarks/linear.py
+python benchmarks/linear.py --backward --lengths 256,512,1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+
+from regard.experiments.contenders import Setup
+from regard.experiments.fit import crossing, exponent
+from regard.experiments.measure import Children
+from regard.experiments.table import Row, aligned
+
+NAMES = ("sdpa", "linear", "performer")
+
+
+def measure(lengths: list[int], rounds: int, backward: bool) -> dict[str, list[float]]:
+    """Best seconds of each at each length, the contenders taking turns."""
+    best = {name: [float("inf")] * len(lengths) for name in NAMES}
+    with Children("regard.experiments.contenders") as children:
+        for at, length in enumerate(lengths):
+            print(f"length {length:,}", file=sys.stderr, flush=True)
+            for _ in range(rounds):
+                for name in NAMES:
+                    setup = asdict(Setup(length, backward=backward))
+                    call = "regard.experiments.contenders:measure_cell"
+                    answer = children.call(call, name=name, setup=setup, enough_s=0.2)
+                    best[name][at] = min(best[name][at], answer["seconds"])
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="128,256,512,1024,2048,4096,8192")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--backward", action="store_true", help="forward and backward")
+    options = parser.parse_args()
+    lengths = sorted({int(word) for word in options.lengths.split(",")})
+    best = measure(lengths, options.rounds, options.backward)
+    direction = "forward and backward" if options.backward else "forward"
+    print(f"causal, 8 heads of width 64, fp32, {direction}; time in ms\n")
+    rows = [
+        Row(name, [f"{s * 1e3:,.2f}" for s in times], f"T^{power:.2f}" if (power := exponent(lengths, times)) else "–")
+        for name, times in best.items()
+    ]
+    print(aligned([Row("", [f"{length:,}" for length in lengths], "grows like"), *rows]), end="\n\n")
+    for name in NAMES[1:]:
+        at = crossing(lengths, best[name], best["sdpa"])
+        if at is None:
+            print(f"{name} is not faster than sdpa up to length {lengths[-1]:,}")
+        else:
+            times = best["sdpa"][-1] / best[name][-1]
+            print(f"{name} is faster than sdpa from length {at:,.0f} on; {times:.1f}× at {lengths[-1]:,}")
+    won = crossing(lengths, best["linear"], best["sdpa"]) is not None
+    print(f"{'PASS' if won else 'FAIL'}  causal linear attention beats sdpa from some length on")
+    return 0 if won else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

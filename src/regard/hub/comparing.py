@@ -1,0 +1,115 @@
+"""Which fields of a config decide what a model computes.
+
+Two configs behave alike when their ``behaviour`` is equal. A field is left out where its feature is off (rope_base
+without rotary positions), where only training reads it (dropout), or where it is a choice of speed (the backend); a
+field no rule names counts, so that a new one is never passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..config import ModelConfig
+
+Rule = Callable[[ModelConfig], bool]
+
+
+class Difference(NamedTuple):
+    """A field in which two configs behave differently."""
+
+    field: str
+    one: Any
+    other: Any
+
+
+def _reads_tokens(config: ModelConfig) -> bool:
+    return config.source == "text" or config.has_decoder
+
+
+def _has_token_head(config: ModelConfig) -> bool:
+    return config.head == "masked-lm" or (config.head == "lm" and config.has_decoder)
+
+
+def _has_pooler(config: ModelConfig) -> bool:
+    """An encoder's classifier pools; without a head there is a pooler only where one is asked for."""
+    return config.head == "classify" or (config.head == "none" and config.pooler != "none")
+
+
+_DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
+_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    ((*_DROPOUTS, "init_std", "attention_backend"), lambda c: False),
+    (("cell", "alignment", "bidirectional", "input_feeding"), lambda c: c.architecture == "recurrent"),
+    (
+        ("n_decoder_layers", "n_decoder_heads", "d_decoder_ff", "max_target_len"),
+        lambda c: c.architecture == "encoder-decoder",
+    ),
+    (("causal", "bos_id", "eos_id"), lambda c: c.architecture != "encoder"),
+    (("vocab_size", "pad_id", "scale_embeddings", "d_embed", "n_segments", "positions_skip_padding"), _reads_tokens),
+    (("target_vocab_size",), lambda c: c.architecture in ("encoder-decoder", "recurrent")),
+    (("sinusoid_layout",), lambda c: c.positions == "sinusoidal"),
+    (("positions_skip_padding",), lambda c: c.positions in ("sinusoidal", "learned")),
+    (("position_offset",), lambda c: c.positions == "learned" and _reads_tokens(c)),
+    (("rope_base", "rope_fraction", "rope_scaling"), lambda c: c.positions == "rope"),
+    (("t5_buckets", "t5_max_distance"), lambda c: c.positions == "t5"),
+    (("max_len", "max_target_len"), lambda c: _has_length(c)),
+    (("norm_eps",), lambda c: c.norm != "none"),
+    (("norm_bias",), lambda c: c.norm == "layer"),
+    (("mixer_size",), lambda c: c.mixer in ("performer", "linformer")),
+    (("window_layers",), lambda c: c.window is not None),
+    (("tie_head", "head_bias", "head_transform", "logit_scale"), _has_token_head),
+    (("head_activation",), lambda c: _has_token_head(c) and c.head_transform),
+    (("n_classes",), lambda c: c.head == "classify"),
+    (("pooling",), lambda c: c.architecture == "encoder" and _has_pooler(c)),
+    (("pooler",), lambda c: c.architecture == "encoder" and c.head in ("classify", "none")),
+    (("image_size", "patch_size", "n_channels"), lambda c: c.source == "image"),
+    (("d_region", "d_box"), lambda c: c.source == "regions"),
+)
+
+
+def _has_length(config: ModelConfig) -> bool:
+    """Whether a length is built into the model; elsewhere max_len is advice."""
+    table = config.positions == "learned" and _reads_tokens(config)
+    return table or config.rope_scaling is not None or config.mixer == "linformer"
+
+
+def behaviour(config: ModelConfig) -> dict[str, Any]:
+    """The fields that decide, with a value that only says what None means written as None."""
+    off = {name for names, rule in _RULES for name in names if not rule(config)}
+    fields = {name: getattr(config, name) for name in ModelConfig.model_fields if name not in off}
+    same = _defaults_said_aloud(config)
+    return {name: None if name in same else value for name, value in fields.items()}
+
+
+def _defaults_said_aloud(config: ModelConfig) -> set[str]:
+    """Optional fields whose value is the one that None stands for."""
+    encoder_decoder = config.architecture == "encoder-decoder"
+    heads = {config.n_heads, (config.n_decoder_heads or config.n_heads) if encoder_decoder else config.n_heads}
+    all_layers = set(range(config.n_layers)) <= set(config.window_layers or ())
+    same = {
+        "n_decoder_layers": config.n_decoder_layers == config.n_layers,
+        "n_decoder_heads": config.n_decoder_heads == config.n_heads,
+        "d_decoder_ff": config.d_decoder_ff == config.d_ff,
+        "max_target_len": config.max_target_len == config.max_len,
+        "n_kv_heads": heads == {config.n_kv_heads},
+        "d_head": config.d_head is not None and all(config.d_head * n == config.d_model for n in heads),
+        "attention_scale": config.attention_scale == 1 / math.sqrt(config.head_width) and len(heads) == 1,
+        "window_layers": all_layers,
+        "head_activation": config.head_activation == config.activation,
+        # An image has no token table to share: its target's vocabulary is vocab_size under either name.
+        "target_vocab_size": config.source != "text" and config.target_vocab_size == config.vocab_size,
+    }
+    return {name for name, is_same in same.items() if is_same}
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> list[Difference]:
+    """Where two configs behave differently, in the order of the fields.
+
+    What follows from another difference (the base of rotary positions that one of them has) is not named beside it.
+    """
+    a, b = behaviour(one), behaviour(other)
+    both = [Difference(name, a[name], b[name]) for name in a if name in b and a[name] != b[name]]
+    return both or [
+        Difference(name, a.get(name), b.get(name)) for name in ModelConfig.model_fields if name in a.keys() ^ b
+    ]

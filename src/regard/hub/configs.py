@@ -1,0 +1,142 @@
+"""config.json both ways: what a directory's fields mean here, and how transformers would write a model of ours."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from ..config import Head, ModelConfig
+from ..errors import BadModelFile
+from ..layers import FEEDFORWARD_KINDS
+from .comparing import Difference, differences
+from .families import BY_TYPE, FAMILIES
+from .family import Family, Foreign
+from .steps import Step
+
+OWN_TYPE = "regard"
+_OWN_SECTION = "regard"
+_KINDS = ("architecture", "source")
+# What translating fields that may hold anything can raise; a family cannot check every value it passes on.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StopIteration)
+
+
+@dataclass(frozen=True)
+class Understood:
+    """A config.json in our words, and the steps that lead from its tensors to ours."""
+
+    model_type: str
+    config: ModelConfig
+    steps: Sequence[Step]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A config of ours as a config.json. ``obstacles`` says why it has no twin in transformers; empty: it has one."""
+
+    fields: dict[str, Any]
+    steps: Sequence[Step]
+    obstacles: tuple[str, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        return self.fields["model_type"]
+
+
+def read_config(fields: dict[str, Any]) -> Understood:
+    """Read a config.json. Our own section says it exactly; what stands beside it for transformers must agree."""
+    model_type, section = fields.get("model_type"), fields.get(_OWN_SECTION)
+    if model_type is None:
+        raise BadModelFile(f"config.json has no model_type; regard reads {', '.join(BY_TYPE)}")
+    own = None if section is None else _own_config(section)
+    if model_type == OWN_TYPE:
+        if own is None:
+            raise BadModelFile(f"config.json has model_type {OWN_TYPE!r}, but no section {_OWN_SECTION!r}")
+        return Understood(model_type, own, ())
+    if model_type not in BY_TYPE:
+        near = difflib.get_close_matches(str(model_type), [*BY_TYPE, OWN_TYPE], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadModelFile(f"config.json has model_type {model_type!r}{hint} (regard reads {', '.join(BY_TYPE)})")
+    family = BY_TYPE[model_type]
+    try:
+        config = family.read(Foreign(fields))
+    except _UNREADABLE as error:
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise BadModelFile(f"config.json does not describe a {model_type} that regard can read: {said}") from None
+    if own is not None and (found := differences(own, config)):
+        fault = ", ".join(f"{one.field}={one.one!r} and {one.other!r}" for one in found)
+        raise BadModelFile(
+            f"config.json contradicts itself: its section {_OWN_SECTION!r} and the rest give {fault}; "
+            f"remove the section if the rest is right"
+        )
+    return Understood(model_type, own or config, family.steps(own or config))
+
+
+def write_config(config: ModelConfig) -> Written:
+    """As the first family that gives the same config back when it reads what it wrote; otherwise in our own words."""
+    tries = [_attempt(family, config) for family in FAMILIES]
+    section = config.model_dump(mode="json")
+    for family, fields, obstacles in tries:
+        if not obstacles:
+            return Written({**fields, _OWN_SECTION: section}, family.steps(config))
+    # The family that comes nearest tells best what stands in the way; of another kind of model, only that it is one.
+    nearest = min((obstacles for _, _, obstacles in tries), key=_distance)
+    if _distance(nearest)[0] > 0:
+        nearest = [one for one in nearest if one.difference is None or one.difference.field in _KINDS]
+    return Written({"model_type": OWN_TYPE, _OWN_SECTION: section}, (), tuple(str(one) for one in nearest))
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A field that a family cannot have as we have it; without one, the family has nothing like this model."""
+
+    model_type: str
+    difference: Difference | None = None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.model_type} has nothing like it"
+        return f"{self.difference.field}={self.difference.one!r} ({self.model_type} has {self.difference.other!r})"
+
+
+def _attempt(family: Family, config: ModelConfig) -> tuple[Family, dict[str, Any], list[Obstacle]]:
+    """Write and read again; whatever differs is an obstacle.
+
+    A family that cannot write the config at all is asked for its nearest relation, with another head or activation.
+    """
+    for relation in _relations(config):
+        try:
+            fields = json.loads(json.dumps(family.write(relation)))
+            back = family.read(Foreign(fields))
+        except _UNREADABLE:
+            continue
+        return family, fields, [Obstacle(fields["model_type"], difference) for difference in differences(config, back)]
+    return family, {}, [Obstacle(family.model_types[0])]
+
+
+def _relations(config: ModelConfig) -> Iterator[ModelConfig]:
+    yield config
+    for change in (
+        *({"head": head} for head in get_args(Head)),
+        *({"activation": activation} for activation in FEEDFORWARD_KINDS),
+    ):
+        with suppress(ValueError):
+            yield config.with_(**change)
+
+
+def _distance(obstacles: Sequence[Obstacle]) -> tuple[int, int]:
+    """Another kind of model is farther than any number of fields, and nothing like it the farthest."""
+    fields = [None if one.difference is None else one.difference.field for one in obstacles]
+    return sum(3 if field is None else field in _KINDS for field in fields), len(fields)
+
+
+def _own_config(section: Any) -> ModelConfig:
+    if not isinstance(section, dict):
+        raise BadModelFile(f"config.json has {_OWN_SECTION!r} as a {type(section).__name__}, where an object belongs")
+    try:
+        return ModelConfig(**section)
+    except (ValueError, TypeError) as error:
+        raise BadModelFile(f"config.json, section {_OWN_SECTION!r}: {error}") from None

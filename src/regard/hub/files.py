@@ -1,0 +1,181 @@
+"""Paths that stay inside their directory, JSON that is exactly that, and writes that are whole or not there at all."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..errors import BadModelFile
+
+try:
+    import fcntl
+except ImportError:  # Windows; leftovers of a crash are then left alone
+    fcntl = None  # type: ignore[assignment]
+
+
+def inside(root: Path, name: str) -> Path:
+    """The file ``name`` of a directory, refused where it leads out: absolute, through "..", or by a symbolic link.
+
+    One kind of link may leave: a snapshot in the Hugging Face cache is made of links into the blobs folder beside it.
+    """
+    plain = PurePosixPath(name)
+    if not plain.parts or plain.is_absolute() or ".." in plain.parts or set(name) & set("\\:\0"):
+        raise BadModelFile(f"{root}: the path {name!r} leads out of the directory")
+    path, home = root / name, root.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise BadModelFile(f"{path} is a link that leads nowhere: {error}") from None
+    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise BadModelFile(f"{path} is a link out of the directory, to {real}")
+    return path
+
+
+def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
+    """A JSON object. What Python lets pass is refused: a name twice, NaN, infinity, another type at the top."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            raise ValueError(f"it names {twice!r} twice")
+        return out
+
+    def not_json(word: str) -> None:
+        raise ValueError(f"{word} is not a number in JSON")
+
+    try:
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=not_json)
+    except (ValueError, RecursionError) as error:
+        raise BadModelFile(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise BadModelFile(f"{name} holds a {type(document).__name__}, where an object belongs")
+    return document
+
+
+def to_json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False) + "\n").encode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write beside, force to disk, rename: whoever looks sees the old file or the new one, whole."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(content)
+        sync(beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a directory's list of names, to disk."""
+    if path.is_dir() and os.name != "posix":  # elsewhere a directory cannot be opened
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A new directory that takes the target's place when the block ends well; otherwise nothing changes.
+
+    The two are swapped in one step, so a crash at any moment leaves the old directory or the new one, whole. Leftovers
+    of a crash beside the target are removed by the next one to save there.
+    """
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    new, lock = _new_directory(target)
+    try:
+        yield new
+        sync(new)
+        old = _swap(new, target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def previous(target: Path) -> Path:
+    """Where the old directory waits while the new one takes its place, on systems that need two steps for it."""
+    return target.with_name(f".{target.name}.previous")
+
+
+def _new_directory(target: Path) -> tuple[Path, int | None]:
+    """A hidden directory beside the target, and a lock on it that ends with this process, whichever way it ends."""
+    while True:
+        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.saving")
+        new.mkdir()
+        lock = _lock(new, wait=True)
+        if new.is_dir():  # another process may have taken it for a leftover before it was locked
+            return new, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """A handle that holds the folder's lock; None where someone else holds it or there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # held, or a file system without locks
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove_leftovers(target: Path) -> None:
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.saving"):
+        handle = _lock(leftover, wait=False)
+        if handle is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(handle)
+
+
+def _swap(new: Path, target: Path) -> Path:
+    """Put ``new`` in the target's place; where the old one is to be found then."""
+    if not target.exists():
+        os.rename(new, target)
+    elif _exchange(new, target):
+        return new
+    else:
+        shutil.rmtree(previous(target), ignore_errors=True)
+        os.rename(target, previous(target))
+        os.rename(new, target)
+    return previous(target)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step: Linux' renameat2 with RENAME_EXCHANGE. False where there is no such thing."""
+    if sys.platform != "linux":
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    with suppress(AttributeError, OSError):
+        renameat2 = ctypes.CDLL(None).renameat2
+        return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+    return False

@@ -1,0 +1,146 @@
+"""Do the tensors of a directory fit the model its config describes? Every name and shape is compared before any number
+is read, in the directory's own names, and all that is wrong is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import BadModelFile
+from ..models import Model, build
+from .comparing import behaviour
+from .steps import Step, Tensors, to_ours, to_theirs
+from .weights import Weights
+
+# Sizes that are the size of some tensor too; max_len is one only where positions are learned.
+_SIZES = (
+    *("vocab_size", "target_vocab_size", "d_model", "n_heads", "n_decoder_heads", "n_kv_heads", "d_head", "d_embed"),
+    *("d_ff", "d_decoder_ff", "n_segments", "t5_buckets", "mixer_size", "n_classes", "patch_size", "d_region"),
+)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A model on the meta device, and under which of its family's names each tensor of the directory belongs there."""
+
+    model: Model
+    names: dict[str, str]
+
+
+def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
+    """Compare; BadModelFile lists every tensor that is missing, unexpected or of another shape."""
+    _need_plausible(config, layout)
+    try:
+        model = build(config, device="meta")
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise BadModelFile(f"config.json describes no model that can be built: {error}") from None
+    ours = dict(model.state_dict())
+    expected = to_theirs(steps, ours)
+    names, there, unexpected = _place(steps, expected, layout)
+    wrong = [
+        f"{name} is {_shape(layout[name])} instead of {_shape(expected[place])}"
+        for name, place in names.items()
+        if place in expected and not _alike(layout[name], expected[place])
+    ]
+    # With the right shapes in place of those found, so that one wrong tensor does not hide a missing one.
+    complete = set(to_ours(steps, {name: expected[name] for name in there})) == set(ours)
+    missing = [] if complete else [name for name in expected if name not in there]
+    faults = [
+        f"{what} {', '.join(which)}"
+        for what, which in (("missing:", missing), ("unexpected:", unexpected), ("misshapen:", wrong))
+        if which
+    ]
+    if faults:
+        raise BadModelFile(f"the tensors do not fit config.json; {'; '.join(faults)}")
+    return Fitting(model, names)
+
+
+def fill(
+    fitting: Fitting, steps: Sequence[Step], weights: Weights, device: torch.device, dtype: torch.dtype | None
+) -> Model:
+    """Read the numbers into the model."""
+    model = fitting.model
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # not in any file; such a module computes them when it is moved
+            module.to_empty(device=device, recurse=False)
+    try:
+        read = weights.read()
+        tensors = to_ours(steps, {fitting.names[name]: x for name, x in read.items()})
+        files = {x.untyped_storage().data_ptr() for x in read.values()}
+        state = {name: _own(_converted(x, device, dtype), files) for name, x in tensors.items()}
+        model.load_state_dict(state, assign=True)
+    except (ValueError, RuntimeError) as error:
+        raise BadModelFile(f"the tensors do not fit config.json; {error}") from None
+    kinds = {x.dtype for x in state.values() if x.is_floating_point()}
+    return model.to(kinds.pop() if len(kinds) == 1 else None).eval()  # the buffers too, where there is one type
+
+
+def _converted(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
+
+
+def _own(x: Tensor, files: set[int]) -> Tensor:
+    """Away from the file's memory: who writes into the file later must not change the model, and kernels round
+    differently where numbers lie askew, as they do in a file."""
+    return x.clone() if x.untyped_storage().data_ptr() in files else x
+
+
+def _place(steps: Sequence[Step], expected: Tensors, layout: Tensors) -> tuple[dict[str, str], set[str], list[str]]:
+    """For each tensor found the name under which the steps know it; what of the expected is there; what is unknown.
+
+    Two things are no mistake: a second name of a tensor or a buffer the model makes itself (the steps say so), and a
+    name without the first word that the model with a head puts before it (how the first GPT-2 was published).
+    """
+    if set(layout) == set(expected):
+        return {name: name for name in layout}, set(layout), []
+    known = {_after(steps, name, x): name for name, x in expected.items()}
+    first_words = list(dict.fromkeys(name.split(".")[0] for name in expected))
+    names: dict[str, str] = {}
+    there: set[str] = set()
+    for name, x in layout.items():
+        for place in (name, *(f"{word}.{name}" for word in first_words)):
+            if place != name and place in layout:
+                continue
+            after = place if place in expected else _after(steps, place, x)
+            stands_for = place if place in expected else known.get(after)
+            if stands_for is not None and (place in expected or after != place):
+                there.add(stands_for)
+            elif after is not None:
+                continue
+            names[name] = place
+            break
+    return names, there, [name for name in layout if name not in names]
+
+
+def _after(steps: Sequence[Step], name: str, x: Tensor) -> str | None:
+    """What the steps make of one tensor's name on its own; None when they drop it."""
+    try:
+        return next(iter(to_ours(steps, {name: x})), None)
+    except (RuntimeError, ValueError):  # a shape that a step cannot handle: nothing the steps know
+        return name
+
+
+def _need_plausible(config: ModelConfig, layout: Tensors) -> None:
+    """A config may claim any size, and building even an empty model of 10⁹ layers takes forever: files bound it."""
+    numbers = sum(x.numel() for x in layout.values())
+    fields = behaviour(config)
+    for name in _SIZES:
+        size = fields.get(name)
+        if size is not None and size > numbers:
+            raise BadModelFile(f"config.json has {name}={size}, but all tensors together hold {numbers} numbers")
+    for name in ("n_layers", "n_decoder_layers"):
+        size = 1 if config.share_layers else fields.get(name)
+        if size is not None and size > len(layout):
+            raise BadModelFile(f"config.json has {name}={size}, but there are only {len(layout)} tensors")
+
+
+def _alike(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and found.is_floating_point() == wanted.is_floating_point()
+
+
+def _shape(x: Tensor) -> str:
+    return f"{tuple(x.shape)}" if x.is_floating_point() else f"{tuple(x.shape)} of {x.dtype}"

@@ -1,0 +1,99 @@
+"""The SHA-256 of every file in a directory, written last. One flipped bit in a tensor loads silently; not past this."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import BadModelFile
+from .files import inside, parse_json, to_json, write_file
+
+NAME = "manifest.json"
+_VERSION = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a directory and what each must be; by name, "/" between folders."""
+
+    files: Mapping[str, Entry]
+
+    @classmethod
+    def of(cls, root: Path) -> Manifest:
+        """Read every file there is and take its checksum."""
+        return cls({name: _entry(root / name) for name in sorted(file_names(root)) if name != NAME})
+
+    @classmethod
+    def read(cls, root: Path) -> Manifest | None:
+        """The manifest a directory has; None where it has none."""
+        if not (root / NAME).exists():
+            return None
+        text = inside(root, NAME).read_bytes()
+        manifest = cls(_parse(text, root / NAME))
+        if manifest.text() != text:  # so that not a bit of it can change unseen
+            raise BadModelFile(f"{root / NAME} is damaged: it is not written as regard writes it")
+        return manifest
+
+    def text(self) -> bytes:
+        files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
+        return to_json({"regard_manifest": _VERSION, "files": files})
+
+    def write(self, root: Path) -> None:
+        write_file(root / NAME, self.text())
+
+    def check(self, root: Path) -> None:
+        """Raise BadModelFile, naming every file that is missing or is not the one that was written."""
+        faults = [fault for name, entry in self.files.items() if (fault := _fault(root, name, entry))]
+        if faults:
+            raise BadModelFile(f"{root} is not what its {NAME} says: {'; '.join(faults)}")
+
+
+def file_names(root: Path) -> Iterator[str]:
+    """Every file below a directory."""
+    return (path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Entry]:
+    match parse_json(text, path):
+        case {"regard_manifest": 1, "files": dict(files)}:
+            entries = {name: _parse_entry(entry) for name, entry in files.items()}
+            found = {name: entry for name, entry in entries.items() if entry is not None}
+            if len(found) == len(entries):
+                return found
+    raise BadModelFile(f"{path} is not a manifest of regard's")
+
+
+def _parse_entry(entry: object) -> Entry | None:
+    match entry:
+        case {"size": int(size), "sha256": str(digest)} if _SHA256.fullmatch(digest):
+            return Entry(size, digest)
+    return None
+
+
+def _entry(path: Path) -> Entry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Entry(path.stat().st_size, digest)
+
+
+def _fault(root: Path, name: str, entry: Entry) -> str | None:
+    path = inside(root, name)
+    if not path.is_file():
+        return f"{name} is missing"
+    if (size := path.stat().st_size) != entry.size:
+        return f"{name} has {size} bytes instead of {entry.size}"
+    if _entry(path) != entry:
+        return f"{name} has another SHA-256"
+    return None

@@ -1,0 +1,239 @@
+"""Models to disk and back: ``load`` a directory of ours or of Hugging Face's, ``save`` one that both can open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import hub
+from .config import ModelConfig
+from .errors import BadModelFile
+from .hub.files import to_json
+from .hub.manifest import NAME as MANIFEST
+from .hub.manifest import file_names
+from .hub.weights import INDEX
+from .models import Model
+
+__all__ = ["Description", "describe", "load", "save"]
+
+_log = logging.getLogger(__name__)
+_MOST_SHARD_BYTES = 5 * 10**9  # what transformers does
+
+
+def load(
+    path: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    allow_pickle: bool = False,
+    verify: bool = True,
+) -> Model:
+    """The model in a directory, ready to be used: in eval mode, with ``.config``, ``.processor`` and ``.provenance``.
+
+    No code of the directory is run. Where it has a manifest every file is compared with it first; otherwise
+    ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
+    ``allow_pickle`` reads pytorch_model.bin where there is no safetensors file. Anything wrong is a BadModelFile.
+    """
+    kind = _float_type(dtype)
+    place = torch.get_default_device() if device is None else torch.device(device)
+    opened = _open(path, allow_pickle, verify)
+    with _naming(opened.directory.root):
+        processor = opened.processor()
+        model = hub.fill(opened.fitting, opened.understood.steps, opened.weights, place, kind)
+    model.processor = processor
+    _attach(model, provenance=opened.provenance)
+    return model
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a directory holds, without its numbers having been read."""
+
+    provenance: hub.Provenance
+    config: ModelConfig
+    n_parameters: int
+    dtypes: tuple[str, ...]
+    files: dict[str, int]
+    """Every file and its size."""
+    processor: hub.Processor | None
+
+    def document(self) -> dict[str, Any]:
+        """As one JSON document."""
+        return {
+            "path": str(self.provenance.path),
+            "model_type": self.provenance.model_type,
+            "verified": self.provenance.verified == "verified",
+            "architecture": self.config.architecture,
+            "source": self.config.source,
+            "head": self.config.head,
+            "parameters": self.n_parameters,
+            "dtypes": list(self.dtypes),
+            "config": hub.changed_fields(self.config),
+            "tokens": None if self.processor is None else self.processor.sizes(),
+            "labels": None if self.processor is None or self.processor.labels is None else list(self.processor.labels),
+            "files": self.files,
+        }
+
+    def table(self) -> str:
+        """As lines for people."""
+        config, sizes = self.config, {} if self.processor is None else self.processor.sizes()
+        checked = {
+            "verified": "verified: every file is as manifest.json says",
+            "unverified": "unverified: checked against no manifest.json, so damage to a file may go unnoticed",
+        }
+        lines = [
+            f"{self.provenance.path}",
+            f"  {self.provenance.model_type}: {config.architecture}, reads {config.source}, head {config.head}",
+            f"  {self.n_parameters:,} parameters, {', '.join(self.dtypes)}",
+            *(f"  {name} tokenizer, {size:,} tokens" for name, size in sizes.items()),
+            f"  {checked[self.provenance.verified]}",
+            "config, where it differs from the defaults",
+            *(f"  {name} = {value!r}" for name, value in hub.changed_fields(config).items()),
+            "files",
+            *(f"  {name}  {size:,} bytes" for name, size in self.files.items()),
+        ]
+        return "\n".join(lines)
+
+
+def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = True) -> Description:
+    """Everything that ``load`` would check, and what it would find."""
+    opened = _open(path, allow_pickle, verify)
+    layout = opened.weights.layout.values()
+    with _naming(opened.directory.root):
+        processor = opened.processor()
+    return Description(
+        opened.provenance,
+        opened.understood.config,
+        opened.fitting.model.n_parameters,
+        tuple(sorted({str(x.dtype).removeprefix("torch.") for x in layout})),
+        opened.directory.files(),
+        processor,
+    )
+
+
+def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_BYTES) -> Path:
+    """Write a directory that ``load`` opens and, where the architecture has a twin there, transformers too.
+
+    The directory appears whole or not at all: a crash leaves what was there before. It may replace one that ``save``
+    wrote, nothing else. Without a twin a warning in the log, and the card, say which fields stand in the way.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: it has no numbers to save")
+    target = Path(path)
+    _need_ours(target)
+    written = hub.write_config(model.config)
+    if written.obstacles:
+        _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
+    tensors = _tensors(model, written)
+    fields = _config_fields(model, written)
+    with hub.replacing(target) as folder:
+        index = hub.write_safetensors(folder, tensors, most_shard_bytes)
+        files = {} if model.processor is None else model.processor.files(model.config)
+        if index is not None:
+            files[INDEX] = to_json(index)
+        files["config.json"] = to_json(fields)
+        files["README.md"] = hub.model_card(model, written).encode()
+        for name, content in files.items():
+            hub.write_file(folder / name, content)
+        hub.Manifest.of(folder).write(folder)
+    return target
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A directory that has passed every check short of reading its numbers."""
+
+    directory: hub.Directory
+    fields: dict[str, Any]
+    understood: hub.Understood
+    weights: hub.Weights
+    fitting: hub.Fitting
+
+    @property
+    def provenance(self) -> hub.Provenance:
+        return hub.Provenance(self.directory.root, self.understood.model_type, self.directory.verified)
+
+    def processor(self) -> hub.Processor | None:
+        return hub.read_processor(self.directory, self.fields, self.understood.config)
+
+
+def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:
+    directory = hub.Directory(path, verify=verify)
+    with _naming(directory.root):
+        fields = directory.config()
+        understood = hub.read_config(fields)
+        weights = directory.weights(allow_pickle=allow_pickle)
+        fitting = hub.fit(understood.config, understood.steps, weights.layout)
+    return _Opened(directory, fields, understood, weights, fitting)
+
+
+@contextmanager
+def _naming(root: Path) -> Iterator[None]:
+    """A message that does not say which directory it is about says so after this."""
+    try:
+        yield
+    except BadModelFile as error:
+        raise BadModelFile(str(error) if str(root) in str(error) else f"{root}: {error}") from None
+
+
+def _float_type(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} is not a floating type such as float32 or bfloat16")
+    return kind
+
+
+def _attach(model: Model, **facts: Any) -> None:
+    for name, fact in facts.items():
+        setattr(model, name, fact)
+
+
+def _need_ours(target: Path) -> None:
+    """Replacing a directory deletes what is in it, so that must all be known to come from here."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; a model is saved as a directory")
+    try:
+        manifest = hub.Manifest.read(target)
+    except BadModelFile:
+        manifest = None
+    known = set() if manifest is None else {*manifest.files, MANIFEST}
+    strange = sorted(set(file_names(target)) - known)
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise FileExistsError(
+            f"{target} holds {', '.join(strange[:3])}{more}, not written by regard; saving there would delete it"
+        )
+
+
+def _tensors(model: Model, written: hub.Written) -> dict[str, Tensor]:
+    """The state in the twin's names, each tensor with memory of its own, and proven to lead back here."""
+    state = {name: x.detach() for name, x in model.state_dict().items()}
+    theirs = hub.to_theirs(written.steps, state)
+    seen: set[int] = set()
+    out = {}
+    for name, x in theirs.items():
+        x = x.cpu().contiguous()
+        out[name] = x.clone() if x.data_ptr() in seen or x.nbytes < x.untyped_storage().nbytes() else x
+        seen.add(x.data_ptr())
+    hub.fit(model.config, written.steps, {name: x.to("meta") for name, x in out.items()})
+    return out
+
+
+def _config_fields(model: Model, written: hub.Written) -> dict[str, Any]:
+    fields = {**written.fields, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    labels = None if model.processor is None else model.processor.labels
+    if labels is not None:
+        if len(labels) != model.config.n_classes:
+            raise ValueError(f"the processor has {len(labels)} labels, but n_classes={model.config.n_classes}")
+        fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
+        fields["label2id"] = {label: index for index, label in enumerate(labels)}
+    return fields

@@ -1,0 +1,296 @@
+"""Measuring: exponents, children, the budget, and ``regard bench attention`` from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.errors import RegardError
+from regard.experiments import bench_attention as bench
+from regard.experiments.contenders import CONTENDERS, Setup, choose, ready, sparse_mask
+from regard.experiments.figure import COLOURS, spread
+from regard.experiments.fit import crossing, exponent
+from regard.experiments.measure import Children, available_memory, measure
+from regard.experiments.table import Row, aligned
+
+LENGTHS = [64, 128]
+SMALL: dict[str, Any] = {"lengths": LENGTHS, "n_heads": 2, "d_head": 16}
+ROOT = Path(__file__).resolve().parents[2]
+
+# ------------------------------------------------------------------ how things grow
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, 3.25])
+def test_the_exponent_of_a_power_law_is_exact(power: float) -> None:
+    lengths = [128, 300, 1024, 5000]
+    found = exponent(lengths, [7e-3 * t**power for t in lengths])
+    assert found == pytest.approx(power, abs=1e-12)
+
+
+def test_the_exponent_is_that_of_the_longest_lengths() -> None:
+    lengths = [1, 10, 100, 1000, 10_000]
+    values = [9e3, 9e3, *(float(t**2) for t in lengths[2:])]
+    assert exponent(lengths, values) == pytest.approx(2)
+    assert exponent(lengths[::-1], values[::-1]) == pytest.approx(2)
+    assert exponent(lengths, values, longest=5) == pytest.approx(1.04, abs=0.05)
+
+
+@pytest.mark.parametrize(("lengths", "values"), [([], []), ([8], [1.0]), ([8, 8], [1.0, 2.0]), ([8, 16], [0.0, 1.0])])
+def test_without_two_lengths_there_is_no_exponent(lengths: list[int], values: list[float]) -> None:
+    assert exponent(lengths, values) is None
+
+
+def test_where_two_power_laws_cross() -> None:
+    lengths = [100, 200, 400, 800, 1600]
+    slow, fast = [t**2 / 300 for t in lengths], [float(t) for t in lengths]
+    assert crossing(lengths, fast, slow) == pytest.approx(300)
+    assert crossing(lengths, slow, fast) is None
+    assert crossing(lengths[2:], fast[2:], slow[2:]) == 400
+    assert crossing([], [], []) is None
+
+
+def test_a_lucky_short_length_is_no_crossing() -> None:
+    """What counts is from where on it stays faster."""
+    at = crossing([1, 2, 4, 8], [1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 6.0])
+    assert at is not None
+    assert 4 < at < 8
+
+
+# ------------------------------------------------------------------ processes of their own
+
+
+def hold(mib: int) -> int:
+    """Touch that much memory; what a child reports that it held."""
+    ours = measure(lambda: bytearray(b"x") * (mib << 20), enough_s=0.0)
+    assert ours.runs == 1
+    return ours.peak_bytes
+
+
+def fail() -> None:
+    raise ValueError("length=0 is too short")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    with Children("regard.experiments.contenders") as ready:
+        yield ready
+
+
+def test_a_child_sees_the_memory_of_its_own_work_and_of_nothing_before(children: Children) -> None:
+    for mib in (200, 40, 120):
+        held = children.call(f"{__name__}:hold", mib=mib) / 2**20
+        assert mib <= held + 2
+        assert held < mib + 8
+
+
+def test_what_goes_wrong_in_a_child_is_told_and_the_next_one_works(children: Children) -> None:
+    with pytest.raises(RegardError, match="ValueError: length=0 is too short"):
+        children.call(f"{__name__}:fail")
+    with pytest.raises(RegardError, match="ended with exit status -9"):
+        children.call(f"{__name__}:die")
+    assert children.call("os:getpid") != children.call("os:getpid")
+
+
+def test_measure_runs_until_it_has_seen_enough() -> None:
+    calls: list[int] = []
+    assert measure(lambda: calls.append(1), enough_s=0.0).runs == len(calls) == 1
+    assert measure(lambda: None, enough_s=60.0, most_runs=4).runs == 4
+    assert available_memory() > 1 << 20
+
+
+# ------------------------------------------------------------------ what is compared
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_contender_runs_and_its_gradients_arrive(name: str, causal: bool, backward: bool) -> None:
+    setup = Setup(48, n_heads=2, d_head=8, causal=causal, backward=backward)
+    ready(name, setup)()
+    forward, leaves = CONTENDERS[name].build(setup)
+    output = forward()
+    assert output.numel() == 2 * 48 * 8
+    assert torch.isfinite(output).all()
+    if backward:
+        output.sum().backward()
+        assert all(leaf.grad is not None for leaf in leaves)
+
+
+def test_sparse_patterns_look_back_only_when_asked_to() -> None:
+    for name in ("window", "strided", "bigbird"):
+        assert not sparse_mask(name, is_causal=True).dense(600).triu(1).any()
+    assert sparse_mask("window", is_causal=False).dense(600)[0, 0, 300].sum() == 256
+    assert sparse_mask("window", is_causal=True).dense(600)[0, 0, 300].sum() == 256
+
+
+def test_an_unknown_mechanism_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"mechanism 'tield' is none of reference, .*; did you mean 'tiled'\?"):
+        bench.bench_attention(lengths=[64], mechanisms=["tield"])
+    assert [contender.name for contender in choose(["window", "sdpa", "window"])] == ["window", "sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"lengths": []}, r"lengths=\[\] must be"),
+        ({"lengths": [8, 0]}, r"lengths=\[8, 0\] must be"),
+        ({"lengths": [8], "n_heads": 0}, "n_heads=0 must be at least 1"),
+        ({"lengths": [8], "d_head": -1}, "d_head=-1 must be at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be(asked: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        bench.bench_attention(**asked)
+
+
+# ------------------------------------------------------------------ the benchmark
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bench.Bench, list[str]]:
+    said: list[str] = []
+    out = tmp_path_factory.mktemp("bench") / "new" / "folder"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "ENOUGH_S", 0.0)
+        return bench.bench_attention(**SMALL, out=out, progress=said.append), said
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_every_mechanism_has_a_cell_for_every_length(small: tuple[bench.Bench, list[str]]) -> None:
+    found, said = small
+    document = found.document()
+    assert [m["name"] for m in document["mechanisms"]] == list(CONTENDERS)
+    for mechanism in document["mechanisms"]:
+        assert [cell["length"] for cell in mechanism["cells"]] == LENGTHS
+        for cell in mechanism["cells"]:
+            assert cell["skipped"] is None
+            assert cell["seconds"] > 0
+            assert cell["peak_bytes"] >= 0
+            assert cell["runs"] == 1
+        assert isinstance(mechanism["time_exponent"], float)
+    assert len(said) == len(CONTENDERS) * len(LENGTHS)
+    assert document["threads"] >= 1
+    assert (document["n_heads"], document["d_head"], document["causal"]) == (2, 16, True)
+
+
+def test_the_document_is_json_with_finite_numbers(small: tuple[bench.Bench, list[str]]) -> None:
+    document = small[0].document()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert all(math.isfinite(number) for number in _numbers(document))
+
+
+def test_the_table_has_every_row_twice_and_the_files_exist(small: tuple[bench.Bench, list[str]]) -> None:
+    found, _ = small
+    table = found.table()
+    for contender in CONTENDERS.values():
+        rows = [
+            line for line in table.splitlines() if line.startswith((f"{contender.title}  ", f"{contender.title} ("))
+        ]
+        assert len(rows) == 2
+        assert all("T^" in row or "–" in row for row in rows)
+    assert "linformer mixes all positions and cannot be causal" in table
+    assert "strided is causal" not in table
+    text, document, picture = found.files
+    assert text.read_text(encoding="utf-8") == table + "\n"
+    assert json.loads(document.read_text(encoding="utf-8")) == found.document()
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert picture.stat().st_size > 20_000
+
+
+def test_the_picture_shows_something(small: tuple[bench.Bench, list[str]]) -> None:
+    from PIL import Image
+
+    with Image.open(small[0].files[2]) as image:
+        assert image.width > 1500
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+    for colour in set(COLOURS.values()):
+        assert tuple(bytes.fromhex(colour[1:])) in colours
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(bench, "MOST_BYTES", 8 << 20)
+    asked = ["reference", "fourier"]
+    found = bench.bench_attention(lengths=[64, 1024, 4096], mechanisms=asked, n_heads=2, d_head=8, out=tmp_path)
+    reference, fourier = (found.of(name) for name in asked)
+    assert reference[0].skipped is None
+    assert [cell.skipped for cell in fourier] == [None, None, None]
+    assert reference[2].skipped == "needs 411 MiB, more than the 8 MiB allowed"
+    assert (reference[2].seconds, reference[2].peak_bytes) == (None, None)
+    table = found.table()
+    assert "(b) reference at 4,096: needs 411 MiB" in table
+    assert sum("(b)" in line for line in table.splitlines()) == 3  # in both tables, and the reason
+    document = found.document()
+    assert document["mechanisms"][0]["time_exponent"] is None
+    json.dumps(document, allow_nan=False)
+    assert found.files[2].stat().st_size > 20_000
+
+
+def test_what_would_take_too_long_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither after a shorter length, nor as the first one, where a pilot run tells."""
+    monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
+    asked: dict[str, Any] = {"mechanisms": ["additive"], "n_heads": 1, "d_head": 4}
+    after = bench.bench_attention(lengths=[64, 200_000], **asked)
+    assert [cell.skipped is None for cell in after.cells] == [True, False]
+    first = bench.bench_attention(lengths=[200_000], **asked)
+    assert first.cells[0].skipped is not None
+    assert first.cells[0].skipped.startswith("would take about")
+    assert first.cells[0].skipped.endswith("more than the 3 s allowed")
+    assert first.threads >= 1
+    assert "additive at 200,000: would take about" in first.table()
+
+
+def test_the_command_prints_one_document() -> None:
+    words = ["bench", "attention", "--lengths", "64,128", "--mechanisms", "sdpa,window,linear", "--json"]
+    answer = subprocess.run([sys.executable, "-m", "regard", *words], capture_output=True, text=True, cwd=ROOT / "src")
+    assert answer.returncode == 0, answer.stderr
+    document = json.loads(answer.stdout)
+    assert [m["name"] for m in document["mechanisms"]] == ["sdpa", "window", "linear"]
+    assert document["lengths"] == LENGTHS
+    assert all(cell["seconds"] > 0 for m in document["mechanisms"] for cell in m["cells"])
+    assert "window at 128: " in answer.stderr
+
+
+# ------------------------------------------------------------------ small things
+
+
+def test_columns_are_aligned() -> None:
+    text = aligned([Row("name", ["1", "10,000"], "last"), Row("a", ["1.5", "2"], "T^2.00")])
+    assert text.splitlines() == ["name    1  10,000    last", "─" * 25, "a     1.5       2  T^2.00"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [[], [0.5], [0.5, 0.5, 0.5], [0.0, 0.001, 0.9, 0.95, 1.0], [0.99] * 6, [0.0] * 4, [0.1 * n for n in range(10)]],
+)
+def test_labels_keep_their_order_and_their_distance(wanted: list[float]) -> None:
+    placed = spread(wanted, 0.05)
+    assert len(placed) == len(wanted)
+    assert all(b - a >= 0.05 - 1e-9 for a, b in pairwise(placed))
+    assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)
+    if all(b - a >= 0.05 for a, b in pairwise(wanted)):
+        assert placed == pytest.approx(wanted)
