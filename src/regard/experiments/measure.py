@@ -66,8 +66,9 @@ class Children:
         if not hasattr(os, "fork"):
             raise RegardError(f"measuring memory needs a system with fork; {sys.platform} has none")
         start = f"import sys; sys.path[:] = {sys.path!r}; import {imports}; from {__name__} import serve; serve()"
+        # A process group of its own: Ctrl-C is the business of whoever asked, who then ends server and fork together.
         self._server = subprocess.Popen(
-            [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
         )
 
     def call(self, function: str, **arguments: Any) -> Any:
@@ -84,21 +85,20 @@ class Children:
     def __enter__(self) -> Children:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         assert self._server.stdin is not None and self._server.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._server.stdin.close()  # its signal to leave
         try:
-            self._server.wait(timeout=5)
+            self._server.wait(timeout=5 if failure is None else 0)
         except subprocess.TimeoutExpired:
-            self._server.kill()
+            os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
         self._server.stdout.close()
 
 
 def serve() -> None:
     """Answer one request a line, each in a fork, until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of whoever asked
     for line in sys.stdin:
         function, arguments = json.loads(line)
         print(_in_a_fork(function, arguments), flush=True)
@@ -109,7 +109,6 @@ def _in_a_fork(function: str, arguments: dict[str, Any]) -> str:
     child = os.fork()
     if child == 0:
         os.close(answers)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         with os.fdopen(answer_here, "w") as out:
             out.write(_answer(function, arguments))
         os._exit(0)  # without the clean-up that is the server's to do
