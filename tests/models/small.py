@@ -31,6 +31,8 @@ def small_config(name: str, **fields: Any) -> ModelConfig:
         sizes |= {"d_region": 10}
     if own.get("head") == "classify":
         sizes |= {"n_classes": min(own["n_classes"], 5)}
+    if "logit_scale" in own:
+        sizes |= {"logit_scale": sizes["d_model"] ** -0.5}
     return preset(name, **sizes | fields)
 
 

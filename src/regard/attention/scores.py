@@ -131,7 +131,7 @@ class General(nn.Module, Dot):
         self.scale = scale
         d_key = d_query if d_key is None else d_key
         self.w = nn.Parameter(torch.empty(n_heads, d_query, d_key))
-        nn.init.xavier_uniform_(self.w)
+        _initialise(self.w)
 
     def queries(self, q: Tensor) -> Tensor:
         check_projection(self.name, "q", q, self.w)
@@ -154,8 +154,8 @@ class Additive(nn.Module, Mechanism):
         self.w_q = nn.Parameter(torch.empty(n_heads, d_query, d_hidden))
         self.w_k = nn.Parameter(torch.empty(n_heads, d_key, d_hidden))
         self.v = nn.Parameter(torch.empty(n_heads, d_hidden))
-        for weight in (self.w_q, self.w_k, self.v):
-            nn.init.xavier_uniform_(weight)
+        for weight in (self.w_q, self.w_k, self.v[:, None]):
+            _initialise(weight)
 
     def queries(self, q: Tensor) -> Tensor:
         check_projection(self.name, "q", q, self.w_q)
@@ -185,3 +185,9 @@ class Concat(Additive):
     def w(self) -> Tensor:
         """The joined matrix of the paper, (H, d_query + d_key, d_hidden)."""
         return torch.cat([self.w_q, self.w_k], dim=1)
+
+
+def _initialise(weight: Tensor) -> None:
+    """Xavier-uniform for each head's matrix; torch would take (H, in, out) for a convolution and start too small."""
+    for matrix in weight:
+        nn.init.xavier_uniform_(matrix)

@@ -13,6 +13,8 @@ from torch import Tensor
 def toeplitz(values: Tensor, n_rows: int) -> Tensor:
     """(..., R + C - 1) values of distance → (..., R, C) with out[i, j] = values[j - i + R - 1]."""
     n_cols = values.shape[-1] - n_rows + 1
+    if n_cols > n_rows:  # flip would lay out a wide tile by columns, and whatever adds it would crawl
+        return skew(values[..., None, :].expand(*values.shape[:-1], n_rows, values.shape[-1]))
     windows = values.unfold(-1, n_cols, 1)  # (..., R, C): window w starts at w; row i wants the one at R - 1 - i
     return windows.flip(-2)
 

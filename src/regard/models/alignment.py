@@ -61,9 +61,6 @@ class Alignment(nn.Module):
         self.mechanism = _mechanism(config.alignment, config.d_model)
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.checkpointing = False  # recompute a step's scores in the backward pass; set from outside
-        for weight in self.parameters():
-            if weight.dim() == 3:  # (1, D, D): Xavier's rule is for the matrix, not for a kernel of that shape
-                nn.init.xavier_uniform_(weight[0])
 
     def view(self, memory: Memory) -> View:
         """The memory prepared for any number of looks."""
