@@ -151,7 +151,7 @@ class ModelConfig(Config):
     causal: bool = True
     """Whether a decoder hides the future; without it is an ablation that trains on what it must predict."""
     window: int | None = None
-    """Keys each query sees, itself included (Mistral); None: all."""
+    """Keys each query sees, itself included (Mistral), and in an encoder as many after it; None: all."""
     window_layers: tuple[int, ...] | None = None
     """Layers whose attention has that window; None: every layer."""
     qkv_bias: bool = True
@@ -207,7 +207,7 @@ class ModelConfig(Config):
     d_region: int = 2048
     """Width of given region features."""
     d_box: Literal[0, 4, 5] = 0
-    """Numbers of box geometry with each region: none, corners, corners and area."""
+    """Numbers of box geometry after each region's features: none, corners, corners and area."""
 
     cell: Literal["lstm", "gru"] = "lstm"
     """The recurrent cell."""
@@ -239,19 +239,8 @@ class ModelConfig(Config):
         if self.architecture == "recurrent":
             _check_recurrent(self)
             return self
-        for heads_name, heads in (("n_heads", self.n_heads), ("n_decoder_heads", self.n_decoder_heads or self.n_heads)):
-            if self.d_head is None and self.d_model % heads:
-                raise ValueError(f"d_model={self.d_model} is not divisible by {heads_name}={heads}")
-            if heads % (self.n_kv_heads or heads):
-                raise ValueError(f"{heads_name}={heads} is not divisible by n_kv_heads={self.n_kv_heads}")
-        if self.positions == "rope" and self.head_width % 2:
-            raise ValueError(f"positions='rope' needs an even head width, got {self.head_width}")
-        if self.source == "image" and self.image_size % self.patch_size:
-            raise ValueError(f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
-        if self.architecture == "decoder" and self.source != "text":
-            raise ValueError(f"architecture='decoder' reads text; source={self.source!r} needs an encoder")
-        if self.head == "masked-lm" and self.architecture != "encoder":
-            raise ValueError(f"head='masked-lm' goes with architecture='encoder', not {self.architecture!r}")
+        for check in (_check_heads, _check_source, _check_output, _check_mixer, _check_windows):
+            check(self)
         return self
 
     @property
@@ -278,6 +267,66 @@ _POSITIVE = (
     *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
     *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
 )
+
+
+def _check_heads(config: ModelConfig) -> None:
+    n_decoder_heads = config.n_decoder_heads or config.n_heads
+    for name, heads in (("n_heads", config.n_heads), ("n_decoder_heads", n_decoder_heads)):
+        if config.d_head is None and config.d_model % heads:
+            raise ValueError(f"d_model={config.d_model} is not divisible by {name}={heads}")
+        if heads % (config.n_kv_heads or heads):
+            raise ValueError(f"{name}={heads} is not divisible by n_kv_heads={config.n_kv_heads}")
+        width = config.d_model // heads if config.d_head is None else config.d_head
+        if config.positions == "rope" and width % 2:
+            raise ValueError(f"positions='rope' needs an even head width, got {width}")
+
+
+def _check_source(config: ModelConfig) -> None:
+    if config.source == "image" and config.image_size % config.patch_size:
+        raise ValueError(f"image_size={config.image_size} is not divisible by patch_size={config.patch_size}")
+    if config.architecture == "decoder" and config.source != "text":
+        raise ValueError(f"architecture='decoder' reads text; source={config.source!r} needs an encoder")
+
+
+def _check_output(config: ModelConfig) -> None:
+    if config.head in ("masked-lm", "classify") and config.architecture != "encoder":
+        raise ValueError(f"head={config.head!r} goes with architecture='encoder', not {config.architecture!r}")
+    if config.head == "lm" and not config.has_decoder:
+        raise ValueError("head='lm' needs a decoder; architecture='encoder' has 'masked-lm', 'classify' or 'none'")
+    narrow = config.d_embed not in (None, config.d_model) and not config.head_transform
+    if config.head in ("lm", "masked-lm") and config.tie_head and narrow:
+        raise ValueError(
+            f"tie_head=True needs d_embed={config.d_embed} to be as wide as d_model={config.d_model}, or head_transform"
+        )
+
+
+def _check_mixer(config: ModelConfig) -> None:
+    """What a mixer cannot do is said here, not by the first batch."""
+    mixer, positions = config.mixer, config.positions
+    if mixer in ("linformer", "fourier"):
+        if config.has_decoder and config.causal:
+            raise ValueError(f"mixer={mixer!r} mixes all tokens at once, so it cannot hide the future from a decoder")
+        for name in ("window", "shifted_windows"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"mixer={mixer!r} mixes all tokens at once, so {name} cannot narrow it")
+    if mixer in ("linear", "performer", "linformer") and positions in ("alibi", "t5", "xl"):
+        raise ValueError(f"positions={positions!r} is a bias on the scores of token pairs, which mixer={mixer!r} has not")
+    if mixer == "fourier" and positions in ("rope", "alibi", "t5", "xl"):
+        raise ValueError(f"positions={positions!r} acts inside attention, which mixer='fourier' has not")
+
+
+def _check_windows(config: ModelConfig) -> None:
+    if config.shifted_windows is not None and config.source != "image":
+        raise ValueError(f"shifted_windows={config.shifted_windows} needs source='image', not {config.source!r}")
+    layers = config.window_layers
+    if layers is not None and config.window is None:
+        raise ValueError(f"window_layers={layers} needs a window")
+    most = max(config.n_layers, (config.n_decoder_layers or 0) if config.has_decoder else 0)
+    if layers is not None and not all(0 <= layer < most for layer in layers):
+        raise ValueError(f"window_layers={layers} must lie between 0 and {most - 1}")
+    for name in ("window_layers", "shifted_windows"):
+        if config.share_layers and getattr(config, name) is not None:
+            raise ValueError(f"share_layers=True gives all layers one pattern, but {name} tells them apart")
 
 
 _NOT_RECURRENT = (

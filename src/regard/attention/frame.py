@@ -182,5 +182,10 @@ def as_range(span: Span, total: int) -> tuple[int, int] | None:
     """(start, stop) of a contiguous span, None where it is given by indices."""
     if not isinstance(span, slice):
         return None
-    start, stop, step = span.indices(total)
-    return (start, stop) if step == 1 else None
+    if span.step not in (None, 1):
+        return None
+    # What slice.indices says, which torch 2.11 cannot trace.
+    start, stop = 0 if span.start is None else span.start, total if span.stop is None else span.stop
+    start, stop = start + total if start < 0 else start, stop + total if stop < 0 else stop
+    start = min(max(start, 0), total)
+    return start, max(min(stop, total), start)

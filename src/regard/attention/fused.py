@@ -121,7 +121,16 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device_type == "cuda":
-        return torch.compile(flex_attention, dynamic=False)
+        compiled = torch.compile(flex_attention, dynamic=False)
+
+        def fused(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # it will be fused as a part of the larger graph
+                return flex_attention(*args, **kwargs)
+            # Each shape and each mask is a kernel of its own. Past torch's usual limit, 8, it would go on unfused.
+            with torch._dynamo.config.patch(recompile_limit=256):
+                return compiled(*args, **kwargs)
+
+        return fused
 
     def unfused(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():  # torch warns that this is not fused; on a CPU that is what was asked for

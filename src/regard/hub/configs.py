@@ -20,6 +20,7 @@ from .steps import Step
 OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
 _KINDS = ("architecture", "source")
+_MOST_LAYERS = 10_000  # families list the layers; a billion of them would be the end of the memory
 # What translating fields that may hold anything can raise; a family cannot check every value it passes on.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StopIteration)
 
@@ -56,10 +57,13 @@ def read_config(fields: dict[str, Any]) -> Understood:
         if own is None:
             raise BadModelFile(f"config.json has model_type {OWN_TYPE!r}, but no section {_OWN_SECTION!r}")
         return Understood(model_type, own, ())
-    if model_type not in BY_TYPE:
+    if not isinstance(model_type, str) or model_type not in BY_TYPE:
         near = difflib.get_close_matches(str(model_type), [*BY_TYPE, OWN_TYPE], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadModelFile(f"config.json has model_type {model_type!r}{hint} (regard reads {', '.join(BY_TYPE)})")
+    for name, value in fields.items():
+        if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            raise BadModelFile(f"config.json has {name}={value}; regard reads up to {_MOST_LAYERS} layers")
     family = BY_TYPE[model_type]
     try:
         config = family.read(Foreign(fields))

@@ -93,7 +93,7 @@ class MarianTokenizer:
             raise BadModelFile(f"vocab.json for {name} has no token {error}") from None
         self._words = {index: piece for piece, index in vocab.items()}
         if importlib.util.find_spec("sentencepiece") is not None:
-            assert self._pieces  # a damaged file is refused now, not at the first text
+            self._pieces  # noqa: B018 — a damaged file is refused now, not at the first text
 
     @cached_property
     def _pieces(self) -> Any:
@@ -102,7 +102,9 @@ class MarianTokenizer:
         except ImportError:
             raise RegardError(f"{self.name} is read by sentencepiece, which is not installed") from None
         try:
-            return library.SentencePieceProcessor(model_proto=self.model)
+            pieces = library.SentencePieceProcessor()
+            pieces.LoadFromSerializedProto(self.model)
+            return pieces
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadModelFile(f"{self.name} is not a SentencePiece model: {error}") from None
 

@@ -30,7 +30,9 @@ def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross
     """Self-attention as the config describes it; cross-attention is the same without positions."""
     d_head = config.d_model // n_heads if config.d_head is None else config.d_head
     n_kv_heads = n_heads if config.n_kv_heads is None else config.n_kv_heads
-    relative = XLRelative(n_heads, d_head) if config.positions == "xl" and not cross else None
+    relative = None
+    if config.positions == "xl" and not cross:
+        relative = XLRelative(n_heads, d_head, scale=config.attention_scale)
     return MultiHeadAttention(
         config.d_model,
         n_heads,
@@ -61,14 +63,14 @@ def mechanism(config: ModelConfig, n_heads: int, d_head: int, cross: bool) -> Me
     return Dot(config.attention_scale)
 
 
-def rope(config: ModelConfig) -> Rope | None:
+def rope(config: ModelConfig, n_heads: int) -> Rope | None:
     """One rotary table for all layers of a stack; it holds no parameters."""
     if config.positions != "rope":
         return None
     scaling = config.rope_scaling
     fields = {} if scaling is None else {name: getattr(scaling, name) for name in scaling.model_fields_set}
     return Rope(
-        config.head_width,
+        config.d_model // n_heads if config.d_head is None else config.d_head,
         config.rope_base,
         None if scaling is None else RopeScaling(**fields),
         config.rope_fraction,
@@ -90,14 +92,17 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
     return config.window if config.window_layers is None or layer in config.window_layers else None
 
 
-def layer_mask(config: ModelConfig, layer: int) -> Mask | None:
-    """What a layer's own pattern lets it see: a window over text, or windows over an image that shift in turn."""
-    if config.shifted_windows is not None:
+def layer_mask(config: ModelConfig, layer: int, causal: bool, cross: bool) -> Mask | None:
+    """What a layer's own pattern lets it see: a window over text, or windows over an image that shift in turn.
+
+    A decoder beside an encoder (``cross``) reads no image. A window that is not ``causal`` looks ahead as it looks back.
+    """
+    if config.shifted_windows is not None and not cross:
         side = config.shifted_windows
         shift = side // 2 if layer % 2 else 0
         return grid_windows(config.image_size // config.patch_size, side, shift, n_before=1)
     size = window_of(config, layer)
-    return None if size is None else window(size)
+    return None if size is None else window(size, ahead=0 if causal else size - 1)
 
 
 def token_table(config: ModelConfig, vocab_size: int) -> TokenEmbedding:

@@ -23,9 +23,9 @@ class Stack(nn.Module):
         super().__init__()
         self.n_layers, self.causal = n_layers, causal
         self.checkpointing = False  # recompute each layer in the backward pass; set from outside
-        rope = parts.rope(config)
+        rope = parts.rope(config, n_heads)
         self.blocks = nn.ModuleList(
-            Block(config, n_heads, d_ff, cross=cross, mask=parts.layer_mask(config, layer), rope=rope)
+            Block(config, n_heads, d_ff, cross=cross, mask=parts.layer_mask(config, layer, causal, cross), rope=rope)
             for layer in range(1 if config.share_layers else n_layers)
         )
         self.position_bias: Bias | None = parts.shared_bias(config, n_heads, bidirectional=not causal)

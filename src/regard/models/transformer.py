@@ -12,7 +12,7 @@ from .block import Memory
 from .heads import ClassHead, Pooler, TokenHead
 from .model import Model, padding_mask
 from .stack import Stack
-from .vision import source_embeddings
+from .vision import source_embeddings, vision_inputs
 
 
 class Decoder(Model):
@@ -91,7 +91,7 @@ class Encoder(Model):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region) → logits; states without a head."""
+        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits; states without a head."""
         x = self.hidden(source, keep=keep, positions=positions, segments=segments)
         if self.classifier is not None:
             return self.classifier(x, padding_mask(keep))
@@ -190,7 +190,7 @@ def _embed(
     segments: Tensor | None,
 ) -> Tensor:
     if model.token is None:
-        return model.embeddings(source)
+        return model.embeddings(*vision_inputs(model.config, source))
     return model.embeddings(model.token(source), _positions(model.config, source, positions), segments)
 
 

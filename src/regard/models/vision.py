@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..layers import Learned, PatchEmbedding, RegionEmbedding, Sinusoidal, VisionEmbeddings
@@ -26,3 +26,18 @@ def source_embeddings(config: ModelConfig) -> nn.Module:
     elif config.positions == "sinusoidal":
         position = Sinusoidal(config.d_model, layout=config.sinusoid_layout)
     return VisionEmbeddings(patches, position=position, norm=norm, dropout=config.embedding_dropout)
+
+
+def vision_inputs(config: ModelConfig, source: Tensor) -> tuple[Tensor, ...]:
+    """What the embeddings of an image or its regions take: boxes come as the last d_box numbers of each region."""
+    if config.source == "regions" and config.d_box:
+        width = config.d_region + config.d_box
+        if source.shape[-1] != width:
+            raise ValueError(f"regions have width {source.shape[-1]}, but d_region + d_box = {width}")
+        return source.split((config.d_region, config.d_box), dim=-1)
+    size = tuple(source.shape[-2:])
+    if config.shifted_windows is not None and size != (config.image_size, config.image_size):
+        raise ValueError(
+            f"shifted_windows={config.shifted_windows} fit image_size={config.image_size}, not images of {size}"
+        )
+    return (source,)

@@ -20,8 +20,8 @@ __all__ = ["CLASSES", "Kind", "Stem", "honorific", "infinitive", "join_eu", "joi
 Kind = Literal["verb", "adjective", "exist", "copula"]
 """What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own."""
 
-CLASSES = ("", "ㅂ", "ㄷ", "ㅅ", "ㅎ", "르", "하", "시", "어")
-"""Regular, the irregular classes, 시 the honorific suffix, 어 a stem whose 아/어 does not contract (피다 → 피어요)."""
+CLASSES = ("", "ㅂ", "ㄷ", "ㅅ", "ㅎ", "르", "하", "시", "어", "아니")
+"""Regular, the irregular classes, 시 the honorific suffix, 어 a stem that takes 어 whole (피다 → 피어요, 갔 → 갔어요), and 아니다."""
 
 _BRIGHT = "ㅏㅑㅗ"
 # Where a vowel meets 아/어: the vowel it becomes. What is not listed keeps the ending as a syllable (쉬다 → 쉬어).
@@ -94,7 +94,7 @@ def infinitive(stem: Stem) -> str:
         case "르":
             before = with_final(text[:-1], "ㄹ")
             return before + ("라" if decompose(before[-1])[1] in _BRIGHT else "러")
-        case "어":
+        case "어" | "아니":
             return text + "어"
     if tail:
         return text + _harmony(vowel)
@@ -113,7 +113,7 @@ def _harmony(vowel: str) -> str:
 @cache
 def past(stem: Stem) -> Stem:
     """The stem with 았/었: 먹 → 먹었, 가 → 갔, 하 → 했. It takes adjective endings, tense being already said."""
-    return Stem(with_final(infinitive(stem), "ㅆ"), "", "adjective")
+    return Stem(with_final(infinitive(stem), "ㅆ"), "어", "adjective")
 
 
 @cache

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ...config import ModelConfig
 from .alignment import Alignment, Glimpse, View
+from .cache import MemoryCache, StateCache
 from .recurrence import Recurrence, Rows, State
-from .recurrent_cache import MemoryCache, StateCache
 
 
 class Step(NamedTuple):

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..attention import masks
-from ..attention.cache import ModelCache
-from ..config import ModelConfig
-from . import parts
+from ...attention import masks
+from ...attention.cache import ModelCache
+from ...config import ModelConfig
+from .. import parts
+from ..block import Memory
+from ..heads import TokenHead
+from ..model import Model, padding_mask
 from .alignment import View, real_keys
-from .block import Memory
-from .heads import TokenHead
-from .model import Model, padding_mask
+from .cache import MemoryCache, StateCache
+from .decoder import BahdanauDecoder, LuongDecoder, PlainDecoder, linear
 from .recurrence import Recurrence, Rows, State
-from .recurrent_cache import MemoryCache, StateCache
-from .recurrent_decoder import BahdanauDecoder, LuongDecoder, PlainDecoder, linear
 
 _DECODERS: dict[str, type[PlainDecoder]] = {
     "none": PlainDecoder,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention.cache import Cache, CrossCache
-from ..attention.cache.cache import n_bytes
+from ...attention.cache import Cache, CrossCache
+from ...attention.cache.cache import n_bytes
 from .alignment import View
 from .recurrence import State
 

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Frame, masks
-from ..attention.backends import run
-from ..attention.cache import Cache
-from ..attention.call import Call
-from ..attention.dropout import draw_seed
-from ..attention.frame import ALL
-from ..attention.scores import Additive, Concat, Dot, General, Mechanism
-from ..attention.taps import tap_attention
-from ..config import ModelConfig
-from .block import Memory
+from ...attention import Frame, masks
+from ...attention.backends import run
+from ...attention.cache import Cache
+from ...attention.call import Call
+from ...attention.dropout import draw_seed
+from ...attention.frame import ALL
+from ...attention.scores import Additive, Concat, Dot, General, Mechanism
+from ...attention.taps import tap_attention
+from ...config import ModelConfig
+from ..block import Memory
 
 
 @dataclass(frozen=True, eq=False)
