@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import regard
 from regard import cli
 from regard.errors import BadModelFile, Diverged, RegardError
+from regard.models import build
 
 
 class Measured:
@@ -81,7 +86,7 @@ def test_bench_attention_measures_everything_unless_told(bench: ModuleType) -> N
     assert bench.asked["mechanisms"] is None
     assert bench.asked["causal"] is True
     assert bench.asked["backward"] is False
-    assert bench.asked["out"] is None
+    assert bench.asked["out"] == Path("runs/bench-attention")
 
 
 def test_json_is_one_document_on_stdout(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,3 +160,81 @@ def test_wrong_usage_is_2_and_names_what_was_wrong(
     assert said.out == ""
     assert words[-2 if "--nonsense" not in words and len(words) > 1 else -1] in said.err
     assert bench.asked is None
+
+
+# ------------------------------------------------------------------------------------- info
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24, "vocab_size": 30, "max_len": 12}
+    return build("gpt2", **sizes).save(tmp_path_factory.mktemp("saved") / "model")
+
+
+def test_info_says_what_a_directory_holds(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", str(saved)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    for fact in (
+        "gpt2: decoder",
+        "4,624 parameters",
+        "verified: ",
+        "d_model = 16",
+        "model.safetensors",
+        "manifest.json",
+    ):
+        assert fact in said.out, said.out
+    assert "n_segments" not in said.out, "only what differs from the defaults"
+
+
+def test_info_as_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", str(saved), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["parameters"] == build("gpt2", device="meta", **document["config"]).n_parameters
+    assert (document["architecture"], document["model_type"], document["verified"]) == ("decoder", "gpt2", True)
+    assert set(document["files"]) == {path.name for path in saved.iterdir()}
+
+
+def test_info_says_when_nobody_vouches(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(saved, foreign)
+    (foreign / "manifest.json").unlink()
+    for words in ([str(foreign)], [str(saved), "--no-verify"]):
+        assert cli.main(["info", *words]) == 0
+        assert "unverified: " in capsys.readouterr().out
+        assert cli.main(["info", *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["verified"] is False
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 20), "model.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: shutil.rmtree(folder), "there is no directory"),
+    ],
+)
+def test_info_on_a_bad_directory_is_3_and_one_line(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], word: str
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(saved, bad)
+    damage(bad)
+    for words in ([], ["--json"]):
+        assert cli.main(["info", str(bad), *words]) == 3
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("regard: ")
+        assert said.err.count("\n") == 1
+        assert word in said.err
+
+
+def test_info_reads_a_pickle_only_when_asked(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(saved, old)
+    (old / "manifest.json").unlink()
+    torch.save(load_file(old / "model.safetensors"), old / "pytorch_model.bin")
+    (old / "model.safetensors").unlink()
+    assert cli.main(["info", str(old)]) == 3
+    assert "--allow-pickle" in capsys.readouterr().err
+    assert cli.main(["info", str(old), "--allow-pickle"]) == 0

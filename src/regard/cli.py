@@ -113,7 +113,9 @@ def bench_attention(
     backward: Annotated[
         bool, typer.Option("--backward/--forward", help="Measure forward and backward, or forward alone.")
     ] = False,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the table and the PNG.")] = Path("runs/bench-attention"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the table and the PNG.")] = Path(
+        "runs/bench-attention"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> None:
     """Time and memory of every attention mechanism against length, with the fitted exponent of each."""

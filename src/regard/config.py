@@ -310,7 +310,7 @@ def _check_mixer(config: ModelConfig) -> None:
             if getattr(config, name) is not None:
                 raise ValueError(f"mixer={mixer!r} mixes all tokens at once, so {name} cannot narrow it")
     if mixer in ("linear", "performer", "linformer") and positions in ("alibi", "t5", "xl"):
-        raise ValueError(f"positions={positions!r} is a bias on the scores of token pairs, which mixer={mixer!r} has not")
+        raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which mixer={mixer!r} has not")
     if mixer == "fourier" and positions in ("rope", "alibi", "t5", "xl"):
         raise ValueError(f"positions={positions!r} acts inside attention, which mixer='fourier' has not")
 

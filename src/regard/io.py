@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ __all__ = ["Description", "describe", "load", "save"]
 
 _log = logging.getLogger(__name__)
 _MOST_SHARD_BYTES = 5 * 10**9  # what transformers does
+_MOST_TRIES = 20
+T = TypeVar("T")
 
 
 def load(
@@ -43,13 +46,16 @@ def load(
     """
     kind = _float_type(dtype)
     place = torch.get_default_device() if device is None else torch.device(device)
-    opened = _open(path, allow_pickle, verify)
-    with _naming(opened.directory.root):
-        processor = opened.processor()
-        model = hub.fill(opened.fitting, opened.understood.steps, opened.weights, place, kind)
-    model.processor = processor
-    _attach(model, provenance=opened.provenance)
-    return model
+
+    def read() -> Model:
+        opened = _open(path, allow_pickle, verify)
+        with _naming(opened.directory.root):
+            processor = opened.processor()
+            model = hub.fill(opened.fitting, opened.understood.steps, opened.weights, place, kind)
+        _attach(model, processor=processor, provenance=opened.provenance)
+        return model
+
+    return _from_one_directory(path, read)
 
 
 @dataclass(frozen=True)
@@ -104,18 +110,21 @@ class Description:
 
 def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = True) -> Description:
     """Everything that ``load`` would check, and what it would find."""
-    opened = _open(path, allow_pickle, verify)
-    layout = opened.weights.layout.values()
-    with _naming(opened.directory.root):
-        processor = opened.processor()
-    return Description(
-        opened.provenance,
-        opened.understood.config,
-        opened.fitting.model.n_parameters,
-        tuple(sorted({str(x.dtype).removeprefix("torch.") for x in layout})),
-        opened.directory.files(),
-        processor,
-    )
+
+    def read() -> Description:
+        opened = _open(path, allow_pickle, verify)
+        with _naming(opened.directory.root):
+            processor = opened.processor()
+        return Description(
+            opened.provenance,
+            opened.understood.config,
+            opened.fitting.model.n_parameters,
+            tuple(sorted({str(x.dtype).removeprefix("torch.") for x in opened.weights.layout.values()})),
+            opened.directory.files(),
+            processor,
+        )
+
+    return _from_one_directory(path, read)
 
 
 def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_BYTES) -> Path:
@@ -172,6 +181,29 @@ def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:
         weights = directory.weights(allow_pickle=allow_pickle)
         fitting = hub.fit(understood.config, understood.steps, weights.layout)
     return _Opened(directory, fields, understood, weights, fitting)
+
+
+def _from_one_directory(path: str | Path, read: Callable[[], T]) -> T:
+    """Read again when another process has saved over the directory meanwhile: no half of this and half of that."""
+    for _ in range(_MOST_TRIES):
+        before = _identity(path)
+        try:
+            result = read()
+        except (BadModelFile, OSError):
+            if _identity(path) == before:
+                raise
+        else:
+            if _identity(path) == before:
+                return result
+    raise BadModelFile(f"{path} was saved over {_MOST_TRIES} times while it was being read")
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

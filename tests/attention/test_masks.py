@@ -311,6 +311,16 @@ def any_frame(data: st.DataObject, n_queries: int, n_keys: int) -> Frame:
     return frame.with_documents(frame.q_pos.clamp(min=0) // 7, frame.k_pos.clamp(min=0) // 7)
 
 
+@pytest.mark.parametrize("name", [*DEFINED, *OTHERS])
+@pytest.mark.parametrize("block", [(1, 1), (3, 4), (5, 2), (12, 12)], ids=str)
+def test_a_plan_of_every_mask_and_its_opposite_is_true(name: str, block: tuple[int, int]) -> None:
+    mask = DEFINED[name][0] if name in DEFINED else OTHERS[name]
+    documents, cache = torch.arange(12) // 5, torch.tensor([8, -1, 10, 3, 4, -1, 6, 7, 30, 0, 1, 2])
+    for frame in (Frame.aligned(2, 2, 12, 12), Frame(2, 2, torch.arange(12) + 3, cache)):
+        for one in (mask, ~mask, ~(mask | masks.causal()), mask & ~masks.window(4)):
+            assert_sound(one, frame.with_documents(documents), block)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_what_a_plan_says_of_a_block_is_true(data: st.DataObject) -> None:

@@ -18,11 +18,6 @@ from regard.layers import RMSNorm, Rope
 B, T, M, H, D = 2, 9, 24, 4, 6
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def tokens(length: int = T, width: int = M) -> Tensor:
     return torch.randn(B, length, width)
 
@@ -260,11 +255,11 @@ def test_a_scale_is_the_mechanisms() -> None:
     torch.testing.assert_close(attention(x), attention.w_o(mean))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("options", [{}, {"cross": True}, {"rope": Rope(D)}, {"position_bias": T5Bias(H)}])
 def test_builds_on_meta_and_compiles_whole(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         MultiHeadAttention(M, H, **copy.deepcopy(options))
-    torch.compiler.reset()
     attention = MultiHeadAttention(M, H, 2, **options)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     args = (tokens(), tokens(5)) if attention.cross else (tokens(),)

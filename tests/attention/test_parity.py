@@ -19,11 +19,6 @@ BACKENDS = ["reference", "tiled", "sdpa", "flex", "auto"]
 B, T, M, H = 2, 7, 24, 4
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def close(found: Tensor, wanted: Tensor) -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,18 +68,6 @@ class Model(nn.Module):
             else:
                 x = layer(x, memory, mask, None if caches is None else caches[n])
         return x
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -264,6 +252,7 @@ def test_cross_attention_and_masks_made_inside_a_compiled_model() -> None:
     assert_saw_everything(compiled, lambda: compiled(*inputs), *inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_layers_compiled_one_by_one_share_their_graphs() -> None:
     """A place is no constant of the graph: more layers than the compiler would put up with."""
@@ -324,12 +313,14 @@ def test_checkpoints_inside_a_compiled_model_are_seen_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_model_inside_a_checkpoint_is_seen_once() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_compiled_model_inside_a_checkpoint_is_seen_once(reentrant: bool) -> None:
     model, inputs = Model(cross=False), batch()
+    inputs[0].requires_grad_()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
     def run() -> None:
-        checkpoint(compiled, *inputs, use_reentrant=False).sum().backward()
+        checkpoint(compiled, *inputs, use_reentrant=reentrant).sum().backward()
 
     run()
     assert_saw_everything(compiled, run, *inputs)

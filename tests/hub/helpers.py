@@ -138,8 +138,6 @@ def ours(**fields: Any) -> Model:
     return model
 
 
-
-
 def edit_json(path: Path, **fields: Any) -> None:
     """Change fields of a JSON file; None removes one."""
     document = json.loads(path.read_text(encoding="utf-8")) | fields

@@ -289,6 +289,7 @@ def test_labels_and_image(folder: Folder, tmp_path: Path) -> None:
 
     assert load(folder("vit")).processor.labels == ("cat", "dog", "숲")
     assert load(folder("bert")).processor is None
+    assert load(folder("bert-classes")).processor is None, "LABEL_0 is no name"
     directory = copy(folder("vit"), tmp_path / "vit")
     maker = hf.ViTImageProcessor(
         size={"height": 8, "width": 8}, image_mean=[0.2, 0.3, 0.4], image_std=[0.5, 0.6, 0.7], resample=2
@@ -299,7 +300,9 @@ def test_labels_and_image(folder: Folder, tmp_path: Path) -> None:
     pixels = model.processor.image(picture)
     assert pixels.shape == (1, 3, 8, 8)
     theirs_too = torch.as_tensor(maker(picture, return_tensors="pt")["pixel_values"])
-    torch.testing.assert_close(pixels, theirs_too, atol=0.02, rtol=0)  # theirs may resize on tensors, within a grey level
+    torch.testing.assert_close(
+        pixels, theirs_too, atol=0.02, rtol=0
+    )  # theirs may resize on tensors, within a grey level
     saved = model.save(tmp_path / "saved")
     assert load(saved).processor.labels == ("cat", "dog", "숲")
     assert load(saved).processor.image == model.processor.image

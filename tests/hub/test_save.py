@@ -41,6 +41,7 @@ OURS: dict[str, dict[str, Any]] = {
         **{"architecture": "encoder", "source": "image", "image_size": 8, "patch_size": 2, "shifted_windows": 2},
         **{"head": "classify", "positions": "learned"},
     },
+    "recurrent": {"architecture": "recurrent", "alignment": "general", "bidirectional": False},
     "bos none": {"bos_id": None, "eos_id": None},
 }
 
@@ -140,14 +141,14 @@ def test_training_goes_on_after_loading_and_the_file_stays(tmp_path: Path) -> No
 
 
 TWINS = {
-    **{name: "marian" for name in ("transformer-tiny", "transformer-base", "transformer-big")},
-    **{name: "gpt2" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
+    **dict.fromkeys(("transformer-tiny", "transformer-base", "transformer-big"), "marian"),
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), "gpt2"),
     **{"llama-7b": "llama", "llama-1b": "llama", "mistral-7b": "mistral"},
     **{"bert-base": "bert", "bert-base-masked": "bert"},
     **{"t5-small": "t5", "t5-base": "t5", "t5-v1.1-small": "t5"},
     **{"vit-base-16": "vit", "vit-tiny": "vit"},
-    **{name: "regard" for name in ("sentiment", "swin-tiny", "captioner", "captioner-regions")},
-    **{name: "regard" for name in ("bahdanau-gru", "luong-lstm", "lstm-plain")},
+    **dict.fromkeys(("sentiment", "swin-tiny", "captioner", "captioner-regions"), "regard"),
+    **dict.fromkeys(("bahdanau-gru", "luong-lstm", "lstm-plain"), "regard"),
 }
 
 
@@ -359,7 +360,8 @@ from regard.io import load, save
 from regard.models import build
 
 torch.set_num_threads(1)
-target, config = Path(sys.argv[1]), ModelConfig(architecture="decoder", d_model=64, n_layers=4, n_heads=2, vocab_size=500)
+target = Path(sys.argv[1])
+config = ModelConfig(architecture="decoder", d_model=64, n_layers=4, n_heads=2, vocab_size=500)
 
 def constant(value):
     model = build(config)
@@ -394,10 +396,52 @@ print("whole", sorted(seen))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a process in the middle of a save, which takes POSIX")
-def test_killed_while_saving_the_directory_always_loads(tmp_path: Path) -> None:
+READING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from regard.config import ModelConfig
+from regard.io import load, save
+from regard.models import build
+
+torch.set_num_threads(1)
+target = Path(sys.argv[1])
+
+def constant(value):
+    sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8 + 8 * value, "vocab_size": 9}
+    model = build(ModelConfig(architecture="decoder", **sizes))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(value)
+    return model
+
+zero, one = constant(0), constant(1)
+save(zero, target)
+child = os.fork()
+if child == 0:
+    while True:
+        save(one, target)
+        save(zero, target)
+try:
+    seen = []
+    for _ in range(60):
+        model = load(target)
+        (value,) = {value for p in model.parameters() for value in p.unique().tolist()}
+        assert model.config.d_ff == 8 + 8 * value
+        seen.append(int(value))
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+assert set(seen) == {0, 1}, seen
+print("whole")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills a process that saves")
+@pytest.mark.parametrize("script", [CRASHES, READING], ids=["killed while saving", "read while saving"])
+def test_a_directory_is_always_whole(tmp_path: Path, script: str) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", CRASHES, str(tmp_path / "runs" / "model"), "10"],
+        [sys.executable, "-c", script, str(tmp_path / "runs" / "model"), "10"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.hub import BY_TYPE, FAMILIES, to_ours, to_theirs
+from regard.hub.families.bart import Copy, Sinusoids
 from regard.hub.families.encoders import OldEnding, Unread
 from regard.hub.steps import Drop, Fill, Join, Rename, Reshape, Step, Tensors, Tie, Transpose, matches, translate
 from regard.models import build
@@ -35,7 +36,9 @@ def tensor(draw: st.DrawFn, *shape: int) -> Tensor:
 @st.composite
 def others(draw: st.DrawFn) -> Tensors:
     """Tensors a step has nothing to do with."""
-    names = draw(st.lists(st.sampled_from(["x", "h.0", "h.0.w.bias", "h..w", "ah.1.w", "h.one.w", "h.1.wb"]), unique=True))
+    names = draw(
+        st.lists(st.sampled_from(["x", "h.0", "h.0.w.bias", "h..w", "ah.1.w", "h.one.w", "h.1.wb"]), unique=True)
+    )
     return {name: draw(tensor(2)) for name in names}
 
 
@@ -136,12 +139,41 @@ def test_unread(rest: Tensors, data: st.DataObject) -> None:
     assert same_bits(step.apply(rest | {"bias": w}), ours)
 
 
+@given(others(), st.data())
+def test_copy(rest: Tensors, data: st.DataObject) -> None:
+    step, w = Copy("decoder.table", "table"), data.draw(tensor(2, 2)).float().nan_to_num()
+    ours = there_and_back(step, rest | {"table": w, "decoder.table": w.clone()})
+    assert same_bits(ours, rest | {"table": w})
+    assert same_bits(step.apply(rest | {"decoder.table": w}), ours)
+    with pytest.raises(ValueError, match=r"decoder\.table and table hold different numbers"):
+        step.apply(rest | {"table": w, "decoder.table": torch.where(w == 0, 1.0, 0.0)})
+
+
+@given(others(), st.integers(1, 6), st.integers(1, 4))
+def test_sinusoids(rest: Tensors, max_len: int, half: int) -> None:
+    written = Sinusoids("positions", max_len, 2 * half, written=True)
+    theirs = written.undo(rest)
+    angle = torch.arange(max_len)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    torch.testing.assert_close(theirs["positions"], torch.cat([angle.sin(), angle.cos()], dim=1))
+    assert same_bits(there_and_back(written, theirs), rest)
+    unwritten = Sinusoids("positions", max_len, 2 * half, written=False)
+    assert same_bits(unwritten.apply(theirs), rest)
+    assert same_bits(unwritten.undo(rest), rest)
+    for wrong in (theirs["positions"] + 1, torch.zeros(max_len + 1, 2 * half)):
+        with pytest.raises(ValueError, match="should hold the sinusoids"):
+            written.apply(rest | {"positions": wrong})
+    on_meta = Sinusoids("positions", 10**12, 2 * half, written=True).undo({"x": torch.empty(1, device="meta")})
+    assert on_meta["positions"].shape == (10**12, 2 * half), "a claim costs no memory"
+
+
 @given(st.text("ah.0123{}w", max_size=12))
 def test_a_pattern_matches_whole_numbers_and_nothing_else(name: str) -> None:
     parts = name.split(".")
     right = len(parts) == 3 and parts[0] == "h" and parts[2] == "w" and parts[1].isdecimal()
     assert matches(name, "h.{i}.w") is right
-    assert (translate(name, "h.{i}.w", "b.{i}") == f"b.{parts[1]}") if right else not translate(name, "h.{i}.w", "b.{i}")
+    assert (
+        (translate(name, "h.{i}.w", "b.{i}") == f"b.{parts[1]}") if right else not translate(name, "h.{i}.w", "b.{i}")
+    )
 
 
 TINY: dict[str, Any] = {"d_model": 8, "n_layers": 2, "n_heads": 2, "d_ff": 12, "vocab_size": 11}

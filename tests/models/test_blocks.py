@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import multihead
+from regard.attention import multihead, record
 from regard.config import ModelConfig
 from regard.models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, build
 from regard.models.block import Surroundings
@@ -347,6 +347,15 @@ def test_order_matters_exactly_where_it_is_told(positions: str) -> None:
         close(exchanged, model(tokens)[:, order])
     else:
         assert (exchanged - model(tokens)[:, order]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("positions", ["none", "xl"])
+def test_the_scale_reaches_all_of_the_score(positions: str) -> None:
+    """Transformer-XL scales q·k and what it adds alike: with scale 0 nothing of a score is left."""
+    model = model_of(architecture="encoder", head="none", positions=positions, attention_scale=0.0, n_layers=1)
+    with torch.no_grad(), record(model) as seen:
+        model(source_of(model.config))
+    close(seen.map("encoder.blocks.0.attention").dense(), torch.full((3, 4, 9, 9), 1 / 9))
 
 
 @torch.no_grad()

@@ -232,7 +232,7 @@ def test_an_image_captioner_reads_pixels() -> None:
 
 @torch.no_grad()
 def test_shifted_windows_stay_in_their_windows_and_alternate() -> None:
-    """Swin: attention inside 2 × 2 patches, every other layer shifted by one; the class token sees and is seen by all."""
+    """Swin: attention inside 2 × 2 patches, every other layer shifted by one; the class token sees all, all see it."""
     model = small("swin-tiny")
     with record(model) as seen:
         model(source_of(model.config))

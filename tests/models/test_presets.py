@@ -52,7 +52,7 @@ def test_published_counts(name: str, parameters: int) -> None:
 
 
 def paper(vocab: int, d: int, ff: int, n: int, attention_bias: bool = True) -> int:
-    """The Transformer of table 3, written out: one table for source, target and output, nothing after the last layer."""
+    """The Transformer of table 3, written out: one table for source, target and output, no last norm."""
     attention = 4 * (d * d + (d if attention_bias else 0))
     feed_forward = (d * ff + ff) + (ff * d + d)
     norm = 2 * d

@@ -104,7 +104,7 @@ def test_other_heads_are_refused_by_name(name: str) -> None:
         {"n_kv_heads": 4},
         {"window": 8},
         {"d_head": 32},
-        {"head": "classify"},
+        {"architecture": "encoder", "head": "none"},
         {"causal": False},
         {"mixer": "linear"},
     ],

@@ -303,7 +303,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
         {"logit_scale": 0.5},
         {"scale_embeddings": True},
         {"share_layers": True},
-        {"head": "classify"},
+        {"architecture": "encoder", "head": "none"},
         {"window": 8, "qkv_bias": True, "out_bias": True},
         {"window": 8, "ff_bias": True},
     ],

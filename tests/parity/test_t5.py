@@ -166,7 +166,7 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], named:
         {"target_vocab_size": 100},
         {"head_bias": True},
         {"architecture": "decoder"},
-        {"head": "classify"},
+        {"architecture": "encoder", "head": "masked-lm"},
     ],
     ids=str,
 )

@@ -79,9 +79,10 @@ def _beside(parts: list[Tensor]) -> Tensor:
 def _check_complete(q_pos: Tensor, k_pos: Tensor) -> None:
     """Weights are shares of a whole: with some of the keys gone, those of the others cannot be known."""
     last = int(q_pos.max())
-    there = (k_pos[..., None, :] == torch.arange(last + 1, device=k_pos.device)[:, None]).any(-1)  # (B or -, positions)
+    there = torch.zeros(*k_pos.shape[:-1], last + 2, dtype=torch.bool, device=k_pos.device)
+    there.scatter_(-1, torch.where((k_pos >= 0) & (k_pos <= last), k_pos, last + 1), True)  # the rest, out of the way
     wanted = torch.arange(last + 1, device=k_pos.device) <= q_pos.amax(-1, keepdim=True)
-    gone = int((wanted & ~there).sum(-1).max())
+    gone = int((wanted & ~there[..., :-1]).sum(-1).max())
     if gone:
         raise ValueError(f"{gone} of the {last + 1} keys are no longer in the cache; RingCache(keep_keys=…) keeps them")
 

@@ -86,7 +86,7 @@ def _defaults_said_aloud(config: ModelConfig) -> set[str]:
     """Optional fields whose value is the one that None stands for."""
     encoder_decoder = config.architecture == "encoder-decoder"
     heads = {config.n_heads, (config.n_decoder_heads or config.n_heads) if encoder_decoder else config.n_heads}
-    windowed = {layer for layer in config.window_layers or () if 0 <= layer < config.n_layers}
+    n_layers = max(config.n_layers, (config.n_decoder_layers or 0) if encoder_decoder else 0)
     same = {
         "n_decoder_layers": config.n_decoder_layers == config.n_layers,
         "n_decoder_heads": config.n_decoder_heads == config.n_heads,
@@ -95,7 +95,7 @@ def _defaults_said_aloud(config: ModelConfig) -> set[str]:
         "n_kv_heads": heads == {config.n_kv_heads},
         "d_head": config.d_head is not None and all(config.d_head * n == config.d_model for n in heads),
         "attention_scale": config.attention_scale == 1 / math.sqrt(config.head_width) and len(heads) == 1,
-        "window_layers": len(windowed) == config.n_layers,
+        "window_layers": len(set(config.window_layers or ())) == n_layers,
         "head_activation": config.head_activation == config.activation,
         # An image has no token table to share: its target's vocabulary is vocab_size under either name.
         "target_vocab_size": config.source != "text" and config.target_vocab_size == config.vocab_size,

@@ -36,10 +36,10 @@ def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
     _need_plausible(config, layout)
     try:
         model = build(config, device="meta")
+        ours = dict(model.state_dict())
+        expected = to_theirs(steps, ours)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise BadModelFile(f"config.json describes no model that can be built: {error}") from None
-    ours = dict(model.state_dict())
-    expected = to_theirs(steps, ours)
     names, there, unexpected = _place(steps, expected, layout)
     wrong = [
         f"{name} is {_shape(layout[name])} instead of {_shape(expected[place])}"

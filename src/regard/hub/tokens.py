@@ -271,7 +271,9 @@ def _labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
         by_index = {}
     if sorted(by_index) != list(range(config.n_classes)):
         raise BadModelFile(f"config.json has id2label={names!r}, which does not name {config.n_classes} classes")
-    return tuple(by_index[index] for index in range(config.n_classes))
+    labels = tuple(by_index[index] for index in range(config.n_classes))
+    # What transformers writes where nobody named the classes is no name.
+    return None if labels == tuple(f"LABEL_{index}" for index in range(config.n_classes)) else labels
 
 
 def _size(size: Any) -> tuple[int, int]:
@@ -302,4 +304,5 @@ def _refusing_panics(name: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise BadModelFile(f"{name} is not a tokenizer that can be read: {str(error).splitlines()[0]}") from None
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadModelFile(f"{name} is not a tokenizer that can be read: {said}") from None

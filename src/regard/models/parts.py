@@ -95,7 +95,7 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
 def layer_mask(config: ModelConfig, layer: int, causal: bool, cross: bool) -> Mask | None:
     """What a layer's own pattern lets it see: a window over text, or windows over an image that shift in turn.
 
-    A decoder beside an encoder (``cross``) reads no image. A window that is not ``causal`` looks ahead as it looks back.
+    A decoder beside an encoder (``cross``) reads no image. A window that is not ``causal`` looks both ways.
     """
     if config.shifted_windows is not None and not cross:
         side = config.shifted_windows

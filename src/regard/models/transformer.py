@@ -91,7 +91,7 @@ class Encoder(Model):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits; states without a head."""
+        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states."""
         x = self.hidden(source, keep=keep, positions=positions, segments=segments)
         if self.classifier is not None:
             return self.classifier(x, padding_mask(keep))

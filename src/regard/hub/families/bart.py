@@ -130,15 +130,20 @@ class Sinusoids:
 
     def apply(self, tensors: Tensors) -> Tensors:
         out = dict(tensors)
-        table, due = out.pop(self.name, None), self._table()
+        table = out.pop(self.name, None)
         if table is None or table.is_meta:
             return out
-        if table.shape != due.shape or not torch.allclose(table.float(), due, atol=1e-2):
+        # Its shape first: the table that is due takes memory, and max_len is only what a config claims.
+        if table.shape != (self.max_len, self.width) or not torch.allclose(table.float(), self._table(), atol=1e-2):
             raise ValueError(f"{self.name} should hold the sinusoids of {self.max_len} positions, but does not")
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
-        return {**tensors, self.name: self._table()} if self.written else tensors
+        if not self.written:
+            return tensors
+        on_meta = any(x.is_meta for x in tensors.values())
+        table = torch.empty(self.max_len, self.width, device="meta") if on_meta else self._table()
+        return {**tensors, self.name: table}
 
     def _table(self) -> torch.Tensor:
         return Sinusoidal(self.width, layout="halves")(torch.arange(self.max_len), torch.float32)

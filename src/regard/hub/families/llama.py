@@ -94,17 +94,18 @@ def _read_window(theirs: Foreign, n_layers: int) -> tuple[int | None, tuple[int,
     return window, None if len(layers) == n_layers else layers
 
 
-_LENGTHS = {"factor": "factor", "original_max_position_embeddings": "original_max_len"}
-_SCALING_FIELDS = {  # what each kind reads; other fields beside them mean nothing, there as here
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "yarn": {
-        **_LENGTHS,
-        **{name: name for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")},
-    },
-    "llama3": {**_LENGTHS, **{name: name for name in ("low_freq_factor", "high_freq_factor")}},
-    "longrope": {**_LENGTHS, **{name: name for name in ("short_factor", "long_factor", "attention_factor")}},
+_ORIGINAL = "original_max_position_embeddings"
+_SCALING_FIELDS: dict[str, tuple[str, ...]] = {  # what each kind reads; fields beside them mean nothing, there as here
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }
+
+
+def _our_name(field: str) -> str:
+    return "original_max_len" if field == _ORIGINAL else field
 
 
 def _read_rope(theirs: Foreign) -> tuple[float, RopeScalingConfig | None]:
@@ -122,9 +123,8 @@ def _read_rope(theirs: Foreign) -> tuple[float, RopeScalingConfig | None]:
         return base, None
     if kind not in _SCALING_FIELDS:
         raise ValueError(f"config.json has rope_type={kind!r}; regard has {', '.join(_SCALING_FIELDS)}")
-    original = "original_max_position_embeddings"
-    fields[original] = theirs.get(original, fields.get(original))  # a field of its own comes before the dict's
-    known = {ours: fields[name] for name, ours in _SCALING_FIELDS[kind].items() if fields.get(name) is not None}
+    fields[_ORIGINAL] = theirs.get(_ORIGINAL, fields.get(_ORIGINAL))  # a field of its own comes before the dict's
+    known = {_our_name(name): fields[name] for name in _SCALING_FIELDS[kind] if fields.get(name) is not None}
     return base, RopeScalingConfig(kind=kind, **known)
 
 
@@ -164,7 +164,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         fields["sliding_window"] = config.window
     if kind in ("qwen2", "qwen3"):
         fields["use_sliding_window"] = config.window is not None
-        fields["max_window_layers"] = config.n_layers if config.window is None else min(windowed, default=config.n_layers)
+        fields["max_window_layers"] = min(windowed, default=config.n_layers) if config.window else config.n_layers
     if kind in ("qwen2", "qwen3", "ministral"):
         fields["layer_types"] = [
             "sliding_attention" if config.window is not None and layer in windowed else "full_attention"
@@ -189,10 +189,10 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None:
         fields["rope_type"] = scaling.kind
-        for theirs, ours in _SCALING_FIELDS[scaling.kind].items():
-            value = getattr(scaling, ours)
-            if value is not None or theirs == "factor":  # they want to be told that there is no factor
-                fields[theirs] = list(value) if isinstance(value, tuple) else value
+        for name in _SCALING_FIELDS[scaling.kind]:
+            value = getattr(scaling, _our_name(name))
+            if value is not None or name == "factor":  # they want to be told that there is no factor
+                fields[name] = list(value) if isinstance(value, tuple) else value
     return fields
 
 

@@ -9,22 +9,25 @@ from __future__ import annotations
 __all__ = ["ADJECTIVES"]
 
 ADJECTIVES = """
-big | 크 | | @animal @furniture @dish @vehicle @nature @place @fruit ball doll hat -snow -ice -city -sea | 
+big | 크 | | @animal @furniture @dish @vehicle @nature @place @fruit ball doll hat -snow -ice -city -sea |
 small | 작 | | @animal @furniture @dish @vehicle @place @fruit ball doll hat stone star -city -sea |
 long | 길 | | @long -coat snake story movie poem letter |
 short | 짧 | | @long letter story poem movie trip class meeting -river |
 heavy | 무겁 | ㅂ | @heavy watermelon computer television coat |
 light | 가볍 | ㅂ | @heavy camera phone bicycle shoes guitar -watermelon -stone -piano |
-expensive | 비싸 | | @goods -rice -water -money | 
+expensive | 비싸 | | @goods -rice -water -money |
 cheap | 싸 | | @goods -water -money |
-new | 새 | | @goods @place -@food -@drink -@city -money -mountain -hill -river -lake -sea -beach -forest -island friend teacher | only-before before=새
-old | 오래되 | | @furniture @machine @worn @readable @dish temple church bridge house tree school hotel coin photo letter | only-before before=오래된
+new | 새 | | @goods @place -@food -@drink -@city -money -mountain -hill -river -lake -sea -beach -forest
+    -island friend teacher | only-before before=새
+old | 오래되 | | @furniture @machine @worn @readable @dish temple church bridge house tree school hotel
+    coin photo letter | only-before before=오래된
 clean | 깨끗하 | 하 | @indoors @clothes @dish river lake beach towel shoes street hotel restaurant |
 dirty | 더럽 | ㅂ | @indoors @clothes @dish river street towel shoes window dog |
-beautiful | 아름답 | ㅂ | flower rose garden mountain island lake sea beach city song picture princess queen music village star moon river forest butterfly | noshort
+beautiful | 아름답 | ㅂ | flower rose garden mountain island lake sea beach city song picture princess queen
+    music village star moon river forest butterfly | noshort
 pretty | 예쁘 | | @pretty girl baby princess daughter bird |
 hot | 뜨겁 | ㅂ | @hot water milk |
-cold | 차갑 | ㅂ | @liquid water wind stone |
+cold | 차갑 | ㅂ | @liquid stone plate |
 fresh | 신선하 | 하 | @fresh fish bread salad meat egg |
 delicious | 맛있 | | @food coffee tea juice beer wine dinner lunch breakfast | noshort
 sweet | 달 | | @sweet |
@@ -34,12 +37,13 @@ soft | 부드럽 | ㅂ | @soft meat |
 sharp | 날카롭 | ㅂ | @sharp pencil stone | noshort
 round | 둥글 | | @round bread |
 sturdy | 튼튼하 | 하 | @sturdy ladder bridge house rope shoes -blanket -mirror |
-red | 빨갛 | ㅎ | @colored apple tomato strawberry brush door | 
+red | 빨갛 | ㅎ | @colored apple tomato strawberry brush door |
 blue | 파랗 | ㅎ | @colored bird bowl door -leaf -rose |
 yellow | 노랗 | ㅎ | @colored banana butterfly pear door |
 white | 하얗 | ㅎ | @colored rabbit cat horse sheep cloud plate paper -leaf |
 black | 까맣 | ㅎ | @colored cat dog horse pig goat -flower -rose -leaf |
-interesting | 재미있 | | @bookish @shown @interest story dream song trip party festival history science newspaper | noshort
+interesting | 재미있 | | @bookish @shown @interest story dream song trip party festival history science
+    newspaper | noshort
 boring | 지루하 | 하 | @bookish @shown meeting class homework work trip |
 difficult | 어렵 | ㅂ | @hard @subject book poem song |
 easy | 쉽 | ㅂ | @hard @subject book |
@@ -50,7 +54,7 @@ high | 높 | | @high bridge price |
 deep | 깊 | | @deep pot bowl forest |
 dark | 어둡 | ㅂ | @indoors street forest theater garden |
 bright | 밝 | | @indoors star moon cafe library |
-noisy | 시끄럽 | ㅂ | @noisy store theater party machine factory child | noshort
+noisy | 시끄럽 | ㅂ | @noisy store theater party factory child | noshort
 quiet | 조용하 | 하 | @quiet beach room office student classroom child museum |
 near | 가깝 | ㅂ | @visited station airport beach sea -@city -village -city -island | only-after
 far | 멀 | | @visited station airport beach sea -@city | only-after
@@ -58,12 +62,12 @@ famous | 유명하 | 하 | @famed @star song movie book museum mountain island |
 fast | 빠르 | 르 | @fast car bus ship bicycle deer |
 slow | 느리 | | @vehicle turtle cow elephant computer |
 comfortable | 편하 | 하 | @fits pants coat car hotel |
-warm | 따뜻하 | 하 | @warm weather room milk water house wind bread soup |
-cool | 시원하 | 하 | weather wind water juice room beer forest |
-good | 좋 | | weather @machine book movie song plan answer restaurant hotel pen knife | 
-bad | 나쁘 | | weather plan dream | 
-special | 특별하 | 하 | @special dinner guest ring day |
-strange | 이상하 | 하 | @strange question letter plan animal name answer |
+warm | 따뜻하 | 하 | @warm weather room milk water house bread soup |
+cool | 시원하 | 하 | weather water juice room beer forest |
+good | 좋 | | weather @machine book movie song plan answer restaurant hotel pen knife |
+bad | 나쁘 | | weather plan dream |
+special | 특별하 | 하 | @special guest ring |
+strange | 이상하 | 하 | @strange question letter plan name answer |
 thick | 두껍 | ㅂ | @thick door rope magazine |
 thin | 얇 | | @thin @thick -dictionary sweater skirt -coat |
 tired | 피곤하 | 하 | @person -baby | mood

@@ -2,7 +2,8 @@
 
 One block a kind: its tags (what verbs and adjectives ask for), its counter, and its words. After a word stand further
 tags and these marks: m f (gender), hon (spoken of with 께서 and -시-), kin (always somebody's), elder (whose owner is 우리),
-mass (uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral).
+mass (uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people and
+places that may be mine or ours).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         "person",
         "명",
         """
-        boy 소년 m young / girl 소녀 f young / child 아이 young / baby 아기 small young / student 학생 young / friend 친구
-        man 남자 m adult / woman 여자 f adult / neighbor 이웃 adult / tourist 관광객 adult / thief 도둑 adult
+        boy 소년 m young / girl 소녀 f young / child 아이 young own / baby 아기 small young / student 학생 young own / friend 친구 own
+        man 남자 m adult / woman 여자 f adult / neighbor 이웃 adult own / tourist 관광객 adult / thief 도둑 adult
         king 왕 m adult royal / queen 여왕 f adult royal / prince 왕자 m royal / princess 공주 f royal
         """,
     ),
@@ -23,13 +24,13 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         "person adult job",
         "명",
         """
-        doctor 의사 / nurse 간호사 / farmer 농부 / fisherman 어부 / chef 요리사 / police officer 경찰관 / singer 가수 star
+        doctor 의사 own / nurse 간호사 / farmer 농부 / fisherman 어부 / chef 요리사 / police officer 경찰관 / singer 가수 star
         actor 배우 star / writer 작가 star / painter 화가 star / driver 운전사 / soldier 군인 / lawyer 변호사
         scientist 과학자 star / pilot 조종사 / carpenter 목수 / merchant 상인 / reporter 기자 / poet 시인 star
         firefighter 소방관
         """,
     ),
-    ("person adult", "분", "teacher 선생님 hon job / professor 교수님 hon / guest 손님 hon / boss 사장님 hon"),
+    ("person adult", "분", "teacher 선생님 hon job own / professor 교수님 hon own / guest 손님 hon own / boss 사장님 hon own"),
     (
         "person",
         "명",
@@ -129,7 +130,7 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         basket 바구니 inside / mirror 거울 hung round breaks / blanket 담요 warm soft folded thick
         """,
     ),
-    ("opened pushed", "개", "door 문 / window 창문 breaks / gate 대문"),
+    ("opened pushed", "개", "door 문 / window 창문 breaks / gate 대문 / floor 바닥 unique -opened -pushed"),
     (
         "goods dish washed",
         "개",
@@ -160,7 +161,7 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         "개",
         """
         hammer 망치 heavy / ladder 사다리 long / rope 밧줄 long pulled cut / saw 톱 cuts sharp / needle 바늘 sharp small
-        cart 수레 pushed pulled / candlestick 촛대
+        cart 수레 pushed pulled / bell 종 rings
         """,
     ),
     (
@@ -176,17 +177,17 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         "place",
         "개",
         """
-        park 공원 in wide visited quiet / garden 정원 in wide pretty / library 도서관 in visited built quiet
-        hospital 병원 in visited built / market 시장 at noisy visited / store 가게 in visited
+        park 공원 in wide visited quiet / garden 정원 in own wide pretty / library 도서관 in visited built quiet
+        hospital 병원 in visited built / market 시장 at noisy visited / store 가게 in own visited
         restaurant 식당 in noisy visited famed / cafe 카페 in noisy visited quiet famed / bank 은행 in visited built
         church 교회 in visited built / temple 절 at visited built quiet famed / museum 박물관 in visited built famed
         theater 극장 in visited built / station 역 at noisy / airport 공항 at noisy wide / post office 우체국 at visited
-        office 사무실 in indoors / factory 공장 in built / house 집 in indoors built wide / kitchen 부엌 in indoors wide
-        room 방 in indoors wide / classroom 교실 in indoors noisy wide / playground 운동장 in noisy wide
-        street 거리 on crossed noisy wide / village 마을 in visited left quiet / city 도시 in visited left noisy
+        office 사무실 in own indoors / factory 공장 in built / house 집 in own indoors built wide / kitchen 부엌 in own indoors wide
+        room 방 in own indoors wide / classroom 교실 in own indoors noisy wide / playground 운동장 in noisy wide
+        street 거리 on crossed noisy wide / village 마을 in own visited left quiet / city 도시 in visited left noisy
         mountain 산 on climbed high drawn / hill 언덕 on climbed high / river 강 by crossed deep wide drawn long
         lake 호수 by deep wide drawn / sea 바다 by deep wide drawn / beach 해변 on wide / forest 숲 in quiet
-        island 섬 on visited left drawn / farm 농장 on visited wide / zoo 동물원 at visited wide
+        island 섬 on visited left drawn / farm 농장 on own visited wide / zoo 동물원 at visited wide
         hotel 호텔 at visited built left famed / bookstore 서점 in visited / bridge 다리 on crossed built narrow long
         school 학교 at bare visited built
         """,
@@ -234,5 +235,5 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         trip 여행 special prepared / homework 숙제 mass finished hard / work 일 mass finished hard
         """,
     ),
-    ("weather", "", "weather 날씨 unique"),
+    ("weather", "", "weather 날씨 unique / wind 바람 unique"),
 )

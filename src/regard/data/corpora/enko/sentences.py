@@ -1,0 +1,170 @@
+"""Drawing whole sentences: one clause, a question, a clause in a clause, or two clauses joined.
+
+Training sentences embed at most once and have at most `MOST_WORDS` words; the split `longer` begins where they end.
+"""
+
+from __future__ import annotations
+
+from ..corpus import Draws
+from .clauses import Clauses
+from .combinations import Keep
+from .grammar import REGISTERS
+from .lexicon import NOUNS, VERBS
+from .to_english import agreement
+from .words import Node
+
+__all__ = ["MOST_WORDS", "Sentences", "draw_longer", "draw_sentence"]
+
+MOST_WORDS = 16
+"""English words of a training sentence at most, its tag included."""
+
+_REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
+_JOINS = ("because", "because", "so", "but", "and", "when", "if")
+_GENDERED = ("boy", "girl", "man", "woman", "mother", "father", "grandmother", "grandfather", "prince", "princess")
+
+
+def draw_sentence(draws: Draws, keep: Keep) -> tuple[Node, bool]:
+    """A structure, and whether it contains the held-out combination its split asks for."""
+    sentences = Sentences(draws, keep)
+    return sentences.sentence(), sentences.found
+
+
+def draw_longer(draws: Draws) -> Node:
+    """A structure that embeds at least twice, of words and combinations met in training."""
+    return Sentences(draws, "train").deep()
+
+
+class Sentences(Clauses):
+    """Sentences of every kind."""
+
+    def sentence(self) -> Node:
+        """A sentence as training has them."""
+        register = self.draws.choice(REGISTERS)
+        throw = self.draws.below(100)
+        if throw < 46:
+            return {"register": register, "clause": self.any_clause()}
+        if throw < 56:
+            return self.question(register)
+        if throw < 69:
+            return {"register": register, "clause": self.with_relative()}
+        if throw < 80:
+            return {"register": register, "clause": self.report()}
+        return self.joined(register)
+
+    def question(self, register: str) -> Node:
+        """A yes-or-no question, to somebody or about somebody."""
+        clause = self.any_clause(embedded=True)
+        while "subject" not in clause or "not" in clause or clause["predicate"] == "be":
+            clause = self.any_clause(embedded=True)
+        asks_you = clause["predicate"] in VERBS and VERBS[clause["predicate"]].frame != "intransitive"
+        if asks_you and self.draws.chance(0.5) and not VERBS[clause["predicate"]].doers:
+            clause["subject"] = {"noun": "you"}
+        return {"register": register, "question": True, "clause": clause}
+
+    def with_relative(self) -> Node:
+        """A clause with a relative clause in its subject or object."""
+        while True:
+            clause = self.any_clause(embedded=True)
+            part = "object" if "object" in clause and self.draws.chance(0.6) else "subject"
+            node = clause.get(part)
+            if node is None or "and" in node or node.get("noun") not in NOUNS or clause["predicate"] == "become":
+                continue
+            noun = NOUNS[node["noun"]]
+            if "title" in node or noun.tags & {"name", "bare", "kin", "unique"} or "number" in node and node["number"] != "many":
+                continue
+            for extra in ("owner", "adjective", "det", "time", "front"):
+                node.pop(extra, None)
+                if extra in ("time", "front"):
+                    clause.pop(extra, None)
+            node["det"] = "the"
+            if self.relative(node):
+                return clause
+
+    def report(self) -> Node:
+        """Somebody thinks, knows, says … that something is so."""
+        verb = self.draws.choice(_REPORTS)
+        subject = {"noun": "I"} if self.draws.chance(0.35) else self.person(plain=True)
+        tense = "past" if verb in ("say that", "hear that") else "present"
+        content = self.any_clause(embedded=True)
+        while self._same(content["subject"], subject) if "subject" in content else False:
+            content = self.any_clause(embedded=True)
+        if verb == "hope that":
+            content.pop("aspect", None)
+            content.pop("time", None)
+            content["tense"] = "future"
+        clause: Node = {"subject": subject, "predicate": verb, "tense": tense, "content": content}
+        if verb in ("think that", "know that", "believe that") and self.draws.chance(0.15):
+            clause["not"] = "short" if verb == "know that" and self.draws.chance(0.5) else "long"
+        return clause
+
+    # ---------------------------------------------------------------------------------- two clauses
+
+    def joined(self, register: str) -> Node:
+        """Two clauses: a reason and what follows from it, or two deeds side by side."""
+        join = self.draws.choice(_JOINS)
+        sentence: Node = {"register": register, "join": join}
+        if join in ("but", "and"):
+            return self._side_by_side(sentence)
+        tense = self.draws.choice(("past", "past", "present"))
+        later = "future" if join == "if" else tense
+        earlier = "present" if join == "if" else tense
+        if self.draws.chance(0.4):
+            subject = self._who_is_said_again(join)
+            reason, deed = self.reason(earlier, subject), self.deed(later, subject)
+            (reason if join == "because" else deed).pop("subject")
+            return {**sentence, "shared": True, "first": reason, "clause": deed}
+        reason = self.reason(earlier)
+        return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason)}
+
+    def _side_by_side(self, sentence: Node) -> Node:
+        tense = self.draws.choice(("past", "present", "future")) if sentence["join"] == "and" else self.draws.choice(("past", "present"))
+        if self.draws.chance(0.5):
+            subject = self._who_is_said_again(sentence["join"])
+            first, second = self.deed(tense, subject), self.deed(tense, subject)
+            del second["subject"]
+            sentence["shared"] = True
+        else:
+            first = self.deed(tense, pronouns=False)
+            second = self._deed_of_another(tense, first)
+        if sentence["join"] == "but":
+            self.draws.choice((first, second))["not"] = "long"
+        return {**sentence, "first": first, "clause": second}
+
+    def _deed_of_another(self, tense: str, first: Node) -> Node:
+        """A deed by somebody who is not the subject before, and cannot be taken for it."""
+        while True:
+            deed = self.deed(tense, pronouns=False)
+            if "subject" not in first or not self._same(deed["subject"], first["subject"]):
+                return deed
+
+    def _who_is_said_again(self, join: str) -> Node:
+        """A subject that English can repeat as a pronoun; beside `when` and `if` only speakers themselves."""
+        throw = self.draws.below(10)
+        if join in ("when", "if") or throw < 3:
+            return {"noun": "we" if throw & 1 else "I"}
+        if throw < 6:
+            return {"noun": self.draws.choice(("Minsu", "Jihun", "Junho", "Taemin", "Sujin", "Yuna", "Mina", "Seoyeon"))}
+        name = self.draws.choice(_GENDERED)
+        return {"noun": name, "det": "my" if "kin" in NOUNS[name].tags else "the"}
+
+    # ---------------------------------------------------------------------------------- longer
+
+    def deep(self) -> Node:
+        """Two or three embeddings in one sentence."""
+        register = self.draws.choice(REGISTERS)
+        throw = self.draws.below(3)
+        if throw == 0:  # think that … who …
+            report = self.report()
+            content = self.with_relative()
+            if report["predicate"] == "hope that":
+                content.pop("aspect", None)
+                content["tense"] = "future"
+            return {"register": register, "clause": {**report, "content": content}}
+        sentence = self.joined(register)
+        if throw == 1:  # when …, somebody … the thing that …
+            if not sentence.get("shared"):
+                sentence["clause"] = self.with_relative()
+            return sentence
+        if sentence["join"] in ("when", "if", "but") and not sentence.get("shared"):
+            sentence["clause"] = self.report()
+        return sentence

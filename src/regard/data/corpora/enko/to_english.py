@@ -1,0 +1,297 @@
+"""Structure → English words: articles, agreement, tense, do-support, relative and joined clauses."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from .adverbs import MANNERS, NUMERALS, TITLES
+from .inflection import article, comparative, gerund, third_person
+from .lexicon import ADJECTIVES, NOUNS, VERBS
+from .words import Node, Word
+
+__all__ = ["agreement", "english", "noun_phrase_english", "pronoun_for"]
+
+_OBJECT_FORMS = {"I": "me", "we": "us", "he": "him", "she": "her", "they": "them", "you": "you"}
+_AGREEMENT = {"I": "I", "we": "they", "they": "they", "you": "they", "he": "he", "she": "he"}
+_BE = {"I": ("am", "was"), "he": ("is", "was"), "they": ("are", "were")}
+_CONTRACTED = {
+    "do": "don't", "does": "doesn't", "did": "didn't", "will": "won't", "is": "isn't", "are": "aren't", "was": "wasn't",
+    "were": "weren't", "can": "can't", "could": "couldn't",
+}  # fmt: skip
+BE_LIKE = ("be", "be at", "exist")
+
+
+def english(sentence: Node) -> list[Word]:
+    """The whole sentence, register tag first, with capital letter and full stop."""
+    words = _sentence(sentence)
+    words[0] = words[0]._replace(text=words[0].text[0].upper() + words[0].text[1:])
+    words[-1] = words[-1]._replace(text=words[-1].text + ("?" if sentence.get("question") else "."))
+    return [Word(f"[{sentence['register']}]"), *words]
+
+
+def _sentence(sentence: Node) -> list[Word]:
+    main = sentence["clause"]
+    if "join" not in sentence:
+        return _clause(main, question=bool(sentence.get("question")))
+    join, first, link = sentence["join"], sentence["first"], ((id(sentence), "link"),)
+    # A shared subject stands in the clause that English says first; the other one speaks of it again.
+    again = main.get("subject") if join == "because" else first.get("subject")
+    shared = again if sentence.get("shared") else None
+    match join:
+        case "because":
+            return [*_clause(main), Word("because", link), *_clause(first, shared=shared)]
+        case "when" | "if":
+            return [Word(join, link), *_comma(_clause(first)), *_clause(main, shared=shared)]
+        case "and" if shared:
+            return [*_clause(first), Word("and", link), *_clause(main, shared=shared, silent=True)]
+        case "so" | "but" | "and":
+            return [*_comma(_clause(first)), Word(join, link), *_clause(main, shared=shared)]
+    raise ValueError(f"join={join!r} is not one of because, so, but, and, when, if")
+
+
+def _comma(words: list[Word]) -> list[Word]:
+    return [*words[:-1], words[-1]._replace(text=words[-1].text + ",")]
+
+
+# ------------------------------------------------------------------------------------------------ clauses
+
+
+def _clause(
+    clause: Node, *, shared: Node | None = None, silent: bool = False, question: bool = False, gap: str = ""
+) -> list[Word]:
+    """One clause. `shared` is the subject it has from another clause, said as a pronoun or left out (`silent`);
+    `gap` names the part that a relative clause lacks."""
+    who, agrees = _subject(clause, shared, silent)
+    first, rest = _verb_group(clause, agrees, question)
+    time = _time(clause)
+    if clause["predicate"] == "exist":
+        there = Word("there", (), ((id(clause), "verb"),))
+        core = [*first, there, *rest] if question else [there, *first, *rest]
+        return [*core, *who, *_where(clause), *time]
+    core = [*first, *who, *rest] if question else [*who, *first, *rest]
+    if time and clause.get("front"):
+        return [*_comma(time), *core, *_tail(clause, gap)]
+    return [*core, *_tail(clause, gap), *time]
+
+
+def _subject(clause: Node, shared: Node | None, silent: bool) -> tuple[list[Word], str]:
+    if shared is not None:
+        return ([] if silent else [Word(pronoun_for(shared))]), agreement(shared)
+    node = clause.get("subject")
+    if node is None:
+        return [Word("it")], "he"
+    agrees = agreement(node)
+    if clause["predicate"] == "exist":
+        return noun_phrase_english(node, "object"), agrees
+    if node.get("noun") == "you":  # where Korean drops it, its honorific verb speaks for it
+        return [Word("you", ((id(node), "noun"),), ((id(clause), "tense"),))], agrees
+    return noun_phrase_english(node, "subject"), agrees
+
+
+def agreement(node: Node) -> str:
+    """Which verb form a subject asks for, named by the pronoun that has it: I, he or they."""
+    if "and" in node or node.get("number"):
+        return "they"
+    noun = node["noun"]
+    if noun in _AGREEMENT:
+        return _AGREEMENT[noun]
+    return "they" if "title" not in node and "plural" in NOUNS[noun].tags else "he"
+
+
+def pronoun_for(node: Node) -> str:
+    """The pronoun that speaks of a subject again: he, she, they, I, we."""
+    if "and" in node:
+        return "we" if any(part.get("noun") == "I" for part in node["and"]) else "they"
+    noun = node["noun"]
+    if noun in _AGREEMENT:
+        return str(noun)
+    if agreement(node) == "they":
+        return "they"
+    gender = TITLES[node["title"]][1] if "title" in node else NOUNS[noun].gender
+    if not gender:
+        raise ValueError(f"noun={noun!r} has no gender, so no pronoun can speak of it again")
+    return "he" if gender == "m" else "she"
+
+
+@cache
+def _verb_texts(
+    predicate: str, tense: str, aspect: str, negation: str, agrees: str, question: bool
+) -> tuple[tuple[str, str, str], ...]:
+    """The verb group as (text, sure roles, weak roles), the word that goes before the subject of a question first."""
+    be_like = predicate in BE_LIKE or predicate in ADJECTIVES
+    verb = None if be_like else VERBS[predicate]
+    base = "be" if verb is None else verb.english
+    group: list[tuple[str, str, str]] = []
+    if tense == "future":
+        group = [("will", "tense", ""), (base, "verb", "")]
+    elif aspect == "can":
+        group = [("could" if tense == "past" else "can", "aux", ""), (base, "verb", "")]
+    elif verb is None or aspect == "progressive":
+        form = _BE[agrees][tense == "past"]
+        if verb is None:
+            group = [(form, "verb", "") if predicate in BE_LIKE else (form, "", "verb")]
+        else:
+            group = [(form, "aux", ""), (gerund(base), "verb", "aux")]
+    else:
+        helper = {"want": "want", "must": "have"}.get(aspect, "")
+        finite = helper or base
+        if negation or question:
+            do = "did" if tense == "past" else "does" if agrees == "he" else "do"
+            group = [(do, "", "tense"), (finite, "aux" if helper else "verb", "")]
+        else:
+            irregular = {"want": "wanted", "have": "had"}.get(helper) or verb.past
+            form = irregular if tense == "past" else third_person(finite) if agrees == "he" else finite
+            group = [(form, "aux" if helper else "verb", "")]
+        if helper:
+            group += [("to", "", "aux"), (base, "verb", "")]
+    return tuple(_negated(group, negation))
+
+
+def _negated(group: list[tuple[str, str, str]], negation: str) -> list[tuple[str, str, str]]:
+    if not negation:
+        return group
+    first, sure, weak = group[0]
+    if negation == "short":
+        if first not in _CONTRACTED:
+            raise ValueError(f"not='short' has no contracted form after {first!r}; say not='long'")
+        return [(_CONTRACTED[first], f"{sure} neg".strip(), weak), *group[1:]]
+    if first == "can":
+        return [("cannot", f"{sure} neg", weak), *group[1:]]
+    return [group[0], ("not", "neg", ""), *group[1:]]
+
+
+def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list[Word], list[Word]]:
+    """(the first word, the rest): a question puts its subject between them."""
+    predicate, aspect = clause["predicate"], clause.get("aspect", "")
+    texts = _verb_texts(predicate, clause["tense"], aspect, clause.get("not", ""), agrees, question)
+    node = id(clause)
+    words: list[Word] = []
+    for text, sure, weak in texts:
+        sure_keys = tuple((node, role) for role in sure.split())
+        weak_keys = tuple((node, role) for role in weak.split())
+        words.extend(Word(part, sure_keys, weak_keys) for part in text.split(" "))
+    if frequency := clause.get("frequency"):
+        # Before the verb that means something, which is the first word where no helper stands before it.
+        place = 0 if len(texts) == 1 and predicate not in BE_LIKE and predicate not in ADJECTIVES else 1
+        words.insert(place, Word(frequency, ((node, "frequency"),)))
+    return words[:1], words[1:]
+
+
+def _tail(clause: Node, gap: str) -> list[Word]:
+    """What follows the verb: adjective, object, recipient, content, companion, tool, manner, place."""
+    predicate, node = clause["predicate"], id(clause)
+    words: list[Word] = []
+    if predicate in ADJECTIVES:
+        words += _adjective(clause)
+    if "complement" in clause:
+        words += noun_phrase_english(clause["complement"], "object")
+    if "object" in clause and gap != "object":
+        words += noun_phrase_english(clause["object"], "object")
+    if "to" in clause:
+        words += _after("to", clause["to"])
+    if "manner" in clause:
+        words.append(Word(MANNERS[clause["manner"]][0], ((node, "manner"),)))
+    if "where" in clause:
+        words += _where(clause)
+    if "companion" in clause:
+        words += _after("with", clause["companion"])
+    if "tool" in clause:
+        by = "vehicle" in NOUNS[clause["tool"]["noun"]].tags
+        words += _after("by" if by else "with", clause["tool"])
+    if "place" in clause:
+        words += _after(_preposition(clause["place"]), clause["place"])
+    if "content" in clause:
+        words += [Word("that", (), ((id(clause["content"]), "link"),)), *_clause(clause["content"])]
+    return words
+
+
+def _adjective(clause: Node) -> list[Word]:
+    node, predicate = id(clause), clause["predicate"]
+    words = [Word(part, ((node, "degree"),)) for part in clause.get("degree", "").split()]
+    if "than" not in clause:
+        return [*words, Word(predicate, ((node, "verb"),))]
+    *more, form = comparative(predicate).split(" ")
+    words += [Word(part, ((node, "more"),)) for part in more]
+    words.append(Word(form, ((node, "verb"), (node, "more")) if not more else ((node, "verb"),)))
+    return [*words, *_after("than", clause["than"])]
+
+
+def _preposition(place: Node) -> str:
+    tags = NOUNS[place["noun"]].tags
+    return next(preposition for preposition in ("in", "at", "on", "by") if preposition in tags)
+
+
+def _where(clause: Node) -> list[Word]:
+    """`in the park`, `under the table`: only the second has an eojeol for its relation."""
+    where = clause["where"]
+    relation = where.get("relation")
+    if relation is None:
+        return _after(_preposition(where["of"]), where["of"])
+    words = [Word(part, ((id(where), "relation"),)) for part in relation.split()]
+    return [*words, *noun_phrase_english(where["of"], "object")]
+
+
+def _time(clause: Node) -> list[Word]:
+    return [Word(part, ((id(clause), "time"),)) for part in clause.get("time", "").split()]
+
+
+# ------------------------------------------------------------------------------------------------ noun phrases
+
+
+def _after(preposition: str, node: Node) -> list[Word]:
+    key = (id(node["and"][-1] if "and" in node else node), "noun")
+    return [Word(preposition, (), (key,)), *noun_phrase_english(node, "object")]
+
+
+def noun_phrase_english(node: Node, case: str) -> list[Word]:
+    """A noun phrase with everything before and after its noun."""
+    if "and" in node:
+        first, second = node["and"]
+        link = Word("and", (), ((id(first), "noun"),))
+        return [*noun_phrase_english(first, case), link, *noun_phrase_english(second, case)]
+    name, key = node["noun"], (id(node), "noun")
+    if name in _AGREEMENT:
+        return [Word(name if case == "subject" else _OBJECT_FORMS[name], (key,))]
+    if "title" in node:
+        return [Word(node["title"], (key,)), Word(name, ((id(node), "surname"),))]
+    noun = NOUNS[name]
+    number = node.get("number")
+    shown = noun.plural if number else name
+    words = [Word(part, (key,)) for part in shown.split(" ")]
+    if "adjective" in node:
+        words.insert(0, Word(node["adjective"], ((id(node), "adjective"),)))
+    if isinstance(number, int):
+        words.insert(0, Word(NUMERALS[number][0], ((id(node), "number"),)))
+    words[:0] = _determiner(node, words[0].text, bool(number) or "plural" in noun.tags)
+    if "clause" in node:
+        words += _relative(node, "person" in noun.tags)
+    return words
+
+
+def _determiner(node: Node, next_word: str, plural: bool) -> list[Word]:
+    if "owner" in node:
+        *before, owner = noun_phrase_english(node["owner"], "subject")
+        return [*before, owner._replace(text=owner.text + "'s")]
+    determiner = node.get("det", "")
+    match determiner:
+        case "":
+            return []
+        case "a":
+            return [Word(article(next_word), (), ((id(node), "noun"),))]
+        case "the":
+            return [Word("the", (), ((id(node), "noun"),))]
+        case "this" | "that":
+            shown = {"this": "these", "that": "those"}[determiner] if plural else determiner
+            return [Word(shown, ((id(node), "det"),))]
+    return [Word(determiner, ((id(node), "det"),))]
+
+
+def _relative(node: Node, person: bool) -> list[Word]:
+    clause = node["clause"]
+    gap = clause["gap"]
+    opener = Word("who" if person and gap == "subject" else "that", (), ((id(clause), "verb"),))
+    if gap != "subject":
+        return [opener, *_clause(clause, gap=gap)]
+    # The head noun is the subject: the verb agrees with it although it is not said again.
+    first, rest = _verb_group(clause, agreement(node))
+    return [opener, *first, *rest, *_tail(clause, gap), *_time(clause)]

@@ -1,0 +1,200 @@
+"""Beam search: several beginnings of a text followed at once, finished texts put aside where nothing can push them out.
+
+score(Y) = log P(Y | X) / penalty(|Y|)                                              (Wu et al. 2016, eq. 14)
+
+At each step the best 2k continuations of a prompt's k beams are looked at. Those among the best k that end go to the
+pool of the k best finished texts; the best k that go on are the next beams. Beams are never copied around: a table says
+which beam each came from, and a text is read off it backwards. Groups are searches of k / groups beams each, one after
+the other at every step, each steered away from the tokens of those before it (Vijayakumar et al. 2018, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import GenerateConfig
+from .ending import END, GOING_ON, LENGTH, endings
+from .engine import Engine
+from .prompts import Prompts
+from .sampling import filtered
+
+
+class Found(NamedTuple):
+    """A finished text: its tokens, the beam each was chosen from, the score, and why it ended (``ending``)."""
+
+    tokens: list[int]
+    beams: list[int]
+    score: float
+    code: int
+
+
+class Candidates(NamedTuple):
+    """Continuations of one group, best first, each field (B, n)."""
+
+    score: Tensor  # log P so far
+    steered: Tensor  # the same less the price of repeating earlier groups, by which they are ordered
+    beam: Tensor  # which of the prompt's beams goes on
+    token: Tensor
+    code: Tensor  # as in ``ending``
+
+    def take(self, index: Tensor) -> Candidates:
+        return Candidates(*(x.gather(-1, index) for x in self))
+
+
+class Pool(NamedTuple):
+    """The best finished texts, best first, each field (B, groups, k): where they end in the table, and how."""
+
+    score: Tensor  # -inf where there is none yet
+    step: Tensor
+    beam: Tensor
+    token: Tensor
+    code: Tensor
+
+
+@dataclass
+class Beams:
+    """The prompts still searched for; what is dropped as soon as one is done."""
+
+    prompt: Tensor  # (B,) its number
+    limit: Tensor  # (B,)
+    texts: Tensor  # (B, k · groups, L) tokens so far
+    score: Tensor  # (B, groups, k) log P of each beam; -inf: no such beam
+    open: Tensor  # (B, groups) whether its pool may still change
+    pool: Pool
+
+    def rows(self, left: Tensor) -> Beams:
+        prompt, limit, texts = self.prompt[left], self.limit[left], self.texts[left]
+        return Beams(prompt, limit, texts, self.score[left], self.open[left], Pool(*(x[left] for x in self.pool)))
+
+
+class Search:
+    """One search over all prompts; ``parents`` and ``tokens`` (steps, B, beam) are the table."""
+
+    def __init__(self, engine: Engine, config: GenerateConfig, eos_id: int | None) -> None:
+        self.engine, self.config, self.eos_id = engine, config, eos_id
+        self.size = config.beam // config.groups
+        ends = {stop[-1] for stop in config.stop} | ({eos_id} if eos_id is not None else set())
+        # Enough that as many go on even if every beam's best continuations end.
+        self.n_candidates = max(2, 1 + len(ends)) * self.size
+
+    def run(self, prompts: Prompts) -> list[list[Found]]:
+        """The n_best texts of each prompt."""
+        n, k, device = len(prompts), self.config.beam, prompts.tokens.device
+        self.parents = torch.zeros(int(prompts.limit.max()), n, k, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros_like(self.parents)
+        beams = self._first(prompts)
+        found: list[list[Found]] = [[] for _ in range(n)]
+        logits = self.engine.prefill(prompts, copies=k)
+        for step in range(len(self.parents)):
+            nexts = self._step(beams, logits, step)
+            parent, token = (torch.cat([getattr(c, name) for c in nexts], -1) for name in ("beam", "token"))  # (B, k)
+            self.parents[step, beams.prompt], self.tokens[step, beams.prompt] = parent, token
+            done = ~beams.open.any(-1)
+            if done.all() or (done.any() and not self.engine.static):
+                self._collect(beams.rows(done), found)
+            if done.all():
+                break
+            rows = torch.arange(len(done), device=device)[:, None] * k + parent
+            beams.score = torch.stack([c.score for c in nexts], 1)
+            beams.texts = torch.cat([beams.texts.flatten(0, 1)[rows], token[..., None]], -1)
+            if not self.engine.static:
+                beams, rows, token = beams.rows(~done), rows[~done], token[~done]
+            self.engine.select(rows.flatten())
+            logits = self.engine.decode_one_token(token.flatten())
+        return found
+
+    def _first(self, prompts: Prompts) -> Beams:
+        shape, device = (len(prompts), self.config.groups, self.size), prompts.tokens.device
+        score = torch.full(shape, -math.inf, device=device)
+        nothing = torch.zeros(shape, dtype=torch.int64, device=device)
+        pool = Pool(score, nothing, nothing, nothing, nothing)
+        score = score.index_fill(2, torch.tensor([0], device=device), 0.0)  # one beginning a group, not k equal ones
+        texts = prompts.texts[:, None].expand(-1, self.config.beam, -1)
+        open_ = torch.ones(shape[:2], dtype=torch.bool, device=device)
+        return Beams(torch.arange(len(prompts), device=device), prompts.limit, texts, score, open_, pool)
+
+    def _step(self, beams: Beams, logits: Tensor, step: int) -> list[Candidates]:
+        """Each group's next beams; finished texts go to the pools."""
+        n, n_groups, k = beams.score.shape
+        scores = filtered(logits.log_softmax(-1), beams.texts.flatten(0, 1), step, self.config, self.eos_id)
+        scores = scores.view(n, n_groups, k, -1) + beams.score[..., None]
+        price = torch.zeros_like(scores[:, 0, 0])  # (B, V)
+        at_limit = (step + 1 >= beams.limit)[:, None]
+        nexts: list[Candidates] = []
+        finished: list[Candidates] = []
+        for group in range(n_groups):
+            best = self._candidates(scores[:, group], price, group, beams.texts, step)
+            ended = (best.code != GOING_ON) | at_limit
+            going = best.steered.masked_fill(ended & ~at_limit, -math.inf).topk(k).indices
+            nexts.append(best.take(going))
+            codes = torch.where(best.code == GOING_ON, LENGTH, best.code)
+            kept = best._replace(code=codes, score=best.score.masked_fill(~ended, -math.inf))
+            finished.append(Candidates(*(x[:, :k] for x in kept)))
+            cost = beams.open[:, group, None] * self.config.diversity_penalty  # a group that is done is in no one's way
+            price.scatter_add_(1, nexts[-1].token, cost.expand_as(nexts[-1].score))
+        new = Candidates(*(torch.stack(parts, 1) for parts in zip(*finished, strict=True)))
+        beams.pool = self._merged(beams, new, step)
+        best_going = torch.stack([c.score.amax(-1) for c in nexts], 1)  # (B, groups)
+        beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going, step + 1)
+        return nexts
+
+    def _candidates(self, scores: Tensor, price: Tensor, group: int, texts: Tensor, step: int) -> Candidates:
+        """The best continuations of one group's beams, from scores (B, k, V)."""
+        n, k, n_tokens = scores.shape
+        steered, index = (scores - price[:, None]).flatten(1).topk(min(self.n_candidates, k * n_tokens))
+        beam, token = index // n_tokens + group * k, index % n_tokens
+        rows = torch.arange(n, device=beam.device)[:, None]
+        before = texts[rows, beam].flatten(0, 1) if self.config.stop else texts[:1, 0]
+        code = endings(token.flatten(), before, step + 1, self.config, self.eos_id).view_as(token)
+        return Candidates(scores.flatten(1).gather(1, index), steered, beam, token, code)
+
+    def _merged(self, beams: Beams, new: Candidates, step: int) -> Pool:
+        """The pools with what just finished, where they are open: the best stay."""
+        score = (new.score / self.config.penalty(step + 1)).masked_fill(~beams.open[..., None], -math.inf)
+        here = Pool(score, torch.full_like(new.token, step), new.beam, new.token, new.code)
+        both = Pool(*(torch.cat(pair, -1) for pair in zip(beams.pool, here, strict=True)))
+        order = both.score.argsort(dim=-1, descending=True, stable=True)
+        if self.config.ended_first:
+            by_itself = (both.code >= END) & both.score.isfinite()
+            order = order.gather(-1, by_itself.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True))
+        return Pool(*(x.gather(-1, order[..., : self.size]) for x in both))
+
+    def _may_improve(self, beams: Beams, best: Tensor, n_tokens: int) -> Tensor:
+        """(B, groups): whether going on can still change a pool, as transformers judges it."""
+        config, worst = self.config, beams.pool.score[..., -1]
+        full = worst.isfinite()
+        if config.early_stopping is True:
+            return ~full & best.isfinite()
+        lengths = beams.limit.tolist() if config.early_stopping == "never" and config.length_penalty > 0 else [n_tokens]
+        penalty = torch.tensor([config.penalty(n) for n in lengths], device=best.device)[:, None]
+        return best.isfinite() & (~full | (best / penalty > worst))
+
+    def _collect(self, beams: Beams, found: list[list[Found]]) -> None:
+        """The best texts of prompts that are done, of all their groups."""
+        steps = int(beams.pool.step.max())
+        parents, tokens = (x[:steps, beams.prompt].tolist() for x in (self.parents, self.tokens))
+        flat = [x.flatten(1).tolist() for x in beams.pool]  # each (B, groups · k)
+        for place, prompt in enumerate(beams.prompt.tolist()):
+            table = [(parent[place], token[place]) for parent, token in zip(parents, tokens, strict=True)]
+            texts = [read_back(table, *entry) for entry in zip(*(x[place] for x in flat), strict=True)]
+            texts = [text for text in texts if text.score > -math.inf]
+            first = self.config.ended_first
+            texts.sort(key=lambda text: (first and text.code >= END, text.score), reverse=True)
+            found[prompt] = texts[: self.config.n_best]
+
+
+def read_back(
+    table: list[tuple[list[int], list[int]]], score: float, step: int, beam: int, token: int, code: int
+) -> Found:
+    """A text read off one prompt's table, (parents, tokens) of each step, from its last token to its first."""
+    beams, tokens = [beam], [token]
+    for parents, chosen in reversed(table[:step]):
+        tokens.append(chosen[beam])
+        beam = parents[beam]
+        beams.append(beam)
+    return Found(tokens[::-1], beams[::-1], score, code)

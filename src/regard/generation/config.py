@@ -1,0 +1,141 @@
+"""How to write: how long, by which search, with which chances. No torch here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from ..config import Config
+
+PAPER: dict[str, Any] = {"beam": 4, "penalty_form": "gnmt", "length_penalty": 0.6}
+"""How the paper translates (Vaswani et al. 2017, §6.1)."""
+
+_DRAWING = ("temperature", "top_k", "top_p", "min_p")  # fields that mean something only where tokens are drawn
+_AT_LEAST = {"max_new_tokens": 1, "min_new_tokens": 0, "beam": 1, "n_best": 1, "groups": 1, "no_repeat_ngram": 0}
+
+
+class GenerateConfig(Config):
+    """Everything that decides which tokens follow a prompt, or a source."""
+
+    max_new_tokens: int = 128
+    """A text ends after so many new tokens, or where the model's max_len is reached."""
+    min_new_tokens: int = 0
+    """No text ends before it has so many new tokens."""
+
+    beam: int = 1
+    """Hypotheses followed at a time; 1 takes the most likely token at each step (greedy)."""
+    length_penalty: float = 1.0
+    """α: a text of n tokens has the score log P / penalty(n), with n^α or ((5 + n) / 6)^α."""
+    penalty_form: Literal["hf", "gnmt"] = "hf"
+    """n^α as in transformers, or ((5 + n) / 6)^α (Wu et al. 2016, eq. 14; the paper, with α = 0.6)."""
+    early_stopping: bool | Literal["never"] = False
+    """When a full set of finished texts is enough: True at once, False when no text of today's length could be better,
+    "never" when none of any length could."""
+    ended_first: bool = False
+    """Whether texts that ended by themselves come before those cut off at the limit, whatever their scores."""
+    n_best: int = 1
+    """Texts returned for each prompt, best first: of the beam, or so many drawn ones."""
+    groups: int = 1
+    """Groups of beams, each kept away from what the ones before it choose (Vijayakumar et al. 2018)."""
+    diversity_penalty: float = 0.0
+    """What a token costs a group for each beam of an earlier group that takes it at the same step."""
+
+    sample: bool | None = None
+    """Whether tokens are drawn; None: where temperature, top_k, top_p or min_p is given."""
+    temperature: float | None = None
+    """Logits are divided by it before drawing."""
+    top_k: int | None = None
+    """Draw among the k most likely tokens."""
+    top_p: float | None = None
+    """Draw among the fewest tokens that together have this probability (Holtzman et al. 2020)."""
+    min_p: float | None = None
+    """Draw among tokens at least this share as likely as the likeliest (Nguyen et al. 2024)."""
+    seed: int | None = None
+    """With it a prompt gives the same texts every time, in any company; None: from torch's own generator."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens already in the text are divided by it where positive, multiplied where negative (CTRL)."""
+    no_repeat_ngram: int = 0
+    """No sequence of so many tokens occurs twice; 0: it may."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """What is added to single tokens' logits; -inf forbids one."""
+    prefix: tuple[int, ...] = ()
+    """Tokens every text starts with, whatever the model thinks of them."""
+    stop: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that end a text, beside the model's own end token."""
+
+    truncate: bool = False
+    """Whether too long a prompt loses its beginning, and too long a source its end; otherwise it is an error."""
+    cache: Literal["growing", "static"] = "growing"
+    """Growing: as long as the text, and finished rows leave the batch. Static: preallocated, one shape for every step
+    and row r of the batch always the same prompt's, for compiled steps and for recording."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _sequences(cls, stop: Any) -> Any:
+        """A single token stands for a sequence of one."""
+        return tuple((s,) if isinstance(s, int) else s for s in stop) if isinstance(stop, tuple | list) else stop
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}")
+        for name in ("length_penalty", "diversity_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a positive number")
+        for token, bias in self.logit_bias.items():
+            if math.isnan(bias) or bias == math.inf:
+                raise ValueError(
+                    f"logit_bias of token {token} is {bias}; it must be a finite number, or -inf to forbid it"
+                )
+        if any(len(sequence) == 0 for sequence in self.stop):
+            raise ValueError("stop holds an empty sequence, which would end every text before it starts")
+        _check_drawing(self)
+        _check_beams(self)
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn rather than searched for."""
+        return self.sample if self.sample is not None else any(getattr(self, name) is not None for name in _DRAWING)
+
+    def penalty(self, n_tokens: float) -> float:
+        """What the log probability of a text of n tokens is divided by."""
+        return (n_tokens if self.penalty_form == "hf" else (5 + n_tokens) / 6) ** self.length_penalty
+
+
+def _check_drawing(config: GenerateConfig) -> None:
+    if config.temperature is not None and not 0 < config.temperature < math.inf:
+        hint = "; for the most likely token at each step leave it out, with sample=False"
+        raise ValueError(f"temperature={config.temperature} must be a positive number{hint}")
+    if config.top_k is not None and config.top_k < 1:
+        raise ValueError(f"top_k={config.top_k} must be at least 1")
+    if config.top_p is not None and not 0 < config.top_p <= 1:
+        raise ValueError(f"top_p={config.top_p} must lie in (0, 1]")
+    if config.min_p is not None and not 0 <= config.min_p <= 1:
+        raise ValueError(f"min_p={config.min_p} must lie in [0, 1]")
+    given = [f"{name}={getattr(config, name)}" for name in _DRAWING if getattr(config, name) is not None]
+    if config.sample is False and given:
+        raise ValueError(f"{given[0]} is for drawing tokens, but sample=False")
+    if config.samples and config.beam > 1:
+        drawn = given[0] if given else "sample=True"
+        raise ValueError(f"beam={config.beam} searches for the best text and {drawn} draws one: give one of them")
+
+
+def _check_beams(config: GenerateConfig) -> None:
+    if not config.samples and config.n_best > config.beam:
+        raise ValueError(
+            f"n_best={config.n_best} texts need beam={config.n_best} or more, or sample=True; beam={config.beam}"
+        )
+    if config.beam % config.groups:
+        raise ValueError(f"beam={config.beam} is not divisible by groups={config.groups}")
+    if (config.groups > 1) != (config.diversity_penalty > 0):
+        both = f"groups={config.groups} and diversity_penalty={config.diversity_penalty}"
+        raise ValueError(f"{both} do not go together: groups above 1 need a positive penalty, and the other way round")

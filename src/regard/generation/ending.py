@@ -1,0 +1,36 @@
+"""Why a text ends: its own end token, a stop sequence, or no more room."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .config import GenerateConfig
+
+Finish = Literal["end", "stop", "length"]
+GOING_ON, LENGTH = -1, 0
+END, STOP = 1, 2  # stop sequence number n has the code STOP + n
+
+
+def endings(tokens: Tensor, texts: Tensor, n_new: int, config: GenerateConfig, eos_id: int | None) -> Tensor:
+    """Codes (R,) for tokens (R,) after ``texts`` (R, L): GOING_ON, END, or STOP and the number of the sequence.
+
+    ``n_new`` counts new tokens, this one included: a stop sequence lies among them, never in the prompt.
+    """
+    codes = torch.full_like(tokens, GOING_ON)
+    if n_new >= config.min_new_tokens:
+        for number, stop in enumerate(config.stop):
+            before = torch.tensor(stop[:-1], dtype=tokens.dtype, device=tokens.device)
+            if n_new >= len(stop):
+                found = (tokens == stop[-1]) & (texts[:, texts.shape[1] - len(before) :] == before).all(-1)
+                codes = torch.where(found, STOP + number, codes)
+    return codes if eos_id is None else torch.where(tokens == eos_id, END, codes)
+
+
+def finish_of(code: int, config: GenerateConfig) -> tuple[Finish, int]:
+    """The reason in words, and how many tokens at the end are there only to say so."""
+    if code == LENGTH:
+        return "length", 0
+    return ("end", 1) if code == END else ("stop", len(config.stop[code - STOP]))

@@ -1,0 +1,127 @@
+"""The model as generation sees it: logits of the next token, for whatever kind of model.
+
+    logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits of their last state alone
+    logits = engine.decode_one_token(tokens)     one token a row
+    engine.select(rows)                          go on with some rows, in any order and number
+
+Searches know nothing more. A kind of model adds one method: from tokens to states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.cache import ModelCache
+from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
+from ..models.model import padding_mask
+from ..models.recurrent import RecurrentMemory
+from .prompts import Prompts, Sources
+
+_NOT_BY_TOKEN = ("fourier", "linformer")  # mixers that need the whole text at once
+
+
+class Engine:
+    """Base of both kinds. ``static`` preallocates the cache: then every step has one shape, and rows stay in place."""
+
+    def __init__(self, model: Decoder | EncoderDecoder | Recurrent, static: bool = False) -> None:
+        if model.head is None:
+            raise ValueError(f"this model has head={model.config.head!r}; only with head='lm' does it know tokens")
+        if model.config.mixer in _NOT_BY_TOKEN:
+            raise ValueError(f"mixer={model.config.mixer!r} mixes a whole text at once and cannot go token by token")
+        self.head, self.static = model.head, static
+        self._model = model
+        self._cache: ModelCache = model.new_cache()
+
+    def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
+        """Take in the prompts; logits (B · copies, V) of what follows, each prompt's copies side by side."""
+        rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
+        tokens, positions = prompts.tokens, prompts.positions
+        if self.static:
+            n_places = max(len(row) for row in prompts.rows) + int(prompts.limit.max())
+            self._cache = self._model.new_cache(len(rows), n_places)
+            tokens, positions = tokens[rows], None if positions is None else positions[rows]
+            self._repeat_source(rows)
+        logits = self._logits(self._states(tokens, positions))
+        if not self.static and copies > 1:  # computed once, then copied
+            self.select(rows)
+            logits = logits.index_select(0, rows)
+        if logits.isnan().any():
+            raise ValueError("the model's logits are not numbers (NaN); its weights may have diverged")
+        return logits
+
+    def decode_one_token(self, tokens: Tensor) -> Tensor:
+        """Take in one token a row (R,); logits (R, V) of what follows."""
+        return self._logits(self._states(tokens[:, None], None))
+
+    def select(self, rows: Tensor) -> None:
+        """Row r goes on from row rows[r]."""
+        self._cache.reorder(rows)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Of the last state alone, and in float32 whatever the model computes in: (B, T, M) → (B, V)."""
+        return self.head(states[:, -1:], self._table())[:, 0].float()
+
+    def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        raise NotImplementedError  # what a kind of model is
+
+    def _table(self) -> Tensor:
+        raise NotImplementedError  # the token table a tied head reads
+
+    def _repeat_source(self, rows: Tensor) -> None:
+        """Before a static prefill; where there is no source there is nothing to repeat."""
+
+
+class TextEngine(Engine):
+    """Decoder-only models: a text goes on."""
+
+    def __init__(self, model: Decoder, static: bool = False) -> None:
+        super().__init__(model, static)
+        self.model = model
+
+    def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        return self.model.hidden(tokens, positions=positions, cache=self._cache)
+
+    def _table(self) -> Tensor:
+        return self.model.token.weight
+
+
+class SourceEngine(Engine):
+    """Models that read a source first: translators, captioners, recurrent ones. The encoder runs once a source."""
+
+    def __init__(self, model: EncoderDecoder | Recurrent, sources: Sources, static: bool = False) -> None:
+        super().__init__(model, static)
+        self.model, self._keep = model, sources.keep
+        self._memory: Memory = model.encode(sources.values, keep=sources.keep)
+
+    def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        states = self.model.decode(tokens, self._memory, positions=positions, cache=self._cache)
+        self._memory = Memory(self._memory.states[:0], self._memory.mask)  # from here on the cache holds it
+        return states
+
+    def _table(self) -> Tensor:
+        return self.model.output_table
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        if self._keep is not None:
+            self._keep = self._keep.index_select(0, rows)
+            self._memory = Memory(self._memory.states, padding_mask(self._keep))
+
+    def _repeat_source(self, rows: Tensor) -> None:
+        memory = self._memory
+        if self._keep is not None:
+            self._keep = self._keep.index_select(0, rows)
+        if isinstance(memory, RecurrentMemory):
+            self._memory = memory.rows(rows)
+        else:
+            self._memory = Memory(memory.states.index_select(0, rows), padding_mask(self._keep))
+
+
+def engine_for(model: Model, sources: Sources | None, static: bool = False) -> Engine:
+    """The engine of a model's kind."""
+    if isinstance(model, Decoder):
+        return TextEngine(model, static)
+    if isinstance(model, EncoderDecoder | Recurrent) and sources is not None:
+        return SourceEngine(model, sources, static)
+    raise TypeError(f"a model with architecture={model.config.architecture!r} writes no text")

@@ -1,0 +1,142 @@
+"""What a model is given to start from, as tensors: ragged prompts padded on the left, ragged sources on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from .config import GenerateConfig
+
+Rows = Tensor | Sequence[Any]
+"""One text as token ids, (T,) or a list, or several, (B, T) or a list of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts that end in the same column, and how many tokens may follow each."""
+
+    rows: list[list[int]]
+    tokens: Tensor  # (B, T), padded on the left
+    positions: Tensor | None  # (B, T) with -1 for padding; None where all are of one length
+    limit: Tensor  # (B,) new tokens
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def texts(self) -> Tensor:
+        """The tokens (B, T), -1 where there is none."""
+        return self.tokens if self.positions is None else torch.where(self.positions < 0, -1, self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What an encoder reads, and which of it is real (B, S); None: all."""
+
+    values: Tensor
+    keep: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def prompts_of(
+    rows: list[list[int]], model: ModelConfig, config: GenerateConfig, device: torch.device, name: str = "prompt"
+) -> Prompts:
+    """Check rows of token ids against the model and bring them side by side."""
+    beside_encoder = model.architecture == "encoder-decoder"
+    max_len = model.max_target_len or model.max_len if beside_encoder else model.max_len
+    if config.truncate:  # room for what is asked for; but what is continued has half of the place, if it needs it
+        most = max(1, max_len - config.max_new_tokens, max_len // 2)
+        rows = [row[-most:] for row in rows]
+    for index, row in enumerate(rows):
+        _check_ids(f"{name} {index}", row, model.output_vocab_size)
+        if len(row) >= max_len:
+            hint = "truncate=True keeps its end"
+            raise ValueError(f"{name} {index} has {len(row)} tokens, and max_len={max_len} leaves no room; {hint}")
+    limit = torch.tensor([min(config.max_new_tokens, max_len - len(row)) for row in rows], device=device)
+    width = max(len(row) for row in rows)
+    if all(len(row) == width for row in rows):
+        return Prompts(rows, torch.tensor(rows, device=device), None, limit)
+    tokens = torch.tensor([[model.pad_id] * (width - len(row)) + row for row in rows], device=device)
+    missing = torch.tensor([width - len(row) for row in rows], device=device)
+    places = torch.arange(width, device=device) - missing[:, None]
+    return Prompts(rows, tokens, places.clamp(min=-1), limit)
+
+
+def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool, device: torch.device) -> Sources:
+    """What the encoder reads: texts, images (B, C, height, width), or regions (B, R, d_region), ragged as a list."""
+    if model.source == "text":
+        rows = [_fitting(index, row, model, truncate) for index, row in enumerate(rows_of(source, keep, "source"))]
+        if not rows:
+            raise ValueError("there is no source: the batch is empty")
+        return _side_by_side([torch.tensor(row) for row in rows], model.pad_id, device)
+    n_dims, shape = (3, "(channels, height, width)") if model.source == "image" else (2, "(regions, d_region)")
+    items = list(source) if not isinstance(source, Tensor) or source.dim() > n_dims else [source]
+    if not items or any(not isinstance(item, Tensor) or item.dim() != n_dims or 0 in item.shape for item in items):
+        raise ValueError(f"source='{model.source}' takes tensors of shape {shape}, one or several, none of them empty")
+    if len({item.shape[-2:] if n_dims == 3 else item.shape[-1:] for item in items}) > 1:
+        raise ValueError(f"sources of different sizes cannot be read together: {[tuple(x.shape) for x in items]}")
+    if keep is not None:
+        items = [item[real] for item, real in zip(items, keep.bool().to(items[0].device), strict=True)]
+    return _side_by_side(items, 0.0, device)
+
+
+def rows_of(given: Rows, keep: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
+    """One text or several, as lists of ids; ``keep`` (B, T) says which ids of a padded tensor are real."""
+    if isinstance(given, str) or (isinstance(given, Sequence) and any(isinstance(row, str) for row in given)):
+        raise TypeError(f"{name} is text, but token ids are needed: encode it with the model's tokenizer first")
+    if isinstance(given, Tensor):
+        if given.dim() not in (1, 2) or given.is_floating_point():
+            got = f"{given.dtype} of shape {tuple(given.shape)}"
+            raise TypeError(f"{name} must be whole numbers of shape (length,) or (batch, length), got {got}")
+        if keep is not None:
+            if keep.shape != given.shape:
+                raise ValueError(f"keep has shape {tuple(keep.shape)}, but {name} has {tuple(given.shape)}")
+            return [row[real].tolist() for row, real in zip(_two(given), _two(keep.bool()), strict=True)]
+        return _two(given).tolist()
+    if keep is not None:
+        raise ValueError(f"keep goes with {name} as a tensor; rows of a list are as long as they are")
+    several = any(isinstance(row, Sequence | Tensor) for row in given)
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in given] if several else [list(given)]
+    if any(isinstance(token, bool) or not isinstance(token, int) for row in rows for token in row):
+        raise TypeError(f"{name} must hold token ids, whole numbers; got {given!r:.80}")
+    return rows
+
+
+def _two(x: Tensor) -> Tensor:
+    return x[None] if x.dim() == 1 else x
+
+
+def _fitting(index: int, row: list[int], model: ModelConfig, truncate: bool) -> list[int]:
+    _check_ids(f"source {index}", row, model.vocab_size)
+    if not row:
+        raise ValueError(f"source {index} is empty")
+    if len(row) <= model.max_len:
+        return row
+    if not truncate:
+        hint = "truncate=True keeps its beginning"
+        raise ValueError(f"source {index} has {len(row)} tokens, but max_len={model.max_len}; {hint}")
+    ends = row[-1:] if row[-1] == model.eos_id else []  # a source that ends as trained still does
+    return row[: model.max_len - len(ends)] + ends
+
+
+def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
+    for token in row:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} holds token {token}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
+
+
+def _side_by_side(items: list[Tensor], padding: float, device: torch.device) -> Sources:
+    """Stacked, the shorter ones padded at their end."""
+    lengths = [len(item) for item in items]
+    if len(set(lengths)) == 1:
+        return Sources(torch.stack(items).to(device))
+    values = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=padding).to(device)
+    keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return Sources(values, keep.to(device))
