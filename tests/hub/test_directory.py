@@ -107,6 +107,25 @@ def test_a_file_in_half_precision_stays_so(tmp_path: Path) -> None:
     assert {p.dtype for p in load(tmp_path).parameters()} == {torch.bfloat16}
 
 
+def test_mixed_types_stay_mixed(folder: Folder, tmp_path: Path) -> None:
+    def half_of_it(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: x if "ln_" in name else x.to(torch.bfloat16) for name, x in tensors.items()}
+
+    model = load(rewrite(copy(folder("gpt2"), tmp_path / "mixed"), half_of_it))
+    kinds = {name: p.dtype for name, p in model.named_parameters()}
+    assert {kinds[name] for name in kinds if "norm" in name} == {torch.float32}
+    assert {kinds[name] for name in kinds if "norm" not in name} == {torch.bfloat16}
+
+
+def test_a_device_that_is_full_is_not_the_files_fault(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("regard.hub.fitting._converted", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(folder("gpt2"))
+
+
 def test_device(folder: Folder) -> None:
     assert load(folder("llama"), device="cpu").device == torch.device("cpu")
     with torch.device("meta"):  # a default that others set must not leak into the building of it

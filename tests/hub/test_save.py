@@ -42,6 +42,10 @@ OURS: dict[str, dict[str, Any]] = {
         **{"head": "classify", "positions": "learned"},
     },
     "recurrent": {"architecture": "recurrent", "alignment": "general", "bidirectional": False},
+    "recurrent, smaller than what it does not read": {
+        **{"architecture": "recurrent", "d_model": 4, "n_layers": 1, "d_ff": 10**6, "n_heads": 3},
+        **{"positions": "none", "tie_head": False, "head_bias": True},
+    },
     "bos none": {"bos_id": None, "eos_id": None},
 }
 
@@ -175,7 +179,7 @@ def test_which_preset_has_a_twin(name: str) -> None:
         ("t5-small", {"head": "none", "qkv_bias": True}, "qkv_bias=True (t5 has False)"),
         ("transformer-base", {"sinusoid_layout": "interleaved"}, "sinusoid_layout='interleaved' (marian has 'halves')"),
         ("captioner", {}, "source='image' (marian has 'text')"),
-        ("luong-lstm", {}, "architecture='recurrent' (marian has 'encoder-decoder')"),
+        ("luong-lstm", {}, "architecture='recurrent' (gpt2 has 'decoder')"),
     ],
 )
 def test_what_stands_in_the_way_is_named(name: str, fields: dict[str, Any], obstacle: str) -> None:
@@ -221,6 +225,7 @@ def test_a_field_that_decides_nothing_costs_no_twin(name: str, fields: dict[str,
         ("vit-tiny", {"image_size": 32}),
         ("captioner-regions", {"d_region": 7}),
         ("luong-lstm", {"alignment": "dot"}),
+        ("luong-lstm", {"n_decoder_layers": 1}),
         ("transformer-base", {"n_decoder_layers": 3}),
         ("transformer-base", {"target_vocab_size": 37000}),
         ("bert-base", {"pooler": "none"}),

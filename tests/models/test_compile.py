@@ -15,6 +15,7 @@ from regard.models import Model
 from regard.presets import PRESETS
 
 from .small import inputs_of, small, small_config
+from .tiny_recurrent import LSTM_TRACES, NO_LSTM_TRACE
 
 TRAINING_ONLY = {
     **dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "classifier_dropout"), 0.0),
@@ -68,6 +69,8 @@ def check(name: str, backend: str, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", distinct_presets())
 def test_one_graph(name: str) -> None:
+    if "lstm" in name and not LSTM_TRACES:
+        pytest.skip(NO_LSTM_TRACE)
     check(name, "aot_eager", 1e-5)
 
 

@@ -20,6 +20,8 @@ DECODERS = (  # alignment, input feeding
     *(("dot", False), ("general", False), ("concat", False)),
 )
 PLACE = "decoder.cross_attention"
+LSTM_TRACES = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
+NO_LSTM_TRACE = "torch before 2.13 traces the last state of an LSTM on a CPU with a wrong shape"
 each_cell = pytest.mark.parametrize("cell", CELLS)
 each_decoder = pytest.mark.parametrize(("alignment", "feeds"), DECODERS)
 

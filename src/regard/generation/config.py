@@ -36,7 +36,7 @@ class GenerateConfig(Config):
     ended_first: bool = False
     """Whether texts that ended by themselves come before those cut off at the limit, whatever their scores."""
     n_best: int = 1
-    """Texts returned for each prompt, best first: of the beam, or so many drawn ones."""
+    """Texts returned for each prompt, best first: of the beam, as far as it found so many, or so many drawn ones."""
     groups: int = 1
     """Groups of beams, each kept away from what the ones before it choose (Vijayakumar et al. 2018)."""
     diversity_penalty: float = 0.0

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import Decoder, Model
+from ..models import Model
 from .beam import Found, Search
 from .config import GenerateConfig
 from .ending import GOING_ON, Finish, finish_of
-from .engine import Engine, engine_for
-from .prompts import Prompts, Rows, prompts_of, rows_of, sources_of
+from .engine import Engine
+from .prompts import Prompts, Rows
+from .start import Given, read, start
 from .walk import walk
+
+_ANGLES_BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,44 @@ def generate(
     """
     config = config_of(config, fields)
     with _at_rest(model):
-        engine, prompts = start(model, inputs, config, target=target, keep=keep)
-        if config.beam > 1:
-            search = Search(engine, config, model.config.eos_id)
-            found = search.run(prompts)
-            hypotheses = [[_hypothesis(text, config) for text in texts] for texts in found]
-            n_steps = max(len(text.tokens) for texts in found for text in texts)
-            return Generated(prompts.rows, hypotheses, search.parents[:n_steps])
-        return Generated(prompts.rows, _walked(engine, prompts, config, model.config.eos_id))
+        given = read(model, inputs, config, target=target, keep=keep)
+        parts = [(index, _texts(model, given.some(index), config)) for index in _together(model, given)]
+    return parts[0][1] if len(parts) == 1 else _joined(len(given.rows), parts)
+
+
+def _texts(model: Model, given: Given, config: GenerateConfig) -> Generated:
+    eos_id = model.config.eos_id
+    engine, prompts = start(model, given, config)
+    if config.beam == 1:
+        return Generated(prompts.rows, _walked(engine, prompts, config, eos_id))
+    search = Search(engine, config, eos_id)
+    found = search.run(prompts)
+    hypotheses = [[_hypothesis(text, config) for text in texts] for texts in found]
+    n_steps = max(len(text.tokens) for texts in found for text in texts)
+    return Generated(prompts.rows, hypotheses, search.parents[:n_steps])
+
+
+def _together(model: Model, given: Given) -> list[list[int]]:
+    """Which texts can be written side by side: all, unless the model turns by angles that follow the longest text."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind not in _ANGLES_BY_LENGTH:
+        return [list(range(len(given.rows)))]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, row in enumerate(given.rows):
+        n_source = 0 if given.sources is None else len(given.sources[index])
+        alike.setdefault((len(row), n_source), []).append(index)
+    return list(alike.values())
+
+
+def _joined(n_prompts: int, parts: list[tuple[list[int], Generated]]) -> Generated:
+    """Several batches as one, each prompt in its place."""
+    place = {index: (part, row) for indices, part in parts for row, index in enumerate(indices)}
+    order = [place[index] for index in range(n_prompts)]
+    parents = None
+    if all(part.parents is not None for _, part in parts):
+        columns = [part.parents[:, row] for part, row in order if part.parents is not None]  # each (steps, beam)
+        parents = torch.nn.utils.rnn.pad_sequence(columns).contiguous()
+    return Generated([part.prompts[row] for part, row in order], [part.hypotheses[row] for part, row in order], parents)
 
 
 def stream_tokens(
@@ -109,9 +142,10 @@ def stream_tokens(
         name = "beam" if config.beam > 1 else "n_best"
         raise ValueError(f"{name}={getattr(config, name)} has no text before all is done; a stream needs {name}=1")
     with _at_rest(model):
-        engine, prompts = start(model, inputs, config, target=target)
-    if len(prompts) != 1:
-        raise ValueError(f"a stream is one text, but {len(prompts)} were asked for")
+        given = read(model, inputs, config, target=target)
+        if len(given.rows) != 1:
+            raise ValueError(f"a stream is one text, but {len(given.rows)} were asked for")
+        engine, prompts = start(model, given, config)
     return _streamed(model, engine, prompts, config)
 
 
@@ -125,55 +159,11 @@ def _streamed(model: Model, engine: Engine, prompts: Prompts, config: GenerateCo
         yield int(chosen.tokens[0])
 
 
-def start(
-    model: Model, inputs: Rows, config: GenerateConfig, *, target: Rows | None = None, keep: Tensor | None = None
-) -> tuple[Engine, Prompts]:
-    """Check everything, run the encoder if there is one, and stand before the first token."""
-    ours, static = model.config, config.cache == "static"
-    _check_tokens(config, ours.output_vocab_size)
-    if isinstance(model, Decoder):
-        if target is not None:
-            raise ValueError("target is for models with an encoder; a decoder's prompt is all there is")
-        rows = _begun(rows_of(inputs, keep), ours.bos_id, "prompt")
-        return engine_for(model, None, static), prompts_of(rows, ours, config, model.device)
-    if ours.architecture == "encoder":
-        raise TypeError("a model with architecture='encoder' writes no text")
-    sources = sources_of(inputs, keep, ours, config.truncate, model.device)
-    rows = _begun([[]] if target is None else rows_of(target, name="target"), ours.bos_id, "target")
-    rows = [row if ours.bos_id in (None, row[0]) else [ours.bos_id, *row] for row in rows]
-    rows = rows * len(sources) if len(rows) == 1 else rows
-    if len(rows) != len(sources):
-        raise ValueError(f"there are {len(rows)} targets for {len(sources)} sources")
-    prompts = prompts_of(rows, ours, config, model.device, "target")
-    return engine_for(model, sources, static), prompts
-
-
-def _begun(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:
-    """An empty prompt begins with bos_id."""
-    if not rows:
-        raise ValueError(f"there is no {name}: the batch is empty")
-    for index, row in enumerate(rows):
-        if not row and bos_id is None:
-            raise ValueError(f"{name} {index} is empty, and this model has no bos_id to begin with")
-    return rows if bos_id is None else [row or [bos_id] for row in rows]
-
-
 def config_of(config: GenerateConfig | None, fields: dict[str, Any]) -> GenerateConfig:
     """A config, its fields, or both."""
     if config is None:
         return GenerateConfig(**fields)
     return config.with_(**fields) if fields else config
-
-
-def _check_tokens(config: GenerateConfig, vocab_size: int) -> None:
-    if config.beam > vocab_size:
-        raise ValueError(f"beam={config.beam} is larger than the vocabulary of {vocab_size} tokens")
-    stops = [token for stop in config.stop for token in stop]
-    for name, tokens in (("stop", stops), ("prefix", config.prefix), ("logit_bias", config.logit_bias)):
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                allowed = f"the vocabulary has {vocab_size}: 0 to {vocab_size - 1}"
-                raise ValueError(f"{name} holds the unknown token {token}; {allowed}")
 
 
 @contextmanager

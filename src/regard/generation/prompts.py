@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..models import Model
 from .config import GenerateConfig
 
 Rows = Tensor | Sequence[Any]
@@ -51,14 +52,13 @@ def prompts_of(
     """Check rows of token ids against the model and bring them side by side."""
     beside_encoder = model.architecture == "encoder-decoder"
     max_len = model.max_target_len or model.max_len if beside_encoder else model.max_len
-    if config.truncate:  # room for what is asked for; but what is continued has half of the place, if it needs it
-        most = max(1, max_len - config.max_new_tokens, max_len // 2)
-        rows = [row[-most:] for row in rows]
+    if config.truncate and name == "prompt":
+        rows = [_shortened(row, model, config.max_new_tokens) for row in rows]
     for index, row in enumerate(rows):
         _check_ids(f"{name} {index}", row, model.output_vocab_size)
         if len(row) >= max_len:
-            hint = "truncate=True keeps its end"
-            raise ValueError(f"{name} {index} has {len(row)} tokens, and max_len={max_len} leaves no room; {hint}")
+            hint = "; truncate=True keeps its end" if name == "prompt" else ""
+            raise ValueError(f"{name} {index} has {len(row)} tokens, and max_len={max_len} leaves no room{hint}")
     limit = torch.tensor([min(config.max_new_tokens, max_len - len(row)) for row in rows], device=device)
     width = max(len(row) for row in rows)
     if all(len(row) == width for row in rows):
@@ -69,22 +69,23 @@ def prompts_of(
     return Prompts(rows, tokens, places.clamp(min=-1), limit)
 
 
-def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool, device: torch.device) -> Sources:
-    """What the encoder reads: texts, images (B, C, height, width), or regions (B, R, d_region), ragged as a list."""
+def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
+    """What the encoder reads, one tensor a source: ids, an image (C, height, width), or regions (R, d_region)."""
     if model.source == "text":
         rows = [_fitting(index, row, model, truncate) for index, row in enumerate(rows_of(source, keep, "source"))]
-        if not rows:
-            raise ValueError("there is no source: the batch is empty")
-        return _side_by_side([torch.tensor(row) for row in rows], model.pad_id, device)
-    n_dims, shape = (3, "(channels, height, width)") if model.source == "image" else (2, "(regions, d_region)")
-    items = list(source) if not isinstance(source, Tensor) or source.dim() > n_dims else [source]
-    if not items or any(not isinstance(item, Tensor) or item.dim() != n_dims or 0 in item.shape for item in items):
-        raise ValueError(f"source='{model.source}' takes tensors of shape {shape}, one or several, none of them empty")
-    if len({item.shape[-2:] if n_dims == 3 else item.shape[-1:] for item in items}) > 1:
-        raise ValueError(f"sources of different sizes cannot be read together: {[tuple(x.shape) for x in items]}")
-    if keep is not None:
-        items = [item[real] for item, real in zip(items, keep.bool().to(items[0].device), strict=True)]
-    return _side_by_side(items, 0.0, device)
+        items = [torch.tensor(row) for row in rows]
+    else:
+        n_dims, shape = (3, "(channels, height, width)") if model.source == "image" else (2, "(regions, d_region)")
+        items = list(source) if not isinstance(source, Tensor) or source.dim() > n_dims else [source]
+        if any(not _is_filled(item, n_dims) for item in items):
+            raise ValueError(
+                f"source={model.source!r} takes floating-point tensors {shape}, one or several, none empty"
+            )
+        if keep is not None:
+            items = [item[real] for item, real in zip(items, keep.bool().to(items[0].device), strict=True)]
+    if not items:
+        raise ValueError("there is no source: the batch is empty")
+    return items
 
 
 def rows_of(given: Rows, keep: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
@@ -109,8 +110,21 @@ def rows_of(given: Rows, keep: Tensor | None = None, name: str = "prompt") -> li
     return rows
 
 
+def _is_filled(item: Any, n_dims: int) -> bool:
+    return isinstance(item, Tensor) and item.dim() == n_dims and item.is_floating_point() and item.numel() > 0
+
+
 def _two(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 1 else x
+
+
+def _shortened(row: list[int], model: ModelConfig, max_new_tokens: int) -> list[int]:
+    """The end of a long prompt: room is made for the tokens asked for, as long as half of the place is left to it."""
+    most = max(1, model.max_len - max_new_tokens, model.max_len // 2)
+    if len(row) <= most:
+        return row
+    starts = row[:1] if row[0] == model.bos_id and most > 1 else []  # a text that begins as trained still does
+    return starts + row[len(row) - most + len(starts) :]
 
 
 def _fitting(index: int, row: list[int], model: ModelConfig, truncate: bool) -> list[int]:
@@ -132,11 +146,16 @@ def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
             raise ValueError(f"{name} holds token {token}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
 
 
-def _side_by_side(items: list[Tensor], padding: float, device: torch.device) -> Sources:
-    """Stacked, the shorter ones padded at their end."""
+def side_by_side(items: list[Tensor], model: Model) -> Sources:
+    """Sources stacked, the shorter ones padded at their end."""
+    text = model.config.source == "text"
+    dtype, padding = (torch.int64, model.config.pad_id) if text else (next(model.parameters()).dtype, 0)
+    items = [item.to(model.device, dtype) for item in items]
     lengths = [len(item) for item in items]
+    if len({item.shape[1:] for item in items}) > 1:
+        raise ValueError(f"sources of different sizes cannot be read together: {[tuple(x.shape) for x in items]}")
     if len(set(lengths)) == 1:
-        return Sources(torch.stack(items).to(device))
-    values = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=padding).to(device)
+        return Sources(torch.stack(items))
+    values = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=padding)
     keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Sources(values, keep.to(device))
+    return Sources(values, keep.to(model.device))

@@ -29,7 +29,7 @@ def _reads_tokens(config: ModelConfig) -> bool:
 
 
 def _has_token_head(config: ModelConfig) -> bool:
-    return config.head == "masked-lm" or (config.head == "lm" and config.has_decoder)
+    return config.head in ("lm", "masked-lm")
 
 
 def _has_pooler(config: ModelConfig) -> bool:
@@ -38,13 +38,17 @@ def _has_pooler(config: ModelConfig) -> bool:
 
 
 _DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
+_BLOCKS = (
+    *("n_heads", "n_kv_heads", "d_head", "d_ff", "positions", "max_len", "attention_scale", "qkv_bias", "out_bias"),
+    *("qk_norm", "norm", "norm_place", "norm_eps", "norm_bias", "activation", "ff_bias", "sinusoid_layout"),
+    "positions_skip_padding",
+)
 _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*_DROPOUTS, "init_std", "attention_backend"), lambda c: False),
     (("cell", "alignment", "bidirectional", "input_feeding"), lambda c: c.architecture == "recurrent"),
-    (
-        ("n_decoder_layers", "n_decoder_heads", "d_decoder_ff", "max_target_len"),
-        lambda c: c.architecture == "encoder-decoder",
-    ),
+    (_BLOCKS, lambda c: c.architecture != "recurrent"),
+    (("n_decoder_heads", "d_decoder_ff", "max_target_len"), lambda c: c.architecture == "encoder-decoder"),
+    (("n_decoder_layers",), lambda c: c.architecture in ("encoder-decoder", "recurrent")),
     (("causal", "bos_id", "eos_id"), lambda c: c.architecture != "encoder"),
     (("vocab_size", "pad_id", "scale_embeddings", "d_embed", "n_segments", "positions_skip_padding"), _reads_tokens),
     (("target_vocab_size",), lambda c: c.architecture in ("encoder-decoder", "recurrent")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +41,16 @@ def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
         expected = to_theirs(steps, ours)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise BadModelFile(f"config.json describes no model that can be built: {error}") from None
-    names, there, unexpected = _place(steps, expected, layout)
+    places = _places(steps, expected, layout)
     wrong = [
-        f"{name} is {_shape(layout[name])} instead of {_shape(expected[place])}"
-        for name, place in names.items()
-        if place in expected and not _alike(layout[name], expected[place])
+        f"{name} is {_shape(x)} instead of {_shape(wanted)}"
+        for name, x in layout.items()
+        if name in places and (wanted := expected.get(places[name].stands_for or "")) is not None
+        if not _alike(x, wanted)
     ]
+    unexpected = [name for name in layout if name not in places]
     # With the right shapes in place of those found, so that one wrong tensor does not hide a missing one.
+    there = {place.stands_for for place in places.values() if place.stands_for is not None}
     complete = set(to_ours(steps, {name: expected[name] for name in there})) == set(ours)
     missing = [] if complete else [name for name in expected if name not in there]
     faults = [
@@ -56,7 +60,7 @@ def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
     ]
     if faults:
         raise BadModelFile(f"the tensors do not fit config.json; {'; '.join(faults)}")
-    return Fitting(model, names)
+    return Fitting(model, {name: place.name for name, place in places.items()})
 
 
 def fill(
@@ -67,14 +71,14 @@ def fill(
     for module in model.modules():
         if module._non_persistent_buffers_set:  # not in any file; such a module computes them when it is moved
             module.to_empty(device=device, recurse=False)
+    read = weights.read()
     try:
-        read = weights.read()
         tensors = to_ours(steps, {fitting.names[name]: x for name, x in read.items()})
-        files = {x.untyped_storage().data_ptr() for x in read.values()}
-        state = {name: _own(_converted(x, device, dtype), files) for name, x in tensors.items()}
-        model.load_state_dict(state, assign=True)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:  # two that should be one differ, or a constant is another
         raise BadModelFile(f"the tensors do not fit config.json; {error}") from None
+    files = {x.untyped_storage().data_ptr() for x in read.values()}
+    state = {name: _own(_converted(x, device, dtype), files) for name, x in tensors.items()}
+    model.load_state_dict(state, assign=True)
     kinds = {x.dtype for x in state.values() if x.is_floating_point()}
     return model.to(kinds.pop() if len(kinds) == 1 else None).eval()  # the buffers too, where there is one type
 
@@ -89,31 +93,40 @@ def _own(x: Tensor, files: set[int]) -> Tensor:
     return x.clone() if x.untyped_storage().data_ptr() in files else x
 
 
-def _place(steps: Sequence[Step], expected: Tensors, layout: Tensors) -> tuple[dict[str, str], set[str], list[str]]:
-    """For each tensor found the name under which the steps know it; what of the expected is there; what is unknown.
+class Place(NamedTuple):
+    """Where a tensor that was found belongs: the name the steps know it by, and the expected one that it is or stands
+    for; None for one that the steps drop."""
+
+    name: str
+    stands_for: str | None
+
+
+def _places(steps: Sequence[Step], expected: Tensors, layout: Tensors) -> dict[str, Place]:
+    """For each tensor found its place; those without one are unknown.
 
     Two things are no mistake: a second name of a tensor or a buffer the model makes itself (the steps say so), and a
     name without the first word that the model with a head puts before it (how the first GPT-2 was published).
     """
     if set(layout) == set(expected):
-        return {name: name for name in layout}, set(layout), []
+        return {name: Place(name, name) for name in layout}
     known = {_after(steps, name, x): name for name, x in expected.items()}
     first_words = list(dict.fromkeys(name.split(".")[0] for name in expected))
-    names: dict[str, str] = {}
-    there: set[str] = set()
+
+    def place(name: str, x: Tensor) -> Place | None:
+        if name in expected:
+            return Place(name, name)
+        after = _after(steps, name, x)
+        if after is None:
+            return Place(name, None)
+        return Place(name, known[after]) if after in known and after != name else None
+
+    found = {}
     for name, x in layout.items():
-        for place in (name, *(f"{word}.{name}" for word in first_words)):
-            if place != name and place in layout:
-                continue
-            after = place if place in expected else _after(steps, place, x)
-            stands_for = place if place in expected else known.get(after)
-            if stands_for is not None and (place in expected or after != place):
-                there.add(stands_for)
-            elif after is not None:
-                continue
-            names[name] = place
-            break
-    return names, there, [name for name in layout if name not in names]
+        longer = (f"{word}.{name}" for word in first_words)
+        candidates = (place(other, x) for other in (name, *longer) if other == name or other not in layout)
+        if (first := next((one for one in candidates if one is not None), None)) is not None:
+            found[name] = first
+    return found
 
 
 def _after(steps: Sequence[Step], name: str, x: Tensor) -> str | None:

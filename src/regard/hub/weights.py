@@ -37,11 +37,12 @@ def open_safetensors(path: Path) -> Weights:
     from safetensors import safe_open
 
     parse_json(_header(path), path)  # for a name that stands there twice, which safetensors lets pass
-    with _refusing(path), safe_open(path, framework="pt") as file:
+    with _refusing(path):
+        file = safe_open(path, framework="pt")  # kept: opened a second time it might be another file
         layout = {name: _on_meta(file.get_slice(name), name, path) for name in file.keys()}  # noqa: SIM118
 
     def read() -> Tensors:
-        with _refusing(path), safe_open(path, framework="pt") as file:
+        with _refusing(path):
             return {name: file.get_tensor(name) for name in layout}
 
     return Weights(layout, read)

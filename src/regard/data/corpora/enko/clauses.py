@@ -10,7 +10,7 @@ from .predicates import short_negation_allowed
 from .to_english import agreement
 from .words import Node
 
-__all__ = ["Clauses"]
+__all__ = ["CONTRASTED", "MOODS", "Clauses"]
 
 
 def _of_frame(*frames: Frame) -> tuple[Verb, ...]:
@@ -25,19 +25,36 @@ _ACTIVITIES = tuple(
     for verb in _of_frame("transitive", "intransitive", "motion", "ditransitive")
     if not verb.marks & {"state", "thetic"} and not verb.doers
 )
+CONTRASTED = tuple(verb for verb in _ACTIVITIES if verb.frame in ("transitive", "motion") and len(verb.partners) > 5)
 _PREDICATIVE = tuple(word for word in ADJECTIVES.values() if "only-before" not in word.marks)
-_MOODS = tuple(word for word in ADJECTIVES.values() if "mood" in word.marks)
+MOODS = tuple(word for word in ADJECTIVES.values() if "mood" in word.marks)
 _COMPARED = tuple(word for word in _PREDICATIVE if not word.marks & {"mood", "only-after"} and word.key not in ("bad", "good"))
 _SKIES = tuple(word for word in _PREDICATIVE if "weather" in word.partners)
 _NEWS = tuple(verb for verb in VERBS.values() if verb.key in ("begin", "end", "arrive", "depart", "ring", "stop"))
 _TIMES = {tense: tuple(time for time, (_, when) in TIMES.items() if tense in when.split()) for tense in
           ("past", "present", "future", "now")}  # fmt: skip
 _JOBS = tuple(noun.english for noun in NOUNS.values() if "job" in noun.tags)
-_SMALL = tuple(noun.english for noun in NOUNS.values() if "kept" in noun.tags and not noun.tags & {"mass", "bare"})
-_LIVELY = tuple(noun.english for noun in NOUNS.values() if "pet" in noun.tags)
-_SURFACES = tuple(noun.english for noun in NOUNS.values() if "furniture" in noun.tags and "blanket" != noun.english)
+_SMALL = tuple(noun.english for noun in NOUNS.values() if "kept" in noun.tags and not noun.tags & {"mass", "vehicle"})
+_LITTLE_ANIMALS = ("cat", "dog", "puppy", "rabbit", "mouse", "bird", "turtle", "frog")
+_ANIMALS = tuple(noun.english for noun in NOUNS.values() if "animal" in noun.tags)
+_WHERE_ANIMALS_ARE = ("farm", "zoo", "garden", "park", "forest", "village", "island", "mountain")
+_WHERE_THINGS_ARE = ("room", "office", "classroom", "kitchen", "house", "store", "library", "hotel")
+_GROUPS = tuple(noun.english for noun in NOUNS.values() if "person" in noun.tags and not noun.tags & {"kin", "name", "royal"})
+_SURFACES = ("desk", "table", "bed", "chair", "sofa", "box", "piano", "door", "window", "tree", "car", "mirror")
+_TOPS = ("desk", "table", "bed", "chair", "sofa", "box", "piano", "car")
 _ROOMY = ("box", "bag", "basket")
 _SPOTS = tuple(n.english for n in NOUNS.values() if "place" in n.tags and not n.tags & {"by", "on", "city"})
+_NEAR_TIMES = frozenset({"yesterday", "last night", "this morning", "an hour ago", "today", "now", "tomorrow", "tonight", "soon"})
+# What people do about a mood.
+_ANSWERS = {
+    "tired": ("sleep", "rest", "lie on", "sit on", "return to"),
+    "busy": ("run to", "work", "ride", "call", "drive", "finish"),
+    "sick": ("rest", "sleep", "cough", "lie on", "call", "wait for"),
+    "happy": ("sing", "dance", "laugh", "hug", "invite", "praise", "give to", "bake"),
+    "sad": ("cry", "listen to", "drink", "walk", "read", "leave", "hug"),
+    "hungry": ("eat", "cook", "bake", "make", "wash", "cut", "prepare"),
+    "lonely": ("cry", "call", "meet", "visit", "raise", "send to", "invite", "wait for"),
+}
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(DEGREES), tuple(FREQUENCIES), tuple(RELATIONS)
 _FAR_RIDES, _NEAR_RIDES = ("train", "bus", "airplane", "car"), ("bus", "taxi", "bicycle", "car")
 # What embedded clauses leave out: two phrases with 이/가 in a row can be read either way.
@@ -99,6 +116,8 @@ class Clauses(Phrases):
         if verb.frame == "motion":
             return self.common(name, definite=True, plain=True)
         node = self.common(name, plain=embedded)
+        if verb.key == "have" and node.get("det", "a") != "a":
+            return {"noun": name, "det": "a"} if not NOUNS[name].tags & {"mass", "plural"} else {"noun": name}
         if verb.frame == "transitive" and not embedded and self.draws.chance(0.05) and not verb.takes_people:
             second = self.draws.choice(verb.partners)
             if second != name:
@@ -127,7 +146,8 @@ class Clauses(Phrases):
         """An adjective said of something: the soup is hot, Minsu is busier than Yuna."""
         subject = subject or self.subject_of(adjective, definite=True, pronouns=not embedded, plain=True)
         subject.pop("adjective", None)
-        clause: Node = {"subject": subject, "predicate": adjective.key, "tense": self._tense("present")}
+        clause: Node = {"subject": subject, "predicate": adjective.key}
+        clause["tense"] = self.draws.choice(("past", "present")) if "lasting" in adjective.marks else self._tense("present")
         if not embedded and adjective in _COMPARED and "noun" in subject and self.draws.chance(0.2):
             other = self.subject_of(adjective, definite=True, pronouns=False, plain=True)
             if other["noun"] != subject["noun"] and clause["tense"] != "future":
@@ -152,34 +172,39 @@ class Clauses(Phrases):
 
     def location(self, *, embedded: bool = False) -> Node:
         """Somebody or something is somewhere."""
-        living = self.draws.chance(0.6)
-        if living:
+        throw = self.draws.below(10)
+        if throw < 6:
             subject = self.person(pronouns=not embedded, plain=True)
+            where: Node = {"of": self._spot(_SPOTS)}
         else:
-            subject = self.common(self.draws.choice(_SMALL if self.draws.chance(0.6) else _LIVELY), definite=True, plain=True)
-        clause: Node = {"subject": subject, "predicate": "be at", "tense": self.draws.choice(("past", "present", "present"))}
-        clause["where"] = self._spot(living)
+            subject = self.common(self.draws.choice(_SMALL if throw < 8 else _LITTLE_ANIMALS), definite=True, plain=True)
+            where = self._beside()
+        clause: Node = {"subject": subject, "predicate": "be at", "where": where}
+        clause["tense"] = self.draws.choice(("past", "present", "present"))
         if self.draws.chance(0.25):
             clause["not"] = "long" if agreement(subject) == "I" or self.draws.chance(0.5) else "short"
         return clause
 
     def existence(self) -> Node:
-        """There is a cat under the table; there are two books on the desk."""
-        name = self.draws.choice(_LIVELY if self.draws.chance(0.4) else _SMALL)
-        subject: Node = {"noun": name, "det": "a"}
-        if "plural" in NOUNS[name].tags:
-            subject = {"noun": name}
-        elif NOUNS[name].counter and self.draws.chance(0.5):
+        """There is a cat under the table; there are two students in the classroom."""
+        kinds = ((_SMALL, ()), (_SMALL, _WHERE_THINGS_ARE), (_LITTLE_ANIMALS, ()), (_ANIMALS, _WHERE_ANIMALS_ARE), (_GROUPS, _SPOTS))
+        names, spots = self.draws.choice(kinds)
+        name = self.draws.choice(names)
+        subject: Node = {"noun": name} if "plural" in NOUNS[name].tags else {"noun": name, "det": "a"}
+        if NOUNS[name].counter and "det" in subject and self.draws.chance(0.6):
             subject = {"noun": name, "number": self.draws.choice((2, 3, 4, 5, 10))}
-        tense = self.draws.choice(("past", "present", "present"))
-        return {"subject": subject, "predicate": "exist", "tense": tense, "where": self._spot(False)}
+        clause: Node = {"subject": subject, "predicate": "exist", "tense": self.draws.choice(("past", "present", "present"))}
+        clause["where"] = {"of": self._spot(spots)} if spots else self._beside()
+        return clause
 
-    def _spot(self, living: bool) -> Node:
-        if living or self.draws.chance(0.3):
-            return {"of": self.common(self.draws.choice(_SPOTS), definite=True, plain=True)}
+    def _spot(self, spots: tuple[str, ...]) -> Node:
+        return self.common(self.draws.choice(spots), definite=True, plain=True)
+
+    def _beside(self) -> Node:
+        """Where something small is: on, under, behind, next to, in front of or inside something larger."""
         relation = self.draws.choice(_RELATIONS)
-        thing = self.draws.choice(_ROOMY if relation == "inside" else _SURFACES)
-        return {"relation": relation, "of": self.common(thing, definite=True, plain=True)}
+        things = _ROOMY if relation == "inside" else _TOPS if relation in ("on", "under") else _SURFACES
+        return {"relation": relation, "of": self.common(self.draws.choice(things), definite=True, plain=True)}
 
     def weather(self) -> Node:
         """It rains, it will snow; the weather is warm."""
@@ -195,29 +220,38 @@ class Clauses(Phrases):
 
     # ---------------------------------------------------------------------------------- for joined sentences
 
-    def reason(self, tense: str, subject: Node | None = None) -> Node:
-        """A state of things that explains what people do: a mood, the weather, the beginning or end of something."""
+    def reason(self, tense: str) -> Node:
+        """A state of things that explains what people do: the weather, the beginning or end of something, a mood."""
         throw = self.draws.below(100)
-        if subject is not None or throw < 45:
-            mood = self.draws.choice(_MOODS)
-            subject = subject or self.subject_of(mood, definite=True, pronouns=False, plain=True)
-            subject.pop("adjective", None)
-            return {"subject": subject, "predicate": mood.key, "tense": tense}
-        if throw < 70:
+        if throw < 20:
+            mood = self.draws.choice(MOODS)
+            return self.mood(mood, tense, self.subject_of(mood, definite=True, pronouns=False, plain=True))
+        if throw < 55:
             return {"predicate": self.draws.choice(_FRAMES["weather"]).key, "tense": tense}
-        if throw < 82:
+        if throw < 70:
             sky = self.draws.choice(_SKIES).key
             return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky, "tense": tense}
         verb = self.draws.choice(_NEWS)
         subject = self.common(self.partner(verb.key), definite=True, plain=True)
         return {"subject": subject, "predicate": verb.key, "tense": tense}
 
-    def deed(self, tense: str, subject: Node | None = None, *, pronouns: bool = True) -> Node:
+    def mood(self, mood: Adjective, tense: str, subject: Node) -> Node:
+        """Somebody is tired, happy, lonely …"""
+        return {"subject": subject, "predicate": mood.key, "tense": tense}
+
+    def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
+        """A mood, and what is done about it by the same person: I am tired, I sleep."""
+        mood = self.draws.choice(MOODS)
+        answer = VERBS[self.draws.choice(_ANSWERS[mood.key])]
+        return self.mood(mood, earlier, subject), self.deed(later, subject, verb=answer)
+
+    def deed(self, tense: str, subject: Node | None = None, *, verb: Verb | None = None, pronouns: bool = True) -> Node:
         """Something that people do, said briefly."""
-        verb = self.draws.choice(_ACTIVITIES)
+        verb = verb or self.draws.choice(_ACTIVITIES)
         if verb.frame == "intransitive" and not verb.takes_people:
             verb = VERBS["sleep"]
-        who = subject or self.person(pronouns=pronouns, titles=verb.frame != "intransitive" or verb.takes_titles, plain=True)
+        titles = verb.frame != "intransitive" or verb.takes_titles
+        who = subject or self.person(pronouns=pronouns, titles=titles, plain=True)
         clause = self.activity(verb, embedded=True, subject=who)
         for part in ("aspect", "not", "time"):
             clause.pop(part, None)
@@ -235,7 +269,7 @@ class Clauses(Phrases):
             clause = self._relative_object(noun.english)
         if clause is None:
             return False
-        clause["tense"] = self.draws.choice(("past", "past", "present", "future"))
+        clause["tense"] = self.draws.choice(("past", "past", "past", "past", "present", "present", "present", "future"))
         if "state" not in VERBS[clause["predicate"]].marks and "quick" not in VERBS[clause["predicate"]].marks:
             if clause["tense"] == "present" and self.draws.chance(0.5):
                 clause["aspect"] = "progressive"
@@ -349,7 +383,13 @@ class Clauses(Phrases):
             tense = "now" if aspect == "progressive" else "present"
         elif aspect == "progressive":
             return
-        clause["time"] = self.draws.choice(_TIMES[tense])
+        if tense == "present" and "not" in clause:
+            return
+        time = self.draws.choice(_TIMES[tense])
+        verb = VERBS.get(clause["predicate"])
+        if verb is not None and "thetic" in verb.marks and time not in _NEAR_TIMES:
+            return
+        clause["time"] = time
         if self.draws.chance(0.3):
             clause["front"] = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..corpus import Draws, check_place
 from .combinations import Keep, kept_for
 from .grammar import Pair, realise
-from .sentences import MOST_WORDS, draw_longer, draw_sentence
+from .sentences import MOST_WORDS, draw_longer, draw_sentence, nouns_repeat
 
 __all__ = ["EnKo"]
 
@@ -42,7 +42,7 @@ class EnKo:
 
 def _usual(draws: Draws, keep: Keep) -> Pair | None:
     structure, found = draw_sentence(draws, keep)
-    if not found or kept_for(structure) != ({keep} if keep != "train" else set()):
+    if not found or nouns_repeat(structure) or kept_for(structure) != ({keep} if keep != "train" else set()):
         return None
     pair = realise(structure)
     return pair if pair.source.count(" ") < MOST_WORDS else None
@@ -50,7 +50,7 @@ def _usual(draws: Draws, keep: Keep) -> Pair | None:
 
 def _longer(draws: Draws) -> Pair | None:
     structure = draw_longer(draws)
-    if kept_for(structure):
+    if nouns_repeat(structure) or kept_for(structure):
         return None
     pair = realise(structure)
     return pair if pair.source.count(" ") >= MOST_WORDS else None

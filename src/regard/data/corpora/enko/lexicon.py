@@ -216,6 +216,8 @@ def _read_adjectives() -> dict[str, Adjective]:
 
 VERBS: dict[str, Verb] = _read_verbs()
 ADJECTIVES: dict[str, Adjective] = _read_adjectives()
+if shared := VERBS.keys() & ADJECTIVES.keys():
+    raise ValueError(f"{', '.join(sorted(shared))} is both a verb and an adjective, so a predicate could be either")
 
 
 def lemmas() -> frozenset[str]:

@@ -1,7 +1,7 @@
 """The nouns: people, animals, food, things, places, and what can be known or attended.
 
 One block a kind: its tags (what verbs and adjectives ask for), its counter, and its words. After a word stand further
-tags and these marks: m f (gender), hon (spoken of with 께서 and -시-), kin (always somebody's), elder (whose owner is 우리),
+tags and these marks: m f (gender), hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too), elder (whose owner is 우리),
 mass (uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people and
 places that may be mine or ours).
 """
@@ -15,7 +15,7 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         "person",
         "명",
         """
-        boy 소년 m young / girl 소녀 f young / child 아이 young own / baby 아기 small young / student 학생 young own / friend 친구 own
+        boy 소년 m young / girl 소녀 f young / child 아이 young own / baby 아기 small young / student 학생 young own / friend 친구 kin
         man 남자 m adult / woman 여자 f adult / neighbor 이웃 adult own / tourist 관광객 adult / thief 도둑 adult
         king 왕 m adult royal / queen 여왕 f adult royal / prince 왕자 m royal / princess 공주 f royal
         """,

@@ -21,6 +21,8 @@ _PRONOUNS = ("I", "I", "I", "we", "he", "she", "they")
 _OTHERS = ("me", "us", "him", "her", "them")
 _SUBJECT_OF = {"me": "I", "us": "we", "him": "he", "her": "she", "them": "they"}
 _BEFORE = {key: "only-after" not in adjective.marks for key, adjective in ADJECTIVES.items()}
+# math, the moon, my mother: an adjective before them would say more than it means.
+_UNDESCRIBED = frozenset({"bare", "unique", "kin"})
 _LESSER = frozenset({"mass", "bare", "unique", "plural", "nocount"})
 
 
@@ -74,7 +76,7 @@ class Phrases:
             self._determine_lesser(node, noun, definite)
         else:
             self._determine(node, noun, definite, plain)
-        if not plain and "bare" not in noun.tags and "unique" not in noun.tags and draws.chance(0.2):
+        if not plain and not noun.tags & _UNDESCRIBED and draws.chance(0.2):
             adjective = self.adjective_for(name)
             if adjective is not None:
                 node["adjective"] = adjective
@@ -184,4 +186,5 @@ class Phrases:
             if throw < 8 or not word.takes_titles:
                 return {"noun": self.draws.choice(_NAMES)}
             return self.title()
-        return self.common(self.partner(word.key), definite=definite, plain=plain)
+        name = self.partner(word.key)
+        return self.common(name, definite=definite or bool(NOUNS[name].tags & _LESSER), plain=plain)

@@ -6,14 +6,13 @@ Training sentences embed at most once and have at most `MOST_WORDS` words; the s
 from __future__ import annotations
 
 from ..corpus import Draws
-from .clauses import Clauses
+from .clauses import CONTRASTED, MOODS, Clauses
 from .combinations import Keep
 from .grammar import REGISTERS
-from .lexicon import NOUNS, VERBS
-from .to_english import agreement
+from .lexicon import NOUNS, VERBS, Verb
 from .words import Node
 
-__all__ = ["MOST_WORDS", "Sentences", "draw_longer", "draw_sentence"]
+__all__ = ["MOST_WORDS", "Sentences", "draw_longer", "draw_sentence", "nouns_repeat"]
 
 MOST_WORDS = 16
 """English words of a training sentence at most, its tag included."""
@@ -21,6 +20,24 @@ MOST_WORDS = 16
 _REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
 _JOINS = ("because", "because", "so", "but", "and", "when", "if")
 _GENDERED = ("boy", "girl", "man", "woman", "mother", "father", "grandmother", "grandfather", "prince", "princess")
+
+
+def nouns_repeat(structure: object) -> bool:
+    """Whether one noun stands twice in a sentence, which would ask for a pronoun or an explanation."""
+    seen: set[str] = set()
+    stack = [structure]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack.extend(node)
+        elif isinstance(node, dict):
+            noun = node.get("noun")
+            if noun is not None:
+                if noun in seen:
+                    return True
+                seen.add(noun)
+            stack.extend(value for value in node.values() if isinstance(value, dict | list))
+    return False
 
 
 def draw_sentence(draws: Draws, keep: Keep) -> tuple[Node, bool]:
@@ -65,7 +82,8 @@ class Sentences(Clauses):
         """A clause with a relative clause in its subject or object."""
         while True:
             clause = self.any_clause(embedded=True)
-            part = "object" if "object" in clause and self.draws.chance(0.6) else "subject"
+            # `give the book that Minsu bought to the girl` could be read as buying it to her.
+            part = "object" if "object" in clause and "to" not in clause and self.draws.chance(0.6) else "subject"
             node = clause.get(part)
             if node is None or "and" in node or node.get("noun") not in NOUNS or clause["predicate"] == "become":
                 continue
@@ -77,7 +95,7 @@ class Sentences(Clauses):
                 if extra in ("time", "front"):
                     clause.pop(extra, None)
             node["det"] = "the"
-            if self.relative(node):
+            if self.relative(node) and node["clause"]["predicate"] != clause["predicate"]:
                 return clause
 
     def report(self) -> Node:
@@ -105,35 +123,43 @@ class Sentences(Clauses):
         sentence: Node = {"register": register, "join": join}
         if join in ("but", "and"):
             return self._side_by_side(sentence)
-        tense = self.draws.choice(("past", "past", "present"))
-        later = "future" if join == "if" else tense
-        earlier = "present" if join == "if" else tense
-        if self.draws.chance(0.4):
-            subject = self._who_is_said_again(join)
-            reason, deed = self.reason(earlier, subject), self.deed(later, subject)
+        shared = self.draws.chance(0.45)
+        tense = self.draws.choice(("past", "present")) if shared or join == "when" else "past"
+        earlier, later = ("present", "future") if join == "if" else (tense, tense)
+        if shared:
+            reason, deed = self.mood_and_answer(earlier, later, self._who_is_said_again(join))
             (reason if join == "because" else deed).pop("subject")
             return {**sentence, "shared": True, "first": reason, "clause": deed}
         reason = self.reason(earlier)
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason)}
 
     def _side_by_side(self, sentence: Node) -> Node:
-        tense = self.draws.choice(("past", "present", "future")) if sentence["join"] == "and" else self.draws.choice(("past", "present"))
+        """Two deeds in a row, or against each other: the second of two things is not done, or done in spite of a mood."""
+        if sentence["join"] == "and":
+            tense = self.draws.choice(("past", "past", "present", "future"))
+            verbs = [None, None]
+        else:
+            tense = self.draws.choice(("past", "past", "present"))
+            verbs = [self.draws.choice(CONTRASTED)] * 2
         if self.draws.chance(0.5):
             subject = self._who_is_said_again(sentence["join"])
-            first, second = self.deed(tense, subject), self.deed(tense, subject)
-            del second["subject"]
             sentence["shared"] = True
+            if sentence["join"] == "but" and self.draws.chance(0.5):
+                first, second = self.mood(self.draws.choice(MOODS), tense, subject), self.deed(tense, subject)
+            else:
+                first, second = (self.deed(tense, subject, verb=verb) for verb in verbs)
+            del second["subject"]
         else:
-            first = self.deed(tense, pronouns=False)
-            second = self._deed_of_another(tense, first)
-        if sentence["join"] == "but":
-            self.draws.choice((first, second))["not"] = "long"
+            first = self.deed(tense, verb=verbs[0], pronouns=False)
+            second = self._deed_of_another(tense, first, verbs[1])
+        if first["predicate"] == second["predicate"]:
+            second["not"] = "long"
         return {**sentence, "first": first, "clause": second}
 
-    def _deed_of_another(self, tense: str, first: Node) -> Node:
+    def _deed_of_another(self, tense: str, first: Node, verb: Verb | None = None) -> Node:
         """A deed by somebody who is not the subject before, and cannot be taken for it."""
         while True:
-            deed = self.deed(tense, pronouns=False)
+            deed = self.deed(tense, verb=verb, pronouns=False)
             if "subject" not in first or not self._same(deed["subject"], first["subject"]):
                 return deed
 

@@ -56,7 +56,7 @@ play | | 하 | 하 | @sport | short how=often,hard in=park,beach,playground,gard
 open | | 열 | | @opened wallet store | how=care,quiet,slow
 close | | 닫 | | @opened store bank library | how=quiet,care
 listen to | | 듣 | ㄷ | @audible | how=quiet,often,alone in=room,cafe,park,house,church company
-clean | | 청소하 | 하 | @indoors garden street car store | how=often,fast
+clean up | | 청소하 | 하 | @indoors garden street car store | how=often,fast
 wash | | 씻 | | @washed -bottle | how=care,fast in=kitchen,house,river,restaurant
 wear | wore | 입 | | @clothes | how=often
 build | built | 짓 | ㅅ | @built | how=again in=village,Seoul,mountain,island,hill,city

@@ -1,0 +1,144 @@
+"""Images: files decoded with care, IDX archives, and batches of pixels that are a pure function of (seed, epoch, index)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .examples import BadData, ImageExample
+from .hashing import integers, stable_key
+from .lines import open_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["IdxImages", "check_image", "image_batch", "pixels_of", "read_idx"]
+
+_MOST_IDX_BYTES = 4 << 30
+
+
+def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
+    """What is wrong with an image file, or None. Its size is looked at before anything is decoded."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                return f"{width} × {height} pixels, more than max_pixels={max_pixels}"
+            if decode:
+                image.load()
+    except FileNotFoundError:
+        return "no such file"
+    except Image.DecompressionBombError:
+        return f"more pixels than max_pixels={max_pixels}"
+    except Exception as error:  # decoders raise whatever they like on a damaged file
+        return f"cannot be decoded: {str(error) or type(error).__name__}"
+    return None
+
+
+def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, channels: int = 3) -> NDArray[np.uint8]:
+    """Pixels (height, width, channels) of uint8, turned as the camera was held, resized to ``size`` × ``size``."""
+    from PIL import Image, ImageOps
+
+    if isinstance(image, np.ndarray) and size in (None, image.shape[0]) and size in (None, image.shape[1]):
+        pixels = image if image.ndim == 3 else image[:, :, None]
+        if pixels.shape[2] == channels:
+            return pixels
+        if pixels.shape[2] == 1:
+            return np.repeat(pixels, channels, axis=2)
+    try:
+        opened = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+        picture = Image.open(opened) if isinstance(opened, Path) else opened
+        picture = ImageOps.exif_transpose(picture)
+        if picture.has_transparency_data:  # what lies under the transparent part was never meant to be seen
+            white = Image.new("RGBA", picture.size, "white")
+            picture = Image.alpha_composite(white, picture.convert("RGBA"))
+        picture = picture.convert("L" if channels == 1 else "RGB")
+        if size is not None and picture.size != (size, size):
+            picture = picture.resize((size, size), Image.Resampling.BILINEAR)
+        return np.asarray(picture, dtype=np.uint8).reshape(picture.height, picture.width, channels)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadData(f"{image if isinstance(image, Path) else 'an image'} cannot be decoded: {error}") from None
+
+
+def image_batch(
+    examples: Sequence[ImageExample],
+    indices: Sequence[int] | NDArray[np.int64],
+    *,
+    size: int,
+    channels: int = 3,
+    mean: Sequence[float] = (0.5,),
+    std: Sequence[float] = (0.5,),
+    shift: int = 0,
+    flip: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Tensor:
+    """pixels (B, C, size, size): scaled to [0, 1], less the mean, over the standard deviation, one for each channel or all.
+
+    ``shift`` moves an image by up to that many pixels each way, its edge repeated, and ``flip`` mirrors every second
+    one, both decided by (seed, epoch, index) alone.
+    """
+    rows = []
+    for index in indices:
+        pixels = pixels_of(examples[int(index)].image, size, channels)
+        rows.append(_moved(pixels, shift, flip, stable_key("augment", seed, epoch, int(index))))
+    batch = torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
+    centre, spread = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
+    return ((batch - centre) / spread).contiguous()
+
+
+def _moved(pixels: NDArray[np.uint8], shift: int, flip: bool, key: int) -> NDArray[np.uint8]:
+    if not shift and not flip:
+        return pixels
+    down, right, mirrored = (int(x) for x in integers(key, np.arange(3), 1 << 20))
+    if shift:
+        padded = np.pad(pixels, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
+        top, left = down % (2 * shift + 1), right % (2 * shift + 1)
+        pixels = padded[top : top + pixels.shape[0], left : left + pixels.shape[1]]
+    return pixels[:, ::-1] if flip and mirrored % 2 else pixels
+
+
+class IdxImages(Sequence[ImageExample]):
+    """Images of an IDX archive as examples, without an object for each."""
+
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], rows: NDArray[np.int64] | None = None) -> None:
+        self.images, self.labels = images, labels
+        self.rows = np.arange(len(images)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> ImageExample:  # type: ignore[override]
+        row = self.rows[index]
+        return ImageExample(self.images[row], label=int(self.labels[row]))
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An IDX file of bytes (LeCun's MNIST format): magic 0x00 0x00 0x08 n, n sizes of four bytes, then the bytes."""
+    with open_bytes(path) as file:
+        magic = file.read(4)
+        if len(magic) < 4 or magic[:3] != b"\0\0\x08" or not 1 <= magic[3] <= 4:
+            raise BadData(f"{path} is not an IDX file of bytes: it starts with {magic.hex(' ')}")
+        head = file.read(4 * magic[3])
+        if len(head) < 4 * magic[3]:
+            raise BadData(f"{path} ends in its header")
+        shape = struct.unpack(f">{magic[3]}I", head)
+        need = 1
+        for side in shape:
+            need *= side
+        if need > _MOST_IDX_BYTES:
+            raise BadData(f"{path} says it holds {need:,} bytes, more than {_MOST_IDX_BYTES:,}")
+        content = file.read(need + 1)
+    if len(content) != need:
+        more = "more" if len(content) > need else f"{len(content):,}"
+        raise BadData(f"{path} says it holds {need:,} bytes, but has {more}")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
