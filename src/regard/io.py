@@ -177,8 +177,10 @@ def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:
     directory = hub.Directory(path, verify=verify)
     with _naming(directory.root):
         fields = directory.config()
-        understood = hub.read_config(fields)
         weights = directory.weights(allow_pickle=allow_pickle)
+        # The one thing no foreign config says: whether a pooler was saved with the encoder.
+        fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
+        understood = hub.read_config(fields)
         fitting = hub.fit(understood.config, understood.steps, weights.layout)
     return _Opened(directory, fields, understood, weights, fitting)
 

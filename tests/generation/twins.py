@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from regard.generation import Generated, Hypothesis
-from regard.models import Decoder, Model
+from regard.models import Model
 
-from ..parity.common import tiny, twins
+from parity.common import tiny, twins
 
 VOCAB, PAD, BOS, EOS = 23, 0, 1, 2
 _IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
@@ -76,6 +76,8 @@ def pair(family: str, seed: int) -> Pair:
     if family == "marian":  # its positions are no parameters
         for stack in (theirs.model.encoder, theirs.model.decoder):
             stack.embed_positions.weight.data.copy_(stack.embed_positions.create_weight())
+    if family in ("bart", "marian"):
+        theirs.final_logits_bias[0, EOS] = 2.0
     with TemporaryDirectory() as folder:
         ours = twins(theirs, Path(folder)).ours
     return Pair(theirs.double(), ours.double())
@@ -123,7 +125,7 @@ def asked(theirs: PreTrainedModel, texts: list[list[int]], **fields: Any) -> lis
     made = theirs.generate(ids, attention_mask=real.long(), generation_config=config, **extra)
     new = made.sequences[:, ids.shape[1] if writes else 1 :]
     beam, n_best = fields.get("beam", 1), fields.get("n_best", 1)
-    found = []
+    found: list[Text] = []
     for row, tokens in enumerate(new.tolist()):
         if beam == 1:
             end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
@@ -131,7 +133,9 @@ def asked(theirs: PreTrainedModel, texts: list[list[int]], **fields: Any) -> lis
         else:
             path = [b - row // n_best * beam for b in made.beam_indices[row].tolist() if b >= 0]
             found.append(Text(tokens[: len(path)], float(made.sequences_scores[row]), path))
-    return [found[start : start + n_best] for start in range(0, len(found), n_best)]
+    # Where a beam found fewer texts than asked for, they fill up with repetitions at -1e9.
+    texts_of = [found[start : start + n_best] for start in range(0, len(found), n_best)]
+    return [[text for text in some if text.score is None or text.score > -1e8] for some in texts_of]
 
 
 def same(ours: Generated, theirs: list[list[Text]]) -> None:
@@ -147,7 +151,3 @@ def _same_way(text: Hypothesis, other: Text) -> None:
     if other.score is not None:
         assert abs(text.score - other.score) < 1e-4 * max(1.0, abs(other.score))
         assert text.beams == other.beams
-
-
-def is_writer(model: Model) -> bool:
-    return isinstance(model, Decoder)

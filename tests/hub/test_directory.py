@@ -364,3 +364,15 @@ def test_describe_reads_no_numbers_and_says_the_same(folder: Folder, monkeypatch
     assert said.dtypes == ("float32",)
     assert set(said.files) == set(os.listdir(folder("t5")))
     assert said.document()["verified"] is False
+
+
+@pytest.mark.parametrize("pooler", [True, False])
+def test_whether_an_encoder_has_a_pooler_is_read_off_its_tensors(tmp_path: Path, pooler: bool) -> None:
+    """No field of a foreign config.json says it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    encoder = hf.BertModel(hf.BertConfig(vocab_size=20, **sizes), add_pooling_layer=pooler)
+    encoder.save_pretrained(tmp_path)
+    assert "has_pooler" not in json.loads((tmp_path / "config.json").read_text())
+    model = load(tmp_path)
+    assert model.config.pooler == ("tanh" if pooler else "none")
+    assert any("pooler" in name for name in model.state_dict()) == pooler

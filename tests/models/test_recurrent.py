@@ -16,8 +16,8 @@ from regard.attention import record
 from regard.config import ModelConfig
 from regard.models import build
 from regard.models.block import Memory
-from regard.models.recurrent.recurrence import Recurrence
 from regard.models.recurrent import Recurrent
+from regard.models.recurrent.recurrence import Recurrence
 from regard.presets import preset
 
 from .tiny_recurrent import (

@@ -4,7 +4,7 @@ Shapes, here and everywhere: B batch, H query heads, G key/value heads, T querie
 Heads are (B, H, T, D). Masks: True = may look.
 """
 
-from . import biases, cache, capabilities, gradients, masks
+from . import biases, cache, capabilities, gradients, masks, readings
 from .backends import Attended, attend, explain
 from .frame import Frame
 from .linear import Linear, LinearState, Performer
@@ -43,6 +43,7 @@ __all__ = [
     "fourier_mix",
     "gradients",
     "masks",
+    "readings",
     "record",
     "tap",
 ]

@@ -172,7 +172,7 @@ class DataConfig(Config):
     normalise: Literal["NFC", "none"] = "NFC"
     """Unicode's composed form: a Hangul syllable typed as its letters becomes one character."""
     max_chars: int = 100_000
-    """A longer line is a bad line."""
+    """A longer line is a bad line; in documents of many lines, one a hundred times as long."""
     max_pixels: int = 50_000_000
     """A larger image is a bad line: decoding it could take all memory."""
     check_images: bool = True

@@ -161,7 +161,9 @@ def read_parallel(paths: Sequence[Path], report: Report, options: DataConfig) ->
 
 def read_texts(path: Path, report: Report, options: DataConfig) -> Iterator[Text]:
     """A file as one document, or one a line, or one for each stretch without a blank line; spaces stay as they are."""
-    lines = read_lines(path, report, options, ends=True)
+    unit = options.documents == "line"  # elsewhere a line is no unit: many documents are a single long one
+    most = options.max_chars if unit else 100 * options.max_chars
+    lines = read_lines(path, report, options, ends=True, max_chars=most)
     if options.documents == "line":
         yield from (Text(line.removesuffix("\n")) for _, line in lines if line is not None and line.strip())
         return

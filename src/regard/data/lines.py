@@ -45,13 +45,14 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_lines(
-    path: Path, report: Report, options: DataConfig, *, ends: bool = False
+    path: Path, report: Report, options: DataConfig, *, ends: bool = False, max_chars: int | None = None
 ) -> Iterator[tuple[int, str | None]]:
     """(number from 1, line); None for a line that was noted as bad, so that parallel files stay side by side.
 
-    ``ends`` keeps the end of a line, as one \\n.
+    ``ends`` keeps the end of a line, as one \\n; ``max_chars`` stands in for that of the options.
     """
-    most = 4 * options.max_chars + 8  # a character has at most four bytes
+    max_chars = max_chars or options.max_chars
+    most = 4 * max_chars + 8  # a character has at most four bytes
     with open_bytes(path) as file:
         for number in count(1):
             raw = file.readline(most)
@@ -62,33 +63,42 @@ def read_lines(
                 if raw.startswith(_UTF16):
                     raise BadData(f"{path} is UTF-16; UTF-8 is needed")
                 raw = raw.removeprefix(_BOM)
-            yield number, _line(file, raw, most, path, number, report, options, ends)
+            ended = raw.endswith(b"\n")
+            size = len(raw) if ended or len(raw) < most - len(_BOM) else len(raw) + _rest_of_line(file)
+            line = _checked(raw, size, max_chars, path, number, report, options.normalise)
+            yield number, line + "\n" if ends and ended and line is not None else line
 
 
-def _line(
-    file: IO[bytes], raw: bytes, most: int, path: Path, number: int, report: Report, options: DataConfig, ends: bool
-) -> str | None:
-    size = len(raw)
-    while not raw.endswith(b"\n") and size >= most - len(_BOM) and (rest := file.readline(1 << 20)):
+def _rest_of_line(file: IO[bytes]) -> int:
+    """How much more there is of a line, read past without being held."""
+    size = 0
+    while rest := file.readline(1 << 20):
         size += len(rest)
         if rest.endswith(b"\n"):
             break
-    ended = raw.endswith(b"\n")
-    if size == len(raw):
-        raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+    return size
+
+
+def _checked(
+    raw: bytes, size: int, max_chars: int, path: Path, number: int, report: Report, normalise: str
+) -> str | None:
+    """The text of a line of ``size`` bytes, of which ``raw`` are the first; None, and a note, where it is no good."""
+    if size > len(raw):
+        report.bad(path, number, "line too long", f"{size:,} bytes, more than max_chars={max_chars}")
+        return None
+    raw = raw.removesuffix(b"\n").removesuffix(b"\r")
     try:
-        text = raw.decode("utf-8") if size < most else ""
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         report.bad(path, number, "invalid UTF-8", f"byte 0x{raw[error.start]:02x} at {error.start}")
         return None
-    if size >= most or len(text) > options.max_chars:
-        what = f"{size:,} bytes" if size >= most else f"{len(text):,} characters"
-        report.bad(path, number, "line too long", f"{what}, more than max_chars={options.max_chars}")
+    if len(text) > max_chars:
+        report.bad(path, number, "line too long", f"{len(text):,} characters, more than max_chars={max_chars}")
         return None
     if "\0" in text:
         report.bad(path, number, "a NUL character", "the file may not be text")
         return None
-    if options.normalise != "none" and not unicodedata.is_normalized(options.normalise, text):
+    if normalise == "NFC" and not unicodedata.is_normalized("NFC", text):
         report.n_normalised += 1
-        text = unicodedata.normalize(options.normalise, text)
-    return text + "\n" if ends and ended else text
+        text = unicodedata.normalize("NFC", text)
+    return text

@@ -129,14 +129,14 @@ class Search:
         finished: list[Candidates] = []
         for group in range(n_groups):
             best = self._candidates(scores[:, group], price, group, beams.texts, step)
-            ended = (best.code != GOING_ON) | at_limit
-            going = best.steered.masked_fill(ended & ~at_limit, -math.inf).topk(k).indices
-            nexts.append(best.take(going))
-            codes = torch.where(best.code == GOING_ON, LENGTH, best.code)
-            kept = best._replace(code=codes, score=best.score.masked_fill(~ended, -math.inf))
-            finished.append(Candidates(*(x[:, :k] for x in kept)))
+            ends = best.code != GOING_ON
+            nexts.append(best.take(best.steered.masked_fill(ends, -math.inf).topk(k).indices))
+            top = Candidates(*(x[:, :k] for x in best))
+            score = top.score.masked_fill(~(ends[:, :k] | at_limit), -math.inf)
+            finished.append(top._replace(score=score, code=torch.where(ends[:, :k], top.code, LENGTH)))
             cost = beams.open[:, group, None] * self.config.diversity_penalty  # a group that is done is in no one's way
             price.scatter_add_(1, nexts[-1].token, cost.expand_as(nexts[-1].score))
+            price.scatter_add_(1, top.token, cost * ends[:, :k])
         new = Candidates(*(torch.stack(parts, 1) for parts in zip(*finished, strict=True)))
         beams.pool = self._merged(beams, new, step)
         best_going = torch.stack([c.score.amax(-1) for c in nexts], 1)  # (B, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: 
                 f"source={model.source!r} takes floating-point tensors {shape}, one or several, none empty"
             )
         if keep is not None:
-            items = [item[real] for item, real in zip(items, keep.bool().to(items[0].device), strict=True)]
+            items = _kept(items, keep, model.source)
     if not items:
         raise ValueError("there is no source: the batch is empty")
     return items
@@ -105,9 +106,19 @@ def rows_of(given: Rows, keep: Tensor | None = None, name: str = "prompt") -> li
         raise ValueError(f"keep goes with {name} as a tensor; rows of a list are as long as they are")
     several = any(isinstance(row, Sequence | Tensor) for row in given)
     rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in given] if several else [list(given)]
-    if any(isinstance(token, bool) or not isinstance(token, int) for row in rows for token in row):
-        raise TypeError(f"{name} must hold token ids, whole numbers; got {given!r:.80}")
-    return rows
+    try:
+        return [[operator.index(token) for token in row] for row in rows]
+    except TypeError:
+        raise TypeError(f"{name} must hold token ids, whole numbers; got {given!r:.80}") from None
+
+
+def _kept(items: list[Tensor], keep: Tensor, source: str) -> list[Tensor]:
+    """Regions that are no padding."""
+    keep = _two(keep.bool()).to(items[0].device)
+    if source == "image" or keep.shape != (len(items), *{len(item) for item in items}):
+        shapes = [tuple(item.shape) for item in items]
+        raise ValueError(f"keep of shape {tuple(keep.shape)} does not go with {source} sources of shapes {shapes}")
+    return [item[real] for item, real in zip(items, keep, strict=True)]
 
 
 def _is_filled(item: Any, n_dims: int) -> bool:
@@ -152,7 +163,7 @@ def side_by_side(items: list[Tensor], model: Model) -> Sources:
     dtype, padding = (torch.int64, model.config.pad_id) if text else (next(model.parameters()).dtype, 0)
     items = [item.to(model.device, dtype) for item in items]
     lengths = [len(item) for item in items]
-    if len({item.shape[1:] for item in items}) > 1:
+    if len({item.shape if model.config.source == "image" else item.shape[1:] for item in items}) > 1:
         raise ValueError(f"sources of different sizes cannot be read together: {[tuple(x.shape) for x in items]}")
     if len(set(lengths)) == 1:
         return Sources(torch.stack(items))

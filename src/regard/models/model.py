@@ -23,6 +23,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.processor: Any = None
+        self.provenance: Any = None  # where it was loaded from, and whether a manifest vouched for it
 
     def _finish(self) -> None:
         """Called by each model when its parts stand: first values."""

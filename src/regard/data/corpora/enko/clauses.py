@@ -8,9 +8,10 @@ from .lexicon import ADJECTIVES, NOUNS, VERBS, Adjective, Frame, Verb
 from .phrases import Phrases
 from .predicates import short_negation_allowed
 from .to_english import agreement
+from .to_korean import honoured
 from .words import Node
 
-__all__ = ["CONTRASTED", "MOODS", "Clauses"]
+__all__ = ["CONTRASTED", "FOR_OTHERS", "MOODS", "Clauses"]
 
 
 def _of_frame(*frames: Frame) -> tuple[Verb, ...]:
@@ -55,6 +56,23 @@ _ANSWERS = {
     "hungry": ("eat", "cook", "bake", "make", "wash", "cut", "prepare"),
     "lonely": ("cry", "call", "meet", "visit", "raise", "send to", "invite", "wait for"),
 }
+# What may be `a little` so: more would be a complaint.
+_SLIGHT = frozenset(
+    "tired busy sick sad hungry lonely difficult expensive heavy spicy salty boring dark noisy far dirty slow strange long "
+    "short narrow cold hot big small thick thin".split()
+)
+_EVERYDAY = tuple(
+    VERBS[key]
+    for key in (
+        "eat,drink,cook,make,bake,buy,read,write,watch,listen to,clean up,wash,wear,fix,draw,ride,drive,study,play,meet,help,"
+        "call,wait for,visit,open,close,turn on,turn off,leave,cross,carry,move,plant,pick up,sleep,run,walk,laugh,sing,dance,"
+        "work,rest,exercise,get up,go to,come to,return to,walk to,run to,enter,climb,sit on,lie on,stay at,give to,send to,"
+        "lend to,bring to,read to,borrow,lose,finish,prepare,learn,teach"
+    ).split(",")
+)
+FOR_OTHERS = tuple(
+    VERBS[key] for key in "call,cook,bake,make,prepare,clean up,bring to,give to,send to,buy,sing,leave,wait for".split(",")
+)
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(DEGREES), tuple(FREQUENCIES), tuple(RELATIONS)
 _FAR_RIDES, _NEAR_RIDES = ("train", "bus", "airplane", "car"), ("bus", "taxi", "bicycle", "car")
 # What embedded clauses leave out: two phrases with 이/가 in a row can be read either way.
@@ -104,6 +122,11 @@ class Clauses(Phrases):
         self._when(clause, verb)
         if not embedded:
             self._around(clause, verb)
+        elif "state" not in verb.marks:
+            if "not" not in clause and clause.get("aspect") not in ("must", "want") and self.draws.chance(0.15):
+                self._adverb(clause, verb)
+            self._time(clause, 0.1)
+            clause.pop("front", None)
         return clause
 
     def _object(self, verb: Verb, embedded: bool) -> Node | None:
@@ -153,7 +176,9 @@ class Clauses(Phrases):
             if other["noun"] != subject["noun"] and clause["tense"] != "future":
                 return {**clause, "than": other}
         if not self._negate(clause, adjective.key, 0.2) and not embedded and self.draws.chance(0.3):
-            clause["degree"] = self.draws.choice(_DEGREES)
+            degree = self.draws.choice(_DEGREES)
+            if degree != "a little" or adjective.key in _SLIGHT:
+                clause["degree"] = degree
         if "mood" in adjective.marks:
             self._time(clause, 0.25)
         return clause
@@ -241,19 +266,23 @@ class Clauses(Phrases):
 
     def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
         """A mood, and what is done about it by the same person: I am tired, I sleep."""
-        mood = self.draws.choice(MOODS)
+        mood, honour = self.draws.choice(MOODS), honoured(subject)
+        while honour and not mood.takes_titles:
+            mood = self.draws.choice(MOODS)
         answer = VERBS[self.draws.choice(_ANSWERS[mood.key])]
+        while honour and answer.takes_people and not answer.takes_titles:
+            answer = VERBS[self.draws.choice(_ANSWERS[mood.key])]
         return self.mood(mood, earlier, subject), self.deed(later, subject, verb=answer)
 
     def deed(self, tense: str, subject: Node | None = None, *, verb: Verb | None = None, pronouns: bool = True) -> Node:
         """Something that people do, said briefly."""
-        verb = verb or self.draws.choice(_ACTIVITIES)
-        if verb.frame == "intransitive" and not verb.takes_people:
-            verb = VERBS["sleep"]
+        verb = verb or self.draws.choice(_EVERYDAY)
+        if verb.frame == "intransitive" and subject is not None and honoured(subject) and not verb.takes_titles:
+            verb = VERBS["rest"]
         titles = verb.frame != "intransitive" or verb.takes_titles
         who = subject or self.person(pronouns=pronouns, titles=titles, plain=True)
         clause = self.activity(verb, embedded=True, subject=who)
-        for part in ("aspect", "not", "time"):
+        for part in ("aspect", "not", "time", "frequency"):
             clause.pop(part, None)
         return {**clause, "tense": tense}
 
@@ -275,7 +304,8 @@ class Clauses(Phrases):
                 clause["aspect"] = "progressive"
         if self._ambiguous(clause, agreement(node if clause["gap"] == "subject" else clause["subject"])):
             clause["tense"] = "past"
-        if "aspect" not in clause and clause["tense"] != "future" and self.draws.chance(0.12):
+        plain = "aspect" not in clause and clause["tense"] != "future"
+        if plain and not VERBS[clause["predicate"]].marks & {"state", "asserted"} and self.draws.chance(0.12):
             clause["not"] = "long"
         node["clause"] = clause
         return True
@@ -318,7 +348,8 @@ class Clauses(Phrases):
             clause["aspect"] = ("can", "want", "must")[throw % 3]
         if self._ambiguous(clause, agreement(clause["subject"])):
             clause["tense"] = "past"
-        if clause.get("aspect") != "must" and not self._counted(clause):
+        asserted = "asserted" in verb.marks and clause.get("aspect") != "can"
+        if clause.get("aspect") != "must" and not self._counted(clause) and not asserted:
             self._negate(clause, verb.key, 0.18)
 
     @staticmethod
@@ -345,7 +376,7 @@ class Clauses(Phrases):
     def _around(self, clause: Node, verb: Verb) -> None:
         """Manner or frequency, then company, tool, place and time, few at once."""
         free = "not" not in clause and clause.get("aspect") not in ("must", "want")
-        if free and self.draws.chance(0.25):
+        if free and self.draws.chance(0.35):
             self._adverb(clause, verb)
         throw = self.draws.below(100)
         if throw < 10 and "company" in verb.marks and "animal" not in _tags(clause["subject"]):
@@ -360,7 +391,7 @@ class Clauses(Phrases):
             place = self.draws.choice(verb.places)
             clause["place"] = {"noun": place} if "bare" in NOUNS[place].tags else {"noun": place, "det": "the"}
         if "state" not in verb.marks:
-            self._time(clause, 0.25)
+            self._time(clause, 0.35)
 
     def _adverb(self, clause: Node, verb: Verb) -> None:
         if not verb.manners:

@@ -42,14 +42,31 @@ HELD_OUT: dict[Combination, Keep] = _hold_out()
 COMPANY: tuple[Keep, ...] = ("train", "valid", "combinations")
 
 
+def _tickets() -> dict[str, int]:
+    """How often each noun stands in a predicate's list, so that words few predicates ask for are drawn about as often.
+
+    A noun would be drawn Σ 1/|partners| over its predicates; the rarer that is, the more tickets it has, up to eight.
+    People need none: they are also the subjects.
+    """
+    share = dict.fromkeys(NOUNS, 0.0)
+    for word in (*VERBS.values(), *ADJECTIVES.values()):
+        for noun in word.partners:
+            share[noun] += (0.4 if word.key in ADJECTIVES else 1.0) / len(word.partners)
+    things = sorted(share[noun] for noun in share if "person" not in NOUNS[noun].tags)
+    aim = 1.5 * things[len(things) // 2]
+    people = {noun for noun in NOUNS if "person" in NOUNS[noun].tags}
+    return {noun: 1 if noun in people else max(1, min(8, round(aim / share[noun]))) for noun in share}
+
+
 def _tables() -> tuple[dict[tuple[str, Keep], tuple[str, ...]], dict[tuple[str, str, Keep], tuple[str, ...]]]:
     by_predicate: dict[tuple[str, Keep], list[str]] = {}
     by_noun: dict[tuple[str, str, Keep], list[str]] = {}
+    tickets = _tickets()
     for word in (*VERBS.values(), *ADJECTIVES.values()):
         kind = "adjective" if word.key in ADJECTIVES else VERBS[word.key].frame
         for noun in word.partners:
             keep = HELD_OUT.get((word.key, noun), "train")
-            by_predicate.setdefault((word.key, keep), []).append(noun)
+            by_predicate.setdefault((word.key, keep), []).extend([noun] * tickets[noun])
             by_noun.setdefault((noun, kind, keep), []).append(word.key)
     return {k: tuple(v) for k, v in by_predicate.items()}, {k: tuple(v) for k, v in by_noun.items()}
 
@@ -58,7 +75,7 @@ _BY_PREDICATE, _BY_NOUN = _tables()
 
 
 def partners(predicate: str, keep: Keep) -> tuple[str, ...]:
-    """The nouns of a predicate in one split; perhaps none."""
+    """The nouns of a predicate in one split, the rare ones repeated; perhaps none."""
     return _BY_PREDICATE.get((predicate, keep), ())
 
 

@@ -28,9 +28,9 @@ _LESSER = frozenset({"mass", "bare", "unique", "plural", "nocount"})
 
 def _may_be_owned(noun: Noun) -> bool:
     """my dog, my friend, our house; but not my tiger, my thief or my mountain."""
-    if noun.tags & {"person", "place"}:
+    if noun.tags & {"person", "place", "event", "nature", "travels", "wild"}:
         return "own" in noun.tags
-    return "wild" not in noun.tags and "nature" not in noun.tags
+    return True
 
 
 class Phrases:
@@ -76,7 +76,7 @@ class Phrases:
             self._determine_lesser(node, noun, definite)
         else:
             self._determine(node, noun, definite, plain)
-        if not plain and not noun.tags & _UNDESCRIBED and draws.chance(0.2):
+        if not noun.tags & _UNDESCRIBED and draws.chance(0.1 if plain else 0.3):
             adjective = self.adjective_for(name)
             if adjective is not None:
                 node["adjective"] = adjective
@@ -88,7 +88,7 @@ class Phrases:
         if throw < 2:
             node["owner"] = {"noun": self.draws.choice(_NAMES)}
         else:
-            node["det"] = "our" if throw < 4 and "plural" not in noun.tags else "my"
+            node["det"] = "our" if throw < 4 and not noun.tags & {"plural", "spouse"} else "my"
 
     def _determine_lesser(self, node: Node, noun: Noun, definite: bool) -> None:
         if "bare" in noun.tags:

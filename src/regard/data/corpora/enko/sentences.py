@@ -6,7 +6,7 @@ Training sentences embed at most once and have at most `MOST_WORDS` words; the s
 from __future__ import annotations
 
 from ..corpus import Draws
-from .clauses import CONTRASTED, MOODS, Clauses
+from .clauses import CONTRASTED, FOR_OTHERS, MOODS, Clauses
 from .combinations import Keep
 from .grammar import REGISTERS
 from .lexicon import NOUNS, VERBS, Verb
@@ -20,6 +20,9 @@ MOST_WORDS = 16
 _REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
 _JOINS = ("because", "because", "so", "but", "and", "when", "if")
 _GENDERED = ("boy", "girl", "man", "woman", "mother", "father", "grandmother", "grandfather", "prince", "princess")
+
+
+_MOOD_NAMES = frozenset(mood.key for mood in MOODS)
 
 
 def nouns_repeat(structure: object) -> bool:
@@ -78,25 +81,30 @@ class Sentences(Clauses):
             clause["subject"] = {"noun": "you"}
         return {"register": register, "question": True, "clause": clause}
 
-    def with_relative(self) -> Node:
-        """A clause with a relative clause in its subject or object."""
+    def with_relative(self, *, both: bool = False) -> Node:
+        """A clause with a relative clause in its subject or object, or in both."""
         while True:
             clause = self.any_clause(embedded=True)
             # `give the book that Minsu bought to the girl` could be read as buying it to her.
-            part = "object" if "object" in clause and "to" not in clause and self.draws.chance(0.6) else "subject"
-            node = clause.get(part)
-            if node is None or "and" in node or node.get("noun") not in NOUNS or clause["predicate"] == "become":
-                continue
-            noun = NOUNS[node["noun"]]
-            if "title" in node or noun.tags & {"name", "bare", "kin", "unique"} or "number" in node and node["number"] != "many":
-                continue
-            for extra in ("owner", "adjective", "det", "time", "front"):
-                node.pop(extra, None)
-                if extra in ("time", "front"):
-                    clause.pop(extra, None)
-            node["det"] = "the"
-            if self.relative(node) and node["clause"]["predicate"] != clause["predicate"]:
+            parts = ["subject", "object"] if "object" in clause and "to" not in clause else ["subject"]
+            chosen = parts if both else [self.draws.choice(parts)]
+            if all([self._describe(clause, part) for part in chosen]):
                 return clause
+
+    def _describe(self, clause: Node, part: str) -> bool:
+        """Put a relative clause into one part of a clause, if that part can have one; say whether it could."""
+        node = clause.get(part)
+        if node is None or "and" in node or "title" in node or node["noun"] not in NOUNS or clause["predicate"] == "become":
+            return False
+        if NOUNS[node["noun"]].tags & {"name", "bare", "kin", "unique"} or isinstance(node.get("number"), int):
+            return False
+        for extra in ("owner", "adjective"):
+            node.pop(extra, None)
+        node["det"] = "the"
+        if part == "object":  # what followed would be read as part of the relative clause
+            for after in ("time", "manner"):
+                clause.pop(after, None)
+        return self.relative(node) and node["clause"]["predicate"] != clause["predicate"]
 
     def report(self) -> Node:
         """Somebody thinks, knows, says … that something is so."""
@@ -131,7 +139,8 @@ class Sentences(Clauses):
             (reason if join == "because" else deed).pop("subject")
             return {**sentence, "shared": True, "first": reason, "clause": deed}
         reason = self.reason(earlier)
-        return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason)}
+        verb = self.draws.choice(FOR_OTHERS) if reason["predicate"] in _MOOD_NAMES else None
+        return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
     def _side_by_side(self, sentence: Node) -> Node:
         """Two deeds in a row, or against each other: the second of two things is not done, or done in spite of a mood."""
@@ -179,18 +188,20 @@ class Sentences(Clauses):
         """Two or three embeddings in one sentence."""
         register = self.draws.choice(REGISTERS)
         throw = self.draws.below(3)
-        if throw == 0:  # think that … who …
+        if throw == 0:  # think that … who … the thing that …
             report = self.report()
-            content = self.with_relative()
+            content = self.with_relative(both=self.draws.chance(0.7))
             if report["predicate"] == "hope that":
                 content.pop("aspect", None)
                 content["tense"] = "future"
             return {"register": register, "clause": {**report, "content": content}}
         sentence = self.joined(register)
-        if throw == 1:  # when …, somebody … the thing that …
-            if not sentence.get("shared"):
-                sentence["clause"] = self.with_relative()
+        if sentence.get("shared"):
             return sentence
-        if sentence["join"] in ("when", "if", "but") and not sentence.get("shared"):
-            sentence["clause"] = self.report()
+        if throw == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
+            tense = sentence["clause"]["tense"]
+            sentence["clause"] = {**self.with_relative(both=self.draws.chance(0.7)), "tense": tense}
+            sentence["clause"].pop("aspect", None)
+        else:  # …, but somebody thinks that … the thing that …
+            sentence["clause"] = {**self.report(), "content": self.with_relative()}
         return sentence

@@ -1,0 +1,142 @@
+"""Token ids on disk, mapped into memory: the ids, where documents start, and a header that says what they are.
+
+``NAME.bin`` is plain uint16 or uint32 (as nanoGPT's), ``NAME.starts.bin`` int64, ``NAME.json`` the header, written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .examples import BadData
+
+__all__ = ["TokenFile", "cached_tokens", "open_tokens", "write_atomically", "write_tokens"]
+
+_FORMAT = "regard-tokens-1"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """All documents one after the other."""
+
+    tokens: NDArray[Any]
+    """(n,) of uint16 or uint32, mapped from disk."""
+    starts: NDArray[np.int64]
+    """Where each document starts, and one past the end of the last."""
+    key: str = ""
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.starts) - 1
+
+    @classmethod
+    def of(cls, documents: Sequence[Sequence[int]], vocab_size: int) -> TokenFile:
+        """The same in memory."""
+        sizes = np.fromiter((len(x) for x in documents), dtype=np.int64, count=len(documents))
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        flat = (token for document in documents for token in document)
+        return cls(np.fromiter(flat, dtype=_dtype(vocab_size), count=int(starts[-1])), starts)
+
+
+def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int, key: str = "") -> TokenFile:
+    """Write documents as they come; a reader sees the old files or the new ones, never half of either."""
+    dtype = _dtype(vocab_size)
+    starts, digest = [0], hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(_beside(path, ".bin")) as file:
+        for document in documents:
+            ids = np.asarray(document, dtype=np.int64)
+            if len(ids) and not (0 <= ids.min() and ids.max() < vocab_size):
+                raise ValueError(f"a document has the ids {ids.min()} to {ids.max()}, but vocab_size={vocab_size}")
+            raw = ids.astype(dtype).tobytes()
+            digest.update(raw)
+            file.write(raw)
+            starts.append(starts[-1] + len(ids))
+        # An old header beside new ids would be believed.
+        _beside(path, ".json").unlink(missing_ok=True)
+    write_atomically(_beside(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
+    header = {
+        "format": _FORMAT,
+        "dtype": np.dtype(dtype).name,
+        "tokens": starts[-1],
+        "documents": len(starts) - 1,
+        "vocab_size": vocab_size,
+        "key": key,
+        "sha256": digest.hexdigest(),
+    }
+    write_atomically(_beside(path, ".json"), json.dumps(header, indent=1).encode())
+    return open_tokens(path)
+
+
+def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
+    """Map the files of ``write_tokens``; ``verify`` also reads all ids and compares their hash."""
+    try:
+        header = json.loads(_beside(path, ".json").read_bytes())
+        if header["format"] != _FORMAT or header["dtype"] not in ("uint16", "uint32"):
+            raise BadData(f"{path}.json is no header of {_FORMAT}")
+        dtype, n, n_documents = np.dtype(header["dtype"]).newbyteorder("<"), int(header["tokens"]), int(header["documents"])
+        starts = np.frombuffer(_beside(path, ".starts.bin").read_bytes(), dtype="<i8")
+        size = _beside(path, ".bin").stat().st_size
+    except OSError as error:
+        raise BadData(f"{path}: {error.filename} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadData(f"{path}.json is no header of {_FORMAT}: {error}") from None
+    if size != n * dtype.itemsize or len(starts) != n_documents + 1 or starts[-1] != n or np.any(np.diff(starts) < 0):
+        raise BadData(f"{path}.bin has {size:,} bytes, but its header says {n:,} tokens in {n_documents:,} documents")
+    tokens: NDArray[Any] = np.memmap(_beside(path, ".bin"), dtype=dtype, mode="r") if n else np.zeros(0, dtype)
+    if verify and hashlib.sha256(tokens.tobytes()).hexdigest() != header["sha256"]:
+        raise BadData(f"{path}.bin does not have the hash its header says")
+    return TokenFile(tokens, starts, str(header.get("key", "")))
+
+
+def cached_tokens(
+    folder: Path, source_sha256: str, tokenizer_sha256: str, vocab_size: int, make: Callable[[], Iterable[Sequence[int]]]
+) -> TokenFile:
+    """The tokens of a source under a tokenizer: mapped where they were made before, else made now."""
+    key = hashlib.sha256(f"{source_sha256} {tokenizer_sha256}".encode()).hexdigest()
+    path = folder / f"tokens-{key[:16]}"
+    with contextlib.suppress(BadData):
+        found = open_tokens(path)
+        if found.key == key:
+            return found
+    return write_tokens(path, make(), vocab_size, key)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole file or none of it, also when power fails."""
+    with _replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)  # mkstemp lets only its owner read
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def _dtype(vocab_size: int) -> str:
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"

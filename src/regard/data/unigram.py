@@ -1,0 +1,129 @@
+"""Training of the unigram model (Kudo 2018, "Subword regularization"), the same on every run.
+
+A word is the product of its pieces' probabilities, p(x) = Π p(xᵢ); EM finds p, and the pieces whose loss would cost
+least are dropped until enough are left. The trainer of ``tokenizers`` walks hash tables in an order that changes from
+process to process, so the same texts give it another vocabulary each time; here everything is sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+__all__ = ["train_unigram"]
+
+_LONGEST = 16
+_SEED_FACTOR = 6
+_KEPT = 0.7  # share of the pieces that survives a round
+_ROUNDS_OF_EM = 2
+
+
+def train_unigram(words: Mapping[str, int], size: int) -> list[tuple[str, float]]:
+    """At most ``size`` pieces with their log probabilities, single characters always among them if they fit."""
+    ordered = sorted(words.items())
+    letters = Counter[str]()
+    for word, n in ordered:
+        for letter in word:
+            letters[letter] += n
+    always = sorted(letters, key=lambda letter: (-letters[letter], letter))[:size]
+    scores = _seed(ordered, letters, always, size)
+    while True:
+        for _ in range(_ROUNDS_OF_EM):
+            scores = _log_shares(_expected(ordered, scores), always)
+        if len(scores) <= size:
+            break
+        scores = _pruned(ordered, scores, always, max(size, int(len(scores) * _KEPT)))
+    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _seed(
+    words: list[tuple[str, int]], letters: Mapping[str, int], always: list[str], size: int
+) -> dict[str, float]:
+    """The substrings that cover most text, and all characters."""
+    counts: Counter[str] = Counter()
+    for word, n in words:
+        for start in range(len(word)):
+            for end in range(start + 2, min(len(word), start + _LONGEST) + 1):
+                counts[word[start:end]] += n
+    often = [piece for piece, n in counts.items() if n > 1]
+    often.sort(key=lambda piece: (-counts[piece] * len(piece), piece))
+    chosen = {piece: float(counts[piece] * len(piece)) for piece in often[: max(0, _SEED_FACTOR * size)]}
+    return _log_shares(chosen | {letter: float(letters[letter]) for letter in always}, always)
+
+
+def _log_shares(counts: Mapping[str, float], always: list[str]) -> dict[str, float]:
+    kept = {piece: n for piece, n in counts.items() if n >= 0.5}
+    kept |= {letter: max(counts.get(letter, 0.0), 0.5) for letter in always}
+    total = math.log(math.fsum(kept.values()))
+    return {piece: math.log(n) - total for piece, n in kept.items()}
+
+
+def _expected(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict[str, float]:
+    """E step: how often each piece is expected, summed over all ways to cut every word (forward–backward)."""
+    share = {piece: math.exp(score) for piece, score in scores.items()}
+    counts = dict.fromkeys(scores, 0.0)
+    unknown = min(share.values(), default=1.0) * 1e-4
+    for word, n in words:
+        size = len(word)
+        edges: list[list[tuple[int, str, float]]] = []
+        ahead = [0.0] * size + [1.0]
+        for start in range(size - 1, -1, -1):
+            here = [(end, piece, share[piece]) for end, piece in _pieces(word, start, share)]
+            here = here or [(start + 1, "", unknown)]
+            edges.append(here)
+            ahead[start] = sum(p * ahead[end] for end, _, p in here)
+        if not ahead[0]:  # so long that its probability is no number; it is left out of this round
+            continue
+        behind = [n / ahead[0]] + [0.0] * size
+        for start in range(size):
+            flow = behind[start]
+            for end, piece, p in edges[size - 1 - start]:
+                behind[end] += flow * p
+                if piece:
+                    counts[piece] += flow * p * ahead[end]
+    return counts
+
+
+def _pieces(word: str, start: int, known: Mapping[str, float]) -> list[tuple[int, str]]:
+    ends = range(start + 1, min(len(word), start + _LONGEST) + 1)
+    return [(end, word[start:end]) for end in ends if word[start:end] in known]
+
+
+def _pruned(
+    words: list[tuple[str, int]], scores: Mapping[str, float], always: list[str], size: int
+) -> dict[str, float]:
+    """The pieces whose absence would cost most: how often the best cut uses one × what writing it otherwise costs."""
+    uses: Counter[str] = Counter()
+    for word, n in words:
+        for piece in _best_cut(word, scores):
+            uses[piece] += n
+    kept = set(always)
+
+    def loss(piece: str) -> float:
+        n = uses.get(piece, 0)
+        if not n:
+            return 0.0
+        instead = _best_cut(piece, scores, without=piece)
+        return n * (scores[piece] - sum(scores.get(part, -30.0) for part in instead))
+
+    others = sorted((piece for piece in scores if piece not in kept), key=lambda piece: (-loss(piece), piece))
+    kept.update(others[: max(0, size - len(kept))])
+    return {piece: score for piece, score in scores.items() if piece in kept}
+
+
+def _best_cut(word: str, scores: Mapping[str, float], without: str | None = None) -> list[str]:
+    """Viterbi: the most probable way to cut a word."""
+    best = [0.0] + [-math.inf] * len(word)
+    back = [0] * (len(word) + 1)
+    for start in range(len(word)):
+        options = [(end, piece) for end, piece in _pieces(word, start, scores) if piece != without]
+        for end, piece in options or [(start + 1, "")]:
+            score = best[start] + scores.get(piece, -30.0)
+            if score > best[end]:
+                best[end], back[end] = score, start
+    cut, end = [], len(word)
+    while end:
+        cut.append(word[back[end] : end])
+        end = back[end]
+    return cut[::-1]
