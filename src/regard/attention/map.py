@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from .backends import prepare
 from .biases import Bias
-from .call import Scoring
+from .call import Scoring, exp_
 from .frame import ALL, Frame, Span, span_length
 from .masks import Mask
 from .scores import Mechanism
-from .sweep import INF, Sweep, cut, exp_, p_log_p
+from .sweep import INF, Sweep, cut, p_log_p
 
 Pick = int | slice | Tensor | Sequence[int]
 """Some rows or columns: one index, a slice, or several indices."""

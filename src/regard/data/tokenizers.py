@@ -114,60 +114,55 @@ class Tokenizer:
         """
         made: list[Piece] = []
         place = first = 0
-        held = ""
-        read = self._reader()
-        for position, index in enumerate(ids):
-            if int(index) < len(SPECIAL) or (token := self.token(int(index))) is None:
-                rest = read(None)
-                if first < position:
-                    made.append(Piece(held + rest, first, position, place, place + len(held + rest)))
-                    place += len(held + rest)
-                name = SPECIAL[int(index)] if 0 <= int(index) < len(SPECIAL) else f"<{int(index)}>"
+        held, read = "", self._reader()
+
+        def close(last: int, text: str) -> None:
+            nonlocal place, first, held
+            if first < last:
+                made.append(Piece(text, first, last, place, place + len(text)))
+                place += len(text)
+            first, held = last, ""
+
+        for position, index in enumerate(map(int, ids)):
+            token = None if 0 <= index < len(SPECIAL) else self.token(index)
+            if token is None:
+                close(position, held + read(None)[0])
+                name = SPECIAL[index] if 0 <= index < len(SPECIAL) else f"<{index}>"
                 made.append(Piece(name, position, position + 1, place, place))
-                first, held = position + 1, ""
+                first = position + 1
                 continue
-            text, whole = read(token) or "", self._whole
+            text, whole = read(token)
             held += text
             if whole:
-                made.append(Piece(held, first, position + 1, place, place + len(held)))
-                place += len(held)
-                first, held = position + 1, ""
-        if first < len(ids):
-            held += read(None)
-            made.append(Piece(held, first, len(ids), place, place + len(held)))
+                close(position + 1, held)
+        close(len(ids), held + read(None)[0])
         return made
 
     def display_pieces(self, ids: Sequence[int]) -> list[str]:
         """The texts of ``pieces``."""
         return [piece.text for piece in self.pieces(ids)]
 
-    _whole = True
-
-    def _reader(self) -> Callable[[str | None], str]:
-        """A function from tokens, one after the other, to their text; None ends a text."""
+    def _reader(self) -> Callable[[str | None], tuple[str, bool]]:
+        """A function from tokens, one after the other, to (text, whether it ends with a character); None ends a text."""
         if not self._byte_level:
-            spaced, at_start = self._spaced, [True]
+            spaced, at_start = self._spaced, True
 
-            def read_text(token: str | None) -> str:
-                self._whole = True
+            def read_text(token: str | None) -> tuple[str, bool]:
+                nonlocal at_start
                 if token is None or not spaced:
-                    return token or ""
+                    return token or "", True
                 text = token.replace(_SPACE, " ")
-                text = text.removeprefix(" ") if at_start[0] else text
-                at_start[0] = False
-                return text
+                text = text.removeprefix(" ") if at_start else text
+                at_start = False
+                return text, True
 
             return read_text
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-        def read_bytes(token: str | None) -> str:
-            if token is None:
-                text = decoder.decode(b"", final=True)
-                decoder.reset()
-                return text
-            text = decoder.decode(bytes(_BYTES[letter] for letter in token))
-            self._whole = not decoder.getstate()[0]
-            return text
+        def read_bytes(token: str | None) -> tuple[str, bool]:
+            raw = b"" if token is None else bytes(_BYTES[letter] for letter in token)
+            text = decoder.decode(raw, final=token is None)
+            return text, not decoder.getstate()[0]
 
         return read_bytes
 

@@ -51,10 +51,9 @@ def prompts_of(
     rows: list[list[int]], model: ModelConfig, config: GenerateConfig, device: torch.device, name: str = "prompt"
 ) -> Prompts:
     """Check rows of token ids against the model and bring them side by side."""
-    beside_encoder = model.architecture == "encoder-decoder"
-    max_len = model.max_target_len or model.max_len if beside_encoder else model.max_len
+    max_len = longest(model, target=name == "target")
     if config.truncate and name == "prompt":
-        rows = [_shortened(row, model, config.max_new_tokens) for row in rows]
+        rows = [_shortened(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
     for index, row in enumerate(rows):
         _check_ids(f"{name} {index}", row, model.output_vocab_size)
         if len(row) >= max_len:
@@ -129,12 +128,20 @@ def _two(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 1 else x
 
 
-def _shortened(row: list[int], model: ModelConfig, max_new_tokens: int) -> list[int]:
+def longest(model: ModelConfig, target: bool = False) -> int:
+    """The longest text a model is made for; dynamic scaling stretches the angles for longer ones as they come."""
+    max_len = model.max_len if not target or model.max_target_len is None else model.max_target_len
+    scaling = model.rope_scaling
+    stretch = scaling.factor if scaling is not None and scaling.kind == "dynamic" else None
+    return max_len if stretch is None else int(max_len * stretch)
+
+
+def _shortened(row: list[int], max_len: int, bos_id: int | None, max_new_tokens: int) -> list[int]:
     """The end of a long prompt: room is made for the tokens asked for, as long as half of the place is left to it."""
-    most = max(1, model.max_len - max_new_tokens, model.max_len // 2)
+    most = max(1, max_len - max_new_tokens, max_len // 2)
     if len(row) <= most:
         return row
-    starts = row[:1] if row[0] == model.bos_id and most > 1 else []  # a text that begins as trained still does
+    starts = row[:1] if row[0] == bos_id and most > 1 else []  # a text that begins as trained still does
     return starts + row[len(row) - most + len(starts) :]
 
 
@@ -142,13 +149,15 @@ def _fitting(index: int, row: list[int], model: ModelConfig, truncate: bool) -> 
     _check_ids(f"source {index}", row, model.vocab_size)
     if not row:
         raise ValueError(f"source {index} is empty")
-    if len(row) <= model.max_len:
+    max_len = longest(model)
+    if len(row) <= max_len:
         return row
     if not truncate:
-        hint = "truncate=True keeps its beginning"
-        raise ValueError(f"source {index} has {len(row)} tokens, but max_len={model.max_len}; {hint}")
+        raise ValueError(
+            f"source {index} has {len(row)} tokens, but max_len={max_len}; truncate=True keeps its beginning"
+        )
     ends = row[-1:] if row[-1] == model.eos_id else []  # a source that ends as trained still does
-    return row[: model.max_len - len(ends)] + ends
+    return row[: max_len - len(ends)] + ends
 
 
 def _check_ids(name: str, row: list[int], vocab_size: int) -> None:

@@ -26,7 +26,7 @@ _ACTIVITIES = tuple(
     for verb in _of_frame("transitive", "intransitive", "motion", "ditransitive")
     if not verb.marks & {"state", "thetic"} and not verb.doers
 )
-CONTRASTED = tuple(verb for verb in _ACTIVITIES if verb.frame in ("transitive", "motion") and len(verb.partners) > 5)
+CONTRASTED = tuple(verb for verb in _ACTIVITIES if verb.frame in ("transitive", "motion") and len(verb.partners) > 5 and "asserted" not in verb.marks)
 _PREDICATIVE = tuple(word for word in ADJECTIVES.values() if "only-before" not in word.marks)
 MOODS = tuple(word for word in ADJECTIVES.values() if "mood" in word.marks)
 _COMPARED = tuple(word for word in _PREDICATIVE if not word.marks & {"mood", "only-after"} and word.key not in ("bad", "good"))
@@ -56,7 +56,7 @@ _ANSWERS = {
     "hungry": ("eat", "cook", "bake", "make", "wash", "cut", "prepare"),
     "lonely": ("cry", "call", "meet", "visit", "raise", "send to", "invite", "wait for"),
 }
-# What may be `a little` so: more would be a complaint.
+# What may be `a little` or `too` so: saying it is a complaint.
 _SLIGHT = frozenset(
     "tired busy sick sad hungry lonely difficult expensive heavy spicy salty boring dark noisy far dirty slow strange long "
     "short narrow cold hot big small thick thin".split()
@@ -71,7 +71,7 @@ _EVERYDAY = tuple(
     ).split(",")
 )
 FOR_OTHERS = tuple(
-    VERBS[key] for key in "call,cook,bake,make,prepare,clean up,bring to,give to,send to,buy,sing,leave,wait for".split(",")
+    VERBS[key] for key in "call,cook,bake,make,prepare,clean up,bring to,give to,send to,buy,wait for".split(",")
 )
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(DEGREES), tuple(FREQUENCIES), tuple(RELATIONS)
 _FAR_RIDES, _NEAR_RIDES = ("train", "bus", "airplane", "car"), ("bus", "taxi", "bicycle", "car")
@@ -87,13 +87,13 @@ class Clauses(Phrases):
     def any_clause(self, *, embedded: bool = False) -> Node:
         """A clause of any kind."""
         throw = self.draws.below(100)
-        if throw < 40:
+        if throw < 38:
             return self.activity(self.draws.choice(_FRAMES["transitive"]), embedded=embedded)
-        if throw < 56:
+        if throw < 52:
             return self.activity(self.draws.choice(_FRAMES["intransitive"]), embedded=embedded)
-        if throw < 65:
+        if throw < 61:
             return self.activity(self.draws.choice(_FRAMES["motion"]), embedded=embedded)
-        if throw < 73:
+        if throw < 69:
             return self.activity(self.draws.choice(_FRAMES["ditransitive"]), embedded=embedded)
         if throw < 88:
             return self.description(self.draws.choice(_PREDICATIVE), embedded=embedded)
@@ -177,7 +177,7 @@ class Clauses(Phrases):
                 return {**clause, "than": other}
         if not self._negate(clause, adjective.key, 0.2) and not embedded and self.draws.chance(0.3):
             degree = self.draws.choice(_DEGREES)
-            if degree != "a little" or adjective.key in _SLIGHT:
+            if degree in ("very", "really") or adjective.key in _SLIGHT:
                 clause["degree"] = degree
         if "mood" in adjective.marks:
             self._time(clause, 0.25)

@@ -161,7 +161,7 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         ship 배 척: travels
         """,
     ),
-    ("goods tool", "개", "hammer 망치 heavy / ladder 사다리 long / rope 밧줄 long pulled cut / bell 종 rings"),
+    ("goods tool", "개", "hammer 망치 heavy / ladder 사다리 long / rope 밧줄 long pulled cut / bell 종 unique rings"),
     (
         "nature",
         "개",
@@ -221,8 +221,9 @@ NOUN_BLOCKS: tuple[tuple[str, str, str], ...] = (
         """
         name 이름 nocount asked forgotten / address 주소 nocount asked forgotten / secret 비밀 forgotten told
         promise 약속 forgotten important / question 질문 hard / answer 답 nocount asked
-        problem 문제 hard solved important / plan 계획 important nocount / reason 이유 nocount asked important
-        price 가격 nocount asked / mistake 실수 nocount / truth 진실 unique told
+        problem 문제 hard solved important / quiz 퀴즈 hard solved / riddle 수수께끼 hard solved
+        plan 계획 important nocount / reason 이유 nocount asked important / price 가격 nocount asked
+        mistake 실수 nocount / truth 진실 unique told
         """,
     ),
     (

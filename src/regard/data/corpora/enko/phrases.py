@@ -28,7 +28,7 @@ _LESSER = frozenset({"mass", "bare", "unique", "plural", "nocount"})
 
 def _may_be_owned(noun: Noun) -> bool:
     """my dog, my friend, our house; but not my tiger, my thief or my mountain."""
-    if noun.tags & {"person", "place", "event", "nature", "travels", "wild"}:
+    if noun.tags & {"person", "place", "event", "nature", "travels", "wild", "food"}:
         return "own" in noun.tags
     return True
 

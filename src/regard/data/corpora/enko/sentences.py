@@ -111,27 +111,34 @@ class Sentences(Clauses):
         verb = self.draws.choice(_REPORTS)
         subject = {"noun": "I"} if self.draws.chance(0.35) else self.person(plain=True)
         tense = "past" if verb in ("say that", "hear that") else "present"
-        content = self.any_clause(embedded=True)
+        content = self._content(verb)
         while self._same(content["subject"], subject) if "subject" in content else False:
-            content = self.any_clause(embedded=True)
-        if verb == "hope that":
-            content.pop("aspect", None)
-            content.pop("time", None)
-            content["tense"] = "future"
+            content = self._content(verb)
         clause: Node = {"subject": subject, "predicate": verb, "tense": tense, "content": content}
         if verb in ("think that", "know that", "believe that") and self.draws.chance(0.15):
             clause["not"] = "short" if verb == "know that" and self.draws.chance(0.5) else "long"
         return clause
 
+    def _content(self, verb: str) -> Node:
+        """What is thought or said; what is hoped for is to come."""
+        content = self.any_clause(embedded=True)
+        if verb != "hope that":
+            return content
+        while content["predicate"] not in VERBS or "state" in VERBS[content["predicate"]].marks:
+            content = self.any_clause(embedded=True)
+        for part in ("aspect", "time", "frequency"):
+            content.pop(part, None)
+        return {**content, "tense": "future"}
+
     # ---------------------------------------------------------------------------------- two clauses
 
-    def joined(self, register: str) -> Node:
-        """Two clauses: a reason and what follows from it, or two deeds side by side."""
+    def joined(self, register: str, *, may_share: bool = True) -> Node:
+        """Two clauses: a reason and what follows from it, or two deeds side by side; perhaps with one subject."""
         join = self.draws.choice(_JOINS)
         sentence: Node = {"register": register, "join": join}
         if join in ("but", "and"):
-            return self._side_by_side(sentence)
-        shared = self.draws.chance(0.45)
+            return self._side_by_side(sentence, may_share)
+        shared = may_share and self.draws.chance(0.45)
         tense = self.draws.choice(("past", "present")) if shared or join == "when" else "past"
         earlier, later = ("present", "future") if join == "if" else (tense, tense)
         if shared:
@@ -142,7 +149,7 @@ class Sentences(Clauses):
         verb = self.draws.choice(FOR_OTHERS) if reason["predicate"] in _MOOD_NAMES else None
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
-    def _side_by_side(self, sentence: Node) -> Node:
+    def _side_by_side(self, sentence: Node, may_share: bool) -> Node:
         """Two deeds in a row, or against each other: the second of two things is not done, or done in spite of a mood."""
         if sentence["join"] == "and":
             tense = self.draws.choice(("past", "past", "present", "future"))
@@ -150,7 +157,7 @@ class Sentences(Clauses):
         else:
             tense = self.draws.choice(("past", "past", "present"))
             verbs = [self.draws.choice(CONTRASTED)] * 2
-        if self.draws.chance(0.5):
+        if may_share and self.draws.chance(0.5):
             subject = self._who_is_said_again(sentence["join"])
             sentence["shared"] = True
             if sentence["join"] == "but" and self.draws.chance(0.5):
@@ -190,14 +197,12 @@ class Sentences(Clauses):
         throw = self.draws.below(3)
         if throw == 0:  # think that … who … the thing that …
             report = self.report()
-            content = self.with_relative(both=self.draws.chance(0.7))
+            content = self.with_relative(both=self.draws.chance(0.8))
             if report["predicate"] == "hope that":
                 content.pop("aspect", None)
                 content["tense"] = "future"
             return {"register": register, "clause": {**report, "content": content}}
-        sentence = self.joined(register)
-        if sentence.get("shared"):
-            return sentence
+        sentence = self.joined(register, may_share=False)
         if throw == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
             tense = sentence["clause"]["tense"]
             sentence["clause"] = {**self.with_relative(both=self.draws.chance(0.7)), "tense": tense}

@@ -76,6 +76,7 @@ def _clause(
     time = _time(clause)
     return [
         *([*time, *who] if clause.get("front") else [*who, *time]),
+        *_habit(clause),
         *_complements(clause, register, gap),
         *_adverbs(clause),
         *_predicate(clause, subject, register, ending, link),
@@ -157,11 +158,17 @@ def _where(clause: Node, register: Register) -> list[Word]:
     return [*_phrase(where["of"], register, ""), Word(RELATIONS[where["relation"]], ((id(where), "relation"),))]
 
 
+def _habit(clause: Node) -> list[Word]:
+    """항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb."""
+    frequency = clause.get("frequency", "often")
+    return [] if frequency == "often" else [Word(FREQUENCIES[frequency], ((id(clause), "frequency"),))]
+
+
 def _adverbs(clause: Node) -> list[Word]:
     node = id(clause)
     words: list[Word] = []
-    if "frequency" in clause:
-        words.append(Word(FREQUENCIES[clause["frequency"]], ((node, "frequency"),)))
+    if clause.get("frequency") == "often":
+        words.append(Word(FREQUENCIES["often"], ((node, "frequency"),)))
     if "manner" in clause:
         words.append(Word(MANNERS[clause["manner"]][1], ((node, "manner"),)))
     if "degree" in clause:

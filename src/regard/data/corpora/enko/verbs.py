@@ -99,7 +99,7 @@ enjoy | | 즐기 | | @sport music movie game festival trip concert party | nosho
     company
 understand | understood | 이해하 | 하 | question problem answer reason plan story math science history poem truth
     mistake | state asserted
-solve | | 풀 | | @solved question exam | how=fast,alone in=classroom,library,room company
+solve | | 풀 | | @solved | how=fast,alone in=classroom,library,room company
 ask | | 묻 | ㄷ | @asked | how=again,quiet
 realize | | 깨닫 | ㄷ | mistake truth reason problem answer price | quick noshort asserted
 hide | hid | 숨기 | | gift money letter key secret photo truth ring doll | how=fast,quiet
@@ -142,7 +142,7 @@ stop | | 멈추 | | @vehicle clock music | thetic quick how=sudden
 bloom | | 피 | 어 | flower rose | thetic state how=early,late
 fall | fell | 떨어지 | | @falls apple cup book picture mirror clock key hat stone star | thetic quick how=sudden
 boil | | 끓 | | @boils soup tea | thetic how=fast
-begin | began | 시작되 | | @event movie -homework -work | thetic quick how=late,early
+begin | began | 시작되 | | @event movie -homework -work | thetic quick noshort how=late,early
 end | | 끝나 | | @event movie drama song -homework | thetic quick how=late,early
 rise | rose | 뜨 | | @rises | thetic quick how=early,late
 shine | shone | 빛나 | | @shines ring coin | thetic state

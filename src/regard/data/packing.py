@@ -1,0 +1,118 @@
+"""Rows of one length for language models: documents packed side by side, or blocks cut from one long text.
+
+Packed rows say to which document each token belongs and count positions anew in each, so that attention never crosses
+from one document to the next. Both are pure functions of (seed, epoch, row) or (seed, step): nothing to store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .hashing import integers, order, stable_key
+from .token_files import TokenFile
+
+__all__ = ["Blocks", "PackedRow", "PackedRows"]
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One row of T tokens."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    """The next token of the same document; −100 after its last one."""
+    documents: NDArray[np.int64]
+    """Which document of the row a token belongs to, from 0; −1 for padding."""
+    positions: NDArray[np.int64]
+    """Its place in that document's part of the row."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """All documents, in an order drawn for each epoch, laid end to end and cut every ``context`` tokens.
+
+    A document that does not fit is continued in the next row, where its positions start again; only the last row of an
+    epoch is padded.
+    """
+
+    file: TokenFile
+    context: int
+    seed: int = 0
+    pad_id: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise ValueError(f"context={self.context} must be at least 1")
+
+    def __len__(self) -> int:
+        """Rows of an epoch."""
+        return -(-len(self.file.tokens) // self.context)
+
+    def row(self, epoch: int, index: int) -> PackedRow:
+        """Row ``index`` of an epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index={index} is not one of the {len(self)} rows of an epoch")
+        documents, ends = _laid_out(self, epoch if self.shuffle else 0)
+        shape = self.context
+        tokens, targets = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE, np.int64)
+        ids, positions = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        place, stop = index * shape, min((index + 1) * shape, int(ends[-1]))
+        which, filled, number = int(np.searchsorted(ends, place, side="right")), 0, 0
+        while place < stop:
+            document = documents[which]
+            start, end = (int(self.file.starts[document + x]) for x in (0, 1))
+            skipped = place - (int(ends[which]) - (end - start))
+            n = min(end - start - skipped, stop - place)
+            here = slice(filled, filled + n)
+            piece = self.file.tokens[start + skipped : min(start + skipped + n + 1, end)].astype(np.int64)
+            tokens[here] = piece[:n]
+            targets[filled : filled + len(piece) - 1] = piece[1:]
+            ids[here], positions[here] = number, np.arange(n)
+            place, filled, which = place + n, filled + n, which + 1
+            number += n > 0
+        return PackedRow(tokens, targets, ids, positions)
+
+
+@lru_cache(maxsize=4)
+def _laid_out(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(documents in the order of the epoch, where each ends). Remembered, never needed."""
+    n = rows.file.n_documents
+    documents = order(stable_key("documents", rows.seed, epoch), n) if rows.shuffle else np.arange(n)
+    return documents, np.cumsum(np.diff(rows.file.starts)[documents])
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of ``context`` tokens out of one long row, documents or not."""
+
+    tokens: NDArray[np.integer]
+    context: int
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= self.context:
+            raise ValueError(f"context={self.context} needs more than {len(self.tokens)} tokens: each has a next one")
+
+    def random(self, seed: int, step: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(tokens, targets), both (batch, context), at places that depend on (seed, step) alone."""
+        key = stable_key("blocks", seed, step)
+        return self._at(integers(key, np.arange(batch), len(self.tokens) - self.context))
+
+    def __len__(self) -> int:
+        """Blocks that cover the text one after the other; an unfinished last one is not counted."""
+        return (len(self.tokens) - 1) // self.context
+
+    def sequential(self, first: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(tokens, targets) of blocks first, first + 1 …: at most ``batch``, fewer at the end."""
+        return self._at(np.arange(first, min(first + batch, len(self))) * self.context)
+
+    def _at(self, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows = [self.tokens[start : start + self.context + 1] for start in starts.tolist()]
+        block = np.stack(rows).astype(np.int64) if rows else np.zeros((0, self.context + 1), np.int64)
+        return block[:, :-1], block[:, 1:]

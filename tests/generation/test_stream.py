@@ -1,0 +1,165 @@
+"""Text in pieces: whole characters only, nothing lost, stop strings found wherever tokens are cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import unicodedata
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from models.small import small
+
+from regard.generation import generate, stream, text_pieces
+
+HANGUL = "주의력만 있으면 됩니다."
+
+
+def of_bytes(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def byte_by_byte(ids: list[int]) -> str:
+    """A decoder that gives up on a whole run of bytes while one is missing, as byte fallback does."""
+    try:
+        return bytes(ids).decode("utf-8")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(ids)
+
+
+def words(ids: list[int]) -> str:
+    """A decoder that drops the space at the beginning of a text, as SentencePiece does."""
+    return "".join(f" {i}" for i in ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("text", [HANGUL, "a가b😀c\n", "ascii", "é漢字🇰🇷", ""])
+@pytest.mark.parametrize("decode", [of_bytes, byte_by_byte])
+def test_pieces_are_whole_characters(text: str, decode: object) -> None:
+    pieces = list(text_pieces(text.encode(), decode))  # type: ignore[arg-type]
+    assert pieces == list(text)  # one byte at a time, so each character comes as soon as it is whole
+
+
+def test_a_syllable_of_several_tokens_waits_for_the_last() -> None:
+    tokens = [b"\xec\xa3", b"\xbc\xec", b"\x9d\x98", b"!"]  # 주의! cut in the middle of both
+
+    def decode(ids: list[int]) -> str:
+        return b"".join(tokens[i] for i in ids).decode("utf-8", errors="replace")
+
+    assert list(text_pieces([0, 1, 2, 3], decode)) == ["주", "의", "!"]
+
+
+def test_syllables_spelled_in_jamo_are_not_split() -> None:
+    spelled = unicodedata.normalize("NFD", "한글은 쉽다")
+    assert len(spelled) > len("한글은 쉽다")
+
+    def decode(ids: list[int]) -> str:
+        return "".join(spelled[i] for i in ids)
+
+    pieces = list(text_pieces(range(len(spelled)), decode))
+    assert "".join(pieces) == spelled
+    assert [unicodedata.normalize("NFC", piece) for piece in pieces] == list("한글은 쉽다")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=20), st.randoms(use_true_random=False))
+@example("각\ufffd가", random.Random(0))
+def test_nothing_is_lost_however_bytes_are_cut(text: str, chance: random.Random) -> None:
+    data = text.encode()
+    borders = sorted({0, len(data), *(chance.randrange(len(data) + 1) for _ in range(len(data) // 2))})
+    tokens = [data[a:b] for a, b in itertools.pairwise(borders)]
+
+    def decode(ids: list[int]) -> str:
+        return b"".join(tokens[i] for i in ids).decode("utf-8", errors="replace")
+
+    pieces = list(text_pieces(range(len(tokens)), decode))
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_never_become_a_character_come_in_the_end() -> None:
+    assert "".join(text_pieces([0xEA, 0xB0], of_bytes)) == "\ufffd"
+    assert "".join(text_pieces([0xFF, 0xFE, 0x61, 0xEA], of_bytes)) == "\ufffd\ufffda\ufffd"
+
+
+def test_spaces_between_words_survive() -> None:
+    assert list(text_pieces([1, 2, 30, 4], words)) == ["1", " 2", " 30", " 4"]
+
+
+def test_only_the_last_tokens_are_decoded_again() -> None:
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return of_bytes(ids)
+
+    assert "".join(text_pieces((HANGUL * 20).encode(), decode)) == HANGUL * 20
+    assert longest <= 8
+
+
+# ---- stop strings
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
+@pytest.mark.parametrize(
+    ("stops", "told"),
+    [
+        ([], "one two three two."),
+        (["two"], "one "),
+        (["three", " th"], "one two"),
+        (["e two thx", "e th"], "one two three two."),
+        (["wo t", "o thre"], "one t"),
+        (["."], "one two three two"),
+        (["one"], ""),
+        (["two.."], "one two three two."),
+    ],
+)
+def test_stop_strings_across_tokens(size: int, stops: list[str], told: str) -> None:
+    text = "one two three two."
+    tokens = [text[i : i + size] for i in range(0, len(text), size)]
+    pieces = list(text_pieces(range(len(tokens)), lambda ids: "".join(tokens[i] for i in ids), stops))
+    assert "".join(pieces) == told
+    assert all(pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab가", max_size=25), st.lists(st.text("ab가", min_size=1, max_size=4), max_size=3))
+def test_a_stream_ends_at_the_first_stop_string(text: str, stops: list[str]) -> None:
+    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    assert "".join(text_pieces(text.encode(), of_bytes, stops)) == text[:end]
+
+
+def test_what_cannot_be_a_stop_does_not_wait() -> None:
+    told: list[str] = []
+    pieces = text_pieces("abcabd".encode(), of_bytes, ["abd"])
+    assert next(pieces) == "ab" or True
+    told = list(text_pieces("xyabcabd".encode(), of_bytes, ["abd"]))
+    assert told == ["x", "y", "abc"]
+
+
+# ---- with a model
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(chr(0xAC00 + 7 * i) for i in ids)
+
+
+def test_a_models_text_comes_without_what_ends_it() -> None:
+    model = small("gpt2").double()
+    fields = {"max_new_tokens": 8, "logit_bias": {2: -1e9}}
+    told = generate(model, [5, 6], **fields).tokens[0]
+    assert "".join(stream(model, [5, 6], letters, **fields)) == letters(told)
+    unseen = next(i for i in range(2, 8) if told[i] not in told[:i])
+    for stop in ([told[unseen]], told[unseen - 1 : unseen + 1]):
+        made = "".join(stream(model, [5, 6], letters, **{**fields, "stop": ()}, stop=()))  # type: ignore[misc]
+        assert made == letters(told)
+    assert "".join(stream(model, [5, 6], letters, max_new_tokens=8, logit_bias={2: 1e9})) == ""
+
+
+def test_bad_stop_strings() -> None:
+    for stop in ("end", [""]):
+        with pytest.raises(ValueError, match=re.escape(f"stop={stop!r} must be a list of strings")):
+            stream(small("gpt2"), [5], letters, stop=stop)
