@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.attention import Additive, Concat, Frame, General, Mechanism, attend, masks
-from regard.attention.biases import Alibi, Bias, T5Bias
+from regard.attention.biases import Alibi, Bias, T5Bias, XLRelative
 from regard.attention.cache import Cache, CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
 from regard.attention.cache.slots import Slots
 from regard.attention.capabilities import missing
 from regard.attention.masks import Mask
-from regard.attention.relative import XLRelative
 from regard.layers.rope import Rope
 
 B, H, G, L, D = 2, 4, 2, 14, 4

@@ -20,14 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from regard.attention import Additive, Concat, Frame, General, Mechanism, explain, masks
 from regard.attention.backends import prepare
-from regard.attention.biases import Alibi, Bias, DenseBias, Sum, T5Bias
+from regard.attention.biases import Alibi, Bias, DenseBias, Sum, T5Bias, XLRelative
 from regard.attention.call import Scoring
 from regard.attention.linear import Linear, Performer
 from regard.attention.map import AttentionMap
 from regard.attention.masks import Mask
 from regard.attention.masks.plan import plan
 from regard.attention.mixing import Linformer
-from regard.attention.relative import XLRelative
 from regard.attention.tiled import tiled_with_lse
 
 B, H, G, T, S, D = 2, 4, 2, 19, 23, 6

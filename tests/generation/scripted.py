@@ -62,7 +62,9 @@ def prompts(texts: list[list[int]], limits: list[int]) -> Prompts:
     return Prompts(texts, tokens, places, torch.tensor(limits))
 
 
-def search(script: Script, texts: list[list[int]], limit: int, static: bool = False, **fields: Any) -> list[list[Found]]:
+def search(
+    script: Script, texts: list[list[int]], limit: int, static: bool = False, **fields: Any
+) -> list[list[Found]]:
     config = GenerateConfig(max_new_tokens=limit, **fields)
     return Search(ScriptEngine(script, static), config, script.eos_id).run(prompts(texts, [limit] * len(texts)))
 

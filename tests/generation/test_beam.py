@@ -31,7 +31,10 @@ def cases(n: int, seed: int) -> list[dict[str, Any]]:
             {
                 **{"beam": beam, "n_best": beam, "groups": groups, "limit": chance.randint(1, 7)},
                 **{"diversity_penalty": 0.0 if groups == 1 else chance.choice((0.2, 1.0, 5.0))},
-                **{"penalty_form": chance.choice(("hf", "gnmt")), "length_penalty": chance.choice((-0.5, 0.0, 0.6, 1.5))},
+                **{
+                    "penalty_form": chance.choice(("hf", "gnmt")),
+                    "length_penalty": chance.choice((-0.5, 0.0, 0.6, 1.5)),
+                },
                 **{"early_stopping": chance.choice((True, False, "never"))},
                 **{"stop": chance.choice(((), ((3,),), ((4, 5), (1, 1, 6)), ((3,), (5, 4))))},
             }

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from models.small import DECODING, small, source_of
 from torch import Tensor
 
+from models.small import DECODING, small, source_of
 from regard.attention.taps import record
 from regard.config import RopeScalingConfig
 from regard.generation import GenerateConfig, Generated, generate
@@ -210,6 +210,29 @@ def test_a_model_without_a_head_is_refused() -> None:
         generate(small("gpt2", head="none"), [5])
     with pytest.raises(TypeError, match="writes no text"):
         generate(small("bert-base"), [5])
+
+
+@pytest.mark.parametrize("name", ["llama-1b", "mistral-7b", "transformer-base", "captioner", "luong-lstm"])
+def test_half_precision(name: str) -> None:
+    model = small(name).bfloat16()
+    items = inputs_for(model)
+    for fields in SEARCHES.values():
+        made, still = (write(model, items, TARGETS, cache=cache, **fields) for cache in ("growing", "static"))
+        assert all(1 <= len(text.tokens) <= N_NEW for some in made.hypotheses for text in some)
+        assert len(still) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", DECODING)
+def test_cuda_writes_what_the_cpu_writes(name: str) -> None:
+    model = small(name).double()
+    items = inputs_for(model)
+    told = {which: texts(write(model, items, TARGETS, **fields)) for which, fields in SEARCHES.items()}
+    model.cuda()
+    for which, fields in SEARCHES.items():
+        for cache in ("growing", "static"):
+            assert texts(write(model, items, TARGETS, cache=cache, **fields)) == told[which], (which, cache)
 
 
 def padded_tensor(items: list[list[int]]) -> tuple[Tensor, Tensor]:

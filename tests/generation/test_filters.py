@@ -1,4 +1,4 @@
-"""Each filter against transformers' processor of that name, on the same logits: random, tied, extreme, half forbidden."""
+"""Each filter against transformers' own, on the same logits: random, tied, extreme, half forbidden."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def texts(seed: int, length: int, n_tokens: int = VOCAB, n_rows: int = 5) -> Ten
 
 Filter = Callable[[Tensor, Tensor], Tensor]
 PAIRS: dict[str, tuple[LogitsProcessor, Filter]] = {
-    **{f"temperature {t}": (TemperatureLogitsWarper(t), lambda x, _, t=t: sampling.temperature(x, t)) for t in (0.3, 2.0)},
+    **{
+        f"temperature {t}": (TemperatureLogitsWarper(t), lambda x, _, t=t: sampling.temperature(x, t))
+        for t in (0.3, 2.0)
+    },
     **{f"top_k {k}": (TopKLogitsWarper(k), lambda x, _, k=k: sampling.top_k(x, k)) for k in (1, 4, 29, 100)},
     **{f"top_p {p}": (TopPLogitsWarper(p), lambda x, _, p=p: sampling.top_p(x, p)) for p in (0.01, 0.5, 0.9, 0.999)},
     **{f"min_p {p}": (MinPLogitsWarper(p), lambda x, _, p=p: sampling.min_p(x, p)) for p in (0.0, 0.05, 0.5, 1.0)},

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.small import small, source_of
 
-from regard.generation import Generated, GenerateConfig, generate, stream_tokens
+from models.small import small, source_of
+from regard.generation import GenerateConfig, Generated, generate, stream_tokens
 from regard.models import Model
 
 EOS = 2
@@ -89,7 +89,12 @@ def test_a_text_ends_where_the_model_does() -> None:
 @pytest.mark.parametrize(
     ("inputs", "fields", "error", "sentence"),
     [
-        ([5] * 24, {}, ValueError, "prompt 0 has 24 tokens, and max_len=24 leaves no room; truncate=True keeps its end"),
+        (
+            [5] * 24,
+            {},
+            ValueError,
+            "prompt 0 has 24 tokens, and max_len=24 leaves no room; truncate=True keeps its end",
+        ),
         ([[5], [5] * 30], {}, ValueError, "prompt 1 has 30 tokens"),
         ([5, 31], {}, ValueError, "prompt 0 holds token 31, but the vocabulary has 31: 0 to 30"),
         ([5, -1], {}, ValueError, "prompt 0 holds token -1"),
@@ -144,27 +149,28 @@ def test_what_a_model_with_an_encoder_refuses(name: str, inputs: Any, fields: di
 # ---- what comes out
 
 
+ON = {"max_new_tokens": 8, "logit_bias": {EOS: -1e9}, "no_repeat_ngram": 1}  # eight different tokens, and no end
+
+
 def test_a_text_ends_at_its_end_token_or_stop_sequence_or_for_want_of_room() -> None:
     model = model_of()
-    told = new(model, [5, 6], logit_bias={EOS: -1e9})
-    assert len(told) == 8
-    (cut,) = generate(model, [5, 6], max_new_tokens=8, logit_bias={EOS: -1e9}).best
-    assert (cut.finish, cut.content) == ("length", told)
-    (ended,) = generate(model, [5, 6], max_new_tokens=8, logit_bias={EOS: 1e9}).best
+    (cut,) = generate(model, [5, 6], **ON).best
+    assert (cut.finish, len(cut.tokens), cut.content) == ("length", 8, cut.tokens)
+    (ended,) = generate(model, [5, 6], **{**ON, "logit_bias": {EOS: 1e9}}).best
     assert (ended.finish, ended.tokens, ended.content) == ("end", [EOS], [])
-    third = next(i for i in range(2, 8) if told[i] not in told[:i])
-    stop = told[third - 1 : third + 1]
-    (stopped,) = generate(model, [5, 6], max_new_tokens=8, logit_bias={EOS: -1e9}, stop=[stop]).best
-    assert (stopped.finish, stopped.tokens, stopped.content) == ("stop", told[: third + 1], told[: third - 1])
+    for cache in ("growing", "static"):
+        (stopped,) = generate(model, [5, 6], stop=[[30, 30], cut.tokens[3:5]], cache=cache, **ON).best
+        assert (stopped.finish, stopped.tokens, stopped.content) == ("stop", cut.tokens[:5], cut.tokens[:3])
+    (longest,) = generate(model, [5, 6], stop=[cut.tokens[3:5], cut.tokens[2:5], cut.tokens[4:5]], **ON).best
+    assert longest.content == cut.tokens[:2]
 
 
 def test_a_stop_sequence_lies_in_the_new_tokens_and_after_the_shortest_length() -> None:
     model = model_of()
-    fields = {"logit_bias": {EOS: -1e9}, "max_new_tokens": 6}
-    told = new(model, [5, 6], **fields)
-    assert new(model, [5, 6], stop=[[6, told[0]]], **fields) == told  # half of it is the prompt's
-    assert new(model, [5, 6], stop=[[told[0]]], **fields) == told[:1]
-    assert len(new(model, [5, 6], stop=[[token] for token in set(told)], min_new_tokens=4, **fields)) == 4
+    told = new(model, [5, 6], **ON)
+    assert new(model, [5, 6], stop=[[6, told[0]]], **ON) == told  # half of it is the prompt's
+    assert new(model, [5, 6], stop=[told[0]], **ON) == told[:1]
+    assert new(model, [5, 6], stop=told, min_new_tokens=4, **ON) == told[:4]
 
 
 def test_the_shortest_length_holds_for_every_search() -> None:

@@ -10,9 +10,9 @@ import unicodedata
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models.small import small
 
-from regard.generation import generate, stream, text_pieces
+from models.small import small
+from regard.generation import GenerateConfig, generate, stream, text_pieces
 
 HANGUL = "주의력만 있으면 됩니다."
 
@@ -59,7 +59,7 @@ def test_syllables_spelled_in_jamo_are_not_split() -> None:
 
     pieces = list(text_pieces(range(len(spelled)), decode))
     assert "".join(pieces) == spelled
-    assert [unicodedata.normalize("NFC", piece) for piece in pieces] == list("한글은 쉽다")
+    assert [unicodedata.normalize("NFC", piece) for piece in pieces] == ["한", "글", "은 ", "쉽", "다"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -128,16 +128,14 @@ def test_stop_strings_across_tokens(size: int, stops: list[str], told: str) -> N
 @settings(max_examples=200, deadline=None)
 @given(st.text("ab가", max_size=25), st.lists(st.text("ab가", min_size=1, max_size=4), max_size=3))
 def test_a_stream_ends_at_the_first_stop_string(text: str, stops: list[str]) -> None:
-    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    assert "".join(text_pieces(text.encode(), of_bytes, stops)) == text[:end]
+    so_far = (text[:n] for n in range(len(text) + 1))
+    told = next((s[: -max(len(x) for x in stops if s.endswith(x))] for s in so_far if s.endswith(tuple(stops))), text)
+    assert "".join(text_pieces(text.encode(), of_bytes, stops)) == told
+    assert "".join(text_pieces([0], lambda ids: text * len(ids), stops)) == told  # all of it one token
 
 
 def test_what_cannot_be_a_stop_does_not_wait() -> None:
-    told: list[str] = []
-    pieces = text_pieces("abcabd".encode(), of_bytes, ["abd"])
-    assert next(pieces) == "ab" or True
-    told = list(text_pieces("xyabcabd".encode(), of_bytes, ["abd"]))
-    assert told == ["x", "y", "abc"]
+    assert list(text_pieces(b"xyabcabd", of_bytes, ["abd"])) == ["x", "y", "abc"]
 
 
 # ---- with a model
@@ -149,14 +147,19 @@ def letters(ids: list[int]) -> str:
 
 def test_a_models_text_comes_without_what_ends_it() -> None:
     model = small("gpt2").double()
-    fields = {"max_new_tokens": 8, "logit_bias": {2: -1e9}}
-    told = generate(model, [5, 6], **fields).tokens[0]
-    assert "".join(stream(model, [5, 6], letters, **fields)) == letters(told)
-    unseen = next(i for i in range(2, 8) if told[i] not in told[:i])
-    for stop in ([told[unseen]], told[unseen - 1 : unseen + 1]):
-        made = "".join(stream(model, [5, 6], letters, **{**fields, "stop": ()}, stop=()))  # type: ignore[misc]
-        assert made == letters(told)
-    assert "".join(stream(model, [5, 6], letters, max_new_tokens=8, logit_bias={2: 1e9})) == ""
+    config = GenerateConfig(max_new_tokens=8, no_repeat_ngram=1, logit_bias={2: -1e9})
+    told = generate(model, [5, 6], config).tokens[0]
+    assert len(told) == 8
+    assert "".join(stream(model, [5, 6], letters, config)) == letters(told)
+    for stop in ([told[3]], told[2:4], [told[0], 30], told[5:8]):  # one token, two, not there, the last three
+        ends = config.with_(stop=[stop, [9, 9, 9]])
+        assert "".join(stream(model, [5, 6], letters, ends)) == letters(generate(model, [5, 6], ends).tokens[0])
+    assert "".join(stream(model, [5, 6], letters, config, stop=[letters(told[3:5])])) == letters(told[:3])
+    assert "".join(stream(model, [5, 6], letters, config, max_new_tokens=3)) == letters(told[:3])
+    assert "".join(stream(model, [5, 6], letters, config, logit_bias={2: 1e9})) == ""
+    translator = small("transformer-base").double()
+    told = generate(translator, [5, 6], config, target=[7]).tokens[0]
+    assert "".join(stream(translator, [5, 6], letters, config, target=[7])) == letters(told)
 
 
 def test_bad_stop_strings() -> None:

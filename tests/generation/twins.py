@@ -26,10 +26,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from parity.common import tiny, twins
 from regard.generation import Generated, Hypothesis
 from regard.models import Model
-
-from parity.common import tiny, twins
 
 VOCAB, PAD, BOS, EOS = 23, 0, 1, 2
 _IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}

@@ -6,13 +6,13 @@ Heads are (B, H, T, D). Masks: True = may look.
 
 from . import biases, cache, capabilities, gradients, masks, readings
 from .backends import Attended, attend, explain
+from .biases import XLRelative
 from .frame import Frame
 from .linear import Linear, LinearState, Performer
 from .map import AttentionMap
 from .mixing import Fourier, Linformer, approximation_error, fourier_mix
 from .multihead import MultiHeadAttention
 from .reference import Steps
-from .relative import XLRelative
 from .scores import Additive, Concat, Dot, General, Mechanism
 from .taps import Recorder, record, tap
 

@@ -14,7 +14,7 @@ from .call import Call
 from .capabilities import BACKENDS, able, missing
 from .checks import check_finite, check_frame, check_heads, check_parameters
 from .frame import Frame
-from .fused import flex, is_square_causal, sdpa, sees_everything
+from .fused import flex, flex_fits, is_square_causal, sdpa, sees_everything
 from .linear import linear
 from .masks import Mask, from_dense
 from .masks.basic import Causal, Padding
@@ -160,9 +160,12 @@ def choose(call: Call, weights: bool = False) -> str:
         return "linear"
     if "sdpa" in can and _sdpa_is_best(call):
         return "sdpa"
-    if torch.compiler.is_compiling():  # tiled's loop over a plan is not for tracing
+    if torch.compiler.is_compiling():  # neither tiled's loop over a plan nor a compiled kernel is for tracing
         return next(b for b in ("sdpa", "reference") if b in can)
-    return next(b for b in ("tiled", "sdpa", "reference") if b in can)
+    if "flex" in can and device == "cuda" and flex_fits(call):
+        return "flex"
+    in_order = ("tiled", "sdpa", "reference") if device == "cpu" else ("sdpa", "tiled", "reference")
+    return next(b for b in in_order if b in can)
 
 
 def _sdpa_is_best(call: Call) -> bool:

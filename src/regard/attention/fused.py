@@ -64,6 +64,11 @@ def is_square_causal(mask: Mask | None, frame: Frame) -> bool:
     return frame.steady[0] == frame.steady[1] and frame.n_queries == frame.n_keys
 
 
+def flex_fits(call: Call) -> bool:
+    """Whether FlexAttention's kernel takes these heads: no double precision, and heads at least 16 wide."""
+    return call.q.dtype != torch.float64 and min(call.q.shape[-1], call.v.shape[-1]) >= 16
+
+
 def flex(call: Call) -> Tensor:
     """FlexAttention: mask and bias are its ``mask_mod`` and ``score_mod``. Compiled on CUDA; on CPU its definition."""
     from torch.nn.attention.flex_attention import create_block_mask

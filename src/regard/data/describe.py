@@ -119,7 +119,7 @@ class SourceDescription:
     def _repeats(self) -> list[str]:
         return [
             f"{self.duplicates:,} training examples repeat another exactly, {self.repeated_sources:,} its source side",
-            f"{self.leaked_sources:,} held-out source sides are also trained on, {self.leaked_examples:,} whole examples",
+            f"{self.leaked_sources:,} held-out source sides are trained on too, {self.leaked_examples:,} whole examples",
             *([f"{self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []),
         ]
 
@@ -128,7 +128,8 @@ class SourceDescription:
         if self.losses is not None:
             fate = "left out" if self.kind in ("pairs", "captions") else "cut short"
             lost = f"{self.losses.tokens_lost:,} tokens past it" if fate == "cut short" else "whole"
-            lines.append(f"{self.losses.n_longer:,} examples longer than max_len={self.losses.max_len} are {fate}, {lost}")
+            longer = f"{self.losses.n_longer:,} examples longer than max_len={self.losses.max_len}"
+            lines.append(f"{longer} are {fate}, {lost}")
             lines.append(f"{self.losses.n_unknown:,} tokens are unknown")
         lines.append(f"{bad['bad']:,} of {bad['read']:,} lines were bad and left out")
         lines += [f"  {reason}: {n:,}" for reason, n in bad["reasons"].items()]
@@ -247,6 +248,8 @@ def _shown(example: Example, labels: tuple[str, ...] | None) -> list[str]:
             return [text[:300]]
         case Labelled(text, label):
             return [text[:300], labels[label] if labels else str(label)]
-        case ImageExample(image=image, captions=captions, label=label):
+        case ImageExample(image, captions, label):
             name = image.name if isinstance(image, Path) else "image"
-            return [name, *captions] if captions else [name, labels[label] if labels and label is not None else str(label)]
+            if captions:
+                return [name, *captions]
+            return [name, labels[label] if labels and label is not None else str(label)]

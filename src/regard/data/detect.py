@@ -14,7 +14,13 @@ from .lines import read_lines, suffix_of
 __all__ = ["IMAGE_SUFFIXES", "detect_format", "detect_schema", "schema_of_keys"]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_BY_SUFFIX: dict[str, Format] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "captions"}
+_BY_SUFFIX: dict[str, Format] = {
+    ".tsv": "tsv",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "captions",
+}
 _SNIFFED = 1000
 _NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en"),
@@ -59,14 +65,14 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         return guess
     body = rows[1:] if header else rows
     if options.columns is not None:
-        return Schema(options.kind or _kind(path, body, keys, options.columns, header), options.columns, header)
+        return Schema(options.kind or _kind(body, keys, options.columns, header), options.columns, header)
     width = len(rows[0])
     if width == 1 and options.kind in (None, "text"):
         return Schema("text", (0,), header, 1)
     if width != 2:
         hint = "say which to take: columns=0,1 or their names"
         raise ValueError(f"{path} has {width} columns and none is named as expected; {hint}")
-    kind = options.kind or _kind(path, body, keys, (0, 1), header)
+    kind = options.kind or _kind(body, keys, (0, 1), header, any_order=True)
     first_is_label = kind == "labelled" and _few([row[0] for row in body if len(row) == 2])
     return Schema(kind, (1, 0) if first_is_label else (0, 1), header, 2)
 
@@ -115,23 +121,29 @@ def _sample(path: Path, form: Format) -> list[list[str]]:
     return [cells for cells in islice(records, _SNIFFED) if cells is not None]
 
 
-def _kind(path: Path, body: list[list[str]], keys: list[str], columns: tuple[str | int, ...], header: bool) -> Kind:
-    """Image names make captions or labelled images, few different values labels; anything else is a pair."""
+def _kind(
+    body: list[list[str]], keys: list[str], columns: tuple[str | int, ...], header: bool, any_order: bool = False
+) -> Kind:
+    """Image names make captions or labelled images, few different values labels; anything else is a pair.
+
+    Columns that were asked for stand in their order, the label second; others may have it first.
+    """
     if len(columns) == 1:
         return "text"
     if header and (guess := schema_of_keys([str(x) if isinstance(x, str) else keys[x] for x in columns], None)):
         return guess.kind
-    places = [column if isinstance(column, int) else keys.index(column) for column in columns if column in keys or isinstance(column, int)]
+    places = [x if isinstance(x, int) else keys.index(x) for x in columns if x in keys or isinstance(x, int)]
     cells = [[row[place] for place in places] for row in body if len(row) > max(places, default=0)]
     if len(places) < 2 or not cells:
         return "pairs"
     first, second = [row[0] for row in cells], [row[1] for row in cells]
     if all(cell.lower().endswith(IMAGE_SUFFIXES) for cell in first[:20]):
         return "images" if _few(second) else "captions"
-    return "labelled" if _few(first) or _few(second) else "pairs"
+    return "labelled" if _few(second) or (any_order and _few(first)) else "pairs"
 
 
 def _few(values: list[str]) -> bool:
-    """Whether these are classes: short, and each several times."""
+    """Whether these are classes: one or two words, and each several times."""
     distinct = set(values)
-    return len(values) >= 4 and len(distinct) <= min(100, len(values) // 2) and all(len(x) <= 40 for x in distinct)
+    short = all(len(x) <= 40 and len(x.split()) <= 2 for x in distinct)
+    return short and len(values) >= 4 and len(distinct) <= min(100, max(2, len(values) // 4))

@@ -71,9 +71,8 @@ def key_of(example: Example) -> str | bytes:
             return text
         case ImageExample(image=Path() as path):
             return path.name
-        case ImageExample(image=image):
-            return image.tobytes()
-    raise TypeError(f"{type(example).__name__} is no example")
+    assert isinstance(example, ImageExample) and not isinstance(example.image, Path)
+    return example.image.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,10 @@ class Report:
         if self.n_bad:
             raise BadData(self.text(), tuple(self.first), self.n_bad)
 
-    def text(self) -> str:
+    def text(self, *, refused: bool = True) -> str:
         """One line each for the first bad ones, and how many there are."""
-        head = f"{self.n_bad:,} bad line{'s' * (self.n_bad != 1)} of {self.n_read:,}; bad_lines='skip' leaves them out"
+        fate = "bad_lines='skip' leaves them out" if refused else "left out, as bad_lines='skip' says"
+        head = f"{self.n_bad:,} bad line{'s' * (self.n_bad != 1)} of {self.n_read:,}; {fate}"
         rest = [f"… and {self.n_bad - len(self.first):,} more"] if self.n_bad > len(self.first) else []
         return "\n".join([head, *(f"  {line}" for line in self.first), *(f"  {line}" for line in rest)])
 

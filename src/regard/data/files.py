@@ -156,7 +156,7 @@ def read_parallel(paths: Sequence[Path], report: Report, options: DataConfig) ->
             yield Row(source, left[0], (left[1].strip(), right[1].strip()))
     if n_source != n_target:
         raise BadData(f"{source} has {n_source:,} lines and {target} has {n_target:,}, so they are not parallel")
-    report.n_read //= 2  # a pair of lines is one
+    report.n_read -= n_target  # a pair of lines is one
 
 
 def read_texts(path: Path, report: Report, options: DataConfig) -> Iterator[Text]:

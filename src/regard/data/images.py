@@ -1,4 +1,4 @@
-"""Images: files decoded with care, IDX archives, and batches of pixels that are a pure function of (seed, epoch, index)."""
+"""Images: files decoded with care, IDX archives, and pixels that are a pure function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def image_batch(
     seed: int = 0,
     epoch: int = 0,
 ) -> Tensor:
-    """pixels (B, C, size, size): scaled to [0, 1], less the mean, over the standard deviation, one for each channel or all.
+    """pixels (B, C, size, size): scaled to [0, 1], less the mean, over the deviation, one for each channel or for all.
 
     ``shift`` moves an image by up to that many pixels each way, its edge repeated, and ``flip`` mirrors every second
     one, both decided by (seed, epoch, index) alone.
@@ -110,7 +110,9 @@ def _moved(pixels: NDArray[np.uint8], shift: int, flip: bool, key: int) -> NDArr
 class IdxImages(Sequence[ImageExample]):
     """Images of an IDX archive as examples, without an object for each."""
 
-    def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], rows: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, images: NDArray[np.uint8], labels: NDArray[np.uint8], rows: NDArray[np.int64] | None = None
+    ) -> None:
         self.images, self.labels = images, labels
         self.rows = np.arange(len(images)) if rows is None else rows
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from .examples import BadData, DataConfig, Report
 
@@ -36,7 +36,7 @@ def stem_of(path: Path) -> str:
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, unpacked where it is .gz; what cannot be read is a BadData."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise BadData(f"{path} is not a whole gzip file: {error}") from None

@@ -1,4 +1,4 @@
-"""From the word a source is named by to the files it means: a file, two, a folder with train and valid parts, hf:name."""
+"""From the word a source is named by to the files it means: a file, two, a folder with its parts, or hf:name."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def rows_of(place: Place, report: Report, options: DataConfig) -> Iterator[Row |
     """The rows of a place, one after the other."""
     if place.table is not None:
         assert place.schema is not None
-        yield from _table_rows(place.table, place.schema, report)
+        yield from _table_rows(place, place.schema, report)
         return
     readers = {"tsv": read_tsv, "csv": read_csv, "jsonl": read_jsonl}
     match place.form:
@@ -197,15 +197,19 @@ def _hugging_face(name: str, options: DataConfig) -> Place:
     labels = None
     if schema.kind in ("labelled", "images"):
         names = getattr(train.features[str(schema.columns[1])], "names", None)
-        labels = None if names is None else tuple(str(index) for index in range(len(names)))
+        labels = None if names is None else tuple(names)
     valid = next((splits[x] for x in _VALID if x in splits), None)
     made = Place("hf", schema.kind, (Path(name),), schema, labels=labels, table=train)
     return made if valid is None else replace(made, valid=replace(made, table=valid))
 
 
-def _table_rows(table: Any, schema: Schema, report: Report) -> Iterator[Row]:
-    for number, record in enumerate(table, start=1):
+def _table_rows(place: Place, schema: Schema, report: Report) -> Iterator[Row]:
+    names = place.labels or ()
+    for number, record in enumerate(place.table, start=1):
         report.n_read += 1
-        cells = cells_of(record, schema, Path("row"), number, report)
-        if cells is not None:
-            yield Row(Path("row"), number, cells)
+        cells = cells_of(record, schema, place.paths[0], number, report)
+        if cells is None:
+            continue
+        if names and cells[1].isdigit() and int(cells[1]) < len(names):  # such tables number their classes
+            cells = (cells[0], names[int(cells[1])])
+        yield Row(place.paths[0], number, cells)

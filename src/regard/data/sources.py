@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from .examples import BadData, DataConfig, Example, ImageExample, Kind, Labelled
 from .files import Row
 from .images import IdxImages, check_image
 from .places import Place, place_of, rows_of
-from .splits import Split, deduplicate, held_out, hold_out_tail, sha256_of
+from .splits import Split, firsts, held_out, hold_out_tail, sha256_of
 
 __all__ = ["Source", "open_source"]
 
@@ -80,9 +82,7 @@ def open_source(
     else:
         return _from_corpus(source, DataConfig(source=source.name, **options))
     if config.source in EMBEDDED:
-        from .corpora import open_corpus  # its tables are large, and a file needs none of them
-
-        return _from_corpus(open_corpus(config.source), config)
+        return _from_corpus(_embedded(config.source), config)
     report = Report()
     place = place_of(config.source, config)
     valid_place = place.valid if config.valid is None else place_of(config.valid, config)
@@ -93,7 +93,7 @@ def open_source(
     if report.n_bad:
         if config.bad_lines == "error":
             report.refuse()
-        _log.warning("%s", report.text().replace("bad_lines='skip' leaves them out", "left out, as bad_lines='skip' says"))
+        _log.warning("%s", report.text(refused=False))
     if not len(opened.train):
         raise BadData(f"{config.source} has no example to train on")
     return opened
@@ -103,7 +103,18 @@ def _written(source: str | Path | Sequence[str | Path]) -> str:
     return str(source) if isinstance(source, str | Path) else ",".join(str(part) for part in source)
 
 
+def _embedded(name: str) -> Corpus[Any]:
+    """Its tables are large, and files need none of them, so it is imported only now."""
+    opened: Corpus[Any] = importlib.import_module("regard.data.corpora").open_corpus(name)
+    return opened
+
+
+_MEANT_FOR_CORPORA = {"source", "kind", "valid_rows", "epoch_examples"}
+
+
 def _from_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
+    if strange := config.model_fields_set - _MEANT_FOR_CORPORA:
+        raise ValueError(f"{min(strange)} means nothing to the embedded corpus {corpus.name}")
     views = {}
     for split in corpus.splits:
         size = corpus.size(split)
@@ -136,12 +147,11 @@ def _from_rows(config: DataConfig, place: Place, valid_place: Place | None, repo
         if valid_place.kind != kind:
             raise ValueError(f"{config.source} holds {kind}, but valid={config.valid} holds {valid_place.kind}")
         valid, _ = _examples(config, valid_place, report, labels)
-    n_duplicates = 0
+    n_before = len(train) + len(valid or ())
     if config.deduplicated != "no":
-        train, n_duplicates = deduplicate(train, config.deduplicated)
-        if valid is not None:
-            valid, more = deduplicate(valid, config.deduplicated)
-            n_duplicates += more
+        train = [train[place] for place in firsts(train, config.deduplicated)]
+        valid = None if valid is None else [valid[place] for place in firsts(valid, config.deduplicated)]
+    n_duplicates = n_before - len(train) - len(valid or ())
     how = "files of their own"
     if valid is None:
         train, valid, how = _split(train, config)
@@ -159,8 +169,12 @@ def _split(examples: list[Example], config: DataConfig) -> tuple[list[Example], 
     out = held_out(examples, config)
     train = [x for x, held in zip(examples, out, strict=True) if not held]
     valid = [x for x, held in zip(examples, out, strict=True) if held]
-    share = f"valid_fraction={config.valid_fraction:g}" if config.valid_rows is None else f"valid_rows={config.valid_rows}"
-    return train, valid, f"by hash of the source side, {share}, split_seed={config.split_seed}"
+    return train, valid, f"by hash of the source side, {_share(config)}"
+
+
+def _share(config: DataConfig) -> str:
+    rows, fraction = config.valid_rows, config.valid_fraction
+    return f"{f'valid_fraction={fraction:g}' if rows is None else f'valid_rows={rows}'}, split_seed={config.split_seed}"
 
 
 def _examples(
@@ -169,13 +183,13 @@ def _examples(
     """The examples of files, and the classes where they have any."""
     read = rows_of(place, report, config)
     if place.kind == "text":
-        return [x if isinstance(x, Text) else Text(x.cells[0]) for x in _whole(read, report)], None
+        return [x if isinstance(x, Text) else Text(x.cells[0]) for x in _whole(read, report, config)], None
     rows = cast(Iterator[Row], read)
     if place.kind == "pairs":
-        return [Pair(*row.cells) for row in _whole(rows, report)], None  # type: ignore[misc]
+        return [Pair(*row.cells) for row in _whole(rows, report, config)], None
     if place.kind == "captions":
-        return _captioned(_whole(rows, report), place, config, report), None
-    held = list(_whole(rows, report))
+        return _captioned(_whole(rows, report, config), place, config, report), None
+    held = list(_whole(rows, report, config))
     labels = labels or place.labels or _sorted_labels({row.cells[1] for row in held})
     number = {name: index for index, name in enumerate(labels)}
     known = []
@@ -190,14 +204,39 @@ def _examples(
     return [ImageExample(image, label=number[row.cells[1]]) for row, image in good], labels
 
 
-def _whole(rows: Iterable[Any], report: Report) -> Iterator[Any]:
-    """Rows whose every cell says something."""
+def _whole(rows: Iterable[Any], report: Report, config: DataConfig) -> Iterator[Any]:
+    """Rows whose every cell is a text that can be used; the lines of documents were looked at when they were read."""
     for row in rows:
-        empty = [place for place, cell in enumerate(row.cells) if cell in ("", ())] if isinstance(row, Row) else []
-        if empty:
-            report.bad(row.file, row.line, "empty", f"column {empty[0] + 1} of {len(row.cells)} has no text")
-        else:
+        if not isinstance(row, Row):
             yield row
+            continue
+        faults = [(place, fault) for place, cell in enumerate(row.cells, 1) if (fault := _fault(cell, config))]
+        if faults:
+            place, fault = faults[0]
+            report.bad(row.file, row.line, fault, f"column {place} of {len(row.cells)}")
+            continue
+        normal = tuple(_normal(cell, config) for cell in row.cells)
+        report.n_normalised += normal != row.cells
+        yield Row(row.file, row.line, normal)
+
+
+def _fault(cell: Any, config: DataConfig) -> str | None:
+    """What is wrong with a cell. JSON can write half a character and quoted CSV a very long one, past the line reader."""
+    for text in cell if isinstance(cell, tuple) else (cell,):
+        if isinstance(text, str) and not text.strip():
+            return "empty"
+        if isinstance(text, str) and len(text) > config.max_chars:
+            return "text too long"
+        if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+            return "half of a surrogate pair"
+    return "empty" if cell == () else None
+
+
+def _normal(cell: Any, config: DataConfig) -> Any:
+    if isinstance(cell, tuple):
+        return tuple(_normal(text, config) for text in cell)
+    plain = not isinstance(cell, str) or config.normalise == "none" or cell.isascii()
+    return cell if plain else unicodedata.normalize("NFC", cell)
 
 
 def _captioned(rows: Iterable[Row], place: Place, config: DataConfig, report: Report) -> list[Example]:
@@ -243,13 +282,24 @@ def _from_idx(config: DataConfig, place: Place, valid_place: Place | None, repor
     labels = config.labels or tuple(map(str, range(n_classes)))
     if n_classes > len(labels):
         raise BadData(f"{config.source} has the label {n_classes - 1}, but labels names only {len(labels)}")
-    everything = IdxImages(images, numbers)
+    everything = _distinct(IdxImages(images, numbers), config)
+    n_duplicates = len(images) - len(everything)
     if valid_place is not None and valid_place.idx is not None:
-        train, valid, how = everything, IdxImages(*valid_place.idx), "files of their own"
+        own = IdxImages(*valid_place.idx)
+        train, valid, how = everything, _distinct(own, config), "files of their own"
+        report.n_read += len(own)
+        n_duplicates += len(own) - len(valid)
     else:
         out = held_out(everything, config)
-        train = IdxImages(images, numbers, np.flatnonzero(~out))
-        valid = IdxImages(images, numbers, np.flatnonzero(out))
-        how = f"by hash of the pixels, split_seed={config.split_seed}"
+        train, valid = (IdxImages(images, numbers, everything.rows[side]) for side in (~out, out))
+        how = f"by hash of the pixels, {_share(config)}"
     split = Split(how, sha256_of(train), sha256_of(valid))
-    return Source(config.source, "images", train, valid, split, labels, report)
+    return Source(config.source, "images", train, valid, split, labels, report, n_duplicates)
+
+
+def _distinct(examples: IdxImages, config: DataConfig) -> IdxImages:
+    if config.deduplicated == "no":
+        return examples
+    return IdxImages(
+        examples.images, examples.labels, np.asarray(firsts(examples, config.deduplicated), dtype=np.int64)
+    )

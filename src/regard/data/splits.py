@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from .examples import DataConfig, Example, ImageExample, Labelled, Pair, Text, key_of
 from .hashing import stable_key
 
-__all__ = ["Split", "deduplicate", "held_out", "hold_out_tail", "sha256_of"]
+__all__ = ["Split", "firsts", "held_out", "hold_out_tail", "sha256_of"]
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,16 @@ def hold_out_tail(text: str, fraction: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def deduplicate(examples: Iterable[Example], how: str) -> tuple[list[Example], int]:
-    """The first of each, and how many others there were."""
-    seen: set[int] = set()
-    kept: list[Example] = []
-    n = 0
-    for example in examples:
-        n += 1
-        key = stable_key(key_of(example)) if how == "source" else stable_key(_line(example))
+def firsts(examples: Iterable[Example], how: str) -> list[int]:
+    """Where the first of each stands, of examples that are the same, or only ask the same."""
+    seen: set[bytes] = set()
+    kept: list[int] = []
+    for place, example in enumerate(examples):
+        key = hashlib.sha256(_asked(example) if how == "source" else _line(example)).digest()
         if key not in seen:
             seen.add(key)
-            kept.append(example)
-    return kept, n - len(kept)
+            kept.append(place)
+    return kept
 
 
 def sha256_of(examples: Iterable[Example]) -> str:
@@ -76,10 +73,9 @@ def sha256_of(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
-def repeats(keys: Iterable[str | bytes]) -> int:
-    """How many keys stand there that had stood there before."""
-    counts = Counter(stable_key(key) for key in keys)
-    return sum(counts.values()) - len(counts)
+def _asked(example: Example) -> bytes:
+    key = key_of(example)
+    return key if isinstance(key, bytes) else key.encode("utf-8", "surrogatepass")
 
 
 def _line(example: Example) -> bytes:
@@ -92,6 +88,8 @@ def _line(example: Example) -> bytes:
             fields = [text, label]
         case ImageExample(image=Path() as path, captions=captions, label=label):
             fields = [path.name, path.stat().st_size, captions, label]
-        case ImageExample(image=image, captions=captions, label=label):
-            fields = [hashlib.sha256(image.tobytes()).hexdigest(), captions, label]
+        case ImageExample(captions=captions, label=label):
+            pixels = key_of(example)
+            assert isinstance(pixels, bytes)
+            fields = [hashlib.sha256(pixels).hexdigest(), captions, label]
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

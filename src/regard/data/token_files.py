@@ -1,6 +1,6 @@
 """Token ids on disk, mapped into memory: the ids, where documents start, and a header that says what they are.
 
-``NAME.bin`` is plain uint16 or uint32 (as nanoGPT's), ``NAME.starts.bin`` int64, ``NAME.json`` the header, written last.
+``NAME.bin`` is plain uint16 or uint32 (as nanoGPT's), ``NAME.starts.bin`` int64; ``NAME.json``, the header, comes last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int
     with _replacing(_beside(path, ".bin")) as file:
         for document in documents:
             ids = np.asarray(document, dtype=np.int64)
-            if len(ids) and not (0 <= ids.min() and ids.max() < vocab_size):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
                 raise ValueError(f"a document has the ids {ids.min()} to {ids.max()}, but vocab_size={vocab_size}")
             raw = ids.astype(dtype).tobytes()
             digest.update(raw)
@@ -85,7 +85,8 @@ def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
         header = json.loads(_beside(path, ".json").read_bytes())
         if header["format"] != _FORMAT or header["dtype"] not in ("uint16", "uint32"):
             raise BadData(f"{path}.json is no header of {_FORMAT}")
-        dtype, n, n_documents = np.dtype(header["dtype"]).newbyteorder("<"), int(header["tokens"]), int(header["documents"])
+        dtype = np.dtype(header["dtype"]).newbyteorder("<")
+        n, n_documents = int(header["tokens"]), int(header["documents"])
         starts = np.frombuffer(_beside(path, ".starts.bin").read_bytes(), dtype="<i8")
         size = _beside(path, ".bin").stat().st_size
     except OSError as error:
@@ -101,7 +102,11 @@ def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
 
 
 def cached_tokens(
-    folder: Path, source_sha256: str, tokenizer_sha256: str, vocab_size: int, make: Callable[[], Iterable[Sequence[int]]]
+    folder: Path,
+    source_sha256: str,
+    tokenizer_sha256: str,
+    vocab_size: int,
+    make: Callable[[], Iterable[Sequence[int]]],
 ) -> TokenFile:
     """The tokens of a source under a tokenizer: mapped where they were made before, else made now."""
     key = hashlib.sha256(f"{source_sha256} {tokenizer_sha256}".encode()).hexdigest()

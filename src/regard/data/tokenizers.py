@@ -143,7 +143,7 @@ class Tokenizer:
         return [piece.text for piece in self.pieces(ids)]
 
     def _reader(self) -> Callable[[str | None], tuple[str, bool]]:
-        """A function from tokens, one after the other, to (text, whether it ends with a character); None ends a text."""
+        """A function from tokens in turn to (text, whether it ends with a whole character); None ends a text."""
         if not self._byte_level:
             spaced, at_start = self._spaced, True
 
@@ -267,7 +267,8 @@ def _words(texts: Iterable[str], vocab_size: int | None) -> Inner:
     counts = _count_parts(inner, texts)
     kept = sorted(counts, key=lambda word: (-counts[word], word))
     kept = kept if vocab_size is None else kept[: vocab_size - len(SPECIAL)]
-    inner.model = models.WordLevel({word: index for index, word in enumerate([*SPECIAL, *kept])}, unk_token=SPECIAL[UNK])
+    numbers = {word: index for index, word in enumerate([*SPECIAL, *kept])}
+    inner.model = models.WordLevel(numbers, unk_token=SPECIAL[UNK])
     return inner
 
 

@@ -37,9 +37,7 @@ def train_unigram(words: Mapping[str, int], size: int) -> list[tuple[str, float]
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _seed(
-    words: list[tuple[str, int]], letters: Mapping[str, int], always: list[str], size: int
-) -> dict[str, float]:
+def _seed(words: list[tuple[str, int]], letters: Mapping[str, int], always: list[str], size: int) -> dict[str, float]:
     """The substrings that cover most text, and all characters."""
     counts: Counter[str] = Counter()
     for word, n in words:

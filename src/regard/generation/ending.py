@@ -21,7 +21,7 @@ def endings(tokens: Tensor, texts: Tensor, n_new: int, config: GenerateConfig, e
     """
     codes = torch.full_like(tokens, GOING_ON)
     if n_new >= config.min_new_tokens:
-        for number, stop in enumerate(config.stop):
+        for number, stop in sorted(enumerate(config.stop), key=lambda one: len(one[1])):  # of several, the longest
             before = torch.tensor(stop[:-1], dtype=tokens.dtype, device=tokens.device)
             if n_new >= len(stop):
                 found = (tokens == stop[-1]) & (texts[:, texts.shape[1] - len(before) :] == before).all(-1)

@@ -48,12 +48,15 @@ def stream(
 
 
 def text_pieces(tokens: Iterable[int], decode: Decode, stop: Sequence[str] = ()) -> Iterator[str]:
-    """Pieces that joined are the text of ``tokens``, up to the first stop string."""
+    """Pieces that joined are the text of ``tokens``, up to the stop string that is complete first.
+
+    Of several that end at the same letter, the longest counts: where tokens are cut makes no difference.
+    """
     held = ""  # text that may be the beginning of a stop string
     for piece in _whole(tokens, decode):
         held += piece
-        found = [held.find(s) for s in stop if s in held]
-        ready = min(found) if found else _waiting(held, stop)
+        found = [(held.find(s) + len(s), held.find(s)) for s in stop if s in held]
+        ready = min(found)[1] if found else _waiting(held, stop)
         if ready:
             yield held[:ready]
         if found:
@@ -105,4 +108,4 @@ def _content(tokens: Iterable[int], eos_id: int | None, config: GenerateConfig) 
         yield from held[:ready]
         held = held[ready:]
     ends = [len(stop) for stop in config.stop if held[-len(stop) :] == stop]
-    yield from held[: len(held) - ends[-1]] if ends else held
+    yield from held[: len(held) - max(ends, default=0)]

@@ -7,11 +7,10 @@ import math
 from torch import nn
 
 from ..attention import MultiHeadAttention
-from ..attention.biases import Alibi, Bias, T5Bias
+from ..attention.biases import Alibi, Bias, T5Bias, XLRelative
 from ..attention.linear import Linear, Performer
 from ..attention.masks import Mask, grid_windows, window
 from ..attention.mixing import Linformer
-from ..attention.relative import XLRelative
 from ..attention.scores import Additive, Dot, Mechanism
 from ..config import ModelConfig
 from ..layers import Embeddings, FeedForward, Learned, Rope, RopeScaling, Sinusoidal, TokenEmbedding, make_norm

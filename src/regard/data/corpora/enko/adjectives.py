@@ -1,7 +1,8 @@
 """The adjectives: English | Korean stem | irregular class | the nouns they may describe | marks.
 
-`@tag` stands for every noun with that tag, `-word` takes one away. Marks: hon=… the honorific stem; noshort (no 안 before it);
-mood (a passing state, which gives reasons); lasting (not said of the future); before=… the form before a noun where it is not the regular one; only-before, only-after.
+`@tag` stands for every noun with that tag, `-word` takes one away. Marks: hon=… the honorific stem; noshort (no 안
+before it); mood (a passing state, which gives reasons); lasting (not said of the future); before=… the form before a
+noun where it is not the regular one; only-before, only-after.
 """
 
 from __future__ import annotations

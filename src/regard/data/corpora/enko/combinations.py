@@ -1,8 +1,9 @@
 """Which words have met: predicate–argument pairs, and which of them are kept from training.
 
-A combination is a predicate and the noun it goes with: a verb and its object (its subject where it has none, its place where
-it is a motion), an adjective and the noun it describes. Of the nouns of each predicate a fixed few are held out for `valid`
-and for `combinations`, in the order of a hash: each word is met in training, the pair never. No chance is involved.
+A combination is a predicate and the noun it goes with: a verb and its object (its subject where it has none, its
+place where it is a motion), an adjective and the noun it describes. Of the nouns of each predicate a fixed few are
+held out for `valid` and for `combinations`, in the order of a hash: each word is met in training, the pair never. No
+chance is involved.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ..corpus import stable_hash
-from .lexicon import ADJECTIVES, NOUNS, VERBS
+from .lexicon import ADJECTIVES, NOUNS, VERBS, Adjective, Verb
 from .words import Node
 
 __all__ = ["COMPANY", "HELD_OUT", "Combination", "Keep", "combinations_of", "kept_for", "partners", "predicates_for"]
@@ -20,6 +21,7 @@ Combination = tuple[str, str]
 """(predicate, noun), such as ("eat", "apple")."""
 Keep = Literal["train", "valid", "combinations"]
 
+_PREDICATES: tuple[Verb | Adjective, ...] = (*VERBS.values(), *ADJECTIVES.values())
 # Below this many nouns a predicate keeps them all: it could not be learned from fewer.
 _FEWEST = 6
 # One noun in so many is held out for each of the two splits.
@@ -28,7 +30,7 @@ _SHARE = 16
 
 def _hold_out() -> dict[Combination, Keep]:
     held: dict[Combination, Keep] = {}
-    for word in (*VERBS.values(), *ADJECTIVES.values()):
+    for word in _PREDICATES:
         nouns = sorted(word.partners, key=lambda noun: stable_hash("en-ko held out", word.key, noun))
         if len(nouns) < _FEWEST:
             continue
@@ -49,7 +51,7 @@ def _tickets() -> dict[str, int]:
     People need none: they are also the subjects.
     """
     share = dict.fromkeys(NOUNS, 0.0)
-    for word in (*VERBS.values(), *ADJECTIVES.values()):
+    for word in _PREDICATES:
         for noun in word.partners:
             share[noun] += (0.4 if word.key in ADJECTIVES else 1.0) / len(word.partners)
     things = sorted(share[noun] for noun in share if "person" not in NOUNS[noun].tags)
@@ -62,10 +64,10 @@ def _tables() -> tuple[dict[tuple[str, Keep], tuple[str, ...]], dict[tuple[str, 
     by_predicate: dict[tuple[str, Keep], list[str]] = {}
     by_noun: dict[tuple[str, str, Keep], list[str]] = {}
     tickets = _tickets()
-    for word in (*VERBS.values(), *ADJECTIVES.values()):
+    for word in _PREDICATES:
         kind = "adjective" if word.key in ADJECTIVES else VERBS[word.key].frame
         for noun in word.partners:
-            keep = HELD_OUT.get((word.key, noun), "train")
+            keep: Keep = HELD_OUT.get((word.key, noun), "train")
             by_predicate.setdefault((word.key, keep), []).extend([noun] * tickets[noun])
             by_noun.setdefault((noun, kind, keep), []).append(word.key)
     return {k: tuple(v) for k, v in by_predicate.items()}, {k: tuple(v) for k, v in by_noun.items()}

@@ -1,7 +1,7 @@
 """Korean conjugation: three ways to join an ending, and what each irregular class does to them.
 
-Endings that begin with a consonant (고, 지, 기) take the stem as the dictionary has it; endings with 으 (으면, 은, 을, 으시)
-and endings with 아/어 (아요, 았, 아서) meet the irregular classes:
+Endings that begin with a consonant (고, 지, 기) take the stem as the dictionary has it; endings with 으 (으면, 은,
+을, 으시) and endings with 아/어 (아요, 았, 아서) meet the irregular classes:
 
     ㅂ 돕다 → 도우면, 도와요     ㄷ 듣다 → 들으면, 들어요     ㅅ 짓다 → 지으면, 지어요
     ㅎ 빨갛다 → 빨가면, 빨개요   르 부르다 → 부르면, 불러요   하 일하다 → 일하면, 일해요
@@ -21,7 +21,8 @@ Kind = Literal["verb", "adjective", "exist", "copula"]
 """What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own."""
 
 CLASSES = ("", "ㅂ", "ㄷ", "ㅅ", "ㅎ", "르", "하", "시", "어", "아니")
-"""Regular, the irregular classes, 시 the honorific suffix, 어 a stem that takes 어 whole (피다 → 피어요, 갔 → 갔어요), and 아니다."""
+"""Regular, the irregular classes, 시 the honorific suffix, 어 a stem that takes 어 whole (피다 → 피어요, 갔 → 갔어요),
+and 아니다."""
 
 _BRIGHT = "ㅏㅑㅗ"
 # Where a vowel meets 아/어: the vowel it becomes. What is not listed keeps the ending as a syllable (쉬다 → 쉬어).

@@ -16,9 +16,9 @@ _EDITION = 1
 class EnKo:
     """English–Korean sentence pairs.
 
-    `train` never contains a held-out combination (`combinations.py`) and never exceeds `MOST_WORDS` words; each example of
-    `valid` and of `combinations` contains one held out for it and none of the other's; each of `longer` has more words than
-    any of training and embeds deeper, but only combinations met there.
+    `train` never contains a held-out combination (`combinations.py`) and never exceeds `MOST_WORDS` words; each
+    example of `valid` and of `combinations` contains one held out for it and none of the other's; each of `longer`
+    has more words than any of training and embeds deeper, but only combinations met there.
     """
 
     name = "en-ko"

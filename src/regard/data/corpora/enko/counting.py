@@ -1,7 +1,8 @@
 """How many sentences there are, by combinatorics: one family of simple sentences, counted exactly and listed by number.
 
-The family is the plainest there is: somebody definite does something to one thing, in some tense, said or denied, perhaps at
-some time. Its size is a lower bound for training; every other construction comes on top, and joined clauses multiply.
+The family is the plainest there is: somebody definite does something to one thing, in some tense, said or denied,
+perhaps at some time. Its size is a lower bound for training; every other construction comes on top, and joined
+clauses multiply.
 """
 
 from __future__ import annotations
@@ -73,7 +74,13 @@ class SimpleSentences:
 def _acts(verb: Verb) -> bool:
     """A verb for people that says its tense in every form (`I read` does not) and may be denied."""
     marks = verb.marks & {"state", "asserted"}
-    return verb.frame == "transitive" and not verb.doers and not marks and verb.past != verb.english and verb.key != "become"
+    return (
+        verb.frame == "transitive"
+        and not verb.doers
+        and not marks
+        and verb.past != verb.english
+        and verb.key != "become"
+    )
 
 
 def _targets(verb: Verb) -> list[Node]:

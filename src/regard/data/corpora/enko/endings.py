@@ -1,7 +1,7 @@
 """The last eojeols of a Korean clause: tense, then the ending that its place in the sentence and the register ask for.
 
-Registers are 해요체 (polite), 합쇼체 (formal) and 해라체 (plain). An eojeol is what Korean writes between two spaces; each
-comes with its role, so that the words of the two languages can be aligned.
+Registers are 해요체 (polite), 합쇼체 (formal) and 해라체 (plain). An eojeol is what Korean writes between two spaces;
+each comes with its role, so that the words of the two languages can be aligned.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """A sentence as a structure, and the pair of sentences it is.
 
-A structure is plain JSON. A **sentence** has `register` (polite, formal, plain), `clause`, and perhaps `question`; or it is
-two clauses: `join` (because, so, but, and, when, if), `first` (the clause Korean says first), `clause` (the main one), `shared`
-when both have one subject, which then stands in the clause English says first.
+A structure is plain JSON. A **sentence** has `register` (polite, formal, plain), `clause`, and perhaps `question`; or
+it is two clauses: `join` (because, so, but, and, when, if), `first` (the clause Korean says first), `clause` (the
+main one), `shared` when both have one subject, which then stands in the clause English says first.
 
-A **clause** has `predicate` (a verb or adjective of the lexicon, or `be`, `be at`, `exist`), `tense` and `subject`; where they
-apply `object`, `to`, `complement`, `content` (a clause), `than`, `where` {`relation`, `of`}; and perhaps `not` (short: 안, English
-contracted; long: -지 않다, English in full), `aspect` (progressive, can, want, must), `manner`, `frequency`, `degree`, `companion`,
-`tool`, `place`, `time`, `front` (the time said first).
+A **clause** has `predicate` (a verb or adjective of the lexicon, or `be`, `be at`, `exist`), `tense` and `subject`;
+where they apply `object`, `to`, `complement`, `content` (a clause), `than`, `where` {`relation`, `of`}; and perhaps
+`not` (short: 안, English contracted; long: -지 않다, English in full), `aspect` (progressive, can, want, must),
+`manner`, `frequency`, `degree`, `companion`, `tool`, `place`, `time`, `front` (the time said first).
 
-A **noun phrase** has `noun` and perhaps `det` (the, a, this, that, my, our), `number` (`many` or a numeral), `adjective`, `owner`,
-`title`, `clause` (a relative clause whose `gap` is subject or object); or it is `and`: two noun phrases.
+A **noun phrase** has `noun` and perhaps `det` (the, a, this, that, my, our), `number` (`many` or a numeral),
+`adjective`, `owner`, `title`, `clause` (a relative clause whose `gap` is subject or object); or it is `and`: two noun
+phrases.
 
 English does not say how politely it speaks, so the sentence begins with a tag, [polite], [formal] or [plain]: the side
 constraint of Sennrich, Haddow and Birch (2016), "Controlling politeness in neural machine translation". With it English

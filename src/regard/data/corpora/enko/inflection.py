@@ -11,9 +11,9 @@ _VOWELS = "aeiou"
 _SPOKEN_CONSONANT = ("uni", "use", "euro", "one")
 _SPOKEN_VOWEL = ("honest", "hour")
 _IRREGULAR_PLURALS = {
-    "child": "children", "man": "men", "woman": "women", "mouse": "mice", "sheep": "sheep", "deer": "deer",
+    "child": "children", "man": "men", "woman": "women", "mouse": "mice", "sheep": "sheep",
     "wife": "wives", "knife": "knives", "leaf": "leaves", "wolf": "wolves", "thief": "thieves", "scarf": "scarves",
-    "tomato": "tomatoes", "potato": "potatoes", "fisherman": "fishermen", "goose": "geese", "police officer": "police officers",
+    "tomato": "tomatoes", "potato": "potatoes", "fisherman": "fishermen",
 }  # fmt: skip
 _DOUBLED = {"sit", "swim", "run", "get", "stop", "cut", "hug", "put", "win", "begin", "forget", "plan"}
 _COMPARATIVES = {"good": "better", "bad": "worse", "far": "farther"}

@@ -1,9 +1,9 @@
 """The nouns: people, animals, food, things, places, and what can be known or attended.
 
 One block a kind: its tags (what verbs and adjectives ask for), its counter, and its words. After a word stand further
-tags and these marks: m f (gender), hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too), elder (whose owner is 우리),
-mass (uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people and
-places that may be mine or ours).
+tags and these marks: m f (gender), hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too),
+elder (whose owner is 우리), mass (uncountable), plural (always plural), bare (no article), unique (always `the`),
+nocount (no numeral), own (people and places that may be mine or ours).
 """
 
 from __future__ import annotations

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from ..corpus import Draws
 from .adverbs import NAMES, NUMERALS, SURNAMES, TITLES
+from .choices import PEOPLE
 from .combinations import Keep, partners, predicates_for
 from .lexicon import ADJECTIVES, NOUNS, Adjective, Noun, Verb
 from .words import Node
 
-__all__ = ["PEOPLE", "Phrases"]
+__all__ = ["Phrases"]
 
-PEOPLE = tuple(
-    noun.english for noun in NOUNS.values() if "person" in noun.tags and not noun.tags & {"name"} and noun.english != "baby"
-)
 _NAMES = tuple(NAMES)
 _SURNAMES = tuple(SURNAMES)
 _TITLES = tuple(TITLES)
@@ -178,7 +176,7 @@ class Phrases:
         return self.common(name, definite=True, plain=True)
 
     def subject_of(self, word: Verb | Adjective, *, definite: bool, pronouns: bool = True, plain: bool = False) -> Node:
-        """The subject of an intransitive verb or an adjective: the noun is its partner, names and pronouns go with all."""
+        """The subject of an intransitive verb or an adjective: one of its nouns, or a name, which goes with all."""
         if word.takes_people and self.draws.chance(0.35):
             throw = self.draws.below(10)
             if throw < 5 and pronouns:

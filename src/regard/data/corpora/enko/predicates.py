@@ -1,6 +1,7 @@
 """The Korean predicate before its ending: negation, aspect and honorification around the stem.
 
-안 먹다 · 먹지 않다 · 먹고 있다 · 먹을 수 있다 · 먹고 싶다 · 먹어야 하다, and of somebody honoured 드시다, 먹지 않으시다, 드시고 계시다 …
+안 먹다 · 먹지 않다 · 먹고 있다 · 먹을 수 있다 · 먹고 싶다 · 먹어야 하다, and of somebody honoured 드시다, 먹지
+않으시다, 드시고 계시다 …
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _IS_NOT = Stem("아니", "아니", "adjective")
 
 
 class Built(NamedTuple):
-    """A predicate up to its last stem: eojeols already whole as (text, roles …), then the stem and the roles it plays."""
+    """A predicate up to its last stem: eojeols that are whole as (text, roles …), then the stem and its roles."""
 
     before: tuple[tuple[str, ...], ...]
     stem: Stem
@@ -97,7 +98,13 @@ def _build(name: str, negation: str, aspect: str, honour: bool, humble: bool, wi
 
 
 def _with_aspect(
-    before: tuple[tuple[str, ...], ...], base: Stem, inflected: Stem, aspect: str, negation: str, honour: bool, wisher: bool
+    before: tuple[tuple[str, ...], ...],
+    base: Stem,
+    inflected: Stem,
+    aspect: str,
+    negation: str,
+    honour: bool,
+    wisher: bool,
 ) -> Built:
     long = negation == "long"
     match aspect:

@@ -6,8 +6,10 @@ Training sentences embed at most once and have at most `MOST_WORDS` words; the s
 from __future__ import annotations
 
 from ..corpus import Draws
-from .clauses import CONTRASTED, FOR_OTHERS, MOODS, Clauses
+from .adverbs import NAMES
+from .choices import CONTRASTED, FOR_OTHERS, MOODS
 from .combinations import Keep
+from .embedding import Embedding
 from .grammar import REGISTERS
 from .lexicon import NOUNS, VERBS, Verb
 from .words import Node
@@ -19,9 +21,8 @@ MOST_WORDS = 16
 
 _REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
 _JOINS = ("because", "because", "so", "but", "and", "when", "if")
+_NAMES = tuple(NAMES)
 _GENDERED = ("boy", "girl", "man", "woman", "mother", "father", "grandmother", "grandfather", "prince", "princess")
-
-
 _MOOD_NAMES = frozenset(mood.key for mood in MOODS)
 
 
@@ -54,7 +55,7 @@ def draw_longer(draws: Draws) -> Node:
     return Sentences(draws, "train").deep()
 
 
-class Sentences(Clauses):
+class Sentences(Embedding):
     """Sentences of every kind."""
 
     def sentence(self) -> Node:
@@ -88,13 +89,15 @@ class Sentences(Clauses):
             # `give the book that Minsu bought to the girl` could be read as buying it to her.
             parts = ["subject", "object"] if "object" in clause and "to" not in clause else ["subject"]
             chosen = parts if both else [self.draws.choice(parts)]
-            if all([self._describe(clause, part) for part in chosen]):
+            if all(self._describe(clause, part) for part in chosen):
                 return clause
 
     def _describe(self, clause: Node, part: str) -> bool:
         """Put a relative clause into one part of a clause, if that part can have one; say whether it could."""
         node = clause.get(part)
-        if node is None or "and" in node or "title" in node or node["noun"] not in NOUNS or clause["predicate"] == "become":
+        if node is None or "and" in node or "title" in node or clause["predicate"] == "become":
+            return False
+        if node["noun"] not in NOUNS:  # a pronoun
             return False
         if NOUNS[node["noun"]].tags & {"name", "bare", "kin", "unique"} or isinstance(node.get("number"), int):
             return False
@@ -150,10 +153,10 @@ class Sentences(Clauses):
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
     def _side_by_side(self, sentence: Node, may_share: bool) -> Node:
-        """Two deeds in a row, or against each other: the second of two things is not done, or done in spite of a mood."""
+        """Two deeds in a row, or against each other: the second is not done, or is done in spite of a mood."""
         if sentence["join"] == "and":
             tense = self.draws.choice(("past", "past", "present", "future"))
-            verbs = [None, None]
+            verbs: list[Verb | None] = [None, None]
         else:
             tense = self.draws.choice(("past", "past", "present"))
             verbs = [self.draws.choice(CONTRASTED)] * 2
@@ -185,7 +188,7 @@ class Sentences(Clauses):
         if join in ("when", "if") or throw < 3:
             return {"noun": "we" if throw & 1 else "I"}
         if throw < 6:
-            return {"noun": self.draws.choice(("Minsu", "Jihun", "Junho", "Taemin", "Sujin", "Yuna", "Mina", "Seoyeon"))}
+            return {"noun": self.draws.choice(_NAMES)}
         name = self.draws.choice(_GENDERED)
         return {"noun": name, "det": "my" if "kin" in NOUNS[name].tags else "the"}
 

@@ -31,10 +31,8 @@ def korean(sentence: Node) -> list[Word]:
     question = bool(sentence.get("question"))
     main = sentence["clause"]
     ending: Ending = "question" if question else "statement"
-    if "join" in sentence:
-        words = _joined(sentence, register)
-    else:
-        words = _clause(main, main.get("subject"), register, ending)
+    joined = "join" in sentence
+    words = _joined(sentence, register) if joined else _clause(main, main.get("subject"), register, ending)
     words[-1] = words[-1]._replace(text=words[-1].text + ("?" if question else "."))
     return words
 
@@ -176,9 +174,7 @@ def _adverbs(clause: Node) -> list[Word]:
     return words
 
 
-def _predicate(
-    clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None
-) -> list[Word]:
+def _predicate(clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None) -> list[Word]:
     """The verb and its helpers; the last eojeol carries the tense, and the joining of clauses where no word does."""
     honour = clause["predicate"] != "exist" and _honours(subject, register)
     built = predicate(clause, subject, honour)

@@ -2,12 +2,11 @@
 
 `@tag` stands for every noun with that tag, `-word` takes one away. Marks: by=… who does it where it is not people;
 hon=… the honorific stem; humble=… the stem when it is done for somebody honoured; not=… the stem of its negation;
-state (no progressive, no place, no manner); noshort (no 안 before it); short (안 although it ends in 하다); quick (no progressive);
-how=… the manners it may be done in; with=… what it may be done with; in=… where it may be done;
-company (it may be done with somebody); feeds=… the objects it has when animals do it;
-asserted (not negated: Korean would say 못);
-thetic (the whole event is news, so its subject takes 이/가 even when known); 가, 에, 로 (the particle of the object);
-says=… the subject that Korean has where English says `it`.
+state (no progressive, no place, no manner); noshort (no 안 before it); short (안 although it ends in 하다); quick (no
+progressive); how=… the manners it may be done in; with=… what it may be done with; in=… where it may be done; company
+(it may be done with somebody); feeds=… the objects it has when animals do it; asserted (not negated: Korean would say
+못); thetic (the whole event is news, so its subject takes 이/가 even when known); 가, 에, 로 (the particle of the
+object); says=… the subject that Korean has where English says `it`.
 """
 
 from __future__ import annotations

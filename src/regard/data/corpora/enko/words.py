@@ -1,8 +1,8 @@
 """Words with what they mean: how the two sides of a sentence pair are aligned.
 
-Each word carries keys of the structure it expresses: (which node, which part of it). Words of the two languages that share
-a key are linked; the link is sure when both carry it outright, and possible when one of them has it only in passing
-(an article, a do-support, a counter). Sure and possible are those of Och and Ney (2003).
+Each word carries keys of the structure it expresses: (which node, which part of it). Words of the two languages that
+share a key are linked; the link is sure when both carry it outright, and possible when one of them has it only in
+passing (an article, a do-support, a counter). Sure and possible are those of Och and Ney (2003).
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .biases import Bias
-from .frame import Frame, Span, as_range
-from .scores import Operands, by_group, by_head
-from .skew import skew, unskew
+from ..frame import Frame, Span, as_range
+from ..scores import Operands, by_group, by_head
+from ..skew import skew, unskew
+from .bias import Bias
 
 
 class XLRelative(Bias):
