@@ -72,7 +72,7 @@ def search(
 @dataclass
 class _Group:
     beams: list[tuple[tuple[int, ...], float]]
-    pool: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    pool: list[tuple[bool, float, tuple[int, ...]]] = field(default_factory=list)
     open: bool = True
 
 
@@ -93,7 +93,8 @@ def by_hand(script: Script, prompt: list[int], limit: int, **fields: Any) -> lis
             ranked = options[: size * (2 + len(config.stop))]
             for _, score, text in ranked[:size]:
                 if group.open and (_ends(text, script, config) or n_new == limit):
-                    group.pool.append((score / config.penalty(n_new), text))
+                    first = config.ended_first and _ends(text, script, config)
+                    group.pool.append((first, score / config.penalty(n_new), text))
             group.pool = sorted(group.pool, reverse=True)[:size]
             group.beams = [(text, score) for _, score, text in ranked if not _ends(text, script, config)][:size]
             if group.open:
@@ -103,7 +104,7 @@ def by_hand(script: Script, prompt: list[int], limit: int, **fields: Any) -> lis
         if not any(group.open for group in groups):
             break
     found = sorted((entry for group in groups for entry in group.pool), reverse=True)
-    return [(text, score) for score, text in found[: config.n_best]]
+    return [(text, score) for _, score, text in found[: config.n_best]]
 
 
 def _ends(text: tuple[int, ...], script: Script, config: GenerateConfig) -> bool:
@@ -117,4 +118,4 @@ def _worth_it(group: _Group, n_new: int, limit: int, size: int, config: Generate
         return False
     length = limit if config.early_stopping == "never" and config.length_penalty > 0 else n_new
     best = max((score for _, score in group.beams), default=-math.inf)
-    return best / config.penalty(length) > group.pool[-1][0]
+    return best / config.penalty(length) > group.pool[-1][1]

@@ -35,7 +35,7 @@ def cases(n: int, seed: int) -> list[dict[str, Any]]:
                     "penalty_form": chance.choice(("hf", "gnmt")),
                     "length_penalty": chance.choice((-0.5, 0.0, 0.6, 1.5)),
                 },
-                **{"early_stopping": chance.choice((True, False, "never"))},
+                **{"early_stopping": chance.choice((True, False, "never")), "ended_first": chance.random() < 0.3},
                 **{"stop": chance.choice(((), ((3,),), ((4, 5), (1, 1, 6)), ((3,), (5, 4))))},
             }
         )
@@ -45,7 +45,7 @@ def cases(n: int, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 def test_groups_stops_and_penalties_against_the_same_in_lists(static: bool) -> None:
     texts = [[1, 4], [3], [5, 5, 6]]
-    for number, fields in enumerate(cases(60, seed=1)):
+    for number, fields in enumerate(cases(150, seed=1)):
         script = Script(number, eos_bias=(number % 3) * 1.0)
         for prompt, found in zip(texts, search(script, texts, static=static, **fields), strict=True):
             close(found, by_hand(script, prompt, **fields))

@@ -56,7 +56,10 @@ PAIRS: dict[str, tuple[LogitsProcessor, Filter]] = {
         for t in (0.3, 2.0)
     },
     **{f"top_k {k}": (TopKLogitsWarper(k), lambda x, _, k=k: sampling.top_k(x, k)) for k in (1, 4, 29, 100)},
-    **{f"top_p {p}": (TopPLogitsWarper(p), lambda x, _, p=p: sampling.top_p(x, p)) for p in (0.01, 0.5, 0.9, 0.999)},
+    **{
+        f"top_p {p}": (TopPLogitsWarper(p), lambda x, _, p=p: sampling.top_p(x, p))
+        for p in (1e-9, 0.01, 0.5, 0.9, 0.999)
+    },
     **{f"min_p {p}": (MinPLogitsWarper(p), lambda x, _, p=p: sampling.min_p(x, p)) for p in (0.0, 0.05, 0.5, 1.0)},
     **{
         f"repetition_penalty {p}": (

@@ -119,7 +119,7 @@ class SourceDescription:
     def _repeats(self) -> list[str]:
         return [
             f"{self.duplicates:,} training examples repeat another exactly, {self.repeated_sources:,} its source side",
-            f"{self.leaked_sources:,} held-out source sides are trained on too, {self.leaked_examples:,} whole examples",
+            f"{self.leaked_sources:,} held-out source sides are in train too, {self.leaked_examples:,} whole examples",
             *([f"{self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []),
         ]
 

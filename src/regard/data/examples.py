@@ -71,7 +71,7 @@ def key_of(example: Example) -> str | bytes:
             return text
         case ImageExample(image=Path() as path):
             return path.name
-    assert isinstance(example, ImageExample) and not isinstance(example.image, Path)
+    assert not isinstance(example.image, Path)
     return example.image.tobytes()
 
 
@@ -183,13 +183,14 @@ class DataConfig(Config):
     @field_validator("columns", "labels", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
-        """``en,de`` and ``0,1`` as they are typed."""
-        return tuple(int(x) if x.isdigit() else x for x in value.split(",")) if isinstance(value, str) else value
+        """``en,de`` and ``bad,good`` as they are typed; a list where it is one."""
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
-    @field_validator("labels", mode="before")
+    @field_validator("columns")
     @classmethod
-    def _names(cls, value: Any) -> Any:
-        return value if value is None else tuple(map(str, value))
+    def _numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
+        """``0,1`` are numbers."""
+        return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdigit() else x for x in value)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

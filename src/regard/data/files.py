@@ -52,29 +52,28 @@ def read_csv(path: Path, schema: Schema, report: Report, options: DataConfig) ->
 
 
 def csv_records(path: Path, report: Report, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
-    lost: list[int] = []
+    taken: list[int] = []
 
     def lines() -> Iterator[str]:
         for number, line in read_lines(path, report, options, ends=True):
-            if line is None:
-                lost.append(number)
-            else:
+            if line is not None:
+                taken.append(number)
                 yield line
 
     with open_bytes(path) as file:
         first = file.readline(65536)
     reader = csv.reader(lines(), delimiter=";" if first.count(b";") > first.count(b",") else ",", strict=True)
     while True:
-        start = reader.line_num + len(lost) + 1
+        taken.clear()
         try:
             record = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            report.bad(path, start, "malformed CSV", str(error))
-            yield start, None
+            report.bad(path, taken[0], "malformed CSV", str(error))
+            yield taken[0], None
             continue
-        yield start, record or [""]
+        yield taken[0], record or [""]
 
 
 def _columns(

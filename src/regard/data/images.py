@@ -38,7 +38,7 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
     except FileNotFoundError:
         return "no such file"
     except Image.DecompressionBombError:
-        return f"more pixels than max_pixels={max_pixels}"
+        return "more pixels than can be decoded safely"
     except Exception as error:  # decoders raise whatever they like on a damaged file
         return f"cannot be decoded: {str(error) or type(error).__name__}"
     return None
@@ -46,7 +46,7 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
 
 def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, channels: int = 3) -> NDArray[np.uint8]:
     """Pixels (height, width, channels) of uint8, turned as the camera was held, resized to ``size`` × ``size``."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if isinstance(image, np.ndarray) and size in (None, image.shape[0]) and size in (None, image.shape[1]):
         pixels = image if image.ndim == 3 else image[:, :, None]
@@ -54,19 +54,26 @@ def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, 
             return pixels
         if pixels.shape[2] == 1:
             return np.repeat(pixels, channels, axis=2)
+    if not isinstance(image, Path):
+        return _decoded(Image.fromarray(image) if isinstance(image, np.ndarray) else image, size, channels)
     try:
-        opened = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-        picture = Image.open(opened) if isinstance(opened, Path) else opened
-        picture = ImageOps.exif_transpose(picture)
-        if picture.has_transparency_data:  # what lies under the transparent part was never meant to be seen
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture.convert("RGBA"))
-        picture = picture.convert("L" if channels == 1 else "RGB")
-        if size is not None and picture.size != (size, size):
-            picture = picture.resize((size, size), Image.Resampling.BILINEAR)
-        return np.asarray(picture, dtype=np.uint8).reshape(picture.height, picture.width, channels)
+        with Image.open(image) as picture:
+            return _decoded(picture, size, channels)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadData(f"{image if isinstance(image, Path) else 'an image'} cannot be decoded: {error}") from None
+        raise BadData(f"{image} cannot be decoded: {error}") from None
+
+
+def _decoded(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8]:
+    from PIL import Image, ImageOps
+
+    picture = ImageOps.exif_transpose(picture)
+    if picture.has_transparency_data:  # what lies under the transparent part was never meant to be seen
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    picture = picture.convert("L" if channels == 1 else "RGB")
+    if size is not None and picture.size != (size, size):
+        picture = picture.resize((size, size), Image.Resampling.BILINEAR)
+    return np.asarray(picture, dtype=np.uint8).reshape(picture.height, picture.width, channels)
 
 
 def image_batch(

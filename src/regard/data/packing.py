@@ -6,6 +6,7 @@ from one document to the next. Both are pure functions of (seed, epoch, row) or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +23,7 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One row of T tokens."""
+    """One row of T tokens, or several."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -78,6 +79,12 @@ class PackedRows:
             place, filled, which = place + n, filled + n, which + 1
             number += n > 0
         return PackedRow(tokens, targets, ids, positions)
+
+    def batch(self, epoch: int, indices: Iterable[int]) -> PackedRow:
+        """Several rows of an epoch, each field (B, T)."""
+        rows = [self.row(epoch, int(index)) for index in indices]
+        names = ("tokens", "targets", "documents", "positions")
+        return PackedRow(*(np.stack([getattr(row, name) for row in rows]) for name in names))
 
 
 @lru_cache(maxsize=4)

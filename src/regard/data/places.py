@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RegardError
+from .corpora import CORPORA
 from .detect import IMAGE_SUFFIXES, detect_format, detect_schema, schema_of_keys
 from .examples import BadData, DataConfig, Format, Kind, Report, Text
 from .files import Row, Schema, cells_of, read_caption_json, read_csv, read_jsonl, read_parallel, read_texts, read_tsv
@@ -54,7 +56,9 @@ def place_of(name: str, options: DataConfig) -> Place:
     if len(parts) == 2 and all(part.is_file() for part in parts):
         return Place("parallel", "pairs", tuple(parts))
     missing = next((part for part in parts if not part.is_file()), path)
-    raise BadData(f"source={name!r}: there is no file {missing}, and no embedded corpus is called so")
+    near = difflib.get_close_matches(name, CORPORA, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; embedded corpora are {', '.join(CORPORA)}"
+    raise BadData(f"source={name!r}: there is no file {missing}{hint}")
 
 
 def _file(path: Path, options: DataConfig) -> Place:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .corpora.corpus import Corpus, fingerprint
+from .corpora import CORPORA, Corpus, fingerprint, open_corpus
 from .examples import BadData, DataConfig, Example, ImageExample, Kind, Labelled, Pair, Report, Text
 from .files import Row
 from .images import IdxImages, check_image
@@ -24,7 +23,6 @@ __all__ = ["Source", "open_source"]
 
 _log = logging.getLogger(__name__)
 _MOST_LABELS = 10_000
-EMBEDDED = ("stdlib", "en-ko", "shapes")
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,8 @@ def open_source(
         config = DataConfig(**{**options, **name, **valid})
     else:
         return _from_corpus(source, DataConfig(source=source.name, **options))
-    if config.source in EMBEDDED:
-        return _from_corpus(_embedded(config.source), config)
+    if config.source in CORPORA:
+        return _from_corpus(open_corpus(config.source), config)
     report = Report()
     place = place_of(config.source, config)
     valid_place = place.valid if config.valid is None else place_of(config.valid, config)
@@ -103,12 +101,6 @@ def _written(source: str | Path | Sequence[str | Path]) -> str:
     return str(source) if isinstance(source, str | Path) else ",".join(str(part) for part in source)
 
 
-def _embedded(name: str) -> Corpus[Any]:
-    """Its tables are large, and files need none of them, so it is imported only now."""
-    opened: Corpus[Any] = importlib.import_module("regard.data.corpora").open_corpus(name)
-    return opened
-
-
 _MEANT_FOR_CORPORA = {"source", "kind", "valid_rows", "epoch_examples"}
 
 
@@ -123,10 +115,15 @@ def _from_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
     train, valid, *rest = corpus.splits
     first = views[train][0]
     kind: Kind = "pairs" if isinstance(first, Pair) else "text" if isinstance(first, Text) else "captions"
-    sha = fingerprint(corpus)
-    split_of = Split("by composition", sha, hashlib.sha256(f"{sha} {valid}".encode()).hexdigest())
+    # All of what is read where it is files, the first examples of each split where it is a grammar.
+    content = getattr(corpus, "digest", None) or fingerprint(corpus)
+    hashes = [hashlib.sha256(f"{content} {name} {len(views[name])}".encode()).hexdigest() for name in (train, valid)]
+    split_of = Split("by composition", *hashes)
+    report = Report(n_read=sum(map(len, views.values())))
+    for file in getattr(corpus, "left_out", ()):
+        report.bad(file, 1, "cannot be decoded")
     others = {name: views[name] for name in rest}
-    return Source(corpus.name, kind, views[train], views[valid], split_of, others=others)
+    return Source(corpus.name, kind, views[train], views[valid], split_of, report=report, others=others)
 
 
 def _own(example: Any) -> Example:
@@ -221,7 +218,7 @@ def _whole(rows: Iterable[Any], report: Report, config: DataConfig) -> Iterator[
 
 
 def _fault(cell: Any, config: DataConfig) -> str | None:
-    """What is wrong with a cell. JSON can write half a character and quoted CSV a very long one, past the line reader."""
+    """What is wrong with a cell. JSON can write half a character, and quoted CSV a very long text, past the reader."""
     for text in cell if isinstance(cell, tuple) else (cell,):
         if isinstance(text, str) and not text.strip():
             return "empty"

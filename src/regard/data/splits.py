@@ -88,8 +88,6 @@ def _line(example: Example) -> bytes:
             fields = [text, label]
         case ImageExample(image=Path() as path, captions=captions, label=label):
             fields = [path.name, path.stat().st_size, captions, label]
-        case ImageExample(captions=captions, label=label):
-            pixels = key_of(example)
-            assert isinstance(pixels, bytes)
-            fields = [hashlib.sha256(pixels).hexdigest(), captions, label]
+        case _:
+            fields = [hashlib.sha256(_asked(example)).hexdigest(), example.captions, example.label]
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

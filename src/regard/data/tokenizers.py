@@ -12,18 +12,30 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from .examples import BadData
 from .token_files import write_atomically
-from .unigram import train_unigram
+from .token_models import (
+    BOS,
+    BYTES,
+    EOS,
+    MAKERS,
+    MASK,
+    PAD,
+    SPACE,
+    SPECIAL,
+    UNK,
+    Template,
+    one_thread,
+    speakable,
+    surround,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Inner
@@ -31,14 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["Piece", "SPECIAL", "Tokenizer", "TokenizerKind", "train_pair", "train_tokenizer"]
 
 TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]
-Template = Literal["none", "eos", "bos-eos"]
-"""What stands around an encoded text: nothing (language models), its end (translation), both (classifiers)."""
 
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
-PAD, BOS, EOS, UNK, MASK = range(5)
-"""Fixed ids, the first three being the defaults of ModelConfig."""
-_SPACE = "▁"
-_WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
+
+_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +99,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text; ``special`` puts around it what it was made with."""
-        return list(self._inner.encode(_speakable(text), add_special_tokens=special).ids)
+        return list(self._inner.encode(speakable(text), add_special_tokens=special).ids)
 
     def encode_all(self, texts: Iterable[str], *, special: bool = True) -> list[list[int]]:
         """The ids of many texts, on all cores."""
-        batch = [_speakable(text) for text in texts]
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(batch, add_special_tokens=special)]
+        return list(self.encode_stream(texts, special=special))
+
+    def encode_stream(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
+        """The same as they come, with no more than some thousand texts held: for ``write_tokens``."""
+        speakables = map(speakable, texts)
+        while batch := list(islice(speakables, _AT_ONCE)):
+            for encoding in self._inner.encode_batch_fast(batch, add_special_tokens=special):
+                yield encoding.ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; special tokens are left out."""
@@ -151,7 +164,7 @@ class Tokenizer:
                 nonlocal at_start
                 if token is None or not spaced:
                     return token or "", True
-                text = token.replace(_SPACE, " ")
+                text = token.replace(SPACE, " ")
                 text = text.removeprefix(" ") if at_start else text
                 at_start = False
                 return text, True
@@ -160,7 +173,7 @@ class Tokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def read_bytes(token: str | None) -> tuple[str, bool]:
-            raw = b"" if token is None else bytes(_BYTES[letter] for letter in token)
+            raw = b"" if token is None else bytes(BYTES[letter] for letter in token)
             text = decoder.decode(raw, final=token is None)
             return text, not decoder.getstate()[0]
 
@@ -191,15 +204,15 @@ def train_tokenizer(
 
     ``vocab_size`` counts the special tokens; None: 8,000 for bpe and unigram, everything seen for chars and words.
     """
-    if kind not in _MAKERS:
-        raise ValueError(f"kind={kind!r} is not one of {', '.join(_MAKERS)}")
+    if kind not in MAKERS:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(MAKERS)}")
     least = len(SPECIAL) + (256 if kind in ("bytes", "bpe") else 1)
     if vocab_size is not None and vocab_size < least:
         raise ValueError(f"vocab_size={vocab_size} is less than the {least} that kind={kind!r} needs")
-    with _one_thread():
-        inner = _MAKERS[kind](texts, vocab_size)
+    with one_thread():
+        inner = MAKERS[kind](texts, vocab_size)
     inner.add_special_tokens(list(SPECIAL))
-    _surround(inner, template)
+    surround(inner, template)
     return Tokenizer(inner.to_str(pretty=False).encode("utf-8"))
 
 
@@ -218,148 +231,3 @@ def train_pair(
         return both, both
     source, target = zip(*sides, strict=True) if sides else ((), ())
     return train_tokenizer(source, kind, vocab_size, template), train_tokenizer(target, kind, vocab_size, template)
-
-
-def _chars(texts: Iterable[str], vocab_size: int | None) -> Inner:
-    from tokenizers import decoders, normalizers
-
-    counts: Counter[str] = Counter()
-    normal = normalizers.NFC()
-    for text in texts:
-        counts.update(normal.normalize_str(_speakable(text)))
-    kept = sorted(counts, key=lambda letter: (-counts[letter], letter))
-    kept = sorted(kept if vocab_size is None else kept[: vocab_size - len(SPECIAL)])
-    inner = _bpe_model([*SPECIAL, *kept], unknown=True)
-    inner.normalizer, inner.decoder = normal, decoders.Fuse()
-    return inner
-
-
-def _bytes(texts: Iterable[str], vocab_size: int | None) -> Inner:
-    from tokenizers import decoders, pre_tokenizers
-
-    inner = _bpe_model([*SPECIAL, *_LETTERS], unknown=False)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    return inner
-
-
-def _bpe(texts: Iterable[str], vocab_size: int | None) -> Inner:
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    inner = Inner(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size or 8000,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=list(_LETTERS),
-        show_progress=False,
-    )
-    inner.train_from_iterator(sorted(map(_speakable, texts)), trainer)
-    return inner
-
-
-def _words(texts: Iterable[str], vocab_size: int | None) -> Inner:
-    from tokenizers import models
-
-    inner = _spaced_parts()
-    counts = _count_parts(inner, texts)
-    kept = sorted(counts, key=lambda word: (-counts[word], word))
-    kept = kept if vocab_size is None else kept[: vocab_size - len(SPECIAL)]
-    numbers = {word: index for index, word in enumerate([*SPECIAL, *kept])}
-    inner.model = models.WordLevel(numbers, unk_token=SPECIAL[UNK])
-    return inner
-
-
-def _unigram(texts: Iterable[str], vocab_size: int | None) -> Inner:
-    from tokenizers import models
-
-    inner = _spaced_parts()
-    counts = _count_parts(inner, texts)
-    pieces = train_unigram(counts, (vocab_size or 8000) - len(SPECIAL))
-    inner.model = models.Unigram([*((name, 0.0) for name in SPECIAL), *pieces], unk_id=UNK)
-    return inner
-
-
-_MAKERS: dict[str, Callable[[Iterable[str], int | None], Any]] = {
-    "chars": _chars,
-    "bytes": _bytes,
-    "words": _words,
-    "bpe": _bpe,
-    "unigram": _unigram,
-}
-
-
-def _bpe_model(vocabulary: list[str], unknown: bool) -> Inner:
-    """A BPE without merges: every character a token."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import models
-
-    numbers = {token: index for index, token in enumerate(vocabulary)}
-    return Inner(models.BPE(numbers, [], unk_token=SPECIAL[UNK] if unknown else None, fuse_unk=False))
-
-
-def _spaced_parts() -> Inner:
-    """Words and signs, each with the space before it, which can be put together again."""
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Tokenizer as Inner
-
-    inner = Inner(models.WordLevel({}, unk_token=SPECIAL[UNK]))
-    inner.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
-    )
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "isolated")
-    inner.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return inner
-
-
-def _count_parts(inner: Inner, texts: Iterable[str]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    assert inner.normalizer is not None and inner.pre_tokenizer is not None
-    for text, n in Counter(map(_speakable, texts)).items():
-        for part, _ in inner.pre_tokenizer.pre_tokenize_str(inner.normalizer.normalize_str(text)):
-            counts[part] += n
-    return counts
-
-
-def _surround(inner: Inner, template: Template) -> None:
-    from tokenizers import processors
-
-    shapes = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
-    if template not in shapes:
-        raise ValueError(f"template={template!r} is not one of {', '.join(shapes)}")
-    if template != "none":
-        both = f"{shapes[template]} {shapes[template].replace('$A', '$B').removeprefix('<bos> ')}"
-        special = [("<bos>", BOS), ("<eos>", EOS)]
-        inner.post_processor = processors.TemplateProcessing(single=shapes[template], pair=both, special_tokens=special)
-
-
-def _speakable(text: str) -> str:
-    """Half of a surrogate pair is no character and has no UTF-8; what stands for the unreadable takes its place."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if not text.isascii() else text
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letter by which byte-level models write each byte (Radford et al. 2019): itself where it can be seen."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
-_LETTERS = tuple(sorted(_BYTES, key=lambda letter: _BYTES[letter]))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Counting on several threads adds in an order that changes from run to run."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before

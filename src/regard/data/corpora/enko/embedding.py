@@ -6,8 +6,8 @@ from .choices import ACTIVITIES, ANSWERS, EVERYDAY, FRAMES, MAIN_ONLY, MOODS, NE
 from .clauses import Clauses
 from .combinations import predicates_for
 from .lexicon import NOUNS, VERBS, Adjective, Verb
+from .predicates import honoured
 from .to_english import agreement
-from .to_korean import honoured
 from .words import Node
 
 __all__ = ["Embedding"]

@@ -13,7 +13,7 @@ from .conjugation import Stem, honorific, infinitive, join_eu, join_plain
 from .lexicon import ADJECTIVES, NOUNS, VERBS, Adjective, Verb
 from .words import Node
 
-__all__ = ["Built", "predicate", "short_negation_allowed"]
+__all__ = ["Built", "honoured", "predicate", "short_negation_allowed"]
 
 _EXISTS = Stem("있", "", "exist")
 _LACKS = Stem("없", "", "exist")
@@ -31,13 +31,20 @@ class Built(NamedTuple):
     roles: tuple[str, ...]
 
 
+def honoured(node: Node) -> bool:
+    """Whether somebody is spoken of with -시- and 께서."""
+    if "and" in node:
+        return honoured(node["and"][-1])
+    return "title" in node or (node["noun"] in NOUNS and "hon" in NOUNS[node["noun"]].tags)
+
+
 def predicate(clause: Node, subject: Node | None, honour: bool) -> Built:
     """The predicate of a clause; `honour` says whether its subject is spoken of with -시-."""
     name, negation = clause["predicate"], clause.get("not", "")
     if name == "be":
         return _copula(NOUNS[clause["complement"]["noun"]].korean, bool(negation), honour)
     served = clause.get("to") or clause.get("object")
-    humble = served is not None and _is_honoured(served)
+    humble = served is not None and honoured(served)
     # 싶다 tells one's own wish; of others one says that they show it: 싶어 하다.
     wisher = subject is not None and _speaks_for_itself(subject)
     return _build(name, negation, clause.get("aspect", ""), honour, humble, wisher)
@@ -47,10 +54,6 @@ def _speaks_for_itself(subject: Node) -> bool:
     if "and" in subject:
         return any(_speaks_for_itself(part) for part in subject["and"])
     return subject["noun"] in ("I", "we", "you")
-
-
-def _is_honoured(node: Node) -> bool:
-    return "title" in node or ("and" not in node and node["noun"] in NOUNS and "hon" in NOUNS[node["noun"]].tags)
 
 
 def _copula(noun: str, negated: bool, honour: bool) -> Built:

@@ -6,10 +6,10 @@ from .adverbs import DEGREES, FREQUENCIES, MANNERS, NUMERALS, RELATIONS, SURNAME
 from .endings import Ending, Register, finish
 from .hangul import particle
 from .lexicon import ADJECTIVES, NOUNS, VERBS
-from .predicates import predicate
+from .predicates import honoured, predicate
 from .words import Key, Node, Word
 
-__all__ = ["honoured", "korean"]
+__all__ = ["korean"]
 
 _ONE_SELF = {"polite": "저", "formal": "저", "plain": "나"}
 _MY = {"polite": "제", "formal": "제", "plain": "내"}
@@ -79,13 +79,6 @@ def _clause(
         *_adverbs(clause),
         *_predicate(clause, subject, register, ending, link),
     ]
-
-
-def honoured(node: Node) -> bool:
-    """Whether somebody is spoken of with -시- and 께서."""
-    if "and" in node:
-        return honoured(node["and"][-1])
-    return "title" in node or (node["noun"] in NOUNS and "hon" in NOUNS[node["noun"]].tags)
 
 
 def _honours(subject: Node | None, register: Register) -> bool:

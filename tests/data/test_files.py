@@ -1,0 +1,572 @@
+"""Sources from files: every form is read, every bad line is named, and the held-out part is what it claims to be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import struct
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from regard.data.examples import BadData, DataConfig, ImageExample, Labelled, Pair, Report, Text, key_of
+from regard.data.images import image_batch, pixels_of, read_idx
+from regard.data.lines import read_lines
+from regard.data.sources import Source, open_source
+from regard.data.splits import sha256_of
+from regard.errors import RegardError
+
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def everything(source: Source) -> list[Any]:
+    return [*source.train, *source.valid]
+
+
+def whole(*args: Any, **options: Any) -> list[Any]:
+    """All examples, nothing held out."""
+    return list(open_source(*args, valid_fraction=0.0, **options).train)
+
+
+# -------------------------------------------------------------------------------- every form
+
+PAIRS = [Pair("Go.", "가."), Pair("Hi.", "안녕."), Pair("Run!", "뛰어!")]
+FORMS = {
+    "p.tsv": "Go.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
+    "crlf.tsv": "Go.\t가.\r\nHi.\t안녕.\r\nRun!\t뛰어!\r\n",
+    "no_last_newline.tsv": "Go.\t가.\nHi.\t안녕.\nRun!\t뛰어!",
+    "bom.tsv": "\ufeffGo.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
+    "tabs.txt": "Go.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
+    "header.tsv": "source\ttarget\nGo.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
+    "p.csv": 'source,target\nGo.,가.\n"Hi.",안녕.\nRun!,"뛰어!"\n',
+    "semicolons.csv": "source;target\nGo.;가.\nHi.;안녕.\nRun!;뛰어!\n",
+    "p.jsonl": "".join(json.dumps({"source": p.source, "target": p.target, "n": 1}) + "\n" for p in PAIRS),
+    "t.jsonl": "".join(json.dumps({"translation": {"en": p.source, "ko": p.target}}) + "\n" for p in PAIRS),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_pairs_in_every_form_are_the_same_pairs(tmp_path: Path, name: str, packed: bool) -> None:
+    content = FORMS[name].encode()
+    path = write(tmp_path / (f"{name}.gz" if packed else name), gzip.compress(content) if packed else content)
+    assert whole(path) == PAIRS
+
+
+def test_parallel_files_by_name_by_list_and_by_folder(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        write(tmp_path / f"{part}.en", "Go.\nHi.\nRun!\n")
+        write(tmp_path / f"{part}.ko", "가.\n안녕.\n뛰어!\n")
+    sides = [tmp_path / "train.en", tmp_path / "train.ko"]
+    assert whole(sides) == whole(f"{sides[0]},{sides[1]}") == PAIRS
+    folder = open_source(tmp_path)
+    assert list(folder.train) == PAIRS
+    assert list(folder.valid) == PAIRS
+    assert folder.split.how == "files of their own"
+    assert folder.report.n_read == 6
+    assert whole(tmp_path, columns=("ko", "en"))[0] == Pair("가.", "Go.")
+    write(tmp_path / "train.fr", "Va.\nSalut.\nCours!\n")
+    with pytest.raises(ValueError, match=r"files ending in en, fr, ko, columns=None; say which two"):
+        open_source(tmp_path)
+
+
+def test_files_of_different_lengths_are_not_parallel_even_when_told_to_skip(tmp_path: Path) -> None:
+    sides = [write(tmp_path / "a.en", "a\nb\nc\n"), write(tmp_path / "a.ko", "가\n나\n")]
+    with pytest.raises(BadData, match=r"has 3 lines and .*a\.ko has 2, so they are not parallel"):
+        open_source(sides, bad_lines="skip")
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        ("good\tI liked it\nbad\tI did not\n" * 4, {}),
+        ("I liked it\tgood\nI did not\tbad\n" * 4, {}),
+        ("I liked it\tgood\nI did not\tbad\n", {"kind": "labelled"}),
+        ("id\tdocument\tlabel\n1\tI liked it\tgood\n2\tI did not\tbad\n", {}),
+        ("id\tx\ty\n1\tI liked it\tgood\n2\tI did not\tbad\n", {"columns": ("x", "y"), "kind": "labelled"}),
+        ("1\tI liked it\tgood\n2\tI did not\tbad\n", {"columns": "1,2", "kind": "labelled"}),
+    ],
+)
+def test_labels_first_last_or_by_name(tmp_path: Path, content: str, options: dict[str, Any]) -> None:
+    source = open_source(write(tmp_path / "l.tsv", content), valid_fraction=0.0, **options)
+    assert source.labels == ("bad", "good")
+    assert source.train[:2] == [Labelled("I liked it", 1), Labelled("I did not", 0)]
+
+
+def test_numeric_labels_sort_as_numbers_and_csv_cells_may_hold_line_ends(tmp_path: Path) -> None:
+    rows = "".join(f'"text, {n}\nsecond line",{n}\n' for n in range(12))
+    source = open_source(write(tmp_path / "l.csv", "text,label\n" + rows), valid_fraction=0.0)
+    assert source.labels == tuple(map(str, range(12)))
+    assert source.train[10] == Labelled("text, 10\nsecond line", 10)
+
+
+def test_three_unnamed_columns_are_asked_about_and_named_ones_ignored(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.tsv", "Go.\t가.\tby CM\nHi.\t안녕.\n")
+    with pytest.raises(ValueError, match="has 3 columns and none is named as expected; say which to take"):
+        open_source(path)
+    assert whole(path, columns=(0, 1)) == PAIRS[:2]
+    with pytest.raises(ValueError, match=r"columns has 'x', but .* has the columns Go\., 가\., by CM"):
+        open_source(path, columns=("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("documents", "texts"),
+    [
+        ("whole", ["a\n b \n\n \nc\n"]),
+        ("line", ["a", " b ", "c"]),
+        ("blank", ["a\n b \n", "c\n"]),
+    ],
+)
+def test_a_text_file_in_three_ways_keeps_its_spaces(tmp_path: Path, documents: str, texts: list[str]) -> None:
+    path = write(tmp_path / "t.txt", "a\r\n b \n\n \nc\n")
+    assert whole(path, documents=documents) == [Text(text) for text in texts]
+
+
+def test_one_document_is_cut_near_its_end_and_a_folder_of_documents_by_hash(tmp_path: Path) -> None:
+    one = open_source(write(tmp_path / "one.txt", "0123456789" * 10), valid_fraction=0.1)
+    assert [x.text for x in everything(one)] == ["0123456789" * 9, "0123456789"]  # type: ignore[union-attr]
+    for n in range(30):
+        write(tmp_path / "many" / f"{n}.txt", f"document {n}")
+    many = open_source(tmp_path / "many", valid_rows=7)
+    assert (len(many.train), len(many.valid)) == (23, 7)
+
+
+# -------------------------------------------------------------------------------- bad lines
+
+BAD = (
+    b"Go.\t\xea\xb0\x80.\n"
+    b"one column\n"
+    b"a\tb\tc\n"
+    b"\xff\xfe broken\tx\n"
+    b"\tno source\n"
+    b"no target\t  \n" + b"x" * 1_000_000 + b"\ty\n" + b"\n"
+    b"nul\0\tx\n"
+    b"Hi.\t\xec\x95\x88\xeb\x85\x95.\n"
+)
+REASONS = {
+    2: "wrong column count: 1 instead of 2",
+    3: "wrong column count: 3 instead of 2",
+    4: "invalid UTF-8: byte 0xff at 0",
+    5: "empty: column 1 of 2",
+    6: "empty: column 2 of 2",
+    7: "line too long: 1,000,003 bytes, more than max_chars=100000",
+    8: "wrong column count: 1 instead of 2",
+    9: "a NUL character: the file may not be text",
+}
+
+
+def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.tsv", BAD)
+    with pytest.raises(BadData) as caught:
+        open_source(path, kind="pairs")
+    assert {line.line: line.reason for line in caught.value.lines} == REASONS
+    assert caught.value.n_bad == len(REASONS)
+    for number, reason in REASONS.items():
+        assert f"{path}:{number}: {reason}" in str(caught.value)
+
+
+def test_bad_lines_are_left_out_when_told_to_and_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "p.tsv", BAD)
+    with caplog.at_level(logging.WARNING):
+        source = open_source(path, kind="pairs", bad_lines="skip", valid_fraction=0.0)
+    assert list(source.train) == PAIRS[:2]
+    assert (source.report.n_read, source.report.n_bad) == (10, 8)
+    assert source.report.reasons["wrong column count"] == 3
+    assert "8 bad lines of 10; left out" in caplog.text
+
+
+def test_the_first_twenty_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.tsv", "a\tb\n" + "x\n" * 50)
+    with pytest.raises(BadData, match="50 bad lines of 51") as caught:
+        open_source(path)
+    assert len(caught.value.lines) == 20
+    assert str(caught.value).endswith("… and 30 more")
+
+
+@pytest.mark.parametrize("n", [99_999, 100_000, 100_001, 400_004, 400_007, 400_008, 400_009, 3_000_000])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_a_line_is_too_long_from_one_character_more_on_and_the_next_is_whole(
+    tmp_path: Path, n: int, bom: bytes
+) -> None:
+    path = write(tmp_path / "t.txt", bom + b"x" * n + b"\nnext\n")
+    report = Report()
+    lines = list(read_lines(path, report, DataConfig()))
+    assert lines == [(1, "x" * n if n <= 100_000 else None), (2, "next")]
+    assert report.n_bad == (n > 100_000)
+
+
+@given(raw=st.lists(st.binary(max_size=12).filter(lambda x: b"\n" not in x), max_size=8))
+def test_any_bytes_give_as_many_lines_as_there_are(tmp_path_factory: pytest.TempPathFactory, raw: list[bytes]) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "any.txt", b"".join(line + b"\n" for line in raw))
+    report = Report()
+    if raw and raw[0][:2] in (b"\xff\xfe", b"\xfe\xff"):
+        with pytest.raises(BadData, match="UTF-16"):
+            list(read_lines(path, report, DataConfig()))
+        return
+    lines = list(read_lines(path, report, DataConfig()))
+    assert [number for number, _ in lines] == list(range(1, len(raw) + 1))
+    assert sum(line is None for _, line in lines) == report.n_bad
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "missing field: 'source'"),
+        ('{"source": "a"}', "missing field: 'target'"),
+        ('{"source": "a", "target": {"x": 1}}', "not a text: 'target' is dict"),
+        ('{"source": "a", "target": "\\ud800"}', "half of a surrogate pair: column 2 of 2"),
+        ('{"source": "a", "target": " "}', "empty: column 2 of 2"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_bad_json_lines(tmp_path: Path, line: str, reason: str) -> None:
+    path = write(tmp_path / "p.jsonl", '{"source": "a", "target": "b"}\n' + line + "\n")
+    with pytest.raises(BadData) as caught:
+        open_source(path)
+    assert caught.value.lines[0].line == 2
+    assert caught.value.lines[0].reason.startswith(reason)
+
+
+def test_bad_csv_records_are_named_by_the_line_they_start_in(tmp_path: Path) -> None:
+    path = write(tmp_path / "l.csv", b'text,label\n"two\nlines",a\nonly\n\xff,b\nfew\n"never closed,b\n')
+    with pytest.raises(BadData) as caught:
+        open_source(path)
+    found = {line.line: line.reason.split(":")[0] for line in caught.value.lines}
+    assert found == {4: "wrong column count", 5: "invalid UTF-8", 6: "wrong column count", 7: "malformed CSV"}
+
+
+def test_an_unknown_label_is_a_bad_line_also_in_valid(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.tsv", "text\tlabel\nx\ta\ny\tb\n")
+    valid = write(tmp_path / "valid.tsv", "text\tlabel\nz\tc\n")
+    with pytest.raises(BadData, match=r"valid\.tsv:2: unknown label: 'c' is none of a, b"):
+        open_source(train, valid=valid)
+    with pytest.raises(BadData, match=r"train\.tsv:3: unknown label: 'b' is none of a, z"):
+        open_source(train, labels="a,z")
+    assert DataConfig(labels="1,0", columns="0,text").labels == ("1", "0")
+    assert DataConfig(labels="1,0", columns="0,text").columns == (0, "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.tsv", b"\xff\xfeG\0o\0", "is UTF-16; UTF-8 is needed"),
+        ("x.tsv.gz", gzip.compress(b"a\tb\n" * 1000)[:-9], "is not a whole gzip file"),
+        ("x.tsv.gz", b"not gzip", "is not a whole gzip file"),
+        ("x.tsv", b"", "has no example to train on"),
+        ("x.json", b"{", "is not JSON"),
+    ],
+)
+def test_files_that_cannot_be_read_at_all(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    with pytest.raises(BadData, match=message):
+        open_source(write(tmp_path / name, content))
+
+
+def test_unknown_names_and_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match=r"there is no file .*nowhere"):
+        open_source(tmp_path / "nowhere")
+    with pytest.raises(BadData, match="there is no file en_ko; did you mean en-ko"):
+        open_source("en_ko")
+    with pytest.raises(ValueError, match="has no field 'column'; did you mean 'columns'"):
+        open_source(tmp_path, column=(0, 1))
+    with pytest.raises(ValueError, match=r"valid_fraction=1\.5 must lie in"):
+        open_source(tmp_path, valid_fraction=1.5)
+
+
+def test_decomposed_text_is_composed_and_counted_unless_told_not_to(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.tsv", "Go.\t\u1100\u1161.\n")
+    source = open_source(path, valid_fraction=0.0, kind="pairs")
+    assert source.train[0] == Pair("Go.", "가.")
+    assert source.report.n_normalised == 1
+    assert whole(path, normalise="none", kind="pairs") == [Pair("Go.", "\u1100\u1161.")]
+
+
+# -------------------------------------------------------------------------------- what is held out
+
+
+def test_all_answers_to_one_question_go_to_one_side_and_the_split_stays(tmp_path: Path) -> None:
+    rows = [(f"question {n % 400}", f"answer {n}") for n in range(2000)]
+    path = write(tmp_path / "p.tsv", "".join(f"{a}\t{b}\n" for a, b in rows))
+    source = open_source(path, valid_fraction=0.25)
+    train, valid = ({x.source for x in side} for side in (source.train, source.valid))  # type: ignore[union-attr]
+    assert not train & valid
+    assert 0.15 < len(valid) / 400 < 0.35
+    assert sorted(map(repr, everything(source))) == sorted(repr(Pair(*row)) for row in rows)
+    again = open_source(path, valid_fraction=0.25)
+    assert (again.split, again.sha256) == (source.split, source.sha256)
+    assert source.split.valid_sha256 == sha256_of(source.valid)
+    assert open_source(path, valid_fraction=0.25, split_seed=1).split.valid_sha256 != source.split.valid_sha256
+    # More lines do not move those that were there.
+    more = write(tmp_path / "more.tsv", path.read_text() + "another\tone\n")
+    assert set(source.valid) <= set(open_source(more, valid_fraction=0.25).valid)
+
+
+def test_the_hash_of_the_split_is_known(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.tsv", "".join(f"s {n}\tt {n}\n" for n in range(20)))
+    source = open_source(path, valid_rows=3)
+    assert [x.source for x in source.valid] == ["s 2", "s 3", "s 9"]  # type: ignore[union-attr]
+    assert source.split.how == "by hash of the source side, valid_rows=3, split_seed=0"
+
+
+@pytest.mark.parametrize(("how", "n", "dropped"), [("no", 5, 0), ("exact", 4, 1), ("source", 2, 3)])
+def test_deduplicated(tmp_path: Path, how: str, n: int, dropped: int) -> None:
+    path = write(tmp_path / "p.tsv", "a\tx\na\ty\na\tx\nb\tx\na\tz\n")
+    source = open_source(path, deduplicated=how, valid_fraction=0.0, kind="pairs")
+    assert (len(source.train), source.n_duplicates) == (n, dropped)
+    assert source.train[0] == Pair("a", "x")
+
+
+# -------------------------------------------------------------------------------- images
+
+
+def picture(path: Path, size: tuple[int, int] = (8, 6), colour: str = "red", mode: str = "RGB") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.tsv", "a.png\tone\na.png\ttwo\nb.png\tthree\n"),
+        ("c.json", '{"a.png": ["one", "two"], "b.png": "three"}'),
+        ("c.json", '[{"image": "a.png", "captions": ["one", "two"]}, {"image": "b.png", "caption": "three"}]'),
+        (
+            "c.json",
+            '{"images": [{"id": 1, "file_name": "a.png"}, {"id": 2, "file_name": "b.png"}], "annotations": '
+            '[{"image_id": 1, "caption": "one"}, {"image_id": 1, "caption": "two"}, '
+            '{"image_id": 2, "caption": "three"}]}',
+        ),
+        ("c.jsonl", '{"image": "a.png", "captions": ["one", "two"]}\n{"image": "b.png", "captions": ["three"]}\n'),
+    ],
+)
+def test_captions_in_every_form(tmp_path: Path, name: str, content: str) -> None:
+    for image in ("a.png", "b.png"):
+        picture(tmp_path / "images" / image)
+    examples = whole(write(tmp_path / name, content))
+    assert [(x.image.name, x.captions) for x in examples] == [("a.png", ("one", "two")), ("b.png", ("three",))]
+
+
+def test_unusable_images_are_bad_lines(tmp_path: Path) -> None:
+    picture(tmp_path / "good.png")
+    picture(tmp_path / "huge.png", (300, 300))
+    whole_file = picture(tmp_path / "x.png", (64, 64)).read_bytes()
+    write(tmp_path / "cut.png", whole_file[: len(whole_file) // 2])
+    write(tmp_path / "text.png", "not an image")
+    picture(tmp_path.parent / "outside.png")
+    names = ["good", "huge", "cut", "text", "missing", "../outside"]
+    path = write(tmp_path / "c.tsv", "".join(f"{name}.png\ta caption of {name}\n" for name in names))
+    with pytest.raises(BadData) as caught:
+        open_source(path, max_pixels=10_000)
+    reasons = [line.reason for line in caught.value.lines]
+    assert [line.line for line in caught.value.lines] == [2, 3, 4, 5, 6]
+    parts = [
+        "300 × 300 pixels, more than",
+        "cut.png cannot be decoded",
+        "text.png cannot be",
+        "no such file",
+        "outside its",
+    ]
+    for reason, part in zip(reasons, parts, strict=True):
+        assert part in reason
+
+
+def test_a_folder_for_each_class(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        for n in range(3):
+            picture(tmp_path / label / f"{n}.png")
+    source = open_source(tmp_path, valid_fraction=0.0)
+    assert source.labels == ("cat", "dog")
+    assert [x.label for x in source.train] == [0, 0, 0, 1, 1, 1]  # type: ignore[union-attr]
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def test_idx_files(tmp_path: Path) -> None:
+    images = np.arange(40 * 4 * 4, dtype=np.uint8).reshape(40, 4, 4)
+    images[:, 0, 0] = np.arange(40)
+    labels = np.arange(40, dtype=np.uint8) % 10
+    write(tmp_path / "train-images-idx3-ubyte.gz", gzip.compress(idx(images)))
+    write(tmp_path / "train-labels-idx1-ubyte.gz", gzip.compress(idx(labels)))
+    source = open_source(tmp_path, valid_rows=8)
+    assert (len(source.train), len(source.valid), source.labels) == (32, 8, tuple("0123456789"))
+    seen = {int(x.image[0, 0]): x.label for x in everything(source)}
+    assert seen == {n: n % 10 for n in range(40)}
+    write(tmp_path / "train-labels-idx1-ubyte.gz", gzip.compress(idx(labels[:-1])))
+    with pytest.raises(BadData, match=r"has shape \(40, 4, 4\), but .* has \(39,\)"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\0\0", "is not an IDX file"),
+        (b"\0\0\x0d\x01\0\0\0\x01\0\0\0\0", "is not an IDX file of bytes"),
+        (b"\0\0\x08\x01\0\0", "ends in its header"),
+        (b"\0\0\x08\x01\0\0\0\x04abc", "says it holds 4 bytes, but has 3"),
+        (b"\0\0\x08\x01\0\0\0\x02abc", "says it holds 2 bytes, but has more"),
+        (b"\0\0\x08\x02\xff\xff\xff\xff\xff\xff\xff\xff", "says it holds 18,446,744,065,119,617,025 bytes, more than"),
+    ],
+)
+def test_bad_idx_files(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(BadData, match=message):
+        read_idx(write(tmp_path / "x", content))
+
+
+def test_pixels_are_turned_resized_and_laid_on_white(tmp_path: Path) -> None:
+    path = tmp_path / "turned.jpg"
+    image = Image.new("RGB", (8, 4), "red")
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(path, exif=exif)
+    assert pixels_of(path).shape == (8, 4, 3)
+    clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
+    assert pixels_of(clear, channels=1).min() == 255
+    assert pixels_of(np.zeros((4, 4), np.uint8), size=2, channels=3).shape == (2, 2, 3)
+
+
+def test_image_batches_are_a_function_of_seed_epoch_and_index() -> None:
+    rng = np.random.default_rng(0)
+    examples = [ImageExample(rng.integers(0, 256, (8, 8), dtype=np.uint8)) for _ in range(6)]
+    plain = image_batch(examples, [0, 3], size=8, channels=1, mean=(0.25,), std=(0.5,))
+    assert plain.shape == (2, 1, 8, 8)
+    np.testing.assert_allclose(plain[1, 0].numpy(), (examples[3].image / 255 - 0.25) / 0.5, rtol=1e-5, atol=1e-6)
+    options: dict[str, Any] = {"size": 8, "channels": 1, "shift": 2, "flip": True, "seed": 7}
+    alone, together = (image_batch(examples, rows, epoch=1, **options) for rows in ([3], [0, 3, 5]))
+    assert alone[0].equal(together[1])
+    epochs = [image_batch(examples, range(6), epoch=epoch, **options) for epoch in range(4)]
+    assert not any(epochs[0].equal(other) for other in epochs[1:])
+    for moved in epochs:  # nothing is invented: every value stands in the original
+        for n in range(6):
+            originals = image_batch(examples, [n], size=8, channels=1)
+            assert set(moved[n].flatten().tolist()) <= set(originals.flatten().tolist())
+
+
+# -------------------------------------------------------------------------------- hf: and embedded
+
+
+class Table(list[dict[str, Any]]):
+    """As much of a dataset as is used."""
+
+    @property
+    def features(self) -> dict[str, Any]:
+        names = types.SimpleNamespace(names=["bad", "good"])
+        return {key: names if key == "label" else None for key in self[0]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "labels"),
+    [
+        ([{"text": "x", "label": 1}, {"text": "y", "label": 0}], [Labelled("x", 1), Labelled("y", 0)], ("bad", "good")),
+        ([{"translation": {"en": "Go.", "ko": "가."}}], PAIRS[:1], None),
+        ([{"text": "a document"}], [Text("a document")], None),
+    ],
+)
+def test_hugging_face_datasets(
+    monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], expected: list[Any], labels: tuple[str, ...] | None
+) -> None:
+    asked = []
+
+    def load_dataset(name: str, configuration: str | None) -> dict[str, Table]:
+        asked.append((name, configuration))
+        return {"train": Table(rows), "validation": Table(rows[:1])}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    source = open_source("hf:someone/something:small")
+    assert asked == [("someone/something", "small")]
+    assert list(source.train) == expected
+    assert list(source.valid) == expected[:1]
+    assert source.labels == labels
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RegardError, match="read by datasets, which is not installed"):
+        open_source("hf:someone/something")
+
+
+class Counting:
+    """A corpus without end."""
+
+    name, splits = "counting", ("train", "valid", "long")
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else 5
+
+    def example(self, split: str, index: int) -> Pair:
+        return Pair(f"{split} {index}", str(index))
+
+
+def test_an_embedded_corpus_is_a_source() -> None:
+    source = open_source(Counting(), epoch_examples=50)
+    assert (source.kind, len(source.train), len(source.valid), len(source.others["long"])) == ("pairs", 50, 5, 5)
+    assert source.train[-1] == Pair("train 49", "49")
+    with pytest.raises(IndexError):
+        source.train[50]
+    with pytest.raises(ValueError, match="deduplicated means nothing to the embedded corpus counting"):
+        open_source(Counting(), deduplicated="exact")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "others"),
+    [
+        ("en-ko", "pairs", ["combinations", "longer"]),
+        ("shapes", "captions", ["combinations"]),
+        ("stdlib", "text", ["packages"]),
+    ],
+)
+def test_the_embedded_corpora_open_by_name(name: str, kind: str, others: list[str]) -> None:
+    options = {} if name == "stdlib" else {"epoch_examples": 20, "valid_rows": 10}
+    source = open_source(name, **options)
+    assert (source.kind, list(source.others)) == (kind, others)
+    assert len(source.valid) >= 10
+    first = source.train[0]
+    assert key_of(first) == key_of(open_source(name, **options).train[0])
+    assert isinstance(first, {"pairs": Pair, "captions": ImageExample, "text": Text}[kind])
+    if isinstance(first, ImageExample):
+        assert first.captions
+        assert image_batch(source.train, [0, 1], size=64).shape == (2, 3, 64, 64)
+    if name != "stdlib":
+        assert open_source(name, epoch_examples=21).split.train_sha256 != source.split.train_sha256
+
+
+# -------------------------------------------------------------------------------- real files
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "n_train", "n_valid"),
+    [
+        ("multi30k", {"columns": ("en", "de")}, "pairs", 29_000, 1_014),
+        ("tatoeba-en-ko/kor.txt", {"columns": (0, 1)}, "pairs", 3_619, 179),
+        ("sst", {}, "labelled", 8_544, 1_101),
+        ("nsmc/three_class_valid.tsv", {"valid_rows": 1000}, "labelled", 11_000, 1_000),
+        ("wikitext-2/valid.txt", {"documents": "line"}, "text", None, None),
+        ("sotu", {}, "text", 220, 13),
+    ],
+)
+def test_real_files(name: str, options: dict[str, Any], kind: str, n_train: int | None, n_valid: int | None) -> None:
+    if not (REAL / name).exists():
+        pytest.skip(f"{name} is not in shared/data beside the checkout")
+    source = open_source(REAL / name, **options)
+    assert source.kind == kind
+    assert source.report.n_bad == 0
+    if n_train is not None:
+        assert (len(source.train), len(source.valid)) == (n_train, n_valid)
