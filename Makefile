@@ -56,7 +56,8 @@ format: $(STAMP)  ## rewrite the sources as ruff wants them
 	$(BIN)/ruff format .
 
 demo: $(STAMP)  ## what already works, shown
-	@echo "Works today: the attention family, and its cost against length:"
+	@echo "Works today: the attention family and its cost against length, every model from one config, Hugging Face"
+	@echo "directories in and out (regard info DIR). Training and the explorer come next. Cost against length:"
 	$(BIN)/regard bench attention --lengths 256,512,1024 --heads 4 --width 32 --out benchmarks/out/demo
 
 bench: $(STAMP)  ## time and memory of every attention mechanism against length; table and PNG in benchmarks/out
