@@ -121,10 +121,19 @@ def bench_attention(
     """Time and memory of every attention mechanism against length, with the fitted exponent of each."""
     wanted_lengths = _lengths(lengths)
     from regard.experiments.bench_attention import bench_attention as measure
+    from regard.experiments.contenders import choose
+
+    wanted = None if mechanisms is None else _words(mechanisms)
+    try:
+        choose(wanted)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
+    if wanted == []:
+        raise typer.BadParameter("names no mechanism", param_hint="--mechanisms")
 
     result = measure(
         lengths=wanted_lengths,
-        mechanisms=None if mechanisms is None else _words(mechanisms),
+        mechanisms=wanted,
         n_heads=heads,
         d_head=width,
         causal=causal,

@@ -14,6 +14,8 @@ Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
 Source = Literal["text", "image", "regions"]
 Head = Literal["none", "lm", "masked-lm", "classify"]
 Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"]
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu")
+Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "linear"]
 Mixer = Literal["dot", "additive", "linear", "performer", "linformer", "fourier"]
 
 
@@ -160,7 +162,7 @@ class ModelConfig(Config):
     """Bias on attention's output projection."""
     qk_norm: bool = False
     """Normalise each query and key head (Qwen 3)."""
-    attention_backend: str = "auto"
+    attention_backend: Backend = "auto"
     """The backend of ``regard.attend``."""
 
     activation: str = "relu"
@@ -236,6 +238,7 @@ class ModelConfig(Config):
         for name in ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        _check_numbers(self)
         if self.architecture == "recurrent":
             _check_recurrent(self)
             return self
@@ -260,6 +263,25 @@ class ModelConfig(Config):
     def output_vocab_size(self) -> int:
         """Tokens among which the model chooses."""
         return self.vocab_size if self.target_vocab_size is None else self.target_vocab_size
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    for name in ("activation", "head_activation"):
+        value = getattr(config, name)
+        if value is not None and value not in ACTIVATIONS:
+            near = difflib.get_close_matches(value, ACTIVATIONS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIVATIONS)}{hint}")
+    if config.norm_eps <= 0:
+        raise ValueError(f"norm_eps={config.norm_eps} must be greater than 0")
+    if not 0 < config.rope_fraction <= 1:
+        raise ValueError(f"rope_fraction={config.rope_fraction} must lie in (0, 1]")
+    for name in ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id"):
+        value = getattr(config, name)
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{name}={value} must not be negative")
+    if config.positions == "t5" and config.t5_buckets % 2:
+        raise ValueError(f"t5_buckets={config.t5_buckets} must be even")
 
 
 _POSITIVE = (

@@ -26,6 +26,7 @@ __all__ = ["Description", "describe", "load", "save"]
 
 _log = logging.getLogger(__name__)
 _MOST_SHARD_BYTES = 5 * 10**9  # what transformers does
+GENERATION = "generation_config.json"
 _MOST_TRIES = 20
 T = TypeVar("T")
 
@@ -137,7 +138,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         raise ValueError("the model is on the meta device: it has no numbers to save")
     target = Path(path)
     _need_ours(target)
-    written = hub.write_config(model.config)
+    written = _written(model)
     if written.obstacles:
         _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
     tensors = _tensors(model, written)
@@ -145,6 +146,8 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
     with hub.replacing(target) as folder:
         index = hub.write_safetensors(folder, tensors, most_shard_bytes)
         files = {} if model.processor is None else model.processor.files(model.config)
+        if model.provenance is not None and model.provenance.generation_config is not None:
+            files[GENERATION] = model.provenance.generation_config
         if index is not None:
             files[INDEX] = to_json(index)
         files["config.json"] = to_json(fields)
@@ -167,7 +170,13 @@ class _Opened:
 
     @property
     def provenance(self) -> hub.Provenance:
-        return hub.Provenance(self.directory.root, self.understood.model_type, self.directory.verified)
+        return hub.Provenance(
+            self.directory.root,
+            self.understood.model_type,
+            self.directory.verified,
+            hub.token_ids(self.fields),
+            self.directory.bytes(GENERATION) if self.directory.has(GENERATION) else None,
+        )
 
     def processor(self) -> hub.Processor | None:
         return hub.read_processor(self.directory, self.fields, self.understood.config)
@@ -246,6 +255,14 @@ def _need_ours(target: Path) -> None:
         raise FileExistsError(
             f"{target} holds {', '.join(strange[:3])}{more}, not written by regard; saving there would delete it"
         )
+
+
+def _written(model: Model) -> hub.Written:
+    """The config for the twin, with the token ids of the directory it came from where that was one of the same kind."""
+    written, came = hub.write_config(model.config), model.provenance
+    if written.obstacles or came is None or came.model_type != written.model_type:
+        return written
+    return hub.keeping_token_ids(written, came.token_ids)
 
 
 def _tensors(model: Model, written: hub.Written) -> dict[str, Tensor]:

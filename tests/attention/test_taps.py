@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -174,6 +177,33 @@ def test_only_the_model_that_is_recorded_is_seen() -> None:
     assert list(rec.tensors) == ["mine"]
 
 
+def test_other_models_are_let_go_of_at_once() -> None:
+    model, other, inputs = Model(), Model(), batch()
+    outputs = []
+    with record(model), torch.no_grad():
+        outputs.append(weakref.ref(other(*inputs).untyped_storage()))
+        outputs.append(weakref.ref(model(*inputs).untyped_storage()))
+        gc.collect()
+        assert [output() is not None for output in outputs] == [False, True]
+
+
+def in_another_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_other_threads_are_not_seen() -> None:
+    model, inputs, others = Model(), batch(), batch()
+
+    def both() -> None:
+        in_another_thread(lambda: model(*others))
+        model(*inputs)
+        in_another_thread(lambda: tap("theirs", others[0]))
+
+    assert_saw_everything(model, both, *inputs)
+
+
 def test_a_model_that_is_one_attention() -> None:
     attention = MultiHeadAttention(M, H)
     with record(attention) as rec:
@@ -214,6 +244,30 @@ def test_recorded_tensors_let_go_of_the_graph() -> None:
         model(*inputs).sum().backward()
     seen: Seen = rec.attentions["layers.0.attention"][0]
     assert all(x is not None and x.grad_fn is None for x in (seen.q, seen.k, seen.v, seen.output))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_recording_does_not_follow_training(cached: bool) -> None:
+    """Biases and mechanisms change after the block: maps made before and after are the same."""
+    bias = T5Bias(H)
+    model = nn.ModuleList(
+        [MultiHeadAttention(M, H, H, mechanism=General(H, D), position_bias=bias), MultiHeadAttention(M, H)]
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    caches = [GrowingCache(), GrowingCache()] if cached else [None, None]
+    with torch.no_grad(), record(model) as rec:
+        for part in torch.randn(B, T, M).split([3, 4] if cached else [T], dim=1):
+            for attention, cache in zip(model, caches, strict=True):
+                attention(part, mask=masks.causal(), cache=cache, position_bias=bias)
+        wanted = [rec.map(place).dense() for place in ("0", "1")]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-3)
+    for place, before in zip(("0", "1"), wanted, strict=True):
+        close(rec.map(place).dense(), before)
+    assert len({id(seen.bias) for some in rec.attentions.values() for seen in some}) == 1, "copied once"
+    assert rec.attentions["0"][0].bias is not bias
 
 
 # ---- compiled
@@ -415,6 +469,73 @@ def test_a_map_does_not_follow_the_cache_to_the_next_text() -> None:
     close(rec.map("layers.0.attention").dense()[..., :T], wanted)
 
 
+REWRITES: dict[str, Callable[[Cache], None]] = {
+    "reorder": lambda cache: cache.reorder(torch.tensor([1, 0])),
+    "truncate": lambda cache: cache.truncate(2),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITES)
+@pytest.mark.parametrize("kind", ["growing", "static", "ring"])
+def test_steps_before_a_rewrite_of_the_cache_have_no_map(kind: str, rewrite: str) -> None:
+    """Their keys are elsewhere or gone; the steps since then have one, inside the block and after it."""
+    attention, x, cache = MultiHeadAttention(M, H, G, rope=Rope(D)), torch.randn(B, T, M), CACHES[kind]()
+    with torch.no_grad(), record(attention) as rec:
+        attention(x[:, :3], mask=masks.causal(), cache=cache)
+        first = rec.map("attention").dense()
+        REWRITES[rewrite](cache)
+        with pytest.raises(ValueError, match="after 1 of these 1 calls at 'attention', whose keys are gone"):
+            rec.map("attention")
+        attention(x[:, 3:4], mask=masks.causal(), cache=cache)
+        attention(x[:, 4:5], mask=masks.causal(), cache=cache)
+        since = rec.map("attention", slice(1, None)).dense()
+    cache.reset()
+    with pytest.raises(ValueError, match="was reordered, truncated or reset after 1 of these 3 calls at 'attention'"):
+        rec.map("attention")
+    with pytest.raises(ValueError, match="after 1 of these 1 calls"):
+        rec.map("attention", 0)
+    close(rec.map("attention", slice(1, None)).dense(), since)
+    close(rec.map("attention", step=-1).dense(), since[:, :, 1:])
+    close(first.sum(-1), torch.ones(B, H, 3))
+    before = {"reorder": x[[1, 0], :3], "truncate": x[:, :2], "reset": x[:, :0]}[rewrite]
+    again = torch.cat([before, x[:, 3:5]], dim=1)
+    with torch.no_grad(), record(attention) as whole:
+        attention(again, mask=masks.causal())
+    close(since[..., : again.shape[1]], whole.map("attention").dense()[:, :, -2:])
+
+
+def test_a_memory_is_looked_at_as_it_was_at_every_step() -> None:
+    cross, x, cache = MultiHeadAttention(M, H, cross=True), torch.randn(B, 3, M), CrossCache()
+    memory, swapped = torch.randn(B, S, M), torch.tensor([1, 0])
+    with torch.no_grad():
+        with record(cross) as rec:
+            for n, part in enumerate(x.split(1, dim=1)):
+                if n > 0:
+                    cache.reorder(torch.tensor([0, 1]) if n == 1 else swapped)
+                cross(part, memory, cache=cache)
+        with record(cross) as uncached:
+            cross(x, memory)
+            cross(x, memory[swapped])
+    wanted, other = (uncached.map("attention", n).dense() for n in (0, 1))
+    for n in range(3):
+        close(rec.map("attention", n).dense(), (wanted if n < 2 else other)[:, :, n : n + 1])
+    close(rec.map("attention", slice(0, 2)).dense(), wanted[:, :, :2])
+    first, second, third = (seen.memory for seen in rec.attentions["attention"])
+    assert first is second, "beams of one source: kept once"
+    assert first is not third
+    with pytest.raises(ValueError, match="the memory is not the same in all 3 calls at 'attention'; say which step"):
+        rec.map("attention")
+
+
+def test_steps_have_to_be_there() -> None:
+    attention, cache = MultiHeadAttention(M, H), GrowingCache()
+    with torch.no_grad(), record(attention) as rec:
+        attention(torch.randn(B, T, M), cache=cache)
+    with pytest.raises(ValueError, match=r"picks none of the 1 calls at 'attention'"):
+        rec.map("attention", slice(1, None))
+
+
 def test_a_prompt_that_sees_itself_whole() -> None:
     """No mask: the prompt's tokens see each other both ways, later ones everything so far, none what came after."""
     attention, x, cache = MultiHeadAttention(M, H, G), torch.randn(B, T, M), GrowingCache()
@@ -516,3 +637,31 @@ def test_compiled_decoding_is_compiled_once_and_seen_step_by_step() -> None:
     for place in ("layers.0.attention", "layers.1.attention"):
         close(rec.map(place).dense()[..., :T], wanted[place]["weights"][:, :, 2:])
         assert isinstance(rec.map(place), AttentionMap)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_rewritten_cache_and_other_threads_need_no_other_graph() -> None:
+    """What the cache held, and who ran the graph, is known when it runs, not when it is compiled."""
+    attention, x, cache = MultiHeadAttention(M, H, G), torch.randn(B, T, M), StaticCache(B, G, T, D)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        attention(x[:, :2], mask=masks.causal(), cache=cache)
+        with record(attention) as rec:
+            compiled(x[:, 2:3], mask=masks.causal(), cache=cache)
+            compiled(x[:, 3:4], mask=masks.causal(), cache=cache)
+            before = graphs()
+            for _ in range(3):
+                cache.reorder(torch.tensor([1, 0]))
+                compiled(x[:, 4:5], mask=masks.causal(), cache=cache)
+                cache.truncate(4)
+            compiled(x[:, 4:5], mask=masks.causal(), cache=cache)
+            compiled(x[:, 5:6], mask=masks.causal(), cache=cache)
+            assert graphs() == before
+            in_another_thread(lambda: torch.no_grad()(compiled)(x[:, 6:], mask=masks.causal(), cache=cache))
+    assert len(rec.attentions["attention"]) == 7
+    with pytest.raises(ValueError, match="after 5 of these 7 calls"):
+        rec.map("attention")
+    again = torch.cat([x[[1, 0], :4], x[:, 4:6]], dim=1)
+    with torch.no_grad(), record(attention) as whole:
+        attention(again, mask=masks.causal())
+    close(rec.map("attention", slice(-2, None)).dense()[..., :6], whole.map("attention").dense()[:, :, -2:])

@@ -51,6 +51,14 @@ def test_groups_stops_and_penalties_against_the_same_in_lists(static: bool) -> N
             close(found, by_hand(script, prompt, **fields))
 
 
+def test_never_stops_too_early_where_short_texts_score_better() -> None:
+    """Below 0 the penalty grows with the length, so the best that can still come is a text of today's length."""
+    fields = {"beam": 3, "n_best": 3, "length_penalty": -0.5, "early_stopping": "never"}
+    for seed in range(120):
+        script = Script(seed, eos_bias=2.0)
+        close(search(script, [[1]], 7, **fields)[0], by_hand(script, [1], 7, **fields))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_beam_as_wide_as_the_vocabulary_misses_nothing(seed: int) -> None:
     script = Script(seed, eos_bias=1.0)

@@ -128,7 +128,7 @@ def test_what_only_a_model_can_check_is_refused_when_it_is_built() -> None:
         build("gpt2", device="meta", activation="swish_glu")
     with pytest.raises(ValueError, match="'linear' needs factor"):
         build("llama-1b", device="meta", rope_scaling=RopeScalingConfig(kind="linear"))
-    with pytest.raises(ValueError, match="n_buckets=7 must be even"):
+    with pytest.raises(ValueError, match="t5_buckets=7 must be even"):
         build("t5-small", device="meta", t5_buckets=7)
 
 

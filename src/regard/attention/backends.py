@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,7 @@ def prepare(
     check: bool = False,
 ) -> Call:
     """Check the inputs and do the mechanism's O(T) work; what is left is for a backend."""
+    check_kinds(q=q, k=k, v=v, mask=mask, bias=bias, mechanism=mechanism)
     if mechanism is None:
         mechanism = Dot(scale)
     elif scale is not None:
@@ -116,6 +117,24 @@ def prepare(
     ready = mechanism.prepare(q, k, v, mask, frame)
     given = None if seed is None or dropout == 0 else torch.as_tensor(seed, device=q.device)
     return Call(ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, given)
+
+
+def check_kinds(**given: Any) -> None:
+    """Raise where an argument is not the kind of thing that goes there."""
+    for name, x in given.items():
+        kinds = _KINDS[name]
+        if not isinstance(x, kinds) and (x is not None or name in "qkv"):
+            wanted = " or ".join("a tensor" if kind is Tensor else f"a {kind.__name__}" for kind in kinds)
+            hint = f"; call it: {x.__name__}()" if callable(x) and hasattr(x, "__name__") else ""
+            raise TypeError(f"{name} must be {wanted}, got {x if callable(x) else repr(x)}{hint}")
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys("qkv", (Tensor,)),
+    "mask": (Mask, Tensor),
+    "bias": (Bias, Tensor),
+    "mechanism": (Mechanism,),
+}
 
 
 def features_of(call: Call, weights: bool) -> frozenset[str]:

@@ -103,9 +103,10 @@ def take(x: Tensor, span: Span) -> Tensor:
 
 def hide(scores: Tensor, allowed: Tensor, nothing: float) -> Tensor:
     """``nothing`` where looking is not allowed."""
-    if nothing == 0 or torch.is_grad_enabled():
+    if nothing == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return scores.masked_fill(~allowed, nothing)
-    # No graph to keep intact: a minimum, in place, is vectorised and costs a tenth of masked_fill on a CPU.
+    # No graph to keep intact: a minimum, in place, is vectorised and costs a seventh of masked_fill on a CPU. A NaN
+    # stays one even where it is hidden; the reference hides it.
     ceiling = torch.where(allowed, float("inf"), nothing).to(scores.dtype)
     return torch.minimum(scores, ceiling, out=scores)
 
@@ -122,6 +123,3 @@ class Call(Scoring):
     v: Tensor  # (B, G, S, D)
     dropout: float = 0.0
     seed: Tensor | None = None  # of the dropout, where it is given; else whoever drops draws its own
-
-    def with_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        return Call(q, k, self.mask, self.bias, self.mechanism, self.frame, v, self.dropout, self.seed)

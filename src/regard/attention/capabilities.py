@@ -15,6 +15,7 @@ DOT = ("dot", "general")
 ADDITIVE = ("additive", "concat")
 KERNEL = ("linear", "performer")
 DEVICES = ("cpu", "cuda", "mps")
+OTHER = "mps"  # devices not listed (meta, xpu …) are taken to do what this one does: torch's own operations
 DIRECTIONS = ("forward", "backward")
 
 
@@ -61,6 +62,7 @@ BACKENDS = tuple(dict.fromkeys(row.backend for row in _ROWS))
 
 def missing(backend: str, mechanism: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The features a backend lacks for this mechanism on this device, in the table's order."""
+    device = device if device in DEVICES else OTHER
     asked = [f for f in FEATURES if f in features]
     return [f for f in asked if Capability(backend, mechanism, device, direction, f) not in CAPABILITIES]
 

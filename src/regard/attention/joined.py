@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .biases import Bias
 from .cache import Cache, CrossCache
+from .cache.cache import Edition
 from .call import Scoring
 from .frame import Frame, Site
 from .masks import Mask
@@ -22,7 +23,8 @@ class Seen(NamedTuple):
     """One attention as it was computed: q and k as the mechanism prepared them, and what its weights follow from.
 
     While decoding with a cache, k, v and frame are None: the cache has them, and to keep them for every step would be
-    O(T²).
+    O(T²). ``edition`` says what the cache held then. A memory is the same at every step and kept: ``memory`` has the
+    keys of a CrossCache and their positions.
     """
 
     q: Tensor
@@ -35,12 +37,19 @@ class Seen(NamedTuple):
     q_pos: Tensor
     frame: Frame | None
     cache: Cache | None
+    edition: Edition | None
+    memory: tuple[Tensor, Tensor] | None
 
 
 def keys_now(cache: Cache) -> tuple[Tensor, Tensor]:
     """The keys of a cache and their positions, without history."""
     k, positions = cache.keys()
     return k.detach(), positions
+
+
+def same_memory(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    """Whether two memories are alike; beams of one source are, however they were reordered."""
+    return a is b or all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> Scoring:

@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 class Ranked(NamedTuple):
     values: Tensor  # (B, H, R, k), largest first
-    indices: Tensor  # (B, H, R, k); -1, with value 0, where a query sees fewer than k keys
+    indices: Tensor  # (B, H, R, k); -1 where the weight is 0: fewer than k keys count
 
 
 def _reading(
@@ -93,8 +93,8 @@ class AttentionMap:
         exact = torch.float32 if scoring.q.dtype in (torch.float16, torch.bfloat16) else scoring.q.dtype
         q, k = scoring.q.detach().to(exact), scoring.k.detach().to(exact)
         if mechanism.operands(scoring.frame):  # others leave their parameters behind with the O(T) half
-            mechanism = _frozen(mechanism)
-        frozen = Scoring(q, k, scoring.mask, _frozen(scoring.bias), mechanism, scoring.frame)
+            mechanism = freeze(mechanism)
+        frozen = Scoring(q, k, scoring.mask, freeze(scoring.bias), mechanism, scoring.frame)
         with torch.inference_mode(False):  # it is filled in later, perhaps outside of the mode the map is made in
             lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _given(lse, q)
         self._set(Sweep(frozen, lse))
@@ -308,7 +308,7 @@ def _given(lse: Tensor, q: Tensor) -> Tensor:
     return lse.masked_fill(lse == -INF, INF)  # some kernels mark rows that see nothing this way
 
 
-def _frozen(part: Any) -> Any:
+def freeze(part: Any) -> Any:
     """A bias or mechanism that training no longer changes: its parameters copied, its other tensors shared."""
     if not isinstance(part, nn.Module):
         return part

@@ -29,26 +29,31 @@ class Steps(NamedTuple):
 
 def steps(call: Call) -> Steps:
     """All steps of an attention, dropout left out: it acts on the weights only while training."""
-    own, of_bias = call.operands()
-    scaled = call.mechanism.tile(call.q, call.k, own)
-    scores = scaled / call.mechanism.factor(call.q.shape[-1]) if isinstance(call.mechanism, Dot) else scaled
+    (own, of_bias), q, k = call.operands(), _exact(call.q), _exact(call.k)
+    scaled = call.mechanism.tile(q, k, own)
+    scores = Dot(scale=1.0).tile(q, k) if isinstance(call.mechanism, Dot) else scaled
     biased = scaled
     if call.bias is not None:
-        biased = scaled + call.bias.tile(ALL, ALL, call.frame, of_bias, call.q, call.k)
+        biased = scaled + call.bias.tile(ALL, ALL, call.frame, of_bias, q, k)
     allowed = call.allowed()
     masked = biased if allowed is None else biased.masked_fill(~allowed, call.nothing)
     weights = normalise(masked, call.mechanism.normaliser).to(call.v.dtype)
     return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
 
 
+def _exact(x: Tensor) -> Tensor:
+    """Scores of half-precision heads are fp32: in float16 a product of large heads is infinite."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def reference(call: Call) -> tuple[Tensor, Tensor]:
     """Output and weights (before dropout), O(T · S) memory."""
-    weights = normalise(call.tile(), call.mechanism.normaliser).to(call.v.dtype)  # a bias may be more precise
-    kept = weights
+    *_, weights, output = steps(call)
     if call.dropout > 0:
         seed = draw_seed(call.q.device) if call.seed is None else call.seed
         kept = weights * keep_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
-    return weigh(kept, call.v), weights
+        output = weigh(kept, call.v)
+    return output, weights
 
 
 def normalise(scores: Tensor, normaliser: str) -> Tensor:

@@ -45,7 +45,9 @@ class _Tiled(torch.autograd.Function):
         call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         output, lse = _forward(call, (parts[:n_own], parts[n_own:]))
-        ctx.call, ctx.n_own = replace(call, q=q, k=k, v=v), n_own
+        # Heads are kept by save_for_backward alone, so that checkpointing and offloading can let go of them.
+        none = q.new_empty(0)
+        ctx.call, ctx.n_own = replace(call, q=none, k=none, v=none), n_own
         ctx.save_for_backward(q, k, v, output, lse, *operands)
         ctx.mark_non_differentiable(lse)
         return output.to(q.dtype), lse

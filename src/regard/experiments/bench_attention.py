@@ -167,6 +167,8 @@ def bench_attention(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     contenders, lengths = choose(mechanisms), sorted(set(lengths))
+    if out is not None:  # before anything is measured: nobody should wait a minute to hear that it cannot be written
+        out.mkdir(parents=True, exist_ok=True)
     setup = Setup(0, n_heads, d_head, causal, backward)
     most_bytes = min(MOST_BYTES, available_memory() // 2)
     cells: list[Cell] = []

@@ -52,7 +52,7 @@ def no_repeat_ngram(scores: Tensor, texts: Tensor, n: int) -> Tensor:
         return scores
     grams = texts.unfold(1, n, 1)  # (R, L - n + 1, n)
     last = texts[:, length - n + 1 :]
-    again = (grams[..., :-1] == last[:, None]).all(-1)  # what is missing at the left is followed by nothing twice
+    again = (grams[..., :-1] == last[:, None]).all(-1)  # -1 stands at the left alone: no run with it comes again
     return scores.masked_fill(_marked(torch.where(again, grams[..., -1], -1), scores), -math.inf)
 
 

@@ -2,15 +2,16 @@
 
 from .card import changed_fields, model_card
 from .comparing import Difference, behaviour, differences
-from .configs import Understood, Written, read_config, write_config
+from .configs import Understood, Written, keeping_token_ids, read_config, token_ids, write_config
 from .directory import Directory, Provenance
 from .families import BY_TYPE, FAMILIES
 from .family import Family, Foreign
 from .files import replacing, write_file
 from .fitting import Fitting, fill, fit
+from .images import ImageProcessor
 from .manifest import Manifest
 from .steps import Step, Tensors, to_ours, to_theirs
-from .tokens import ImageProcessor, JsonTokenizer, MarianTokenizer, Processor, Tokenizer, read_processor
+from .tokens import JsonTokenizer, MarianTokenizer, Processor, Tokenizer, read_processor
 from .weights import Weights, write_safetensors
 
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "behaviour",
     "changed_fields",
     "differences",
+    "keeping_token_ids",
     "model_card",
     "read_config",
+    "token_ids",
     "write_config",
     # tensors
     "BY_TYPE",

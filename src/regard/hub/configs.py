@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from ..config import Head, ModelConfig
@@ -19,6 +19,7 @@ from .steps import Step
 
 OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
+_TOKEN_IDS = ("_token_id", "_token_ids", "bad_words_ids")
 _KINDS = ("architecture", "source")
 _MOST_LAYERS = 10_000  # families list the layers; a billion of them would be the end of the memory
 # What translating fields that may hold anything can raise; a family cannot check every value it passes on.
@@ -91,6 +92,27 @@ def write_config(config: ModelConfig) -> Written:
     if _distance(nearest)[0] > 0:
         nearest = [one for one in nearest if one.difference is None or one.difference.field in _KINDS]
     return Written({"model_type": OWN_TYPE, _OWN_SECTION: section}, (), tuple(str(one) for one in nearest))
+
+
+def token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json that say which token does what."""
+    return {name: value for name, value in fields.items() if name.endswith(_TOKEN_IDS)}
+
+
+def keeping_token_ids(written: Written, kept: Mapping[str, Any]) -> Written:
+    """Written with its token ids as ``kept`` has them, absent ones too, wherever that still means the same to us.
+
+    Several ends, or no padding, are more than a config of ours can say; a value that was changed here since counts.
+    """
+    family = BY_TYPE[written.model_type]
+    fields, meant = written.fields, family.read(Foreign(written.fields))
+    for name in {**token_ids(fields), **kept}:
+        changed = {key: value for key, value in fields.items() if key != name}
+        if name in kept:
+            changed[name] = kept[name]
+        with suppress(*_UNREADABLE):
+            fields = changed if family.read(Foreign(changed)) == meant else fields
+    return replace(written, fields=fields)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ there. Whatever is wrong is a BadModelFile that names the file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,10 @@ class Provenance:
     path: Path
     model_type: str
     verified: Verified
+    token_ids: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The token ids of config.json exactly as they stood there: several ends, null, or fields that only others read."""
+    generation_config: bytes | None = field(default=None, repr=False)
+    """generation_config.json, which only others read, as it came."""
 
 
 class Directory:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import ModelConfig
-from ..layers import FEEDFORWARD_KINDS, OTHER_NAMES
+from ..layers import ACTIVATIONS, OTHER_NAMES
 from .steps import Step
 
 
@@ -37,12 +37,17 @@ class Foreign:
             can = " or ".join(repr(x) for x in supported)
             raise ValueError(f"config.json has {name}={value!r}; regard supports {can} for {self.model_type}")
 
+    def token_id(self, name: str) -> int | None:
+        """A token id; of several that may end a text, the first."""
+        value = self.get(name)
+        return value[0] if isinstance(value, list) and value else value
+
     def activation(self, name: str, default: str) -> str:
-        """An activation under its own name here."""
+        """An activation under its own name here; never a gated one, for whether there is a gate the family decides."""
         value = self.get(name, default)
         ours = OTHER_NAMES.get(value, value)
-        if ours not in FEEDFORWARD_KINDS:
-            raise ValueError(f"config.json has {name}={value!r}; regard has {', '.join(FEEDFORWARD_KINDS)}")
+        if ours not in ACTIVATIONS:
+            raise ValueError(f"config.json has {name}={value!r}; regard has {', '.join(ACTIVATIONS)}")
         return ours
 
     def head(self, heads: dict[str, Any]) -> Any:
@@ -68,4 +73,4 @@ class Family:
 
 def from_our_activation(name: str) -> str:
     """Our name of an activation as transformers spells it."""
-    return {"gelu_tanh": "gelu_new", "relu2": "relu2"}.get(name, name)
+    return "gelu_new" if name == "gelu_tanh" else name

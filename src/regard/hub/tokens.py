@@ -9,25 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from ..config import ModelConfig
 from ..errors import BadModelFile, RegardError
 from .directory import Directory
 from .files import to_json
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .images import ImageProcessor
 
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
 IMAGE = "preprocessor_config.json"
 # Files beside the tokenizer that others read; they are kept as they came and written back.
 _COMPANIONS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "generation_config.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "target.spm", "target_vocab.json", IMAGE),
 )
 
@@ -122,58 +117,6 @@ class MarianTokenizer:
         special = {"<unk>", "</s>", "<pad>"}
         words = [word for index in ids if (word := self._words.get(index, "<unk>")) not in special]
         return self._pieces.decode_pieces(words).replace("▁", " ").strip()
-
-
-@dataclass(frozen=True)
-class ImageProcessor:
-    """An image as the model was shown them in training: resized, scaled to [0, 1], and normalised per channel."""
-
-    size: tuple[int, int]
-    """Height and width."""
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    rescale: float = 1 / 255
-    resample: int = 2
-    """Pillow's number for the filter; 2 is bilinear."""
-
-    def __call__(self, image: Image) -> Tensor:
-        """pixels (1, C, height, width)"""
-        from PIL.Image import Resampling
-
-        mode = "L" if len(self.mean) == 1 else "RGB"
-        resized = image.convert(mode).resize(self.size[::-1], Resampling(self.resample))
-        pixels = torch.tensor(bytearray(resized.tobytes()), dtype=torch.float32)
-        pixels = pixels.view(*self.size, len(self.mean)).permute(2, 0, 1) * self.rescale  # (C, height, width)
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        return ((pixels - mean[:, None, None]) / std[:, None, None])[None]
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any], config: ModelConfig) -> ImageProcessor:
-        """From the fields of a preprocessor_config.json."""
-        n, normalise, rescale = config.n_channels, fields.get("do_normalize", True), fields.get("do_rescale", True)
-        mean = fields.get("image_mean", [0.5] * n) if normalise else [0.0] * n
-        std = fields.get("image_std", [0.5] * n) if normalise else [1.0] * n
-        return cls(
-            _size(fields.get("size", config.image_size)),
-            tuple(float(x) for x in mean),
-            tuple(float(x) for x in std),
-            rescale=float(fields.get("rescale_factor", 1 / 255)) if rescale else 1.0,
-            resample=int(fields.get("resample", 2)),
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """The same as transformers writes it."""
-        return {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"height": self.size[0], "width": self.size[1]},
-            "resample": self.resample,
-            "do_rescale": True,
-            "rescale_factor": self.rescale,
-            "do_normalize": True,
-            "image_mean": list(self.mean),
-            "image_std": list(self.std),
-        }
 
 
 @dataclass(frozen=True)
@@ -274,15 +217,6 @@ def _labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
     labels = tuple(by_index[index] for index in range(config.n_classes))
     # What transformers writes where nobody named the classes is no name.
     return None if labels == tuple(f"LABEL_{index}" for index in range(config.n_classes)) else labels
-
-
-def _size(size: Any) -> tuple[int, int]:
-    match size:
-        case int(side) | {"shortest_edge": int(side)}:
-            return side, side
-        case {"height": int(height), "width": int(width)}:
-            return height, width
-    raise ValueError(f"size={size!r} is neither a number nor a height and a width")
 
 
 def _tokenizer_config(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str, Any]:

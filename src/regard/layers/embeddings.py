@@ -27,6 +27,8 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 2:
+            raise ValueError(f"token ids must be (batch, length), got shape {tuple(ids.shape)}")
         need_ids("token ids", ids, 0, self.vocab_size, "vocab_size")
         vectors = F.embedding(ids, self.weight)
         return vectors if self.scale == 1.0 else vectors * self.scale

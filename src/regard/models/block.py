@@ -24,7 +24,7 @@ from . import parts
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """An encoder's output (B, S, M), and which of it is no padding, (B, S) or None for all."""
+    """An encoder's output (B, S, M), and the mask that hides its padding; None where there is none."""
 
     states: Tensor
     mask: Mask | None = None
@@ -35,10 +35,16 @@ class Surroundings:
     """What all layers of a stack share in one forward pass."""
 
     mask: Mask | None = None
-    frame: Frame | None = None
     positions: Tensor | None = None
     position_bias: Bias | None = None
     memory: Memory | None = None
+
+
+def hide_padding(x: Tensor, mask: Mask) -> Tensor:
+    """x (B, T, M) with zeros where nobody may look: mixing without weights has no other way to leave padding out."""
+    n_batch, length, _ = x.shape
+    visible = mask.tile(slice(0, 1), slice(None), Frame.aligned(n_batch, 1, length, length, x.device))
+    return x.masked_fill(~visible[:, 0, 0, :, None], 0)
 
 
 class Block(nn.Module):
@@ -74,12 +80,11 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, around: Surroundings, cache: Cache | None) -> Tensor:
         if isinstance(self.attention, Fourier):
-            return self.attention(x)
+            return self.attention(x if around.mask is None else hide_padding(x, around.mask))
         mask = around.mask if self.mask is None else self.mask if around.mask is None else around.mask & self.mask
         return self.attention(
             x,
             mask=mask,
-            frame=around.frame,
             positions=around.positions,
             cache=cache,
             position_bias=around.position_bias,

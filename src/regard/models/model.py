@@ -54,6 +54,8 @@ class Model(nn.Module):
         n_layers = config.n_decoder_layers or config.n_layers if beside_encoder else config.n_layers
         n_heads = config.n_decoder_heads or config.n_heads if beside_encoder else config.n_heads
         cross = [CrossCache() for _ in range(n_layers)] if beside_encoder else []
+        if (batch is None) != (max_len is None):
+            raise ValueError(f"batch={batch} and max_len={max_len}: give both to preallocate, neither to grow")
         if batch is None or max_len is None:
             return ModelCache([GrowingCache() for _ in range(n_layers)], cross)
         n_kv_heads, d_head = config.n_kv_heads or n_heads, config.d_head or config.d_model // n_heads

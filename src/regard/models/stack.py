@@ -43,7 +43,7 @@ class Stack(nn.Module):
         """x (B, T, M) → (B, T, M). ``mask`` says what is padding; the stack itself knows whether it is causal."""
         if self.causal:
             mask = masks.causal() if mask is None else masks.causal() & mask
-        around = Surroundings(mask, None, positions, self.position_bias, memory)
+        around = Surroundings(mask, positions, self.position_bias, memory)
         for layer in range(self.n_layers):
             block = self.blocks[layer % len(self.blocks)]
             own = None if cache is None else cache.layers[layer]

@@ -42,6 +42,7 @@ class Decoder(Model):
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The last layer's states (B, T, M), before the head."""
+        keep, positions = _in_cache(keep, positions, cache)
         x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
         return self.decoder(x, mask=padding_mask(keep), positions=positions, cache=cache)
 
@@ -53,7 +54,10 @@ class Decoder(Model):
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """``keep`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …"""
+        """``keep`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …
+
+        With a ``cache`` padding is not written: real tokens then stand one after the other, row by row.
+        """
         x = self.hidden(tokens, keep=keep, positions=positions, cache=cache)
         return x if self.head is None else self.head(x, self.token.weight)
 
@@ -99,11 +103,11 @@ class Encoder(Model):
             return self.head(x, self.token.weight)
         return x
 
-    def pooled(self, states: Tensor) -> Tensor:
-        """One vector for the input (B, M): BERT's pooler on the first token's state."""
+    def pooled(self, states: Tensor, keep: Tensor | None = None) -> Tensor:
+        """One vector for the input (B, M), as ``config.pooling`` says (BERT: the first token's state)."""
         if self.pooler is None:
             raise ValueError("this model has no pooler: config.pooler is 'none', or a classifier holds it")
-        return self.pooler(states)
+        return self.pooler(states, padding_mask(keep))
 
 
 class EncoderDecoder(Model):
@@ -153,8 +157,24 @@ class EncoderDecoder(Model):
         """The decoder's states (B, T, M) for target tokens."""
         table = self.token if self.target_token is None else self.target_token
         assert table is not None
+        keep, positions = _in_cache(keep, positions, cache)
         x = self.target_embeddings(table(target), _positions(self.config, target, positions, cache))
         return self.decoder(x, mask=padding_mask(keep), positions=positions, memory=memory, cache=cache)
+
+    def hidden(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_keep: Tensor | None = None,
+        target_keep: Tensor | None = None,
+        source_positions: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """The decoder's states (B, T, M), before the head."""
+        memory = self.encode(source, keep=source_keep, positions=source_positions)
+        return self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
 
     def forward(
         self,
@@ -168,8 +188,15 @@ class EncoderDecoder(Model):
         cache: ModelCache | None = None,
     ) -> Tensor:
         """source and target tokens → next-token logits (B, T, V)."""
-        memory = self.encode(source, keep=source_keep, positions=source_positions)
-        x = self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
+        x = self.hidden(
+            source,
+            target,
+            source_keep=source_keep,
+            target_keep=target_keep,
+            source_positions=source_positions,
+            target_positions=target_positions,
+            cache=cache,
+        )
         return x if self.head is None else self.head(x, self.output_table)
 
 
@@ -192,6 +219,18 @@ def _embed(
     if model.token is None:
         return model.embeddings(*vision_inputs(model.config, source))
     return model.embeddings(model.token(source), _positions(model.config, source, positions), segments)
+
+
+def _in_cache(
+    keep: Tensor | None, positions: Tensor | None, cache: ModelCache | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Padding among tokens that go into a cache, said by positions: what stands at -1 is never written nor seen."""
+    if keep is None or cache is None:
+        return keep, positions
+    keep = keep.bool()
+    if positions is None:
+        positions = cache.lengths.to(keep.device)[:, None] + keep.long().cumsum(-1) - 1
+    return None, torch.where(keep, positions, -1)
 
 
 def _positions(

@@ -33,6 +33,13 @@ class View(NamedTuple):
     limit: int | None = None
 
 
+class Edition:
+    """What a cache holds, by identity: the same while tokens only arrive, a new one once anything held is changed.
+
+    An object and no number, because a compiled graph can pass it on without being compiled for its value.
+    """
+
+
 class Cache:
     """Base of all caches. ``positions`` may be left out wherever new tokens simply follow those already seen.
 
@@ -41,6 +48,7 @@ class Cache:
     """
 
     _view: View | None = None
+    edition = Edition()  # reorder, truncate and reset put another in its place
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Take in keys and values (B, G, T, D) of new tokens; return all that can be attended to, (B, G, S, D)."""

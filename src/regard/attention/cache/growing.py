@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..frame import Frame
-from .cache import Cache, View, as_rows, check_new, flat, n_bytes, take_back
+from .cache import Cache, Edition, View, as_rows, check_new, flat, n_bytes, take_back
 
 
 class GrowingCache(Cache):
@@ -19,7 +19,7 @@ class GrowingCache(Cache):
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._pos: Tensor | None = None  # (1 or B, S), only once positions were given; until then 0 … S-1
-        self._view = None
+        self._view, self.edition = None, Edition()
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_new(k, v, self._k, self._v)
@@ -68,11 +68,11 @@ class GrowingCache(Cache):
         self._k, self._v = self._k.index_select(0, beam_index), self._v.index_select(0, beam_index)
         if self._pos is not None and self._pos.shape[0] > 1:
             self._pos = self._pos.index_select(0, beam_index)
-        self._view = None
+        self._view, self.edition = None, Edition()
 
     def truncate(self, length: int | Tensor) -> None:
         self.check_truncate(length)
-        self._view = None
+        self._view, self.edition = None, Edition()
         if self._k is None or self._v is None:
             return
         if self._pos is None and not isinstance(length, Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache import Cache, as_rows, check_new, flat, n_bytes, take_back
+from .cache import Cache, Edition, as_rows, check_new, flat, n_bytes, take_back
 
 
 class Slots:
@@ -74,6 +74,7 @@ class SlotCache(Cache):
         self._lengths = torch.zeros(1, dtype=torch.int64, device=slots.pos.device)
         self._fresh = True
         self._count: int | None = 0  # the longest row, where it is known without asking the device
+        self.edition = Edition()
 
     def _all_slots(self) -> list[Slots]:
         return [self._slots]
@@ -118,6 +119,7 @@ class SlotCache(Cache):
             slots.reset()
         self._lengths = self._lengths[:1].zero_()
         self._fresh, self._count, self._view = True, 0, None
+        self.edition = Edition()
 
     def reorder(self, beam_index: Tensor) -> None:
         if beam_index.shape != (self._slots.batch,):
@@ -127,7 +129,7 @@ class SlotCache(Cache):
         if self._lengths.shape[0] > 1:
             self._lengths.copy_(self._lengths.index_select(0, beam_index))
             self._count = None
-        self._view = None
+        self._view, self.edition = None, Edition()
 
     def truncate(self, length: int | Tensor) -> None:
         self.check_truncate(length)
@@ -136,7 +138,7 @@ class SlotCache(Cache):
         for slots in self._all_slots():
             slots.pos.copy_(take_back(slots.pos, length))
         self._lengths.copy_(self._lengths.clamp(max=length))
-        self._count, self._view = None, None
+        self._count, self._view, self.edition = None, None, Edition()
 
     def memory(self) -> int:
         return n_bytes(self._lengths, *(x for slots in self._all_slots() for x in (*slots.data, slots.pos)))

@@ -60,11 +60,11 @@ class Mask:
         """The same mask with its tensors on another device."""
         return self
 
-    def __and__(self, other: Mask) -> Mask:
-        return And(self, other)
+    def __and__(self, other: object) -> Mask:
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
 
-    def __or__(self, other: Mask) -> Mask:
-        return Or(self, other)
+    def __or__(self, other: object) -> Mask:
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
         return Not(self)

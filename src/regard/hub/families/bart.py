@@ -13,7 +13,7 @@ from ...config import ModelConfig
 from ...layers import Sinusoidal
 from ..family import Family, Foreign, from_our_activation
 from ..steps import Fill, Join, Rename, Reshape, Step, Tensors, Tie
-from .encoders import plain_activation, write_head
+from .encoders import write_head
 
 _CLASSES = {
     "bart": {"BartForConditionalGeneration": "lm", "BartModel": "none"},
@@ -49,7 +49,7 @@ def read(theirs: Foreign) -> ModelConfig:
         embedding_norm=learned,
         scale_embeddings=theirs.get("scale_embedding", False),
         norm_place="post",
-        activation=plain_activation(theirs, "activation_function", "gelu"),
+        activation=theirs.activation("activation_function", "gelu"),
         tie_head=theirs.get("tie_word_embeddings", True),
         head_bias=head == "lm" and theirs.get("final_logits_bias", True),
         dropout=rate,
@@ -57,7 +57,7 @@ def read(theirs: Foreign) -> ModelConfig:
         attention_dropout=theirs.get("attention_dropout", 0.0),
         activation_dropout=theirs.get("activation_dropout", 0.0),
         bos_id=theirs.get("decoder_start_token_id", theirs.get("bos_token_id")),
-        eos_id=theirs.get("eos_token_id"),
+        eos_id=theirs.token_id("eos_token_id"),
         pad_id=theirs.get("pad_token_id", 0),
         init_std=theirs.get("init_std", 0.02),
     )

@@ -17,7 +17,6 @@ from .encoders import (
     layer,
     masked_head,
     modules,
-    plain_activation,
     read_fields,
     read_head,
     text_embeddings,
@@ -68,7 +67,7 @@ def read_text(theirs: Foreign, classes: dict[str, str], fields: Fields, activati
         **TEXT,
         **read_fields(theirs, fields),
         **read_head(theirs, classes, "tanh", "tanh"),
-        "activation": plain_activation(theirs, "hidden_act", activation),
+        "activation": theirs.activation("hidden_act", activation),
     }
     if ours["n_segments"] < 1:
         raise ValueError(f"config.json has type_vocab_size={ours['n_segments']}; {theirs.model_type} needs at least 1")

@@ -15,7 +15,6 @@ from .encoders import (
     layer,
     masked_head,
     modules,
-    plain_activation,
     read_fields,
     read_head,
     text_embeddings,
@@ -61,7 +60,7 @@ def read(theirs: Foreign) -> ModelConfig:
         **TEXT,
         **ours,
         **read_head(theirs, _CLASSES, pooler="none", class_pooler="relu"),
-        activation=plain_activation(theirs, "activation", "gelu"),
+        activation=theirs.activation("activation", "gelu"),
         norm_eps=1e-12,
         embedding_dropout=ours["dropout"],
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import ModelConfig
-from ...layers import GATED
 from ..family import Foreign
 from ..steps import Drop, Join, Rename, Step, Tensors, Tie
 
@@ -31,14 +30,6 @@ def write_fields(config: ModelConfig, fields: Fields) -> dict[str, Any]:
     """Their fields; what is None here is left out there, where it is the default."""
     values = {name: getattr(config, ours) for name, (ours, _) in fields.items()}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def plain_activation(theirs: Foreign, name: str, default: str) -> str:
-    """An activation without a gate: these feed-forward networks have one input matrix."""
-    ours = theirs.activation(name, default)
-    if ours in GATED:
-        raise ValueError(f"config.json has {name}={ours!r}, which has a gate; {theirs.model_type} has none")
-    return ours
 
 
 def read_head(theirs: Foreign, classes: Mapping[str, str], pooler: str, class_pooler: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from ...config import ModelConfig
 from ..family import Family, Foreign, from_our_activation
 from ..steps import Drop, Rename, Step, Tie, Transpose
-from .encoders import plain_activation, write_head
+from .encoders import write_head
 
 _HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
 
@@ -30,14 +30,14 @@ def read(theirs: Foreign) -> ModelConfig:
         positions="learned",
         norm_place="pre",
         norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        activation=plain_activation(theirs, "activation_function", "gelu_new"),
+        activation=theirs.activation("activation_function", "gelu_new"),
         tie_head=theirs.get("tie_word_embeddings", True),
         dropout=theirs.get("resid_pdrop", 0.1),
         attention_dropout=theirs.get("attn_pdrop", 0.1),
         embedding_dropout=theirs.get("embd_pdrop", 0.1),
         bos_id=theirs.get("bos_token_id"),
-        eos_id=theirs.get("eos_token_id"),
-        pad_id=theirs.get("pad_token_id", theirs.get("eos_token_id", 0)),
+        eos_id=theirs.token_id("eos_token_id"),
+        pad_id=theirs.get("pad_token_id", theirs.token_id("eos_token_id") or 0),
         init_std=theirs.get("initializer_range", 0.02),
     )
 

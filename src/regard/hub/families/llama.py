@@ -51,14 +51,10 @@ def read(theirs: Foreign) -> ModelConfig:
         tie_head=theirs.get("tie_word_embeddings", False),
         attention_dropout=theirs.get("attention_dropout", 0.0),
         bos_id=theirs.get("bos_token_id"),
-        eos_id=_first(theirs.get("eos_token_id")),
+        eos_id=theirs.token_id("eos_token_id"),
         pad_id=theirs.get("pad_token_id", 0),
         init_std=theirs.get("initializer_range", 0.02),
     )
-
-
-def _first(ids: Any) -> Any:
-    return ids[0] if isinstance(ids, list) else ids
 
 
 def _read_activation(theirs: Foreign) -> str:

@@ -52,7 +52,7 @@ def read(theirs: Foreign) -> ModelConfig:
         embedding_dropout=rate,
         activation_dropout=rate,
         bos_id=theirs.get("decoder_start_token_id", theirs.get("pad_token_id", 0)),
-        eos_id=theirs.get("eos_token_id"),
+        eos_id=theirs.token_id("eos_token_id"),
         pad_id=theirs.get("pad_token_id", 0),
     )
 

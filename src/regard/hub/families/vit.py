@@ -14,7 +14,6 @@ from .encoders import (
     drop_modules,
     layer,
     modules,
-    plain_activation,
     read_fields,
     read_head,
     write_fields,
@@ -60,7 +59,7 @@ def read(theirs: Foreign) -> ModelConfig:
         norm_place="pre",
         **ours,
         **read_head(theirs, _CLASSES, pooler=theirs.get("pooler_act", "tanh"), class_pooler="none"),
-        activation=plain_activation(theirs, "hidden_act", "gelu"),
+        activation=theirs.activation("hidden_act", "gelu"),
         embedding_dropout=ours["dropout"],
     )
 

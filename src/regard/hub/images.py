@@ -1,0 +1,145 @@
+"""A picture as a model was shown pictures in training: what a preprocessor_config.json says, done with Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Resize, crop the middle, scale to [0, 1], normalise per channel; what is None is not done."""
+
+    size: tuple[int, int] | int | None
+    """Height and width to resize to; one number: the shorter side, with the picture's shape kept."""
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    rescale: float = 1 / 255
+    resample: int = 2
+    """Pillow's number for the filter; 2 is bilinear."""
+    crop: tuple[int, int] | None = None
+    """Height and width of the middle that is kept; black surrounds a picture smaller than that."""
+
+    def __call__(self, image: Image) -> Tensor:
+        """pixels (1, C, height, width)"""
+        from PIL.Image import Resampling
+
+        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        if self.size is not None:
+            image = image.resize(self._resized(*image.size), Resampling(self.resample))
+        if self.crop is not None:
+            left, top = (image.width - self.crop[1]) // 2, (image.height - self.crop[0]) // 2
+            image = image.crop((left, top, left + self.crop[1], top + self.crop[0]))
+        pixels = torch.tensor(bytearray(image.tobytes()), dtype=torch.float32)
+        pixels = pixels.view(image.height, image.width, len(self.mean)).permute(2, 0, 1) * self.rescale
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        return ((pixels - mean[:, None, None]) / std[:, None, None])[None]
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after resizing; the longer side is rounded down, as transformers does."""
+        if isinstance(self.size, tuple):
+            return self.size[1], self.size[0]
+        side = self.size or 0
+        longer = int(side * max(width, height) / min(width, height))
+        return (side, longer) if width <= height else (longer, side)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], config: ModelConfig) -> ImageProcessor:
+        """From the fields of a preprocessor_config.json; what it asks for and we do not do is refused by name."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        clip = _is_clip(given)
+        for name, value in given.items():
+            if value and (name == "use_square_size" or (name.startswith("do_") and name not in _STEPS)):
+                raise ValueError(f"{name}={value!r}; regard does {', '.join(_STEPS)}")
+        n = config.n_channels
+        default_mean, default_std = (_CLIP_MEAN, _CLIP_STD) if clip else ([0.5] * n, [0.5] * n)
+        normalise = given.get("do_normalize", True)
+        mean = given.get("image_mean", default_mean) if normalise else [0.0] * n
+        std = given.get("image_std", default_std) if normalise else [1.0] * n
+        size = _size("size", given.get("size", config.image_size), square=not clip)
+        return cls(
+            size if given.get("do_resize", True) else None,
+            tuple(float(x) for x in mean),
+            tuple(float(x) for x in std),
+            rescale=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 1.0,
+            resample=_filter(given.get("resample", 3 if clip else 2)),
+            crop=_crop(given, config.image_size if clip else None) if given.get("do_center_crop", clip) else None,
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """The same as transformers writes it."""
+        size = {"shortest_edge": self.size} if isinstance(self.size, int) else _sides(self.size)
+        clip = self.crop is not None or isinstance(self.size, int)
+        return {
+            "image_processor_type": "CLIPImageProcessor" if clip else "ViTImageProcessor",
+            "do_resize": self.size is not None,
+            **({} if size is None else {"size": size}),
+            "resample": self.resample,
+            **({"do_center_crop": self.crop is not None} if clip else {}),
+            **({} if self.crop is None else {"crop_size": _sides(self.crop)}),
+            "do_rescale": True,
+            "rescale_factor": self.rescale,
+            "do_normalize": True,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+        }
+
+
+def _is_clip(fields: Mapping[str, Any]) -> bool:
+    """CLIP's processor differs from ViT's in its defaults, and in what one number for the size means."""
+    name = fields.get("image_processor_type", fields.get("feature_extractor_type", "ViTImageProcessor"))
+    for clip, kind in ((True, "CLIP"), (False, "ViT")):
+        if name in (f"{kind}FeatureExtractor", *(f"{kind}ImageProcessor{x}" for x in ("", "Fast", "Pil"))):
+            return clip
+    raise ValueError(f"image_processor_type={name!r}; regard does what ViTImageProcessor and CLIPImageProcessor do")
+
+
+def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
+    if isinstance(size, Mapping):
+        size = {side: value for side, value in size.items() if value is not None}
+    match size:
+        case int(side):
+            found: tuple[int, ...] = (side, side) if square else (side,)
+        case {"shortest_edge": int(side), **rest} if not rest:
+            found = (side,)
+        case {"height": int(height), "width": int(width), **rest} if not rest:
+            found = height, width
+        case [int(height), int(width)]:
+            found = height, width
+        case _:
+            raise ValueError(f"{name}={size!r} is neither a number, nor height and width, nor shortest_edge")
+    if min(found) < 1:
+        raise ValueError(f"{name}={size!r} must be at least 1")
+    return found[0] if len(found) == 1 else (found[0], found[1])
+
+
+def _crop(fields: Mapping[str, Any], default: int | None) -> tuple[int, int]:
+    size = fields.get("crop_size", default)
+    if size is None:
+        raise ValueError("do_center_crop=True, but there is no crop_size")
+    found = _size("crop_size", size, square=True)
+    if isinstance(found, int):
+        raise ValueError(f"crop_size={size!r} has no height and width")
+    return found
+
+
+def _filter(number: Any) -> int:
+    if number not in range(6):
+        raise ValueError(f"resample={number!r} is none of Pillow's filters, 0 to 5")
+    return int(number)
+
+
+def _sides(size: tuple[int, int] | None) -> dict[str, int] | None:
+    return None if size is None else {"height": size[0], "width": size[1]}

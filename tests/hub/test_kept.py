@@ -1,0 +1,125 @@
+"""What a config of ours cannot say, or only others read, is still there after loading and saving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from regard.errors import BadModelFile
+from regard.hub import keeping_token_ids, token_ids, write_config
+from regard.hub.family import Foreign, from_our_activation
+from regard.io import load
+from regard.layers import ACTIVATIONS, GATED
+
+from .helpers import THEIRS, edit_json, ours, theirs
+
+TOKEN_KINDS = [kind for kind in THEIRS if kind != "vit"]
+FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def directory(kind: str, to: Path, **changes: Any) -> Path:
+    """A directory of transformers' whose config.json was changed; here None is written as null."""
+    theirs(kind).save_pretrained(to)
+    (to / "config.json").write_text(json.dumps(config_of(to) | changes), encoding="utf-8")
+    return to
+
+
+def without(folder: Path, *names: str) -> Path:
+    edit_json(folder / "config.json", **dict.fromkeys(names))
+    return folder
+
+
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+def test_token_ids_are_saved_as_they_came(tmp_path: Path, kind: str) -> None:
+    folder = directory(kind, tmp_path / "theirs")
+    saved = load(folder).save(tmp_path / "ours")
+    assert token_ids(config_of(saved)) == token_ids(config_of(folder))
+    one, other = (hf.AutoConfig.from_pretrained(x) for x in (folder, saved))
+    assert [getattr(one, name, None) for name in FIELDS] == [getattr(other, name, None) for name in FIELDS]
+    twice = load(saved).save(tmp_path / "twice")
+    assert config_of(twice) == config_of(saved)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "t5", "bart", "marian"])
+def test_several_ends_and_no_padding(tmp_path: Path, kind: str) -> None:
+    folder = directory(kind, tmp_path / "theirs", eos_token_id=[3, 4, 5], pad_token_id=None, bad_words_ids=[[7]])
+    model = load(folder)
+    assert model.config.eos_id == 3
+    for saved in (model.save(tmp_path / "ours"), load(tmp_path / "ours").save(tmp_path / "twice")):
+        fields = config_of(saved)
+        assert fields["eos_token_id"] == [3, 4, 5]
+        assert fields["bad_words_ids"] == [[7]]
+        assert "pad_token_id" in fields
+        assert fields["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+def test_a_missing_token_id_stays_missing(tmp_path: Path, kind: str) -> None:
+    """transformers then takes its own default, which null would not give."""
+    gone = ("bos_token_id", "eos_token_id", "pad_token_id")
+    folder = without(directory(kind, tmp_path / "theirs"), *gone)
+    fields = config_of(load(folder).save(tmp_path / "ours"))
+    assert not set(gone) & set(fields)
+
+
+def test_a_value_changed_here_counts(tmp_path: Path) -> None:
+    model = load(directory("llama", tmp_path / "theirs", eos_token_id=[3, 4], pad_token_id=None))
+    model.config = model.config.with_(eos_id=4, pad_id=6)
+    fields = config_of(model.save(tmp_path / "ours"))
+    assert (fields["eos_token_id"], fields["pad_token_id"]) == (4, 6)
+
+
+def test_ids_of_another_kind_of_model_are_not_taken_over(tmp_path: Path) -> None:
+    model = ours(positions="learned", norm_place="pre", activation="gelu_tanh")
+    model.provenance = load(directory("llama", tmp_path / "theirs", eos_token_id=[2, 4])).provenance
+    assert config_of(model.save(tmp_path / "ours"))["eos_token_id"] == 2
+
+
+def test_ids_that_cannot_be_read_are_not_kept() -> None:
+    written = write_config(ours(positions="learned", norm_place="pre", activation="gelu_tanh").config)
+    assert keeping_token_ids(written, token_ids(written.fields) | {"eos_token_id": "</s>"}) == written
+
+
+@pytest.mark.parametrize("kind", ["llama", "bart", "vit"])
+def test_generation_config_is_copied_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+    content = b'{ "eos_token_id": [3, 4, 5],\n\n  "temperature": 0.6 }'
+    folder = directory(kind, tmp_path / "theirs")
+    (folder / "generation_config.json").write_bytes(content)
+    saved = load(folder).save(tmp_path / "ours")
+    assert (saved / "generation_config.json").read_bytes() == content
+    again = load(saved)
+    assert again.provenance.verified == "verified"
+    assert (again.save(tmp_path / "twice") / "generation_config.json").read_bytes() == content
+
+
+def test_a_generation_config_that_leads_out_is_refused(tmp_path: Path) -> None:
+    folder = directory("llama", tmp_path / "theirs")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("{}")
+    (folder / "generation_config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(BadModelFile, match="generation_config"):
+        load(folder)
+
+
+# ------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_gated_activation_is_no_foreign_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"hidden_act='{name}'"):
+        Foreign({"hidden_act": name}).activation("hidden_act", "gelu")
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_goes_there_and_back(name: str) -> None:
+    spelled = from_our_activation(name)
+    assert spelled in hf.activations.ACT2FN
+    assert Foreign({"hidden_act": spelled}).activation("hidden_act", "relu") == name
