@@ -75,7 +75,7 @@ def timed(ask: Question, make: Callable[[], AttentionMap], repeats: int) -> floa
     return statistics.median(taken)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16_384)
     parser.add_argument("--heads", type=int, default=8)
@@ -94,13 +94,17 @@ def main() -> None:
     matrix = options.heads * options.length**2 * 4 / (1 << 20)
     print(f"{options.heads} heads, length {options.length}, width {options.width}, fp32, causal, T5 bias")
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; the matrix would take {matrix:,.0f} MiB\n")
-    print(f"{'question':36}{'heads':>6}{'median ms':>12}{'bar ms':>9}{'peak growth MiB':>18}")
-    before = peak_mib()
+    print(f"{'question':36}{'heads':>6}{'median ms':>12}{'bar ms':>9}{'':>6}{'peak growth MiB':>18}")
+    before, missed = peak_mib(), 0
     for row in questions(options.length, options.heads):
         seconds = timed(row.ask, (lambda: asked) if row.warm else fresh, options.repeats)
         bar = "" if row.bar is None else f"{row.bar * 1e3:.0f}"
-        print(f"{row.what:36}{row.heads:>6}{seconds * 1e3:>12.1f}{bar:>9}{peak_mib() - before:>18.0f}", flush=True)
+        verdict = "" if row.bar is None else "PASS" if seconds <= row.bar else "FAIL"
+        missed += verdict == "FAIL"
+        growth = peak_mib() - before
+        print(f"{row.what:36}{row.heads:>6}{seconds * 1e3:>12.1f}{bar:>9}{verdict:>6}{growth:>18.0f}", flush=True)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

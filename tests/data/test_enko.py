@@ -357,6 +357,32 @@ def test_an_example_depends_on_its_place_alone(corpus: EnKo) -> None:
     assert len({pair.source for pair in forwards}) > 12
 
 
+@pytest.mark.parametrize(
+    ("split", "source", "target"),
+    [
+        (
+            "train",
+            "[plain] The park that Ms. Kim will see will not be quiet.",
+            "김 선생님께서 보실 공원은 조용하지 않을 것이다.",
+        ),
+        ("valid", "[plain] I am happy, so I praise the firefighter.", "나는 행복해서 소방관을 칭찬한다."),
+        (
+            "combinations",
+            "[formal] The lazy chefs receive the boss's flower at the post office.",
+            "게으른 요리사들은 우체국에서 사장님의 꽃을 받습니다.",
+        ),
+        (
+            "longer",
+            "[plain] The interesting drama ended, so the girl that the carpenter is calling laughed.",
+            "재미있는 드라마가 끝나서 목수가 부르고 있는 소녀는 웃었다.",
+        ),
+    ],
+)
+def test_an_index_means_the_same_everywhere(corpus: EnKo, split: str, source: str, target: str) -> None:
+    # A change of grammar that alters these alters every run that names its data by index: raise _EDITION with it.
+    assert (corpus.example(split, 0).source, corpus.example(split, 0).target) == (source, target)
+
+
 def test_no_held_out_combination_is_trained_on(train: list[Pair]) -> None:
     met = {found for pair in train for found in combinations_of(pair.structure)}
     assert not met & HELD_OUT.keys()

@@ -77,7 +77,7 @@ WRITTEN = [
         "작은 노란 하트 왼쪽, 작은 주황색 마름모 아래에 있는 큰 검은 고리",
     ),
     (
-        scene("counted", "large purple triangle", "large purple triangle", "large purple triangle", "small purple triangle"),
+        scene("counted", *["large purple triangle"] * 3, "small purple triangle"),
         "three large purple triangles and a small purple triangle",
         "큰 보라색 삼각형 세 개와 작은 보라색 삼각형 한 개",
     ),
@@ -163,6 +163,19 @@ def test_an_example_depends_on_its_place_alone(corpus: Shapes) -> None:
     assert forwards == [open_corpus("shapes").example(*place) for place in reversed(places)][::-1]
     assert all(np.array_equal(picture.image, picture.image) for picture in forwards)
     assert fingerprint(corpus, 4) == fingerprint(Shapes(), 4)
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ("train", "a large yellow heart left of a large purple diamond and right of a small yellow circle"),
+        ("valid", "a small orange circle above a small pink heart"),
+        ("combinations", "a small orange diamond"),
+    ],
+)
+def test_an_index_means_the_same_everywhere(corpus: Shapes, split: str, said: str) -> None:
+    # A change that alters these alters every run that names its data by index: raise _EDITION with it.
+    assert corpus.example(split, 0).caption == said
 
 
 def test_images_are_pixels(corpus: Shapes) -> None:

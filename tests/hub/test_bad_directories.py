@@ -561,7 +561,7 @@ def test_a_sentencepiece_model_that_is_none(folder: Path, content: bytes) -> Non
     refused(folder, "does not number its tokens")
 
 
-@pytest.mark.parametrize("fields", [{"size": "big"}, {"image_mean": 3}, {"image_std": ["x"]}, {"resample": None}])
+@pytest.mark.parametrize("fields", [{"size": "big"}, {"image_mean": 3}, {"image_std": ["x"] * 3}, {"resample": None}])
 def test_an_image_processor_that_is_none(tmp_path: Path, fields: dict[str, Any]) -> None:
     theirs("vit").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(fields))

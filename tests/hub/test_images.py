@@ -90,6 +90,15 @@ def test_missing_fields_mean_the_defaults_of_their_kind() -> None:
         assert (read.crop is not None) == bool(made.do_center_crop)
 
 
+@pytest.mark.parametrize("step", ["do_resize", "do_center_crop", "do_rescale", "do_normalize"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_null_is_a_step_not_taken(name: str, step: str) -> None:
+    fields = {"size": {"height": 18, "width": 17}, "crop_size": SQUARE, step: None}
+    told = MAKERS[name].from_dict(fields)(picture(31, 22), return_tensors="np")["pixel_values"]
+    pixels = ImageProcessor.read({"image_processor_type": name, **fields}, CONFIG)(picture(31, 22))
+    torch.testing.assert_close(pixels, torch.as_tensor(np.asarray(told)).float(), atol=1e-4, rtol=1e-5)
+
+
 def test_a_grey_picture_for_one_channel() -> None:
     processor = ImageProcessor.read({"size": SQUARE}, CONFIG.with_(n_channels=1))
     assert processor(picture(31, 22)).shape == (1, 1, 16, 16)
@@ -108,6 +117,8 @@ def test_a_grey_picture_for_one_channel() -> None:
         {"do_pad": True},
         {"do_flip_channel_order": True},
         {"use_square_size": True},
+        {"image_mean": [0.5]},
+        {"image_std": [0.5] * 4},
         {"resample": 9},
         {"resample": "bilinear"},
     ],

@@ -58,24 +58,21 @@ class ImageProcessor:
     @classmethod
     def read(cls, fields: Mapping[str, Any], config: ModelConfig) -> ImageProcessor:
         """From the fields of a preprocessor_config.json; what it asks for and we do not do is refused by name."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        clip = _is_clip(given)
-        for name, value in given.items():
+        clip = _is_clip(fields)
+        for name, value in fields.items():
             if value and (name == "use_square_size" or (name.startswith("do_") and name not in _STEPS)):
                 raise ValueError(f"{name}={value!r}; regard does {', '.join(_STEPS)}")
-        n = config.n_channels
-        default_mean, default_std = (_CLIP_MEAN, _CLIP_STD) if clip else ([0.5] * n, [0.5] * n)
-        normalise = given.get("do_normalize", True)
-        mean = given.get("image_mean", default_mean) if normalise else [0.0] * n
-        std = given.get("image_std", default_std) if normalise else [1.0] * n
-        size = _size("size", given.get("size", config.image_size), square=not clip)
+        # To transformers a missing step is its kind's default, and null is a step not taken.
+        side = config.image_size
+        mean, std = _normalising(fields, config.n_channels, clip)
+        resize = fields.get("do_resize", True)
         return cls(
-            size if given.get("do_resize", True) else None,
-            tuple(float(x) for x in mean),
-            tuple(float(x) for x in std),
-            rescale=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 1.0,
-            resample=_filter(given.get("resample", 3 if clip else 2)),
-            crop=_crop(given, config.image_size if clip else None) if given.get("do_center_crop", clip) else None,
+            _size("size", fields.get("size", side), square=not clip) if resize else None,
+            mean,
+            std,
+            rescale=float(fields.get("rescale_factor", 1 / 255)) if fields.get("do_rescale", True) else 1.0,
+            resample=_filter(fields.get("resample", 3 if clip else 2)) if resize else 2,
+            crop=_crop(fields.get("crop_size", side if clip else None)) if fields.get("do_center_crop", clip) else None,
         )
 
     def fields(self) -> dict[str, Any]:
@@ -99,11 +96,24 @@ class ImageProcessor:
 
 def _is_clip(fields: Mapping[str, Any]) -> bool:
     """CLIP's processor differs from ViT's in its defaults, and in what one number for the size means."""
-    name = fields.get("image_processor_type", fields.get("feature_extractor_type", "ViTImageProcessor"))
+    name = fields.get("image_processor_type") or fields.get("feature_extractor_type") or "ViTImageProcessor"
     for clip, kind in ((True, "CLIP"), (False, "ViT")):
         if name in (f"{kind}FeatureExtractor", *(f"{kind}ImageProcessor{x}" for x in ("", "Fast", "Pil"))):
             return clip
     raise ValueError(f"image_processor_type={name!r}; regard does what ViTImageProcessor and CLIPImageProcessor do")
+
+
+def _normalising(fields: Mapping[str, Any], n: int, clip: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and spread of each of the n channels; without the step, those that change nothing."""
+    if not fields.get("do_normalize", True):
+        return (0.0,) * n, (1.0,) * n
+    found = []
+    for name, default in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD)):
+        values = fields.get(name, default if clip else (0.5,) * n)
+        if not isinstance(values, list | tuple) or len(values) != n:
+            raise ValueError(f"{name}={values!r} is not one number for each of n_channels={n}")
+        found.append(tuple(float(x) for x in values))
+    return found[0], found[1]
 
 
 def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
@@ -125,8 +135,7 @@ def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
     return found[0] if len(found) == 1 else (found[0], found[1])
 
 
-def _crop(fields: Mapping[str, Any], default: int | None) -> tuple[int, int]:
-    size = fields.get("crop_size", default)
+def _crop(size: Any) -> tuple[int, int]:
     if size is None:
         raise ValueError("do_center_crop=True, but there is no crop_size")
     found = _size("crop_size", size, square=True)

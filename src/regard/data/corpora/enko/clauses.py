@@ -263,7 +263,7 @@ class Clauses(Phrases):
         elif throw < 40 and verb.places:
             place = self.draws.choice(verb.places)
             clause["place"] = {"noun": place} if "bare" in NOUNS[place].tags else {"noun": place, "det": "the"}
-        if "state" not in verb.marks:
+        if "state" not in verb.marks and verb.key != "become":
             self._time(clause, 0.35)
 
     def _adverb(self, clause: Node, verb: Verb) -> None:

@@ -26,7 +26,7 @@ _LESSER = frozenset({"mass", "bare", "unique", "plural", "nocount"})
 
 def _may_be_owned(noun: Noun) -> bool:
     """my dog, my friend, our house; but not my tiger, my thief or my mountain."""
-    if noun.tags & {"person", "place", "event", "nature", "travels", "wild", "food"}:
+    if noun.tags & {"person", "place", "event", "nature", "travels", "wild", "food", "pleasure"}:
         return "own" in noun.tags
     return True
 
@@ -83,7 +83,7 @@ class Phrases:
     def _possess(self, node: Node, noun: Noun) -> None:
         """Relatives are always somebody's: mine, ours, Minsu's."""
         throw = self.draws.below(10)
-        if throw < 2:
+        if throw < 2 and "spouse" not in noun.tags:
             node["owner"] = {"noun": self.draws.choice(_NAMES)}
         else:
             node["det"] = "our" if throw < 4 and not noun.tags & {"plural", "spouse"} else "my"

@@ -16,7 +16,7 @@ from .words import Node
 
 __all__ = ["MOST_WORDS", "Sentences", "draw_longer", "draw_sentence", "nouns_repeat"]
 
-MOST_WORDS = 16
+MOST_WORDS = 13
 """English words of a training sentence at most, its tag included."""
 
 _REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
@@ -53,6 +53,11 @@ def draw_sentence(draws: Draws, keep: Keep) -> tuple[Node, bool]:
 def draw_longer(draws: Draws) -> Node:
     """A structure that embeds at least twice, of words and combinations met in training."""
     return Sentences(draws, "train").deep()
+
+
+def _is_deed(clause: Node) -> bool:
+    """Whether something is done or happens, rather than being so."""
+    return clause["predicate"] in VERBS and "state" not in VERBS[clause["predicate"]].marks
 
 
 class Sentences(Embedding):
@@ -127,7 +132,7 @@ class Sentences(Embedding):
         content = self.any_clause(embedded=True)
         if verb != "hope that":
             return content
-        while content["predicate"] not in VERBS or "state" in VERBS[content["predicate"]].marks:
+        while not _is_deed(content):
             content = self.any_clause(embedded=True)
         for part in ("aspect", "time", "frequency"):
             content.pop(part, None)
@@ -199,17 +204,24 @@ class Sentences(Embedding):
         register = self.draws.choice(REGISTERS)
         throw = self.draws.below(3)
         if throw == 0:  # think that … who … the thing that …
-            report = self.report()
-            content = self.with_relative(both=self.draws.chance(0.8))
-            if report["predicate"] == "hope that":
-                content.pop("aspect", None)
-                content["tense"] = "future"
-            return {"register": register, "clause": {**report, "content": content}}
+            return {"register": register, "clause": self._report_of_relatives(both=self.draws.chance(0.8))}
         sentence = self.joined(register, may_share=False)
         if throw == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
-            tense = sentence["clause"]["tense"]
-            sentence["clause"] = {**self.with_relative(both=self.draws.chance(0.7)), "tense": tense}
-            sentence["clause"].pop("aspect", None)
+            main = self.with_relative(both=self.draws.chance(0.7))
+            while not _is_deed(main):
+                main = self.with_relative(both=self.draws.chance(0.7))
+            main.pop("aspect", None)
+            sentence["clause"] = {**main, "tense": sentence["clause"]["tense"]}
         else:  # …, but somebody thinks that … the thing that …
-            sentence["clause"] = {**self.report(), "content": self.with_relative()}
+            sentence["clause"] = self._report_of_relatives(both=False)
         return sentence
+
+    def _report_of_relatives(self, both: bool) -> Node:
+        report = self.report()
+        content = self.with_relative(both=both)
+        if report["predicate"] == "hope that":
+            while not _is_deed(content):
+                content = self.with_relative(both=both)
+            content.pop("aspect", None)
+            content["tense"] = "future"
+        return {**report, "content": content}
