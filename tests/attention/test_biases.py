@@ -291,3 +291,19 @@ def test_a_new_bias_is_its_tile_or_its_function_of_distance() -> None:
         Bias().dense(frame, heads, heads)
     with pytest.raises(NotImplementedError):
         RelativeBias().dense(frame, heads, heads)
+
+
+def test_a_tile_that_is_one_value_a_head_is_not_laid_out() -> None:
+    """Far from the diagonal T5's bias is level; the tile is then a view, and still the right one."""
+    bias, frame = T5Bias(3, n_buckets=8, max_distance=16), Frame.aligned(1, 3, 200, 200)
+    q = torch.zeros(1, 3, 200, 4)
+    with torch.no_grad():
+        operands = bias.operands(frame)
+        level = bias.tile(slice(150, 180), slice(10, 60), frame, operands, q[:, :, :30], q[:, :, :50])
+        laid_out = bias.tile(slice(150, 180), slice(140, 190), frame, operands, q[:, :, :30], q[:, :, :50])
+        dense = bias.dense(frame, q, q)
+    assert level.shape == laid_out.shape == (1, 3, 30, 50)
+    assert level.stride()[2:] == (0, 0)
+    assert laid_out.stride()[2:] != (0, 0)
+    assert torch.equal(level, dense[:, :, 150:180, 10:60])
+    assert torch.equal(laid_out, dense[:, :, 150:180, 140:190])

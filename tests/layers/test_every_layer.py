@@ -182,7 +182,7 @@ def test_cuda_equals_cpu(layer: tuple[Callable[[], nn.Module], Args], fresh_comp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bad_ids_on_cuda_are_an_error_and_not_a_lost_device() -> None:
     with pytest.raises(ValueError, match="token ids goes up to 9, but vocab_size=9"):
-        TokenEmbedding(9, 4).cuda()(torch.tensor([9], device="cuda"))
+        TokenEmbedding(9, 4).cuda()(torch.tensor([[9]], device="cuda"))
     assert torch.ones(2, device="cuda").sum().item() == 2
 
 

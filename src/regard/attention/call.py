@@ -111,9 +111,13 @@ def hide(scores: Tensor, allowed: Tensor, nothing: float) -> Tensor:
     return torch.minimum(scores, ceiling, out=scores)
 
 
-def exp_(x: Tensor) -> Tensor:
-    """eˣ in place, as 2 to the x·log₂e: on a CPU exp2 takes a third of exp's time, a tenth where x is far below 0."""
-    return x.mul_(1 / math.log(2)).exp2_()
+def exp_minus_(x: Tensor, m: Tensor) -> Tensor:
+    """exp(x - m) in place, as 2 to the (x - m)·log₂e, in two passes over x.
+
+    On a CPU exp2 takes a third of exp's time, and a tenth where its argument is far below 0.
+    """
+    log2_e = 1 / math.log(2)
+    return torch.add(m * -log2_e, x, alpha=log2_e, out=x).exp2_()
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .backends import prepare
 from .biases import Bias
-from .call import Scoring, exp_
+from .call import Scoring, exp_minus_
 from .frame import ALL, Frame, Span, span_length
 from .masks import Mask
 from .scores import Mechanism
@@ -149,7 +149,7 @@ class AttentionMap:
             for col_span, masked, there in on.visible(row_span, some_cols):
                 scores = on.scores(row_span, col_span, masked)
                 # A row that sees nothing has lse = +inf and becomes 0 either way.
-                out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if on.linear else exp_(scores.sub_(lse))
+                out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if on.linear else exp_minus_(scores, lse)
         return out
 
     def row(self, i: int) -> Tensor:

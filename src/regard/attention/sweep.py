@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .call import Scoring, exp_
+from .call import Scoring, exp_minus_
 from .frame import Span, span_length
 from .masks import BlockPlan
 from .masks.plan import EMPTY, PARTIAL
@@ -75,7 +75,7 @@ class Sweep:
             m = m if self.linear else lse.masked_fill(lse == INF, 0)
             for cols, masked in blocks:
                 p = self.scores(rows, cols, masked)
-                yield cols, p if self.linear else exp_(p.sub_(m)), m
+                yield cols, p if self.linear else exp_minus_(p, m), m
             return
         top, total = torch.full_like(lse, -INF), torch.zeros_like(lse)
         for cols, masked in blocks:
@@ -83,7 +83,7 @@ class Sweep:
             if not self.linear:
                 new_top = torch.maximum(top, p.amax(-1, keepdim=True))
                 m = new_top.masked_fill(new_top == -INF, 0)  # a row that has seen nothing yet
-                exp_(p.sub_(m))
+                exp_minus_(p, m)
                 total.mul_(torch.exp(top - m))
                 top = new_top
             total.add_(p.sum(-1, keepdim=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import gradients
-from .call import Call, exp_, take
+from .call import Call, exp_minus_, take
 from .dropout import draw_seed, keep_tile
 from .frame import Span
 from .reference import weigh
@@ -82,7 +82,7 @@ def _forward(call: Call, operands: tuple[Operands, Operands]) -> tuple[Tensor, T
             scores = call.tile(rows, cols, operands, masked=partial)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = torch.where(new_top == float("-inf"), 0, new_top)  # a row that has seen nothing yet
-            weights = exp_(scores.sub_(shift))
+            weights = exp_minus_(scores, shift)
             fade = torch.exp(top - shift)
             total.mul_(fade).add_(weights.sum(-1, keepdim=True))
             if call.dropout > 0:
@@ -108,7 +108,7 @@ def _backward(
         q_rows, d_rows = q[:, :, rows], by_group(d_output[:, :, rows], groups)
         for cols, partial in _tiles(call, rows, blocks):
             k_cols, v_cols = take(k, cols), take(v, cols)
-            weights = exp_(call.tile(rows, cols, operands, masked=partial).sub_(lse[:, :, rows, None]))
+            weights = exp_minus_(call.tile(rows, cols, operands, masked=partial), lse[:, :, rows, None])
             d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
             kept = weights
             if call.dropout > 0:

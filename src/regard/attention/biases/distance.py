@@ -34,7 +34,11 @@ class RelativeBias(Bias):
         stretch = self._stretch(rows, cols, frame)
         if stretch is not None:
             start, stop, n_rows = stretch
-            return toeplitz(by_distance[:, start:stop], n_rows)[None]  # (1, H, R, C)
+            values = by_distance[:, start:stop]
+            if _is_level(values):
+                n_heads, n_cols = len(values), stop - start - n_rows + 1
+                return values[None, :, :1, None].expand(1, n_heads, n_rows, n_cols)
+            return toeplitz(values, n_rows)[None]  # (1, H, R, C)
         at = frame.site(rows, cols)
         distance = (at.j - at.i)[:, 0]  # (B or 1, R, C)
         return by_distance[:, distance - frame.reach()[0]].transpose(0, 1)  # (B or 1, H, R, C)
@@ -68,6 +72,16 @@ class RelativeBias(Bias):
     def check(self, frame: Frame) -> None:
         if self.n_heads != frame.n_heads:
             raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
+
+
+def _is_level(values: Tensor) -> bool:
+    """Whether a tile is one value a head, as T5's are far from the diagonal: then nothing has to be laid out.
+
+    Asked only where the answer is free: on a CPU, outside of a graph.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or values.device.type != "cpu":
+        return False
+    return bool((values == values[:, :1]).all())
 
 
 class Alibi(RelativeBias):
