@@ -112,12 +112,11 @@ def hide(scores: Tensor, allowed: Tensor, nothing: float) -> Tensor:
 
 
 def exp_minus_(x: Tensor, m: Tensor) -> Tensor:
-    """exp(x - m) in place, as 2 to the (x - m)·log₂e, in two passes over x.
+    """exp(x - m) in place, as 2 to the (x - m)·log₂e; the difference first, or large scores would lose their digits.
 
     On a CPU exp2 takes a third of exp's time, and a tenth where its argument is far below 0.
     """
-    log2_e = 1 / math.log(2)
-    return torch.add(m * -log2_e, x, alpha=log2_e, out=x).exp2_()
+    return x.sub_(m).mul_(1 / math.log(2)).exp2_()
 
 
 @dataclass(frozen=True, eq=False)
