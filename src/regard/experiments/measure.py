@@ -124,5 +124,5 @@ def _answer(function: str, arguments: dict[str, Any]) -> str:
         module, name = function.split(":")
         call = cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
         return json.dumps({"result": call(**arguments)}, allow_nan=False)
-    except Exception as failure:
+    except Exception as failure:  # whatever it was, the parent is told; this process has no one else to tell
         return json.dumps({"error": f"{type(failure).__name__}: {failure}"})

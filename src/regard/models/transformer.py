@@ -12,6 +12,7 @@ from .block import Memory
 from .heads import ClassHead, Pooler, TokenHead
 from .model import Model, padding_mask
 from .stack import Stack
+from .translating import SourceToTarget
 from .vision import source_embeddings, vision_inputs
 
 
@@ -110,7 +111,7 @@ class Encoder(Model):
         return self.pooler(states, padding_mask(keep))
 
 
-class EncoderDecoder(Model):
+class EncoderDecoder(SourceToTarget):
     """Sequence to sequence (the paper's Transformer, T5, BART, Marian; with images, a captioner)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -160,44 +161,6 @@ class EncoderDecoder(Model):
         keep, positions = _in_cache(keep, positions, cache)
         x = self.target_embeddings(table(target), _positions(self.config, target, positions, cache))
         return self.decoder(x, mask=padding_mask(keep), positions=positions, memory=memory, cache=cache)
-
-    def hidden(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        source_keep: Tensor | None = None,
-        target_keep: Tensor | None = None,
-        source_positions: Tensor | None = None,
-        target_positions: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """The decoder's states (B, T, M), before the head."""
-        memory = self.encode(source, keep=source_keep, positions=source_positions)
-        return self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
-
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        source_keep: Tensor | None = None,
-        target_keep: Tensor | None = None,
-        source_positions: Tensor | None = None,
-        target_positions: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """source and target tokens → next-token logits (B, T, V)."""
-        x = self.hidden(
-            source,
-            target,
-            source_keep=source_keep,
-            target_keep=target_keep,
-            source_positions=source_positions,
-            target_positions=target_positions,
-            cache=cache,
-        )
-        return x if self.head is None else self.head(x, self.output_table)
 
 
 def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:

@@ -13,7 +13,8 @@ from ...config import ModelConfig
 from .. import parts
 from ..block import Memory
 from ..heads import TokenHead
-from ..model import Model, padding_mask
+from ..model import padding_mask
+from ..translating import SourceToTarget
 from .alignment import View, real_keys
 from .cache import MemoryCache, StateCache
 from .decoder import BahdanauDecoder, LuongDecoder, PlainDecoder, linear
@@ -60,7 +61,7 @@ class Bridge(nn.Module):
         return *(torch.tanh(h) for h in mapped[: self.n_layers]), *mapped[self.n_layers :]
 
 
-class Recurrent(Model):
+class Recurrent(SourceToTarget):
     """Sequence to sequence with LSTM or GRU layers.   source (B, S), target (B, T) → (B, T, V)
 
     ``alignment`` chooses the decoder: none, Bahdanau's additive, or Luong's dot, general and concat. The encoder reads
@@ -150,44 +151,6 @@ class Recurrent(Model):
         attention = self.decoder.cross_attention
         view = None if attention is None else attention.view(memory)
         return view, self.decoder.first(self.bridge(memory.final))
-
-    def hidden(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        source_keep: Tensor | None = None,
-        target_keep: Tensor | None = None,
-        source_positions: Tensor | None = None,
-        target_positions: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """The decoder's states (B, T, M), before the head."""
-        memory = self.encode(source, keep=source_keep, positions=source_positions)
-        return self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
-
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        source_keep: Tensor | None = None,
-        target_keep: Tensor | None = None,
-        source_positions: Tensor | None = None,
-        target_positions: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """source and target tokens → next-token logits (B, T, V)."""
-        x = self.hidden(
-            source,
-            target,
-            source_keep=source_keep,
-            target_keep=target_keep,
-            source_positions=source_positions,
-            target_positions=target_positions,
-            cache=cache,
-        )
-        return x if self.head is None else self.head(x, self.output_table)
 
 
 def _real(name: str, tokens: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor | None:

@@ -34,7 +34,7 @@ class EnKo:
         attempt = 0
         while True:
             draws = Draws(self.name, _EDITION, split, index, attempt)
-            pair = _longer(draws) if split == "longer" else _usual(draws, split)  # type: ignore[arg-type]
+            pair = _longer(draws) if split == "longer" else _usual(draws, split)  # type: ignore[arg-type]  # check_place knows the splits
             if pair is not None:
                 return pair
             attempt += 1
