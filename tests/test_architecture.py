@@ -54,7 +54,7 @@ OWNERS: dict[str, set[str]] = {
     "torchao": {"export"},
     "fastapi": {"web"},
     "uvicorn": {"web"},
-    "matplotlib": {"lens", "experiments"},
+    "matplotlib": {"lens", "experiments", "training"},
     "sacrebleu": {"training"},
     "tensorboard": {"training"},
     "torch.utils.tensorboard": {"training"},

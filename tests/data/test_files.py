@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from regard.data.examples import BadData, DataConfig, ImageExample, Labelled, Pair, Report, Text, key_of
+from regard.config import DataConfig
+from regard.data.examples import BadData, ImageExample, Labelled, Pair, Report, Text, key_of
 from regard.data.images import image_batch, pixels_of, read_idx
 from regard.data.lines import read_lines
 from regard.data.sources import Source, open_source

@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .examples import DataConfig, Format, Kind, Report
+from ..config import DataConfig, Format, Kind
+from .examples import Report
 from .files import Schema, csv_records
 from .lines import read_lines, suffix_of
 

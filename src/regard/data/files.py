@@ -13,7 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from .examples import BadData, DataConfig, Kind, Report, Text
+from ..config import DataConfig, Kind
+from .examples import BadData, Report, Text
 from .lines import open_bytes, read_lines
 
 __all__ = ["Row", "Schema", "read_caption_json", "read_csv", "read_jsonl", "read_parallel", "read_texts", "read_tsv"]

@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, cast
 
-from .examples import BadData, DataConfig, Report
+from ..config import DataConfig
+from .examples import BadData, Report
 
 __all__ = ["open_bytes", "read_lines", "stem_of", "suffix_of"]
 

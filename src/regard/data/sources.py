@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..config import DataConfig, Kind
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
-from .examples import BadData, DataConfig, Example, ImageExample, Kind, Labelled, Pair, Report, Text
+from .examples import BadData, Example, ImageExample, Labelled, Pair, Report, Text
 from .files import Row
 from .images import IdxImages, check_image
 from .places import Place, place_of, rows_of
@@ -101,11 +102,15 @@ def _written(source: str | Path | Sequence[str | Path]) -> str:
     return str(source) if isinstance(source, str | Path) else ",".join(str(part) for part in source)
 
 
-_MEANT_FOR_CORPORA = {"source", "kind", "valid_rows", "epoch_examples"}
+# Options about files, which an embedded corpus has none of.
+_ABOUT_FILES = {
+    *("valid", "format", "columns", "header", "labels", "images", "documents", "valid_fraction", "split_seed"),
+    *("deduplicated", "bad_lines", "normalise", "max_chars", "max_pixels", "check_images"),
+}
 
 
 def _from_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
-    if strange := config.model_fields_set - _MEANT_FOR_CORPORA:
+    if strange := config.model_fields_set & _ABOUT_FILES:
         raise ValueError(f"{min(strange)} means nothing to the embedded corpus {corpus.name}")
     views = {}
     for split in corpus.splits:

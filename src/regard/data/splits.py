@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .examples import DataConfig, Example, ImageExample, Labelled, Pair, Text, key_of
+from ..config import DataConfig
+from .examples import Example, ImageExample, Labelled, Pair, Text, key_of
 from .hashing import stable_key
 
 __all__ = ["Split", "firsts", "held_out", "hold_out_tail", "sha256_of"]

@@ -1,4 +1,4 @@
-"""What a model is, in one place: every size and every choice as a checked field. No torch here.
+"""What a model is: every size and every choice as a checked field.
 
 Features decide behaviour, never a model's name: GPT-2, BERT or T5 are rows of values (``presets.py``), not classes.
 """
@@ -6,9 +6,11 @@ Features decide behaviour, never a model's name: GPT-2, BERT or T5 are rows of v
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import model_validator
+
+from .base import Config
 
 Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
 Source = Literal["text", "image", "regions"]
@@ -17,22 +19,6 @@ Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu")
 Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "linear"]
 Mixer = Literal["dot", "additive", "linear", "performer", "linformer", "fourier"]
-
-
-class Config(BaseModel):
-    """Base of all configs: frozen, no unknown fields, and an error that offers the nearest name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise ValueError(_one_sentence(error, type(self))) from None
-
-    def with_(self, **changes: Any) -> Self:
-        """The same config with some fields changed, checked again."""
-        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
 
 class RopeScalingConfig(Config):
@@ -373,15 +359,3 @@ def _check_recurrent(config: ModelConfig) -> None:
         raise ValueError("input_feeding=False goes with alignment='dot', 'general' or 'concat', not with 'additive'")
     if config.head == "lm" and config.tie_head and config.d_embed not in (None, config.d_model):
         raise ValueError(f"tie_head=True needs d_embed={config.d_embed} to be as wide as d_model={config.d_model}")
-
-
-def _one_sentence(error: ValidationError, config: type[Config]) -> str:
-    """The first problem pydantic found, said the way the rest of the library says it."""
-    problem = error.errors()[0]
-    field = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(field, config.model_fields, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{config.__name__} has no field {field!r}{hint}"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return message if not field else f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"

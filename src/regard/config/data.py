@@ -1,0 +1,117 @@
+"""Where examples come from, how they are read, and how they become ids and pixels."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from .base import Config
+
+Kind = Literal["pairs", "text", "labelled", "captions", "images"]
+"""Sentence pairs, plain text, labelled text, captioned images, labelled images."""
+Format = Literal["tsv", "csv", "jsonl", "parallel", "text", "captions", "folder", "idx", "hf"]
+"""How it is written down."""
+
+
+class DataConfig(Config):
+    """Where examples come from and how they are read."""
+
+    source: str = "en-ko"
+    """An embedded corpus, a file, two parallel files (a,b), a folder, or hf:name."""
+    valid: str | None = None
+    """Held-out examples of their own, written as source is; None: a part of the source is held out."""
+    format: Format | None = None
+    """How it is written down; None: told from name and content."""
+    kind: Kind | None = None
+    """What the examples are; None: told from the content."""
+    columns: tuple[str | int, ...] | None = None
+    """Columns by name or number from 0, in the order text/source/image, then target/label/caption; others are ignored.
+    For a folder of parallel files the two endings: en, de."""
+    header: bool | None = None
+    """Whether the first line of a table names its columns; None: told from the content."""
+    labels: tuple[str, ...] | None = None
+    """The classes in order, any other being a bad line; None: those that occur, sorted."""
+    images: str | None = None
+    """The folder with the images of a caption file; None: beside it, or in images/ beside it."""
+    documents: Literal["whole", "line", "blank"] = "whole"
+    """A text file is one document, or one a line, or documents are separated by blank lines."""
+    valid_fraction: float = 0.05
+    """Share held out where there are no files for it."""
+    valid_rows: int | None = None
+    """Instead of a share, this many examples: those whose source side has the smallest hashes."""
+    split_seed: int = 0
+    """Another number holds out other examples."""
+    deduplicated: Literal["no", "exact", "source"] = "no"
+    """Leave out repeated examples, or all but the first of those with one source side."""
+    bad_lines: Literal["error", "skip"] = "error"
+    """Refuse files with bad lines, or leave those lines out and report them."""
+    normalise: Literal["NFC", "none"] = "NFC"
+    """Unicode's composed form: a Hangul syllable typed as its letters becomes one character."""
+    max_chars: int = 100_000
+    """A longer line is a bad line; in documents of many lines, one a hundred times as long."""
+    max_pixels: int = 50_000_000
+    """A larger image is a bad line: decoding it could take all memory."""
+    check_images: bool = True
+    """Decode every image once when the source is opened, so that none fails in mid-training."""
+    epoch_examples: int = 100_000
+    """What counts as one epoch of an embedded corpus that has no end."""
+
+    tokenizer: str = "auto"
+    """chars, bytes, words, bpe, unigram, or a tokenizer.json; auto: what suits the task."""
+    vocab_size: int = 8000
+    """Tokens to learn (bpe, unigram)."""
+    joint_vocab: bool = True
+    """One vocabulary for source and target."""
+    max_len: int = 256
+    """Most tokens of a text, or the context of a language model."""
+    max_target_len: int | None = None
+    """Most tokens of a target or caption; None: max_len."""
+    too_long: Literal["auto", "drop", "truncate"] = "auto"
+    """What happens to longer examples, which are counted and reported; auto: pairs and captions go, others are cut."""
+    packing: Literal["auto", "documents", "blocks"] = "auto"
+    """Rows of a language model: documents side by side, none seeing another, or blocks cut anywhere from the text;
+    auto: blocks where there is one document, else documents."""
+    mask_rate: float = 0.15
+    """Share of the tokens that a masked language model must guess."""
+    shift: int = 0
+    """Training images are moved by up to so many pixels."""
+    flip: bool = False
+    """Every second training image is mirrored."""
+
+    @field_validator("columns", "labels", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        """``en,de`` and ``bad,good`` as they are typed; a list where it is one."""
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
+        """``0,1`` are numbers."""
+        return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdigit() else x for x in value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not 0.0 <= self.valid_fraction < 1.0:
+            raise ValueError(f"valid_fraction={self.valid_fraction} must lie in [0, 1)")
+        if not 0.0 < self.mask_rate < 1.0:
+            raise ValueError(f"mask_rate={self.mask_rate} must lie in (0, 1)")
+        if self.shift < 0:
+            raise ValueError(f"shift={self.shift} must not be negative")
+        for name in (
+            "valid_rows",
+            "max_chars",
+            "max_pixels",
+            "epoch_examples",
+            "vocab_size",
+            "max_len",
+            "max_target_len",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        return self
+
+
+_POSITIVE = ("valid_rows", "max_chars", "max_pixels", "epoch_examples", "vocab_size", "max_len", "max_target_len")

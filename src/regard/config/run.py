@@ -1,0 +1,163 @@
+"""What a training run is: a task, its data, its model, its recipe."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from .base import Config
+from .data import DataConfig
+from .model import ModelConfig
+
+Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "caption"]
+
+
+class TrainConfig(Config):
+    """The recipe."""
+
+    out: str | None = None
+    """The run's directory; None: runs/TASK-TIME."""
+    seed: int = 0
+    """Of everything drawn: weights, order, dropout."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to compute."""
+    steps: int = 1000
+    """Optimiser steps."""
+    batch_tokens: int = 4096
+    """Tokens in a batch, padding included; of pairs each side keeps to it, of images it counts patches."""
+    batch_size: int | None = None
+    """Most examples in a batch; None: as many as batch_tokens allow."""
+    accumulate: int = 1
+    """Batches, on each process, whose gradients are added up for one step."""
+
+    optimiser: Literal["adam", "adamw", "muon"] = "adamw"
+    """Adam as in the paper, AdamW, or Muon for the matrices inside layers and AdamW for the rest."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    muon_lr: float = 0.02
+    """Peak learning rate of the matrices that Muon trains."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Adam's decay rates."""
+    eps: float = 1e-9
+    """Adam's ε."""
+    weight_decay: float = 0.0
+    """On matrices; never on norms, biases and tables."""
+    schedule: Literal["noam", "cosine", "wsd", "constant"] = "cosine"
+    """How the learning rate moves: the paper's, cosine, warm-up-stable-decay, level."""
+    warmup: int = 100
+    """Steps of rising learning rate."""
+    floor: float = 0.0
+    """Share of the peak learning rate that cosine and wsd end with."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient; None: any."""
+    label_smoothing: float = 0.0
+    """Share of each target spread over all classes (the paper: 0.1)."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the matrix products, weights staying fp32; auto: what is fastest here, measured."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile: where it pays back within the run, always, never."""
+    checkpointing: bool = False
+    """Compute each layer again in the backward pass to save memory."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Over the processes torchrun started: whole copies, or sharded; auto: ddp."""
+
+    ema: float | None = None
+    """Keep a moving average of the weights with this decay, and evaluate and save it."""
+    average: int = 0
+    """At the end, average the weights of the last so many checkpoints."""
+    eval_every: int = 200
+    """Steps between evaluations; 0: only at the end."""
+    eval_batches: int | None = None
+    """Batches of an evaluation's loss; None: all validation data."""
+    eval_examples: int = 200
+    """Texts generated for an evaluation's BLEU, exact match or CIDEr; the last evaluation takes all."""
+    save_every: int = 200
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 3
+    """Checkpoints kept beside the best."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better one."""
+    log_every: int = 20
+    """Steps between lines of metrics.jsonl."""
+    samples: int = 3
+    """Examples shown with each evaluation."""
+    beam: int = 1
+    """Beam width of the last evaluation."""
+    length_penalty: float = 1.0
+    """Its length penalty."""
+    stop_at: int | None = None
+    """Stop after this step as if interrupted."""
+
+    init: str | None = None
+    """Start from the weights of a run or a Hugging Face directory."""
+    freeze: tuple[str, ...] = ()
+    """Parameters left as they are: names, * for anything."""
+    lora: int | None = None
+    """Train low-rank additions of this rank instead of the weights; merged on save."""
+    lora_alpha: float | None = None
+    """Their scale, over the rank; None: twice the rank."""
+    lora_targets: tuple[str, ...] = ("w_qkv", "w_q", "w_kv", "w_o")
+    """Which linear layers get them, by the last part of their names."""
+
+    @field_validator("freeze", "lora_targets", "betas", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        """``0.9,0.98`` and ``encoder.*,token.*`` as they are typed."""
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in (
+            "steps",
+            "batch_tokens",
+            "batch_size",
+            "accumulate",
+            "keep",
+            "log_every",
+            "beam",
+            "lora",
+            "patience",
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name in (
+            "warmup",
+            "average",
+            "eval_every",
+            "eval_examples",
+            "save_every",
+            "samples",
+            "weight_decay",
+            "eps",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("lr", "muon_lr", "clip"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be a positive number")
+        for name in ("label_smoothing", "ema", "floor"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must lie in [0, 1)")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+        return self
+
+
+_POSITIVE = ("steps", "batch_tokens", "batch_size", "accumulate", "keep", "log_every", "beam", "lora", "patience")
+_NOT_NEGATIVE = ("warmup", "average", "eval_every", "eval_examples", "save_every", "samples", "weight_decay", "eps")
+
+
+class RunConfig(Config):
+    """Everything a run depends on."""
+
+    task: Task
+    """What is learned."""
+    data: DataConfig = DataConfig()
+    """Where examples come from."""
+    model: ModelConfig = ModelConfig()
+    """What learns."""
+    train: TrainConfig = TrainConfig()
+    """How."""
