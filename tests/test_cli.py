@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 
 import regard
 from regard import cli
+from regard.cli.train import MAY_CHANGE
+from regard.config import RunConfig
 from regard.errors import BadModelFile, Diverged, RegardError
 from regard.models import build
+from regard.recipes import RECIPES
 
 
 class Measured:
@@ -46,7 +49,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return Measured(asked)
 
     module.bench_attention = bench_attention
-    monkeypatch.setitem(sys.modules, "regard.experiments", ModuleType("regard.experiments"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("REGARD_DEBUG", raising=False)
     return module
@@ -238,3 +240,197 @@ def test_info_reads_a_pickle_only_when_asked(saved: Path, tmp_path: Path, capsys
     assert cli.main(["info", str(old)]) == 3
     assert "--allow-pickle" in capsys.readouterr().err
     assert cli.main(["info", str(old), "--allow-pickle"]) == 0
+
+
+# ------------------------------------------------------------------------------------- train and eval
+
+
+class Trained(Measured):
+    """Stands in for a run that would take minutes."""
+
+    def document(self) -> dict[str, Any]:
+        return {"steps": 3}
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What reached the room that trains; nothing is trained."""
+    asked: dict[str, Any] = {}
+    run, evaluation = ModuleType("regard.training.run"), ModuleType("regard.training.evaluate")
+
+    def train(config: RunConfig, **options: Any) -> Trained:
+        asked.update(config=config, **options)
+        return Trained({})
+
+    def resume(path: str, **options: Any) -> Trained:
+        asked.update(path=path, **options)
+        return Trained({})
+
+    def evaluate(path: str, data: dict[str, Any], **options: Any) -> Trained:
+        asked.update(path=path, data=data, **options)
+        return Trained({})
+
+    run.train, run.resume, evaluation.evaluate = train, resume, evaluate
+    monkeypatch.setitem(sys.modules, run.__name__, run)
+    monkeypatch.setitem(sys.modules, evaluation.__name__, evaluation)
+    monkeypatch.delenv("REGARD_DEBUG", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    return asked
+
+
+def test_train_hands_the_run_on(training: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "lm", "data=text.txt", "train.steps=7", "model.n_layers=2", "train.out=007"]
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == "a table\n"
+    config = training["config"]
+    assert (config.task, config.data.source, config.train.steps) == ("lm", "text.txt", 7)
+    assert (config.model.n_layers, config.train.out) == (2, "007")
+    assert (training["style"], training["command"]) == ("auto", ["regard", *words])
+
+
+def test_train_quietly_for_machines_and_from_a_preset(
+    training: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "--preset", "shapes", "train.steps=7", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"steps": 3}
+    assert (training["style"], training["config"].task, training["config"].train.steps) == ("quiet", "caption", 7)
+    assert cli.main(["train", "--preset", "shapes", "--json"]) == 0
+    assert training["style"] == "json"
+    assert training["config"].train.steps == RECIPES["shapes"]["train"]["steps"]
+
+
+def test_of_several_processes_the_first_answers(
+    training: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["train", "lm"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["train", "lm"]) == 0
+    assert capsys.readouterr().out == "a table\n"
+
+
+def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any]) -> None:
+    assert cli.main(["train", "--resume", "runs/a", "train.steps=9", "train.stop_at=none"]) == 0
+    assert training == {"path": "runs/a", "steps": 9, "stop_at": None, "style": "auto"}
+    assert cli.main(["train", "--resume", "runs/a", "--quiet"]) == 0
+    assert training["style"] == "quiet"
+
+
+def test_what_may_change_is_what_the_run_takes() -> None:
+    from regard.training.run import RESUMABLE
+
+    assert RESUMABLE == MAY_CHANGE
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "a task comes first: regard train TASK, one of translate, lm, mlm, classify, classify-images, caption"),
+        ("train.steps=3", "a task comes first: regard train TASK, one of translate, lm, mlm, "),
+        ("lmm", "there is no task 'lmm'; did you mean lm?"),
+        ("lm train.stpes=3", "there is no train.stpes; did you mean train.steps?"),
+        ("lm train.steps=few", "train.steps=few is not a whole number"),
+        ("lm train.steps=0", "train.steps=0 must be at least 1"),
+        ("lm --preset shape", "there is no preset 'shape'; did you mean shapes?"),
+        ("--preset shape", "there is no preset 'shape'; did you mean shapes?"),
+        ("classify", "classify needs data.source"),
+        ("--resume a lm", "--resume RUN knows its task: leave out 'lm'"),
+        ("--resume a train.lr=1", "train.lr cannot change in a resumed run; train.steps, train.stop_at, "),
+        ("--resume a data.source=x", "data.source=x: only train.* can be given here"),
+        ("--resume a train.steps=0", "train.steps=0 must be at least 1"),
+        ("--resume a --preset shapes", "--resume goes on with the run's own recipe; --preset cannot change it"),
+    ],
+)
+def test_wrong_words_are_2_and_one_sentence(
+    training: dict[str, Any], capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    assert cli.main(["train", *words.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"regard: {sentence}")
+    assert said.err.count("\n") == 1
+    assert training == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "names"), [("--list", RECIPES), ("--fields", ["train.lr=0.001", "model.d_model=512"])]
+)
+def test_lists(training: dict[str, Any], capsys: pytest.CaptureFixture[str], word: str, names: list[str]) -> None:
+    assert cli.main(["train", word]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in names)
+    assert cli.main(["train", word, "--json"]) == 0
+    assert {"--list": "presets", "--fields": "train"}[word] in json.loads(capsys.readouterr().out)
+    assert training == {}
+
+
+def test_eval_hands_its_options_on(training: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--against runs/b --out o --split longer --beam 5 --stride 64 --limit 10 --device cpu --json"
+    assert cli.main(["eval", "runs/a@1200", "data=test.tsv", "data.columns=0,1", *options.split()]) == 0
+    assert json.loads(capsys.readouterr().out) == {"steps": 3}
+    assert training == {
+        "path": "runs/a@1200",
+        "data": {"source": "test.tsv", "columns": ("0", "1")},
+        "against": "runs/b",
+        "out": Path("o"),
+        "split": "longer",
+        "beam": 5,
+        "stride": 64,
+        "limit": 10,
+        "device": "cpu",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train.lr=1"], "train.lr=1: only data.* can be given here"),
+        (["data.sorce=x"], "there is no data.sorce; did you mean data.source?"),
+        (["--device", "gpu"], "--device gpu is none of auto, cpu, cuda, mps"),
+    ],
+)
+def test_eval_refuses_other_words(
+    training: dict[str, Any], capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert cli.main(["eval", "runs/a", *words]) == 2
+    assert capsys.readouterr().err == f"regard: {sentence}\n"
+    assert training == {}
+
+
+# ------------------------------------------------------------------------------------- what it costs to be told
+
+
+def test_help_and_usage_errors_load_nothing_heavy() -> None:
+    asked = [
+        ["--help"],
+        ["--version"],
+        *([*command, "--help"] for command in (["train"], ["eval"], ["data"], ["data", "describe"], ["info"])),
+        ["bench", "attention", "--help"],
+        ["train", "--list"],
+        ["train", "--fields"],
+        ["train", "lm", "train.stpes=3"],
+        ["train", "--resume", "a", "train.lr=1"],
+        ["train", "classify"],
+        ["eval", "a", "train.lr=1"],
+        ["data", "describe", "en-ko", "data.nope=1"],
+        ["data", "describe", "en-ko", "--tokenizer", "bpee"],
+        ["bench", "attention", "--lengths", "x"],
+        ["nonsense"],
+    ]
+    script = f"""
+import json, sys
+from regard.cli import main
+loaded = {{}}
+for words in {asked!r}:
+    code = main(words)
+    heavy = sorted({{"torch", "transformers", "matplotlib", "PIL"}} & set(sys.modules))
+    loaded[" ".join(words)] = [code, heavy]
+print(json.dumps(loaded))
+"""
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    loaded = json.loads(answer.stdout.splitlines()[-1])
+    assert all(heavy == [] for _, heavy in loaded.values()), loaded
+    for words, (code, _) in loaded.items():
+        assert code == (0 if words.split()[-1] in ("--help", "--version", "--list", "--fields") else 2), words

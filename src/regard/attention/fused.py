@@ -19,10 +19,29 @@ from .masks.basic import Causal
 from .scores import Dot
 
 
+_SHORT = 256  # keys up to which torch's bf16 backward on a CPU loses to fp32's: 3 times at 64, even at 256
+
+
 def sdpa(call: Call) -> Tensor:
     """``F.scaled_dot_product_attention``: fused where torch can; a mask or bias that is not causal is made dense."""
-    assert isinstance(call.mechanism, Dot)
+    if not _better_in_fp32(call):
+        return _sdpa(call, call.q, call.k, call.v)
+    with torch.autocast(call.q.device.type, enabled=False):  # it would cast them down again
+        return _sdpa(call, call.q.float(), call.k.float(), call.v.float()).to(call.q.dtype)
+
+
+def _better_in_fp32(call: Call) -> bool:
+    """Whether this is the one case where bf16 is slower than fp32 around two casts: training on a CPU, short texts."""
     q, k, v = call.q, call.k, call.v
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not torch.is_autocast_enabled("cpu"):
+        return False
+    # A bias alone may want a gradient too, but only where q and k come from frozen layers; that is too rare to matter.
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return wants_grad and call.frame.n_keys <= _SHORT
+
+
+def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    assert isinstance(call.mechanism, Dot)
     options: dict[str, Any] = {
         "scale": call.mechanism.factor(q.shape[-1]),
         "dropout_p": call.dropout,

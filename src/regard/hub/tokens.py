@@ -12,6 +12,8 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ..config import ModelConfig
+from ..data.tokenizers import SPECIAL
+from ..data.tokenizers import Tokenizer as OwnTokenizer
 from ..errors import BadModelFile, RegardError
 from .directory import Directory
 from .files import to_json
@@ -72,6 +74,13 @@ class JsonTokenizer:
     def token(self, index: int | None) -> str | None:
         """How an id is written; None for one that does not exist."""
         return None if index is None else self._inner.id_to_token(index)
+
+
+def json_tokenizer(content: bytes, name: str = ONE) -> JsonTokenizer | OwnTokenizer:
+    """One of those made here, which can show whole characters, or anybody else's."""
+    made = JsonTokenizer(content, name)
+    ours = tuple(made.token(index) for index in range(len(SPECIAL))) == SPECIAL
+    return OwnTokenizer(content, name) if ours else made
 
 
 class MarianTokenizer:
@@ -148,7 +157,7 @@ class Processor:
         both = self.source is not None and self.target is not None
         files = dict(self.companions)
         for tokenizer, name in ((self.source, SOURCE), (self.target, TARGET)):
-            if isinstance(tokenizer, JsonTokenizer):
+            if isinstance(tokenizer, JsonTokenizer | OwnTokenizer):
                 files[name if both else ONE] = tokenizer.content
                 if not both:
                     files.setdefault("tokenizer_config.json", to_json(_tokenizer_config(tokenizer, config)))
@@ -183,9 +192,9 @@ def read_processor(directory: Directory, fields: Mapping[str, Any], config: Mode
 
 def _tokenizers(directory: Directory) -> tuple[Tokenizer | None, Tokenizer | None]:
     if directory.has(ONE):
-        return JsonTokenizer(directory.bytes(ONE), str(directory.root / ONE)), None
+        return json_tokenizer(directory.bytes(ONE), str(directory.root / ONE)), None
     if directory.has(SOURCE) and directory.has(TARGET):
-        source, target = (JsonTokenizer(directory.bytes(x), str(directory.root / x)) for x in (SOURCE, TARGET))
+        source, target = (json_tokenizer(directory.bytes(x), str(directory.root / x)) for x in (SOURCE, TARGET))
         return source, target
     if directory.has("source.spm") and directory.has("target.spm") and directory.has("vocab.json"):
         vocab = _vocabulary(directory, "vocab.json")
@@ -219,7 +228,7 @@ def _labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
     return None if labels == tuple(f"LABEL_{index}" for index in range(config.n_classes)) else labels
 
 
-def _tokenizer_config(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str, Any]:
+def _tokenizer_config(tokenizer: JsonTokenizer | OwnTokenizer, config: ModelConfig) -> dict[str, Any]:
     """What transformers wants beside a tokenizer.json to open it."""
     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
     words = {name: tokenizer.token(index) for name, index in special.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..attention import masks
 from ..attention.cache import ModelCache
 from ..config import ModelConfig
 from . import parts
@@ -40,12 +41,17 @@ class Decoder(Model):
         *,
         keep: Tensor | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The last layer's states (B, T, M), before the head."""
         keep, positions = _in_cache(keep, positions, cache)
+        mask = padding_mask(keep)
+        if documents is not None:
+            apart = masks.packed(documents)
+            mask = apart if mask is None else apart & mask
         x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
-        return self.decoder(x, mask=padding_mask(keep), positions=positions, cache=cache)
+        return self.decoder(x, mask=mask, positions=positions, cache=cache)
 
     def forward(
         self,
@@ -53,13 +59,15 @@ class Decoder(Model):
         *,
         keep: Tensor | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """``keep`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …
+        """``keep`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …;
+        ``documents`` (B, T) numbers texts packed into one row, none of which sees another.
 
         With a ``cache`` padding is not written: real tokens then stand one after the other, row by row.
         """
-        x = self.hidden(tokens, keep=keep, positions=positions, cache=cache)
+        x = self.hidden(tokens, keep=keep, positions=positions, documents=documents, cache=cache)
         return x if self.head is None else self.head(x, self.token.weight)
 
 

@@ -11,13 +11,20 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -100
 
+# Bytes of fp32 logits: up to this they are held whole, beyond it made in chunks of this size. Measured: with
+# larger chunks a CPU loses time to fresh memory; a GPU must be filled.
+_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+# fp16 has nothing between 0 and 6e-8: probabilities, at most 1, are lifted out of the way of that, exactly.
+_LIFT = 2.0**15
+
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """The sum over targets of -Σ_c y_c log p_c, y smoothed (Szegedy et al. 2016; Vaswani et al. 2017, §5.4).
 
     y = (1 - smoothing) · one-hot + smoothing / classes. A sum, not a mean: whoever averages knows over how many.
     """
-    flat = logits.flatten(0, -2).float()
+    flat = logits.flatten(0, -2)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="sum")
 
 
@@ -27,49 +34,156 @@ def linear_cross_entropy(
     targets: Tensor,
     bias: Tensor | None = None,
     smoothing: float = 0.0,
-    chunk: int = 1024,
+    *,
+    counted: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(hidden @ weightᵀ + bias, targets)`` in chunks of rows: the logits are never held whole.
+    """``cross_entropy(hidden @ weightᵀ + bias, targets)`` whose logits, where they are large, are never held whole.
 
     hidden (…, M), weight (V, M). A vocabulary of 50,000 at 65,536 tokens would be 13 GB of fp32 logits, and as much
-    again for their gradient; here it is chunk × V.
+    again for their gradient; here it is chunk × V of each. Small logits are held whole: nothing is saved by less.
+
+    Rows that count for nothing are left out of the products. Their number is read off ``targets`` on a CPU; on a GPU
+    asking would stop it, so there all rows go through unless ``counted`` says, exactly, how many are not IGNORE.
+    ``chunk`` rows at a time, else as many as suit the device.
+
+    torch 2.13 has a chunked loss too: without label smoothing, without torch.compile, and with every row.
     """
-    rows = hidden.flatten(0, -2)
-    zero = weight.new_zeros(weight.shape[0]) if bias is None else bias
-    return _LinearCrossEntropy.apply(rows, weight, zero, targets.flatten(), smoothing, chunk)
+    rows, flat = hidden.flatten(0, -2), targets.flatten()
+    most = _BYTES.get(rows.device.type, _BYTES["cuda"]) // (4 * weight.shape[0])
+    few = counted is not None and 2 * counted <= rows.shape[0]  # worth leaving out the others, however small
+    if chunk is None and rows.shape[0] <= most and not few:
+        return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
+    device = rows.device.type
+    low = torch.is_autocast_enabled(device) and rows.dtype != torch.float64  # which autocast leaves as it is
+    dtype = torch.get_autocast_dtype(device) if low else rows.dtype
+    size = max(1, most) if chunk is None else chunk
+    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, counted, dtype, *needs)
+    return total
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradient of each chunk is made beside its loss: softmax(z) - y, once, and the chunk's logits can go."""
+@torch.library.custom_op("regard::linear_cross_entropy", mutates_args=())
+def _chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    chunk: int,
+    counted: int | None,
+    dtype: torch.dtype,
+    for_hidden: bool,
+    for_weight: bool,
+    for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss and its gradients: that of a chunk is made beside its loss, softmax(z) - y, and its logits can go.
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, smoothing: float, chunk: int
-    ) -> Tensor:
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        d_bias = torch.zeros_like(bias, dtype=torch.float32)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            x, y = hidden[part], targets[part]
-            logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).float()
-            log_p = torch.log_softmax(logits, dim=-1)
-            counted = y != IGNORE
-            index = torch.where(counted, y, 0)[:, None]
-            loss = -(1 - smoothing) * log_p.gather(-1, index)[:, 0] - smoothing * log_p.mean(-1)
-            total += torch.where(counted, loss, 0).sum()
-            d_logits = log_p.exp_().sub_(smoothing / logits.shape[-1])
-            d_logits.scatter_add_(-1, index, torch.full_like(index, -(1 - smoothing), dtype=d_logits.dtype))
-            d_logits.mul_(counted[:, None])
-            d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(x.dtype)
-            d_hidden[part] = d_logits @ weight.to(x.dtype)
-            d_weight += d_logits.T @ x
-        ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype), d_bias.to(bias.dtype))
-        return total
+    An operator of its own, so that torch.compile takes it as it is, whatever the lengths, and never unrolls the chunks.
+    """
+    total, d_hidden, d_weight, d_bias = _zeros(hidden, weight, for_hidden, for_weight, for_bias)
+    places = _places(targets, counted)
+    n_rows = targets.shape[0] if places is None else places.shape[0]
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # each product's dtype is chosen here
+        for start in range(0, n_rows, chunk):
+            part: Any = slice(start, start + chunk) if places is None else places[start : start + chunk]
+            x, y = hidden[part].to(dtype), targets[part]
+            loss, d_logits = _loss_and_slope(F.linear(x, w, b), y, smoothing, for_hidden or for_weight or for_bias)
+            total += loss
+            if for_bias:
+                d_bias += d_logits.sum(0)
+            if for_hidden:
+                d_hidden[part] = _product(d_logits, w)
+            if for_weight:
+                d_weight += _product(d_logits.T, x)
+    return total, d_hidden, d_weight, d_bias
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_total: Tensor) -> Any:
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        return d_hidden * d_total, d_weight * d_total, d_bias * d_total, None, None, None
+
+def _places(targets: Tensor, counted: int | None) -> Tensor | None:
+    """The rows that count, in order; None: all of them, or not known without stopping a GPU to ask."""
+    if counted is None:
+        if targets.device.type != "cpu":
+            return None
+        places = (targets != IGNORE).nonzero()[:, 0]
+    elif counted < targets.shape[0]:
+        places = (targets == IGNORE).byte().argsort(stable=True)[:counted]
+    else:
+        return None
+    return None if places.shape[0] == targets.shape[0] else places
+
+
+def _loss_and_slope(logits: Tensor, y: Tensor, smoothing: float, slope: bool) -> tuple[Tensor, Tensor]:
+    """-Σ y log p over a chunk, and its slope p - y in the logits (rows, V); rows to ignore give zeros."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = torch.log_softmax(logits, dim=-1, dtype=wide)
+    counts = y != IGNORE
+    index = torch.where(counts, y, 0)[:, None]
+    loss = log_p.gather(-1, index)[:, 0] * (smoothing - 1)
+    if smoothing:
+        loss -= smoothing * log_p.mean(-1)
+    total = torch.where(counts, loss, 0).sum()
+    if not slope:
+        return total, log_p
+    d_logits = log_p.exp_()
+    if smoothing:
+        d_logits -= smoothing / logits.shape[-1]
+    d_logits.scatter_add_(-1, index, torch.full_like(index, smoothing - 1, dtype=wide))
+    return total, d_logits.mul_(counts[:, None])
+
+
+def _product(slope: Tensor, x: Tensor) -> Tensor:
+    """slope @ x in the dtype of x, its sums kept as wide as ``slope``: they outgrow fp16, and chunks add to them."""
+    if x.dtype == slope.dtype:
+        return slope @ x
+    if not x.is_cuda:  # no CPU product gives a wider result than it takes
+        return slope @ x.float() if x.dtype == torch.float16 else (slope.to(x.dtype) @ x).float()
+    if x.dtype == torch.float16:
+        return torch.mm((slope * _LIFT).half(), x, out_dtype=torch.float32).div_(_LIFT)
+    return torch.mm(slope.to(x.dtype), x, out_dtype=torch.float32)
+
+
+def _zeros(
+    hidden: Tensor, weight: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum and the three gradients to begin with; those nobody needs have no numbers."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    shapes = ((for_hidden, hidden.shape), (for_weight, weight.shape), (for_bias, weight.shape[:1]))
+    total, *slopes = (
+        hidden.new_zeros(shape if needed else (0,), dtype=wide) for needed, shape in ((True, ()), *shapes)
+    )
+    return total, slopes[0], slopes[1], slopes[2]
+
+
+@_chunked.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    chunk: int,
+    counted: int | None,
+    dtype: torch.dtype,
+    for_hidden: bool,
+    for_weight: bool,
+    for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _zeros(hidden, weight, for_hidden, for_weight, for_bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+    ctx.needs = inputs[-3:]
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+@once_differentiable
+def _backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    slopes = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
+    grads = [(slope * d_total).to(dtype) if needed else None for slope, dtype, needed in slopes]
+    return (*grads, *[None] * 8)
+
+
+_chunked.register_autograd(_backward, setup_context=_keep)

@@ -1,6 +1,6 @@
 """Masks: predicates over positions, the sparse patterns, and the plan of blocks that follows from them."""
 
-from .basic import causal, document, everything, from_dense, keep, padding, prefix, window
+from .basic import causal, document, everything, from_dense, keep, packed, padding, prefix, window
 from .mask import Mask
 from .plan import BlockPlan, plan
 from .sparse import bigbird, blocks, dilated, fixed, global_tokens, grid_windows, random_blocks, strided
@@ -19,6 +19,7 @@ __all__ = [
     "global_tokens",
     "grid_windows",
     "keep",
+    "packed",
     "padding",
     "plan",
     "prefix",

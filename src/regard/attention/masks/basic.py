@@ -123,6 +123,30 @@ class Keep(Padding):
 
 
 @dataclass(frozen=True, eq=False)
+class Packed(Mask):
+    documents: Tensor  # (B, T) whole numbers
+
+    def allows(self, at: Site) -> Tensor:
+        return self.documents[at.b, at.row] == self.documents[at.b, at.col]
+
+    def bounds(self, box: Box) -> Bounds:
+        q_low, q_high = (x[:, None] for x in block_range(self.documents, box.block[0]))
+        k_low, k_high = block_range(self.documents, box.block[1])
+        one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+        return (k_low <= q_high) & (q_low <= k_high), one
+
+    def check(self, frame: Frame) -> None:
+        sizes = (frame.n_batch, frame.n_queries, frame.n_keys)
+        if tuple(self.documents.shape) != sizes[:2] or frame.n_queries != frame.n_keys:
+            shape = tuple(self.documents.shape)
+            raise ValueError(f"mask packed(...) of shape {shape} does not fit (batch, queries, keys) = {sizes}")
+        same_device("packed(...)", self.documents, frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Packed(self.documents.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class Dense(Mask):
     allowed: Tensor  # (B or 1, H or 1, T, S) bool
 
@@ -186,6 +210,14 @@ def prefix(length: int) -> Mask:
 def document() -> Mask:
     """Only keys of the query's own document, where several are packed into one row."""
     return Document()
+
+
+def packed(documents: Tensor) -> Mask:
+    """Only keys of the query's own document, its number given for each token: (B, T), queries and keys the same."""
+    if documents.dim() != 2 or documents.is_floating_point():
+        got = f"{documents.dtype} of shape {tuple(documents.shape)}"
+        raise ValueError(f"packed documents must be whole numbers of shape (B, T), got {got}")
+    return Packed(documents)
 
 
 def padding(lengths: Tensor) -> Mask:

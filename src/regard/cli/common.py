@@ -1,0 +1,67 @@
+"""What several commands share: how they speak, and the options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="WORDS", help="Fields as section.field=value: `regard train --fields`.", show_default=False),
+]
+
+
+@dataclass
+class Common:
+    """What stands before and around every command, for `main` and for a run's provenance."""
+
+    debug: bool = False
+    command: list[str] = field(default_factory=list)
+    """What was typed."""
+
+
+class Result(Protocol):
+    """What a command ends with."""
+
+    def document(self) -> dict[str, Any]: ...
+
+    def table(self) -> str: ...
+
+
+def show(result: Result, as_json: bool) -> None:
+    """The answer, for machines or for people."""
+    if as_json:
+        emit(result.document())
+    else:
+        print(result.table())
+
+
+def emit(document: dict[str, Any]) -> None:
+    """The one document that `--json` promises on stdout. NaN and infinity are not JSON, so they fail here."""
+    print(json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def progress(line: str) -> None:
+    """Say what is going on, where it cannot mix with an answer on stdout."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def complain(failure: Exception) -> None:
+    """One line whatever the message holds, as logs and scripts read line by line; bad lines of data get one each."""
+    lines = [str(line) for line in getattr(failure, "lines", ())]
+    said = str(failure).split("\n", 1)[0] if lines else str(failure)
+    progress(f"regard: {' '.join(said.split()) or type(failure).__name__}")
+    for line in lines:
+        progress(" ".join(line.split()))
+    if (hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:
+        progress(f"… and {hidden:,} more")
+
+
+def comma_words(text: str) -> list[str]:
+    """`a, b` → [a, b]."""
+    return [word.strip() for word in text.split(",") if word.strip()]

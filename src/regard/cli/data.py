@@ -1,0 +1,120 @@
+"""`regard data`: what a source holds, before anything is trained on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import typer
+
+from .common import AsJson, Words, progress, show
+
+if TYPE_CHECKING:
+    from regard.config import DataConfig
+    from regard.data.sources import Source
+    from regard.data.tokenizers import Tokenizer
+
+app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
+
+# What training puts around a text, which counts too.
+_TEMPLATES: dict[str, Literal["none", "eos", "bos-eos"]] = {"text": "none", "labelled": "bos-eos"}
+_MOST_TRAINED_ON = 200_000
+# Pictures of an embedded corpus are drawn one by one, and few of them already say all there is to say.
+_MOST_DRAWN = 5_000
+
+
+@app.command("describe")
+def describe(
+    source: Annotated[str, typer.Argument(help="An embedded corpus, a file, two files a,b, a folder, or hf:name.")],
+    words: Words = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND", help="chars, bytes, words, bpe, unigram or a tokenizer.json; none counts no tokens."
+        ),
+    ] = None,
+    max_len: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most tokens of a text.")] = None,
+    examples: Annotated[int, typer.Option(min=0, metavar="N", help="Examples to show.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Counts, lengths, repeats, train/valid leaks, bad lines, and what training would drop or cut short, and why.
+
+    Files with bad lines are refused, each line being named; data.bad_lines=skip leaves them out and counts them.
+    """
+    from regard.config import DataConfig
+    from regard.config.words import build_section, parse_words
+
+    options = {"tokenizer": tokenizer, "max_len": max_len}
+    short = [f"data.{name}={value}" for name, value in options.items() if value is not None]
+    fields = parse_words([f"data.source={source}", *short, *(words or [])], sections={"data": DataConfig})["data"]
+    config = build_section("data", DataConfig, fields)
+    kind = _tokenizer_kind(config)
+
+    from regard.data.describe import describe as look_at
+    from regard.data.sources import open_source
+
+    with _said_once():
+        opened = open_source(config)
+    progress(f"{opened.name}: {len(opened.train):,} examples")
+    if opened.kind == "pairs":  # made once where they are made when asked for
+        opened = replace(opened, train=list(opened.train))
+    first, second = _tokenizers(opened, kind, config)
+    # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
+    target = config.max_target_len if opened.kind == "captions" else None
+    most = None if opened.kind == "text" else target or config.max_len
+    show(look_at(opened, first, second, max_len=most, n_examples=examples), as_json)
+
+
+def _tokenizer_kind(config: DataConfig) -> str:
+    """What the option names, checked before anything is read; auto is what training takes it for."""
+    from regard.config.words import UsageError, nearest
+    from regard.data.tokenizers import TokenizerKind
+
+    kinds = get_args(TokenizerKind)
+    kind = "bpe" if config.tokenizer == "auto" else config.tokenizer
+    if kind not in (*kinds, "none") and not kind.endswith(".json"):
+        raise UsageError(f"{kind!r} is none of {', '.join(kinds)}, nor a tokenizer.json{nearest(kind, kinds)}")
+    return kind
+
+
+def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
+    """Those that training would use: the one for both sides, or for each side its own."""
+    from regard.data.examples import ImageExample, Labelled, Pair, Text
+    from regard.data.tokenizers import Tokenizer, train_tokenizer
+
+    if kind == "none" or source.kind == "images":
+        return None, None
+    if kind.endswith(".json"):
+        return Tokenizer.load(kind), None
+    progress(f"learning a tokenizer: {kind}")
+    texts: list[str] = []
+    targets: list[str] = []
+    for example in islice(source.train, _MOST_DRAWN if source.name == "shapes" else _MOST_TRAINED_ON):
+        match example:
+            case Pair(text, target):
+                texts.append(text)
+                (texts if config.joint_vocab else targets).append(target)
+            case Text(text) | Labelled(text):
+                texts.append(text)
+            case ImageExample(captions=captions):
+                texts.extend(captions)
+    size = config.vocab_size if kind in ("bpe", "unigram") else None
+    template = _TEMPLATES.get(source.kind, "eos")
+    made = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]
+    return made[0], made[1] if len(made) > 1 else None
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """The description lists what was left out; the warning of the same would say it a second time."""
+    log = logging.getLogger("regard.data.sources")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

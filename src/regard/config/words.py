@@ -1,0 +1,244 @@
+"""Fields as people type them: ``train.lr=3e-4``, ``train.betas=0.9,0.98``, ``model=gpt2``, ``data=pairs.tsv``.
+
+What a value is follows from its field's type, never from its looks: a text stays a text even where it is ``007``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import RegardError
+from .base import Config
+from .data import DataConfig
+from .model import ModelConfig
+from .run import TrainConfig
+
+__all__ = [
+    *("PRESET", "SECTIONS", "UsageError", "build_section", "check_section"),
+    *("fields_document", "fields_table", "nearest", "parse_words", "written"),
+]
+
+SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
+PRESET = "preset"
+"""Beside the fields of a model: the name of the preset they change."""
+# What a section's name alone means.
+_ALONE = {"data": "source", "model": PRESET}
+
+C = TypeVar("C", bound=Config)
+
+
+class UsageError(RegardError, ValueError):
+    """What was typed cannot be meant; nothing has been done yet."""
+
+    exit_code = 2
+
+
+def parse_words(words: Sequence[str], *, sections: Mapping[str, type[Config]] = SECTIONS) -> dict[str, dict[str, Any]]:
+    """The typed words as fields of their sections, each checked by its type; a section without words is not there.
+
+    ``data=SOURCE`` is data.source, and ``model=NAME`` stands in the model's fields as ``preset``.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    seen: dict[tuple[str, str], str] = {}
+    for word in words:
+        section, field, text = _parts(word, sections)
+        if (section, field) in seen:
+            raise UsageError(f"{section}.{field} is given twice: {seen[section, field]} and {word}")
+        seen[section, field] = word
+        alone = field == PRESET and section == "model"
+        value = text if alone else _value(sections[section].model_fields[field].annotation, text, word)
+        found.setdefault(section, {})[field] = value
+    return found
+
+
+def build_section(section: str, config: type[C], fields: Mapping[str, Any]) -> C:
+    """The config of a section; what its own checks refuse is said with the section's name in front."""
+    try:
+        return config(**fields)
+    except ValueError as error:
+        said = str(error)
+        named = said.partition("=")[0] in config.model_fields
+        raise UsageError(f"{section}.{said}" if named else f"{section}: {said}") from None
+
+
+def check_section(section: str, fields: Mapping[str, Any]) -> None:
+    """Refuse values that are wrong whatever else is chosen."""
+    build_section(section, SECTIONS[section], fields)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """``; did you mean train.steps?``, or nothing where no name is near."""
+    names = list(names)
+    last = name.rpartition(".")[2]
+    same = [x for x in names if x.rpartition(".")[2] == last]
+    if not same and (near := difflib.get_close_matches(last, {x.rpartition(".")[2] for x in names}, 1)):
+        same = [x for x in names if x.rpartition(".")[2] == near[0]]
+    found = difflib.get_close_matches(name, same or names, 1, cutoff=0.0 if same else 0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+# ------------------------------------------------------------------------------------- a word and its value
+
+
+def _parts(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, str]:
+    """Section, field and value of a word."""
+    name, equals, text = word.partition("=")
+    section, dot, field = name.partition(".")
+    known = [f"{key}.{x}" for key, config in sections.items() for x in config.model_fields]
+    if not equals or not name:
+        if name in known:
+            raise UsageError(f"{name} has no value: write {name}=VALUE")
+        raise UsageError(f"{word!r} is not of the form section.field=value")
+    if section in sections and not dot and section in _ALONE:
+        field = _ALONE[section]
+        if not text:
+            raise UsageError(f"{word} has no value")
+    elif name not in known:
+        if section in SECTIONS and section not in sections:
+            raise UsageError(f"{word}: only {' and '.join(f'{x}.*' for x in sections)} can be given here")
+        if name in sections:
+            raise UsageError(f"{word}: {name} is a section; its fields are written {name}.field=value")
+        raise UsageError(f"there is no {name}{nearest(name, known)}")
+    return section, field, text
+
+
+def _value(annotation: Any, text: str, word: str) -> Any:
+    """The text as what the field's type makes of it."""
+    try:
+        value = TypeAdapter(annotation).validate_python(_raw(annotation, text, word))
+    except ValidationError as error:
+        raise UsageError(_complaint(annotation, text, word, error)) from None
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UsageError(f"{word} is not a finite number")
+    return value
+
+
+def _raw(annotation: Any, text: str, word: str) -> Any:
+    """What is handed to pydantic: the text itself, but for None, choices, tuples and JSON."""
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if _optional(annotation) else [annotation]
+    if _optional(annotation) and text.lower() in ("none", "null"):
+        return None
+    is_tuple = any(get_origin(kind) is tuple for kind in kinds)
+    if not text and not is_tuple:
+        raise UsageError(f"{word} has no value")
+    if str in kinds:
+        return text
+    if text[:1] in ("[", "{") or text == "null":
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{word}: {text[:80]} is not JSON: {error}") from None
+    if is_tuple:
+        return tuple(part.strip() for part in text.split(",")) if text else ()
+    choices = {written(choice): choice for choice in _choices(annotation)}
+    return choices.get(text, text)
+
+
+def _optional(annotation: Any) -> bool:
+    return NoneType in get_args(annotation) and get_origin(annotation) is not Literal
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    """The values of a Literal, alone or beside None."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for kind in get_args(annotation):
+            if get_origin(kind) is Literal:
+                yield from get_args(kind)
+
+
+_SAID = {
+    "int_parsing": "not a whole number",
+    "int_from_float": "not a whole number",
+    "int_type": "not a whole number",
+    "float_parsing": "not a number",
+    "float_type": "not a number",
+    "bool_parsing": "neither true nor false",
+    "bool_type": "neither true nor false",
+}
+
+
+def _complaint(annotation: Any, text: str, word: str, error: ValidationError) -> str:
+    choices = [written(choice) for choice in _choices(annotation)]
+    if choices:
+        return f"{word} is none of {', '.join(choices)}{nearest(text, choices)}"
+    problem = error.errors()[0]
+    wrong = problem["input"] if isinstance(problem["input"], str) else text
+    if problem["type"] in _SAID:
+        return f"{word if wrong == text else f'{word}: {wrong}'} is {_SAID[problem['type']]}"
+    if problem["type"] in ("missing", "too_long", "tuple_type"):
+        return f"{word} is not of the form {_type_text(annotation)}"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f'{word} must be JSON, {{"field": value}}'
+    said = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{word}: {said[:1].lower()}{said[1:]}"
+
+
+# ------------------------------------------------------------------------------------- fields shown to people
+
+
+def written(value: Any) -> str:
+    """A value as it is typed in a word."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case tuple() | list():
+            return ",".join(written(part) for part in value)
+        case Config():
+            return json.dumps(value.model_dump(exclude_none=True))
+    return str(value)
+
+
+def fields_document() -> dict[str, dict[str, Any]]:
+    """Every field by section: its default, what it may be, and its line of documentation."""
+    return {
+        section: {
+            name: {
+                "default": written(field.default),
+                "type": _type_text(field.annotation),
+                "about": " ".join((field.description or "").split()),
+            }
+            for name, field in config.model_fields.items()
+        }
+        for section, config in SECTIONS.items()
+    }
+
+
+def fields_table() -> str:
+    """The same for people, fields as they would be typed."""
+    lines = []
+    for section, fields in fields_document().items():
+        lines += ["", f"{section}: {(SECTIONS[section].__doc__ or '').strip()}"]
+        for name, field in fields.items():
+            lines.append(f"  {section}.{name}={field['default']}  ({field['type']})")
+            lines.append(f"      {field['about']}")
+    return "\n".join(lines[1:])
+
+
+_NAMES: dict[Any, str] = {int: "whole number", float: "number", bool: "true|false", str: "text", NoneType: "none"}
+
+
+def _type_text(annotation: Any) -> str:
+    """``text|none``, ``noam|cosine|wsd``, ``number,number``."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation in _NAMES:
+        return _NAMES[annotation]
+    if origin is Literal:
+        return "|".join(written(choice) for choice in parts)
+    if origin is tuple:
+        several = parts[-1] is Ellipsis
+        return ",".join([_type_text(part) for part in parts if part is not Ellipsis] + (["…"] if several else []))
+    if parts:
+        return "|".join(_type_text(part) for part in parts)
+    return "JSON"

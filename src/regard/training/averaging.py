@@ -1,0 +1,120 @@
+"""Averages of weights: a moving one beside the run, and the plain mean of its last checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .muon import shard
+
+_UPDATES = "updates"
+_AVERAGE = "average/"
+
+
+class Ema:
+    """a ← d · a + (1 - d) · w after each step, d = min(decay, (1 + n) / (10 + n)) for the n-th, from 0.
+
+    The rising d lets the first weights, which are noise, go quickly. Frozen weights stay the model's; averages are
+    fp32 or wider, and sharded as the weights are.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must lie in [0, 1)")
+        self.decay = decay
+        self.n_updates = 0
+        self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self._averages = {name: _wide(param.detach()).clone() for name, param in self._params.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """To be called after each step of the optimiser."""
+        decay = min(self.decay, (1 + self.n_updates) / (10 + self.n_updates))
+        weights = [_wide(param.detach()) for param in self._params.values()]
+        if weights:
+            torch._foreach_lerp_(list(self._averages.values()), weights, 1 - decay)
+        self.n_updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model with averaged weights inside, its own, bit for bit, after; copied: storage stays where it is."""
+        own = [param.detach().clone() for param in self._params.values()]
+        self._write(self._averages.values())
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, values: Iterable[Tensor]) -> None:
+        for param, value in zip(self._params.values(), values, strict=True):
+            param.copy_(value)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The averages themselves, not copies, and the number of updates."""
+        averages = {f"{_AVERAGE}{name}": average for name, average in self._averages.items()}
+        return {_UPDATES: torch.tensor(self.n_updates), **averages}
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on exactly where ``state_tensors`` was taken. Whole tensors are sharded as their parameters are."""
+        expected = {_UPDATES, *(f"{_AVERAGE}{name}" for name in self._averages)}
+        if odd := expected ^ set(tensors):
+            raise ValueError(f"the moving average's state and the model differ in {_listed(odd)}")
+        for name, average in self._averages.items():
+            value = tensors[f"{_AVERAGE}{name}"]
+            if value.shape != average.shape:
+                raise ValueError(f"the average of {name} has shape {tuple(value.shape)}, not {tuple(average.shape)}")
+            average.copy_(_sharded_like(value.to(average.device), average))
+        self.n_updates = int(tensors[_UPDATES])
+
+
+def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of several states, tensor by tensor, in fp64 and back (Vaswani et al. 2017, §6.1).
+
+    They are taken one at a time, so an iterator that reads checkpoints holds one of them in memory beside the sum.
+    What is no floating-point number, such as a counter, is the last state's.
+    """
+    total: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    count = 0
+    for state in states:
+        if count and (odd := set(state) ^ set(total)):
+            raise ValueError(f"states to average differ in {_listed(odd)}")
+        for name, value in state.items():
+            if not count:
+                dtypes[name] = value.dtype
+            elif value.shape != total[name].shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)} and {tuple(total[name].shape)} in two states")
+            if value.is_floating_point() and count:
+                total[name] += value
+            else:
+                total[name] = value.detach().to(_sum_dtype(value), copy=True)
+        count += 1
+    if not count:
+        raise ValueError("there is no state to average")
+    return {
+        name: (value / count).to(dtypes[name]) if value.is_floating_point() else value for name, value in total.items()
+    }
+
+
+def _sum_dtype(value: Tensor) -> torch.dtype:
+    if not value.is_floating_point():
+        return value.dtype
+    return torch.float32 if value.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
+    return shard(value, like) if hasattr(like, "full_tensor") and not hasattr(value, "full_tensor") else value
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return f"{first!r}" + (f" and {len(rest)} more" if rest else "")

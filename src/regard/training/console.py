@@ -1,0 +1,218 @@
+"""What a run says on stderr: a live line on a terminal, plain lines anywhere else. stdout is left to the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from . import showing
+from .showing import GAP
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import ConsoleOptions, RenderResult
+    from rich.live import Live
+    from rich.text import Text
+
+Style = Literal["auto", "live", "plain", "json", "quiet", "off"]
+STYLES = ("auto", "live", "plain", "json", "quiet", "off")
+
+
+@dataclass
+class Standing:
+    """Where a run stands, for the line that shows it."""
+
+    steps: int
+    step: int = 0
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    memory_mib: float | None = None
+    left_s: float | None = None
+    doing: str = ""
+
+    def fields(self) -> dict[str, tuple[str, str]]:
+        """What is known, as (label, value)."""
+        found = {
+            "loss": None if self.loss is None else ("loss", f"{self.loss:.4f}"),
+            "lr": None if self.lr is None else ("lr", f"{self.lr:.2e}"),
+            "grad_norm": None if self.grad_norm is None else ("grad", f"{self.grad_norm:.3g}"),
+            "tokens": None if self.tokens_per_s is None else ("", f"{showing.count(self.tokens_per_s)} tok/s"),
+            "mfu": None if self.mfu is None else ("MFU", f"{self.mfu:.1%}"),
+            "memory": None if self.memory_mib is None else ("", showing.memory(self.memory_mib)),
+            "left": None if self.left_s is None else ("ETA", showing.duration(self.left_s)),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Console:
+    """Says nothing; the others say it better."""
+
+    def __init__(self, standing: Standing) -> None:
+        self.standing = standing
+
+    width = 120
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line that stays."""
+
+    def line(self) -> None:
+        """The standing has new numbers."""
+
+    def saved(self, step: int, path: str) -> None:
+        self.say(f"{_step(self.standing, step)}{GAP}saved {path}", "dim")
+
+    def header(self, title: str, facts: dict[str, Any]) -> None:
+        self.say(showing.visible(title), "bold")
+        for text in showing.pairs(facts, self.width):
+            self.say(text)
+
+    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        found = GAP.join(f"{name.replace('_', ' ')} {showing.number(value)}" for name, value in metrics.items())
+        self.say(f"{_step(self.standing, step)}{GAP}{found}", "bold")
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        for text in showing.rows(rows, self.width):
+            self.say(text)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        for text in showing.pairs(summary, self.width):
+            self.say(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class Plain(Console):
+    """Lines for logs and pipes."""
+
+    def __init__(self, standing: Standing, file: TextIO) -> None:
+        super().__init__(standing)
+        self._file = file
+
+    def say(self, text: str, style: str = "") -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def line(self) -> None:
+        fields = self.standing.fields().values()
+        said = GAP.join(f"{label} {value}".strip() for label, value in fields)
+        self.say(f"{_step(self.standing, self.standing.step)}{GAP}{said}")
+
+
+class LiveLine(Console):
+    """A terminal: one line that moves at the bottom, and above it what is worth keeping."""
+
+    def __init__(self, standing: Standing, file: TextIO, force: bool) -> None:
+        super().__init__(standing)
+        from rich.console import Console as RichConsole
+
+        self._console: RichConsole = RichConsole(
+            file=file, force_terminal=True if force else None, highlight=False, markup=False, emoji=False
+        )
+        self._live: Live | None = None
+        self._saved = ""
+
+    @property
+    def width(self) -> int:  # type: ignore[override]  # a terminal may be made wider or narrower
+        return self._console.width
+
+    def say(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def saved(self, step: int, path: str) -> None:
+        """Every checkpoint would push what matters off the screen; the last one is named in the end."""
+        self._saved = f"saved {path}"
+
+    def line(self) -> None:
+        """Begin with the first numbers: before them there is nothing to show."""
+        if self._live is None:
+            from rich.live import Live
+
+            # stdout is never touched: it may be a file. Others' words on stderr (warnings) go above the line.
+            self._live = Live(self, console=self._console, refresh_per_second=5, transient=True, redirect_stdout=False)
+            self._live.start()
+            self._console.show_cursor(True)  # a process that ends at once cannot bring it back
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.close()
+        super().finish(summary)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._saved:
+            self.say(self._saved, "dim")
+            self._saved = ""
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        yield self.render(options.max_width, options.encoding.startswith("utf"))
+
+    def render(self, width: int, unicode: bool = True) -> Text:
+        """The line in at most ``width`` columns: what matters least goes first where it is narrow."""
+        from rich.text import Text
+
+        fields = self.standing.fields()
+        fields.pop("grad_norm", None)
+        doing = f"{GAP}{self.standing.doing}" if self.standing.doing else ""
+        place = f"{self.standing.step:,}/{self.standing.steps:,}"
+        used = 0
+        for name in ("", "memory", "lr", "mfu", "tokens", "left"):
+            fields.pop(name, None)
+            used = len(place) + len(doing) + sum(len(f"{a} {b}".strip()) + len(GAP) for a, b in fields.values())
+            if used + len(GAP) + 10 <= width:
+                break
+        text = Text(no_wrap=True, overflow="crop", end="")
+        if (room := min(30, width - used - len(GAP))) >= 5:
+            done = min(1.0, self.standing.step / max(1, self.standing.steps))
+            full = int(room * done)
+            text.append(("━" if unicode else "=") * full, "green")
+            text.append(("─" if unicode else "-") * (room - full), "dim").append(GAP)
+        text.append(place, "bold")
+        for label, value in fields.values():
+            text.append(GAP).append(f"{label} " if label else "", "dim").append(value)
+        return text.append(doing, "yellow")
+
+
+class Sturdy:
+    """A stream that swallows the failure of writing: a closed pipe or a lost terminal must not end a run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def make_console(style: Style, standing: Standing) -> Console:
+    """``auto``: live where stderr is a terminal that can move its cursor, plain otherwise. ``json``: plain."""
+    if style not in STYLES:
+        raise ValueError(f"style={style!r} is none of {', '.join(STYLES)}")
+    if style in ("quiet", "off"):
+        return Console(standing)
+    able = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    file: Any = Sturdy(sys.stderr)
+    if style == "live" or (style == "auto" and able):
+        return LiveLine(standing, file, force=not able)
+    return Plain(standing, file)
+
+
+def _step(standing: Standing, step: int) -> str:
+    return f"step {step:>{len(f'{standing.steps:,}')},}/{standing.steps:,}"

@@ -1,0 +1,212 @@
+"""A run's directory: everything about it in one place, and the model it has come to.
+
+run.json        the resolved config: what to run again, and what --resume reads
+provenance.json data hash, versions, command, git state
+tokenizer.json  or one each for source and target; preprocessor_config.json, labels.json
+checkpoints/    step-000200/ …: the last ones and the best
+metrics.jsonl   one object a line; tensorboard/ and curves.png show the same
+model/          at the end: the model to ship, as ``model.save`` writes it
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import ModelConfig, RunConfig
+from ..data.sources import Source
+from ..data.tokenizers import Tokenizer
+from ..errors import BadModelFile
+from ..hub import ImageProcessor, Processor
+from ..hub.files import parse_json, to_json, write_file
+from ..hub.tokens import IMAGE, ONE, SOURCE, TARGET
+from ..models import Model
+from ..models.build import build
+from .averaging import average
+from .checkpoint import Checkpoint, Checkpoints
+from .lora import add_lora, merge
+
+__all__ = ["RUN_FILE", "RunDirectory", "provenance"]
+
+RUN_FILE = "run.json"
+_LABELS = "labels.json"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A directory that ``regard train`` wrote, or is writing."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, root: Path, config: RunConfig, processor: Processor, facts: dict[str, Any]) -> RunDirectory:
+        """A new one. A directory that holds anything else already is refused: runs are not mixed."""
+        if root.exists() and any(root.iterdir()):
+            what = "a run; --resume continues it" if (root / RUN_FILE).exists() else "something else"
+            raise FileExistsError(f"{root} already holds {what}; train.out=… names another directory")
+        root.mkdir(parents=True, exist_ok=True)
+        for name, content in _processor_files(processor).items():
+            write_file(root / name, content)
+        write_file(root / "provenance.json", to_json(facts))
+        made = cls(root)
+        made.write(config)
+        return made
+
+    def write(self, config: RunConfig) -> None:
+        """The config, last: a directory without it is no run yet."""
+        write_file(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        root = Path(path)
+        if not (root / RUN_FILE).is_file():
+            raise BadModelFile(f"{root} has no {RUN_FILE}, so it is no training run")
+        return cls(root)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        path = self.root / RUN_FILE
+        try:
+            return RunConfig(**parse_json(path.read_bytes(), path))
+        except (ValueError, TypeError) as error:
+            raise BadModelFile(f"{path} is not the config of a run: {error}") from None
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """provenance.json"""
+        path = self.root / "provenance.json"
+        try:
+            return parse_json(path.read_bytes(), path)
+        except OSError as error:
+            raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
+
+    @cached_property
+    def processor(self) -> Processor:
+        def tokenizer(name: str) -> Tokenizer | None:
+            path = self.root / name
+            return Tokenizer(path.read_bytes(), str(path)) if path.exists() else None
+
+        source, target = tokenizer(ONE) or tokenizer(SOURCE), tokenizer(TARGET)
+        if self.config.task == "caption":
+            source, target = None, source
+        image = labels = None
+        if (self.root / IMAGE).exists():
+            image = ImageProcessor.read(json.loads((self.root / IMAGE).read_bytes()), self.config.model)
+        if (self.root / _LABELS).exists():
+            labels = tuple(json.loads((self.root / _LABELS).read_bytes())["labels"])
+        return Processor(source, target, image, labels)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        train = self.config.train
+        return Checkpoints(self.root / "checkpoints", max(train.keep, train.average))
+
+    @property
+    def model_folder(self) -> Path:
+        return self.root / "model"
+
+    def model(self, step: int | None = None) -> tuple[Model, str]:
+        """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last."""
+        checkpoints, train = self.checkpoints, self.config.train
+        steps = checkpoints.steps()
+        if not steps:
+            raise BadModelFile(f"{self.root} has no checkpoint yet")
+        if step is not None and step not in steps:
+            raise BadModelFile(f"{self.root} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+        if step is None and train.average > 1:
+            last = steps[-train.average :]
+            found = [checkpoints.at(each) for each in last]
+            model = self._fill(average(_weights(x, train.ema is not None) for x in found))
+            return model, f"the average of steps {', '.join(map(str, last))}"
+        latest = checkpoints.latest()
+        assert latest is not None
+        chosen = latest if step is None else checkpoints.at(step)
+        best = latest.state["at"]["best_step"]
+        name = f"step {chosen.step}"
+        if step is None and train.ema is None and best in steps:
+            chosen, name = checkpoints.at(best), f"step {best}, the best"
+        weights = _weights(chosen, train.ema is not None)
+        return self._fill(weights), name + (", averaged as it went" if train.ema is not None else "")
+
+    def _fill(self, weights: dict[str, torch.Tensor]) -> Model:
+        train = self.config.train
+        model = build(self.config.model)
+        if train.lora is not None:
+            add_lora(model, train.lora, train.lora_alpha, train.lora_targets)
+        model.load_state_dict(weights)
+        if train.lora is not None:
+            merge(model)
+        model.processor = self.processor
+        return model.eval()
+
+
+def _weights(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
+    weights = checkpoint.tensors("model/")
+    if ema:
+        weights.update({name: x for name, x in checkpoint.tensors("ema/").items() if name in weights})
+    return weights
+
+
+def _processor_files(processor: Processor) -> dict[str, bytes]:
+    """As they stand beside a run; a saved model has more, for transformers."""
+    both = processor.source is not None and processor.target is not None
+    files = {}
+    for tokenizer, name in ((processor.source, SOURCE), (processor.target, TARGET)):
+        if tokenizer is not None:
+            assert isinstance(tokenizer, Tokenizer)
+            files[name if both else ONE] = tokenizer.content
+    if processor.image is not None:
+        files[IMAGE] = to_json(processor.image.fields())
+    if processor.labels is not None:
+        files[_LABELS] = to_json({"labels": list(processor.labels)})
+    return files
+
+
+def provenance(source: Source, model: ModelConfig, command: Sequence[str]) -> dict[str, Any]:
+    """What a run came from, for whoever reads it later."""
+    from .. import __version__
+
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(command),
+        "data": {
+            "source": source.name,
+            "sha256": source.sha256,
+            "train": len(source.train),
+            "valid": len(source.valid),
+            "split": source.split.document(),
+            "lines": source.report.document(),
+        },
+        "versions": {
+            "regard": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "threads": torch.get_num_threads()},
+        "git": _git(),
+        "python": sys.version.split()[0],
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit one stands on, and whether there are changes; None outside a repository."""
+
+    def ask(*words: str) -> str | None:
+        try:
+            answer = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    commit = ask("rev-parse", "HEAD")
+    return None if commit is None else {"commit": commit, "changed": bool(ask("status", "--porcelain"))}

@@ -1,0 +1,56 @@
+"""How good the output is: translations, classes, captions, language models; and what to look at first.
+
+Every metric comes as a function (a small result with ``.text()`` and ``.document()``) and as ``*_statistics`` (what
+each example adds to it), which the paired bootstrap resamples and ``worst_cases`` ranks.
+BLEU and chrF count from 0 to 100 as sacreBLEU does; accuracy, F1 and exact match are shares from 0 to 1.
+"""
+
+from .captioning import CaptionScores, bleu_n_statistics, captions, cider_statistics
+from .classifying import (
+    ClassificationScores,
+    ClassScores,
+    accuracy_statistics,
+    classification,
+    macro_f1_statistics,
+)
+from .language import LanguageScores, language_model, loss_statistics, perplexity, strided_losses, strided_perplexity
+from .statistics import Case, Result, Statistics, mean_statistics, worst_cases
+from .translating import (
+    TranslationScores,
+    bleu_statistics,
+    bleu_tokenizer,
+    chrf_statistics,
+    exact_statistics,
+    sentence_chrf,
+    translation,
+)
+
+__all__ = [
+    "CaptionScores",
+    "ClassScores",
+    "ClassificationScores",
+    "LanguageScores",
+    "TranslationScores",
+    "captions",
+    "classification",
+    "language_model",
+    "translation",
+    "bleu_tokenizer",
+    "perplexity",
+    "sentence_chrf",
+    "strided_losses",
+    "strided_perplexity",
+    "Case",
+    "Result",
+    "Statistics",
+    "worst_cases",
+    "accuracy_statistics",
+    "bleu_n_statistics",
+    "bleu_statistics",
+    "chrf_statistics",
+    "cider_statistics",
+    "exact_statistics",
+    "loss_statistics",
+    "macro_f1_statistics",
+    "mean_statistics",
+]

@@ -1,0 +1,115 @@
+"""Classes: accuracy, precision, recall and F1 of each, their mean, and who is taken for whom.
+
+precision = tp / predicted, recall = tp / true, F1 = 2 tp / (predicted + true); macro F1 is the mean of the classes' F1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .statistics import Floats, Result, Statistics, mean_statistics, need_pairs, percent
+
+
+@dataclass(frozen=True)
+class ClassScores(Result):
+    """One class. What is asked of nothing (the precision of a class never predicted) is 0."""
+
+    label: str
+    precision: float
+    recall: float
+    f1: float
+    n_true: int
+    n_predicted: int
+
+    def text(self) -> str:
+        return (
+            f"{self.label}: precision {percent(self.precision)}, recall {percent(self.recall)}, "
+            f"F1 {percent(self.f1)}, {self.n_true} true, {self.n_predicted} predicted"
+        )
+
+
+@dataclass(frozen=True)
+class ClassificationScores(Result):
+    """How well classes were told apart; shares from 0 to 1."""
+
+    n: int
+    accuracy: float
+    macro_f1: float
+    """The mean over classes that occur, as truth or as prediction."""
+    classes: tuple[ClassScores, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    """confusion[i][j]: how often i was taken for j."""
+
+    def text(self) -> str:
+        return f"accuracy {percent(self.accuracy)}, macro F1 {percent(self.macro_f1)} ({self.n} examples)"
+
+
+def classification(
+    predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None = None
+) -> ClassificationScores:
+    """``predicted`` and ``truth`` are class numbers (N,), ``labels`` their names, or how many; None: all that occur."""
+    guess, true, names = _classes(predicted, truth, labels)
+    size = len(names)
+    confusion = np.bincount(true * size + guess, minlength=size * size).reshape(size, size)
+    hits, n_predicted, n_true = np.diag(confusion), confusion.sum(0), confusion.sum(1)
+    precision, recall, f1 = _share(hits, n_predicted), _share(hits, n_true), _share(2 * hits, n_predicted + n_true)
+    classes = tuple(
+        ClassScores(names[c], float(precision[c]), float(recall[c]), float(f1[c]), int(n_true[c]), int(n_predicted[c]))
+        for c in range(size)
+    )
+    return ClassificationScores(
+        n=len(true),
+        accuracy=float(hits.sum() / len(true)),
+        macro_f1=float(_macro_f1(hits, n_predicted, n_true)),
+        classes=classes,
+        confusion=tuple(map(tuple, confusion.tolist())),
+    )
+
+
+def accuracy_statistics(predicted: ArrayLike, truth: ArrayLike) -> Statistics:
+    """1 where the class is right."""
+    guess, true, _ = _classes(predicted, truth, None)
+    return mean_statistics("accuracy", guess == true)
+
+
+def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str]) -> Statistics:
+    """Hits, predictions and truths of each class (N, 3 · classes), and macro F1 of their sums."""
+    guess, true, names = _classes(predicted, truth, labels)
+    own = np.arange(len(names))
+    is_guess, is_true = guess[:, None] == own, true[:, None] == own
+    rows = np.concatenate([is_guess & is_true, is_guess, is_true], axis=1).astype(np.float64)
+    return Statistics("macro F1", rows, lambda sums: _macro_f1(*np.split(sums, 3, axis=-1)))
+
+
+def _macro_f1(hits: NDArray[np.number], n_predicted: NDArray[np.number], n_true: NDArray[np.number]) -> Floats:
+    either = n_predicted + n_true  # a class that never occurs has no F1, and is left out of the mean
+    return np.asarray(_share(2 * hits, either).sum(-1) / (either > 0).sum(-1))
+
+
+def _share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
+    return np.divide(part, whole, out=np.zeros(np.shape(whole), dtype=np.float64), where=whole > 0)
+
+
+def _classes(
+    predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
+    """Both as checked class numbers, and the name of every class."""
+    guess, true = np.asarray(predicted), np.asarray(truth)
+    for name, ids in (("predicted", guess), ("truth", true)):
+        if ids.ndim != 1:
+            raise ValueError(f"{name} has {ids.ndim} dimensions, but must be a list of class numbers")
+    need_pairs(predicted=guess, truth=true)
+    if labels is None:
+        labels = int(max(guess.max(), true.max())) + 1
+    names = [str(c) for c in range(labels)] if isinstance(labels, int) else [str(label) for label in labels]
+    for name, ids in (("predicted", guess), ("truth", true)):
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"{name} must hold class numbers, but holds {ids.dtype}")
+        if ids.min() < 0 or ids.max() >= len(names):
+            odd = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(f"{name} holds class {odd}, but classes are 0 to {len(names) - 1}")
+    return guess.astype(np.int64), true.astype(np.int64), names

@@ -1,0 +1,254 @@
+"""Several processes as one run. Models stay single-device code; what makes them parallel is put around them here.
+
+Gradients are averaged over the processes, by DDP and FSDP2 alike: a loss that is a sum is multiplied by ``world``
+before the backward pass, and what stands in ``.grad`` afterwards is that of one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..models.block import Block
+from ..models.stack import Stack
+from .shards import local
+
+__all__ = [
+    "Group",
+    "average_gradients",
+    "clip_grad_norm",
+    "first_non_finite_gradient",
+    "full_state",
+    "open_group",
+    "parallelise",
+    "syncing",
+]
+
+Parallel = Literal["ddp", "fsdp"]
+# One process may evaluate while the others wait for it. A process that dies ends the rest through torchrun, not through
+# this.
+_PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a run and this one's place among them. As it stands: one process alone, which needs nobody.
+
+    Every method is to be called by all processes, in the same order.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes, prints and decides."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the processes; ``x`` stays as it is."""
+        if self.alone:
+            return x
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any process: a signal that reached one must stop all at the same step."""
+        return flag if self.alone else self._largest(int(flag)) > 0
+
+    def barrier(self) -> None:
+        """Wait until all are here."""
+        self.any(False)
+
+    def broadcast_object(self, x: Any) -> Any:
+        """The main process' object, on all."""
+        if self.alone:
+            return x
+        held = [x]
+        dist.broadcast_object_list(held, src=0)
+        return held[0]
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """The object of every process, by rank, on all."""
+        if self.alone:
+            return [x]
+        held = [None] * self.world
+        dist.all_gather_object(held, x)
+        return held
+
+    def close(self) -> None:
+        """Part from the others; nothing more can be asked of the group."""
+        if not self.alone and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _largest(self, x: int) -> int:
+        held = torch.tensor(x)  # on the CPU, over gloo: no wait for what the GPU has still to do
+        if not self.alone:
+            dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        return int(held)
+
+
+def open_group(device: torch.device | str = "cpu") -> Group:
+    """The group torchrun's environment describes, each process with a GPU of its own; without torchrun one alone."""
+    device = torch.device(device)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Group(device=device)
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"WORLD_SIZE={world} without {', '.join(missing)}: start several processes with torchrun")
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if device.type == "cuda":
+        if local_rank >= (n := torch.cuda.device_count()):
+            raise ValueError(f"LOCAL_RANK={local_rank} has no GPU: there are {n}; start at most {n} processes here")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ValueError(f"WORLD_SIZE={world} on device={device.type}: several processes work on cpu and cuda")
+    # With CUDA both: numbers travel by NCCL, flags and objects by gloo, without a wait for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_PATIENCE)
+    return Group(rank, world, local_rank, device)
+
+
+# ------------------------------------------------------------------------------------- the module
+
+
+def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch.dtype | None = None) -> nn.Module:
+    """The objective over the group's processes: whole copies ("ddp") or cut into shards ("fsdp").
+
+    To be called before the optimiser takes the parameters: sharding replaces them. All start from the main process'
+    numbers. ``dtype`` is that of autocast, if any: FSDP then sends the layers' weights in it, half the bytes; the
+    weights themselves, the gradients' sum, tables and heads stay as they are.
+    """
+    if kind not in ("ddp", "fsdp"):
+        raise ValueError(f"parallel={kind!r} is unknown; there are 'ddp' and 'fsdp'")
+    if group.alone:
+        return objective
+    if kind == "ddp":
+        ids = [group.device.index] if group.device.type == "cuda" else None
+        # Buffers here are tables of fixed numbers, the same everywhere: nothing to send with every step.
+        return DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+    for x in [*objective.parameters(), *objective.buffers()]:
+        dist.broadcast(x.data, src=0)
+    return _shard(objective, group, dtype)
+
+
+def _shard(objective: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Module:
+    """FSDP2 (Zhao et al. 2023): one unit a layer, gathered when it runs; the rest is gathered all through a step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(group.device.type, (group.world,))
+    half = None if dtype in (None, torch.float32) else dtype
+    # Inputs are not cast: autocast decides what runs in half precision, and the residual stream is not among it.
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in _units(objective):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(objective, mesh=mesh, mp_policy=whole)
+    return objective
+
+
+def _units(objective: nn.Module) -> Iterator[Block]:
+    """Layers that run once in a pass and own what they hold. What is shared, and recurrent models, go to the root:
+
+    a recurrent model's parts are used a step at a time, and not through the calls at which FSDP gathers."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in objective.modules():
+        for p in module.parameters(recurse=False):
+            owners[p] = owners.get(p, 0) + 1
+    for stack in (module for module in objective.modules() if isinstance(module, Stack)):
+        for block in stack.blocks:
+            own = list(block.parameters())
+            if isinstance(block, Block) and stack.n_layers == len(stack.blocks) and all(owners[p] == 1 for p in own):
+                yield block
+
+
+@contextmanager
+def syncing(module: nn.Module, last: bool) -> Iterator[None]:
+    """Around forward and backward of one micro-batch; ``last`` of those accumulated for a step.
+
+    DDP averages once, with the last. FSDP sums each into its shards: gradients kept whole until the last would take
+    the very memory that sharding saves, and could not be stored between two micro-batches.
+    """
+    if last or not isinstance(module, DistributedDataParallel):
+        yield
+    else:
+        with module.no_sync():
+            yield
+
+
+def average_gradients(module: nn.Module, group: Group) -> None:
+    """Before storing gradients between two micro-batches: DDP's, which are still each process' own, made the same.
+
+    To go on from them is to go on from the originals: the average over processes of an average is that average.
+    """
+    if isinstance(module, DistributedDataParallel):
+        for p in module.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad.div_(group.world)
+
+
+# ------------------------------------------------------------------------------------- what needs all shards
+
+
+def full_state(model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
+    """``state_dict`` with every tensor whole and on the CPU; {} on all but the main process unless ``everywhere``.
+
+    To be called on every process, with the model as it stands inside the wrapped objective.
+    """
+    wanted = everywhere or not dist.is_initialized() or dist.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # tied tensors once, and still tied afterwards
+    for name, x in model.state_dict(keep_vars=True).items():
+        if id(x) not in gathered:
+            whole = x.detach().full_tensor() if _is_dtensor(x) else x.detach()  # one at a time: it may not fit together
+            gathered[id(x)] = whole.cpu() if wanted else torch.empty(0)
+        state[name] = gathered[id(x)]
+    return state if wanted else {}
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], largest: float | None) -> Tensor:
+    """Scale gradients so that their norm over all parameters and processes is at most ``largest``; what it was.
+
+    The same number on every process. It is not finite where a gradient is not, and nothing is scaled then.
+    """
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in with_grad if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    norm = norm.full_tensor() if _is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    if largest is not None:
+        # As 0 a norm that is not finite scales nothing, and to look at it here would have the GPU wait.
+        torch.nn.utils.clip_grads_with_norm_(with_grad, largest, torch.where(norm.isfinite(), norm, 0.0))
+    return norm
+
+
+def first_non_finite_gradient(module: nn.Module, group: Group) -> str | None:
+    """The first parameter, in the module's order, whose gradient on any process is not finite; None: all are."""
+    named = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
+    faults = (i for i, (_, grad) in enumerate(named) if not bool(torch.isfinite(grad).all()))
+    first = next(faults, len(named))
+    first = len(named) - group._largest(len(named) - first)
+    return None if first == len(named) else named[first][0].removeprefix("module.").replace("_orig_mod.", "")
+
+
+def _is_dtensor(x: object) -> bool:
+    return hasattr(x, "full_tensor")

@@ -1,0 +1,78 @@
+"""In which numbers the matrix products are computed, while weights and optimiser stay fp32.
+
+Mixed precision (Micikevicius et al. 2018): bf16 keeps fp32's range; fp16 does not, so its loss is scaled up before the
+backward pass and the gradients down after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choices(device: torch.device | str) -> tuple[PrecisionName, ...]:
+    """The precisions a device computes itself, fp32 first: what ``train.precision=auto`` chooses among."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("fp32", "fp16")
+    if device.type == "mps":
+        return ("fp32", "bf16") if torch.backends.mps.is_macos_or_newer(14, 0) else ("fp32",)
+    return ("fp32", "bf16") if _cpu_has_bf16() else ("fp32",)
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether oneDNN has bf16 instructions to use; without them it is computed all the same, but slower than fp32."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # torch without oneDNN
+        return False
+
+
+class Precision:
+    """One precision on one device: ``with precision.forward(): loss = …``, then the backward pass through ``scaler``.
+
+    ``scaler`` is always there, and does nothing except for fp16: a loop calls it without asking.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
+        self.name, self.device = name, torch.device(device)
+        if name not in NAMES:
+            raise ValueError(f"precision={name!r} is none of {', '.join(NAMES)}")
+        if name == "fp16" and self.device.type != "cuda":
+            raise ValueError(f"precision='fp16' needs device='cuda', not {self.device.type!r}; bf16 needs no loss scale")
+        if name not in choices(self.device) and self.device.type != "cpu":
+            can = ", ".join(choices(self.device))
+            raise ValueError(f"precision={name!r} is not computed by this {self.device.type} device; it has {can}")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products are computed in."""
+        return _DTYPES.get(self.name, torch.float32)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the forward pass and the loss, not around the backward pass."""
+        return nullcontext() if self.name == "fp32" else torch.autocast(self.device.type, self.dtype)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Around a whole run: on CUDA, fp32 products in TF32 (10 bits of mantissa, fp32's range), as before after it."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def __repr__(self) -> str:
+        return f"Precision({self.name!r}, {str(self.device)!r})"

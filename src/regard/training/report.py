@@ -1,0 +1,274 @@
+"""A run's progress: told on stderr, kept in metrics.jsonl and TensorBoard, drawn in curves.png."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from . import showing
+from .console import Standing, Style, make_console
+from .curves import draw_curves
+from .journal import MetricsFile, TensorBoard, clean
+from .pace import Pace, peak_memory_mib
+
+SHARE_FOR_CURVES = 0.02  # of the time of a run; the last drawing is always made
+
+
+class Reporter:
+    """What the loop tells, step by step. A step costs next to nothing: numbers stay on the device until a line is due.
+
+    A line is due at the first step, every ``log_every`` steps, and the last. ``flops_per_token`` (of training) and
+    ``peak_flops`` (of all devices together) give the utilisation. To go on after ``start_step``, ``restore`` what
+    ``state`` gave there: the files then come out as if the run had never stopped, apart from timings.
+
+    style: ``auto`` live on a terminal, else plain · ``json`` plain · ``quiet`` files alone · ``off`` nothing at all
+    (all processes but the first). Whatever is said goes to stderr.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        steps: int,
+        log_every: int,
+        style: Style = "auto",
+        start_step: int = 0,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        if log_every < 1:
+            raise ValueError(f"log_every={log_every} must be at least 1")
+        self.out = Path(out)
+        self._active, self._log_every = style != "off", log_every
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._standing = Standing(steps=steps, step=start_step)
+        self._console = make_console(style, self._standing)
+        self._device: str | None = None
+        self._losses: list[Any] = []
+        self._tensorboard: TensorBoard | None = None
+        self._start_step = start_step
+        self._drawn_at, self._drawing_s = 0.0, 1.0  # a guess, until one has been drawn
+        self._pace = Pace()
+        self._file = MetricsFile(self.out / "metrics.jsonl", start_step, self.note) if self._active else None
+        self.restore({} if self._file is None else self._file.last)
+
+    # ------------------------------------------------------------------------------------ going on where it stopped
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps for the lines to come out the same after a resume; plain JSON."""
+        self._losses = _numbers(self._losses)
+        return {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "train_seconds": self.train_seconds,
+            "loss": clean(self.last_loss),
+            "losses": clean(self._losses),
+        }
+
+    def restore(self, known: dict[str, Any]) -> None:
+        """Go on from a state; until one is given, from the last line kept, which knows nearly all of it."""
+        self.tokens = int(known.get("tokens") or 0)
+        self._seconds_before = float(known.get("seconds") or 0.0)
+        self._training_before = float(known.get("train_seconds") or 0.0)
+        self._last_loss = known.get("loss")
+        self._losses = [float("nan") if loss is None else loss for loss in known.get("losses", ())]
+        self._line_tokens, self._line_training = self.tokens, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, everything included, before and after a resume."""
+        return self._seconds_before + self._pace.wall()
+
+    @property
+    def train_seconds(self) -> float:
+        """The same without what happened under ``paused``."""
+        return self._training_before + self._pace.training()
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last step; asking waits for the device."""
+        return _number(self._losses[-1]) if self._losses else self._last_loss
+
+    # ------------------------------------------------------------------------------------ what the loop calls
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Say what is about to run; ``task`` is the title, ``device`` says whose memory is watched."""
+        self._device = str(facts["device"]).split()[0] if "device" in facts else None
+        if self._active:
+            rest = {name: value for name, value in facts.items() if name != "task"}
+            self._console.header(str(facts.get("task", self.out.name)), rest)
+            if self._start_step:
+                self.note(f"goes on after step {self._start_step:,}")
+            self._events()  # imports take their time now, not during a step
+
+    def step(
+        self, step: int, *, loss: float | Tensor, lr: float, grad_norm: float | Tensor, n_tokens: int, **more: Any
+    ) -> None:
+        """After every step. ``n_tokens``: of all processes."""
+        # Later steps may write into the same memory (CUDA graphs do), so a tensor is copied, on its device.
+        self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else loss)
+        self.tokens += n_tokens
+        self._pace.tick(n_tokens)
+        if not self._active:
+            self._losses = self._losses[-1:]
+            return
+        due = step == 1 or step % self._log_every == 0 or step >= self._standing.steps
+        if due:
+            self._line(step, {"lr": lr, "grad_norm": grad_norm}, more)
+        self._stand(step)
+        if due:
+            self._console.line()
+
+    def _line(self, step: int, numbers: dict[str, Any], more: dict[str, Any]) -> None:
+        losses = _numbers(self._losses)  # waits for the device: from here on the clock is true
+        numbers = clean({name: _number(value) for name, value in (numbers | more).items()})
+        training, known = self._pace.training(), {}
+        if self._line_training > 0 and training > self._line_training:  # the first line's time is start-up
+            speed = (self.tokens - self._line_tokens) / (training - self._line_training)
+            known = {"tokens_per_s": round(speed, 1), "mfu": self._mfu(speed)}
+        self._line_tokens, self._line_training = self.tokens, training
+        mib = peak_memory_mib(self._device)
+        known |= {"seconds": round(self.seconds, 3), "train_seconds": round(self.train_seconds, 3)}
+        known |= {"memory_mib": None if mib is None else round(mib, 1)}
+        record = {"step": step, "loss": losses[-1], "loss_mean": sum(losses) / len(losses)} | numbers
+        record |= {"tokens": self.tokens} | {name: value for name, value in known.items() if value is not None}
+        self._last_loss, self._losses = losses[-1], []
+        if self._file is not None:
+            self._file.write(record)
+        self._events().scalars(step, {_tag(name): value for name, value in record.items() if name != "step"})
+        now = self._standing
+        now.loss, now.lr, now.grad_norm = losses[-1], numbers["lr"], numbers["grad_norm"]
+        now.memory_mib = mib
+
+    def _stand(self, step: int) -> None:
+        """What the live line can know without asking the device."""
+        now, steps_per_s = self._standing, self._pace.steps_per_s
+        now.step = step
+        now.tokens_per_s = self._pace.tokens_per_s
+        now.mfu = self._mfu(now.tokens_per_s)
+        now.left_s = None if not steps_per_s else max(0, now.steps - step) / steps_per_s
+
+    def _mfu(self, tokens_per_s: float | None) -> float | None:
+        if not tokens_per_s or not self._flops_per_token or not self._peak_flops:
+            return None
+        return round(tokens_per_s * self._flops_per_token / self._peak_flops, 4)
+
+    @contextmanager
+    def paused(self, doing: str = "evaluating") -> Iterator[None]:
+        """Time that is not training: evaluating, saving."""
+        _wait()  # what was asked of the GPU before belongs to training
+        self._pace.pause()
+        before, self._standing.doing = self._standing.doing, f"{doing} …"
+        try:
+            yield
+        finally:
+            _wait()
+            self._standing.doing = before
+            self._pace.resume()
+
+    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """Numbers of an evaluation, such as valid_loss and bleu; texts among them (a signature) are kept too."""
+        if not self._active:
+            return
+        found: dict[str, Any] = clean(metrics)
+        record = {"step": step, "loss": self.last_loss} | found
+        record |= {"tokens": self.tokens, "seconds": round(self.seconds, 3)}
+        if self._file is not None:
+            self._file.write(record)
+        self._events().scalars(step, {f"valid/{name.removeprefix('valid_')}": v for name, v in found.items()})
+        shown = {name: value for name, value in found.items() if isinstance(value, int | float)}
+        self._console.evaluation(step, shown or found)
+        if self.seconds - self._drawn_at >= self._drawing_s / SHARE_FOR_CURVES:
+            self._draw()
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Examples as the model does them now, e.g. {"source": …, "target": …, "output": …}."""
+        if self._active and rows:
+            self._console.samples(rows)
+            self._events().text(step, "samples", _markdown(rows))
+
+    def note(self, text: str) -> None:
+        if self._active:
+            self._console.say(showing.visible(text), "yellow")
+
+    def saved(self, step: int, path: Path | str) -> None:
+        if self._active:
+            with suppress(ValueError):
+                path = Path(path).relative_to(self.out)
+            self._console.saved(step, str(path))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The run is complete: draw the curves, say how it went."""
+        if self._active:
+            with self.paused("drawing the curves"):
+                self._draw()
+            self._console.finish(summary)
+        self.close()
+
+    def close(self) -> None:
+        """Leave terminal and files in order; may be called twice."""
+        self._console.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------ behind it
+
+    def _events(self) -> TensorBoard:
+        if self._tensorboard is None:
+            self._tensorboard = TensorBoard(self.out / "tensorboard", self._start_step, self.note)
+        return self._tensorboard
+
+    def _draw(self) -> None:
+        began = time.perf_counter()
+        try:
+            draw_curves(self.out / "metrics.jsonl", self.out / "curves.png")
+        except Exception as failure:  # a picture is never worth a run, whatever went wrong with it
+            self.note(f"curves.png cannot be drawn: {failure}")
+        self._drawing_s, self._drawn_at = time.perf_counter() - began, self.seconds
+
+
+def _number(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """Tensors cross from the device together: one wait, not one for each."""
+    tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
+    crossed = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(crossed) if isinstance(value, Tensor) else float(_number(value)) for value in values]
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _tag(name: str) -> str:
+    if name in ("tokens_per_s", "mfu", "seconds", "train_seconds", "memory_mib", "tokens"):
+        return f"cost/{name}"
+    return f"train/{name}"
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[showing.number(row.get(name, "")).replace("|", "\\|") for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells))

@@ -1,0 +1,34 @@
+"""The tasks: what each makes of its data, and what it asks of a model. The loop knows none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...config import RunConfig
+from ...data.sources import Source
+from ...hub import Processor
+from .captions import Caption
+from .classes import Classify, ClassifyImages
+from .language import LanguageModel, MaskedLanguageModel
+from .pairs import Translate
+from .task import Evaluation, Row, Task
+
+__all__ = ["TASKS", "Evaluation", "Row", "Task", "open_task"]
+
+TASKS: Mapping[str, type[Task]] = {
+    "translate": Translate,
+    "lm": LanguageModel,
+    "mlm": MaskedLanguageModel,
+    "classify": Classify,
+    "classify-images": ClassifyImages,
+    "caption": Caption,
+}
+
+
+def open_task(config: RunConfig, source: Source, processor: Processor | None = None) -> Task:
+    """The task of a run: with the tokenizers of ``processor`` where there is one, else with new ones."""
+    kind = TASKS[config.task]
+    if source.kind not in kind.kinds:
+        wanted = " or ".join(kind.kinds)
+        raise ValueError(f"{source.name} holds {source.kind}, but task {config.task!r} learns from {wanted}")
+    return kind(config, source, processor)

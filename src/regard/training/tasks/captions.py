@@ -1,0 +1,120 @@
+"""Captions: an image, and what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...config import ModelConfig
+from ...data.batching import BatchPlan, pad
+from ...data.examples import Example, ImageExample
+from ...data.images import image_batch
+from ...data.tokenizers import Tokenizer
+from ...generation import GenerateConfig, generate
+from ...hub import Processor
+from ...models import Model
+from .. import metrics
+from ..batch import Batch, shifted
+from .classes import _image_processor, images_at_once, shown_image
+from .task import Left, Row, Task
+
+__all__ = ["Caption"]
+
+
+class Caption(Task):
+    """An encoder over patches, a decoder over words (Xu et al. 2015, with a ViT for the convolutions).
+
+    Each epoch shows each image once, with one of its captions in turn.
+    """
+
+    kinds = ("captions",)
+    template = "eos"
+
+    def _new_processor(self) -> Processor:
+        texts = [text for x in self._first(self.source.train, 40_000) for text in cast(ImageExample, x).captions]
+        return Processor(target=self._tokenizer(texts), image=_image_processor(self.config.model))
+
+    @property
+    def _tokens(self) -> Tokenizer:
+        return cast(Tokenizer, self.processor.target)
+
+    @property
+    def _most(self) -> int:
+        return self.config.data.max_target_len or self.config.data.max_len
+
+    @property
+    def model_config(self) -> ModelConfig:
+        model = self.config.model
+        longest = max(self._most, model.max_target_len or model.max_len)
+        return model.with_(vocab_size=self._tokens.size, max_target_len=longest, **self._ids)
+
+    @cached_property
+    def _order(self) -> BatchPlan:
+        train = self.config.train
+        at_once = images_at_once(self.config.model, train.batch_tokens, train.batch_size)
+        return BatchPlan.by_examples(len(self.source.train), at_once, seed=train.seed)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._order.count()
+
+    def batch(self, number: int) -> Batch:
+        epoch, place = self._order.at(number)
+        index, data = [int(i) for i in self._order.batch(epoch, place)], self.config.data
+        examples = cast(Sequence[ImageExample], self.source.train)
+        seen = [examples[i].captions for i in index]
+        captions = [texts[(epoch + i) % len(texts)] for texts, i in zip(seen, index, strict=True)]
+        seed = self.config.train.seed
+        pixels = self._pixels(examples, index, shift=data.shift, flip=data.flip, seed=seed, epoch=epoch)
+        return self._collate(pixels, captions)
+
+    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        """Every caption of every image."""
+        known = cast(Sequence[ImageExample], examples)
+        for first in range(0, len(known), 64):
+            group = known[first : first + 64]
+            pixels = self._pixels(group, range(len(group)))
+            which = torch.tensor([place for place, x in enumerate(group) for _ in x.captions])
+            yield self._collate(pixels[which], [text for x in group for text in x.captions])
+
+    def _pixels(self, examples: Sequence[ImageExample], index: Sequence[int], **augmented: Any) -> Tensor:
+        image, model = self.processor.image, self.config.model
+        assert image is not None
+        size, channels = model.image_size, model.n_channels
+        return image_batch(examples, index, size=size, channels=channels, mean=image.mean, std=image.std, **augmented)
+
+    def _collate(self, pixels: Tensor, captions: Sequence[str]) -> Batch:
+        rows = [[Tokenizer.bos_id, *ids] for ids in self._tokens.encode_all(captions)]
+        if longer := sum(len(row) > self._most + 1 for row in rows):
+            self.left = Left(n_cut=self.left.n_cut + longer, max_len=self._most)
+            rows = [row if len(row) <= self._most + 1 else [*row[: self._most], row[-1]] for row in rows]
+        widest = max(map(len, rows)) - 1
+        target = pad(rows + [[0] * (-(-widest // 8) * 8 + 1)])[:-1]
+        read, wanted = shifted(target, Tokenizer.pad_id)
+        model = self.config.model
+        patches = len(rows) * (model.image_size // model.patch_size) ** 2
+        return Batch((pixels, read), wanted, n_tokens=patches + sum(map(len, rows)))
+
+    def answers(
+        self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
+    ) -> tuple[dict[str, float | str], list[Row]]:
+        known = cast(Sequence[ImageExample], examples)
+        if not known:
+            return {}, []
+        outputs = []
+        config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=self._most)
+        for first in range(0, len(known), 128):
+            group = range(first, min(first + 128, len(known)))
+            pixels = self._pixels(known, group).to(model.device)
+            outputs += [self._tokens.decode(tokens) for tokens in generate(model, pixels, config).tokens]
+        references = [list(x.captions) for x in known]
+        found = metrics.captions(outputs, references)
+        rows = [
+            Row(shown_image(x), texts, output, score)
+            for x, texts, output, score in zip(known, references, outputs, found.scores, strict=True)
+        ]
+        return dict(found.document()), rows

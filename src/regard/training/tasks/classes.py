@@ -1,0 +1,204 @@
+"""Classification of texts and images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...config import ModelConfig
+from ...data.batching import BatchPlan, pad
+from ...data.examples import Example, ImageExample, Labelled
+from ...data.images import image_batch
+from ...data.tokenizers import Tokenizer
+from ...hub import ImageProcessor, Processor
+from ...models import Model
+from .. import metrics
+from ..batch import Batch
+from .task import Row, Task, by_length
+
+__all__ = ["Classify", "ClassifyImages"]
+
+
+class _Classes(Task):
+    criterion = "accuracy"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        labels = self.processor.labels or self.source.labels
+        assert labels is not None
+        return labels
+
+    def answers(
+        self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
+    ) -> tuple[dict[str, float | str], list[Row]]:
+        """``beam`` is of no use here. The score of a row is the probability of its true class."""
+        if not examples:
+            return {}, []
+        logits = self._logits(model, examples)
+        said, true = logits.argmax(-1).tolist(), [cast(Labelled, x).label for x in examples]
+        shares = logits.softmax(-1)
+        rows = [
+            Row(self._shown(x), self.labels[truth], self.labels[found], float(shares[place, truth]))
+            for place, (x, truth, found) in enumerate(zip(examples, true, said, strict=True))
+        ]
+        found = metrics.classification(said, true, self.labels)
+        return {"accuracy": found.accuracy, "f1": found.macro_f1}, rows
+
+    def _logits(self, model: Model, examples: Sequence[Example]) -> Tensor:
+        """(N, classes) on the CPU."""
+        out = torch.zeros(len(examples), len(self.labels))
+        was = model.training
+        model.eval()
+        with torch.no_grad():
+            for group, batch in self._groups(examples):
+                batch = batch.to(model.device)
+                out[group] = model(*batch.inputs, **batch.options).float().cpu()
+        model.train(was)
+        return out
+
+    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        return (batch for _, batch in self._groups(examples))
+
+    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        raise NotImplementedError
+
+    def _shown(self, example: Example) -> str:
+        raise NotImplementedError
+
+
+class Classify(_Classes):
+    """A text and its class."""
+
+    kinds = ("labelled",)
+    template = "bos-eos"
+
+    def _new_processor(self) -> Processor:
+        texts = [cast(Labelled, x).text for x in self._first(self.source.train, 200_000)]
+        return Processor(source=self._tokenizer(texts), labels=self.source.labels)
+
+    @property
+    def _tokens(self) -> Tokenizer:
+        return cast(Tokenizer, self.processor.source)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        max_len = max(self.config.data.max_len, self.config.model.max_len)
+        sizes = {"vocab_size": self._tokens.size, "n_classes": len(self.labels), "max_len": max_len}
+        return self.config.model.with_(**sizes, **self._ids)
+
+    @cached_property
+    def _encoded(self) -> list[list[int]]:
+        rows = self._tokens.encode_all(cast(Labelled, x).text for x in self.source.train)
+        return self._cut(rows, self.config.data.max_len)
+
+    @cached_property
+    def _order(self) -> BatchPlan:
+        return self._plan([len(row) for row in self._encoded])
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._order.count()
+
+    def batch(self, number: int) -> Batch:
+        index = self._order.batch(*self._order.at(number)).tolist()
+        return _texts([self._encoded[i] for i in index], [cast(Labelled, self.source.train[i]).label for i in index])
+
+    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        known = cast(Sequence[Labelled], examples)
+        before = self.left
+        rows = self._cut(self._tokens.encode_all(x.text for x in known), self.config.data.max_len)
+        self.left = before  # what is said about left-out examples is about training
+        for group in by_length([len(row) for row in rows], max(self.config.train.batch_tokens, 16384)):
+            yield group, _texts([rows[i] for i in group], [known[i].label for i in group])
+
+    def _shown(self, example: Example) -> str:
+        return cast(Labelled, example).text
+
+
+class ClassifyImages(_Classes):
+    """An image and its class."""
+
+    kinds = ("images",)
+
+    def _new_processor(self) -> Processor:
+        return Processor(image=_image_processor(self.config.model), labels=self.source.labels)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model.with_(n_classes=len(self.labels))
+
+    @cached_property
+    def _order(self) -> BatchPlan:
+        return BatchPlan.by_examples(len(self.source.train), self._at_once, seed=self.config.train.seed)
+
+    @property
+    def _at_once(self) -> int:
+        return images_at_once(self.config.model, self.config.train.batch_tokens, self.config.train.batch_size)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._order.count()
+
+    def batch(self, number: int) -> Batch:
+        epoch, place = self._order.at(number)
+        index, data, model = self._order.batch(epoch, place), self.config.data, self.config.model
+        examples = cast(Sequence[ImageExample], self.source.train)
+        image = self.processor.image
+        assert image is not None
+        pixels = image_batch(
+            examples,
+            index,
+            size=model.image_size,
+            channels=model.n_channels,
+            mean=image.mean,
+            std=image.std,
+            shift=data.shift,
+            flip=data.flip,
+            seed=self.config.train.seed,
+            epoch=epoch,
+        )
+        return self._of(pixels, [examples[int(i)] for i in index])
+
+    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        known, image = cast(Sequence[ImageExample], examples), self.processor.image
+        size, channels = self.config.model.image_size, self.config.model.n_channels
+        assert image is not None
+        for first in range(0, len(known), 512):
+            group = list(range(first, min(first + 512, len(known))))
+            pixels = image_batch(known, group, size=size, channels=channels, mean=image.mean, std=image.std)
+            yield group, self._of(pixels, [known[i] for i in group])
+
+    def _of(self, pixels: Tensor, examples: Sequence[ImageExample]) -> Batch:
+        model = self.config.model
+        n_tokens = len(examples) * (model.image_size // model.patch_size) ** 2
+        return Batch((pixels,), torch.tensor([x.label for x in examples]), n_tokens=n_tokens)
+
+    def _shown(self, example: Example) -> str:
+        return shown_image(cast(ImageExample, example))
+
+
+def _texts(rows: list[list[int]], labels: list[int]) -> Batch:
+    tokens = pad(rows, multiple=8)
+    keep = tokens != Tokenizer.pad_id
+    return Batch((tokens,), torch.tensor(labels), {"keep": keep}, sum(map(len, rows)))
+
+
+def _image_processor(model: ModelConfig) -> ImageProcessor:
+    half = (0.5,) * model.n_channels
+    return ImageProcessor((model.image_size, model.image_size), half, half)
+
+
+def images_at_once(model: ModelConfig, batch_tokens: int, batch_size: int | None) -> int:
+    """Images of a batch: as many as batch_tokens allow, a patch being a token."""
+    rows = max(1, batch_tokens // (model.image_size // model.patch_size) ** 2)
+    return rows if batch_size is None else min(rows, batch_size)
+
+
+def shown_image(example: ImageExample) -> str:
+    """What an image is called."""
+    name = getattr(example.image, "name", None)
+    return str(name) if name else "image"

@@ -1,0 +1,144 @@
+"""Translation: a source text, and the target it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+
+from ...config import ModelConfig
+from ...data.batching import BatchPlan, pad
+from ...data.examples import Example, Pair
+from ...data.tokenizers import Tokenizer
+from ...generation import GenerateConfig, generate
+from ...hub import Processor
+from ...models import Model
+from .. import metrics
+from ..batch import Batch, shifted
+from .task import Left, Row, Task, by_length
+
+__all__ = ["Translate"]
+
+_MULTIPLE = 8  # widths that are multiples of it: fewer shapes, and matrix units like them
+
+
+class Translate(Task):
+    """Encoder-decoders and recurrent models: teacher forcing on the target (Sutskever et al. 2014)."""
+
+    kinds = ("pairs",)
+    template = "eos"
+
+    def _new_processor(self) -> Processor:
+        train = [cast(Pair, x) for x in self._first(self.source.train, 200_000)]
+        source, target = [x.source for x in train], [x.target for x in train]
+        if self.config.data.joint_vocab:
+            return Processor(source=self._tokenizer([text for pair in zip(source, target, strict=True) for text in pair]))
+        return Processor(source=self._tokenizer(source), target=self._tokenizer(target))
+
+    @property
+    def _source(self) -> Tokenizer:
+        return cast(Tokenizer, self.processor.source)
+
+    @property
+    def _target(self) -> Tokenizer:
+        return cast(Tokenizer, self.processor.target or self.processor.source)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        data = self.config.data
+        sizes = {
+            "vocab_size": self._source.size,
+            "target_vocab_size": None if self.processor.target is None else self._target.size,
+            "max_len": max(data.max_len, self.config.model.max_len),
+        }
+        return self.config.model.with_(**sizes, **self._ids)
+
+    @cached_property
+    def _encoded(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self._encode(self._first(self.source.train, None))
+
+    def _encode(self, examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]]]:
+        """Sources end with <eos>; targets also begin with <bos>."""
+        pairs = cast(Sequence[Pair], examples)
+        sources = self._source.encode_all(x.source for x in pairs)
+        targets = self._target.encode_all(x.target for x in pairs)
+        return sources, [[self._target.bos_id, *row] for row in targets]
+
+    @cached_property
+    def _batches(self) -> BatchPlan:
+        sources, targets = self._encoded
+        data = self.config.data
+        lengths = np.asarray([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)])
+        if data.too_long == "truncate":
+            most = np.asarray([data.max_len, data.max_target_len or data.max_len])
+            self.left = Left(n_cut=int((lengths > most).any(1).sum()), max_len=data.max_len)
+            lengths = np.minimum(lengths, most)
+            return self._plan(lengths)
+        plan = self._plan(lengths, max_len=data.max_len)
+        self.left = Left(n_dropped=len(plan.dropped), max_len=data.max_len)
+        return plan
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._batches.count()
+
+    def batch(self, number: int) -> Batch:
+        index = self._batches.batch(*self._batches.at(number))
+        sources, targets = self._encoded
+        return self._collate([sources[i] for i in index], [targets[i] for i in index])
+
+    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        sources, targets = self._encode(examples)
+        for group in by_length([max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], self._at_once):
+            yield self._collate([sources[i] for i in group], [targets[i] for i in group])
+
+    @property
+    def _at_once(self) -> int:
+        return max(self.config.train.batch_tokens, 4096)
+
+    def _collate(self, sources: list[list[int]], targets: list[list[int]]) -> Batch:
+        data = self.config.data
+        if data.too_long == "truncate":
+            most = data.max_target_len or data.max_len
+            sources = [row if len(row) <= data.max_len else [*row[: data.max_len - 1], row[-1]] for row in sources]
+            targets = [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in targets]
+        source = pad(sources, multiple=_MULTIPLE)
+        # One more than a multiple: the decoder reads all but the last.
+        width = -(-(max(map(len, targets)) - 1) // _MULTIPLE) * _MULTIPLE + 1
+        target = torch.zeros(len(targets), width, dtype=torch.long)
+        for place, row in enumerate(targets):
+            target[place, : len(row)] = torch.tensor(row)
+        read, wanted = shifted(target, Tokenizer.pad_id)
+        n_tokens = sum(map(len, sources)) + sum(map(len, targets))
+        return Batch((source, read), wanted, {"source_keep": source != Tokenizer.pad_id}, n_tokens)
+
+    def answers(
+        self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
+    ) -> tuple[dict[str, float | str], list[Row]]:
+        pairs = cast(Sequence[Pair], examples)
+        if not pairs:
+            return {}, []
+        outputs = self.translate(model, [x.source for x in pairs], beam=beam, length_penalty=length_penalty)
+        references = [x.target for x in pairs]
+        scores = metrics.sentence_chrf(outputs, references)
+        rows = [
+            Row(x.source, x.target, output, score / 100)
+            for x, output, score in zip(pairs, outputs, scores, strict=True)
+        ]
+        return dict(metrics.translation(outputs, references).document()), rows
+
+    def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
+        """The model's translations, longest sources first so that groups are of similar length."""
+        ids = [row[: model.config.max_len] for row in self._source.encode_all(texts)]
+        outputs = [""] * len(ids)
+        for group in by_length([len(row) for row in ids], max(512, 16384 // beam)):
+            longest = max(len(ids[i]) for i in group)
+            room = min((model.config.max_target_len or model.config.max_len) - 1, 2 * longest + 20)
+            config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=room)
+            made = generate(model, [ids[i] for i in group], config)
+            for place, tokens in zip(group, made.tokens, strict=True):
+                outputs[place] = self._target.decode(tokens)
+        return outputs

@@ -1,0 +1,95 @@
+"""Recipes are runs that can be made, and words change them in the order they should."""
+
+from __future__ import annotations
+
+import pytest
+
+from regard.config.words import UsageError
+from regard.models import build
+from regard.presets import PRESETS
+from regard.recipes import RECIPES, TASKS, default_recipe, recipe, recipes_document, recipes_table, run_config
+
+OF_FILES = [task for task in TASKS if "source" not in default_recipe(task)["data"]]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_run_with_a_model_that_can_be_built(name: str) -> None:
+    made = RECIPES[name]
+    assert set(made) == {"task", "data", "model", "train"}
+    config = run_config(made["task"], [] if "source" in made["data"] else ["data=files"], preset=name)
+    assert config.task == made["task"]
+    for section in ("data", "train"):
+        for field, value in made[section].items():
+            assert getattr(getattr(config, section), field) == value
+    model = build(config.model, device="meta")
+    assert 0 < model.n_parameters < 20e6, "a recipe is for one machine"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_default_of_a_task_is_of_that_task(task: str) -> None:
+    assert default_recipe(task)["task"] == task
+    assert run_config(task, ["data=x"]).task == task
+
+
+def test_the_embedded_corpora_are_the_defaults() -> None:
+    assert [run_config(task).data.source for task in ("translate", "lm", "mlm", "caption")] == [
+        *("en-ko", "stdlib", "stdlib", "shapes")
+    ]
+
+
+@pytest.mark.parametrize("task", OF_FILES)
+def test_a_task_without_a_corpus_asks_for_data(task: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{task} needs data\.source: .* for instance data\.source=\w"):
+        run_config(task)
+    assert OF_FILES == ["classify", "classify-images"]
+
+
+def test_words_over_preset_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        RECIPES, "named", {"task": "lm", "data": {"source": "x.txt"}, "model": {"n_layers": 2}, "train": {"lr": 0.5}}
+    )
+    base, named = run_config("lm"), run_config("lm", preset="named")
+    typed = run_config("lm", ["train.lr=0.25", "model.n_layers=1"], preset="named")
+    assert (named.data.source, named.model.n_layers, named.train.lr) == ("x.txt", 2, 0.5)
+    assert (typed.data.source, typed.model.n_layers, typed.train.lr) == ("x.txt", 1, 0.25)
+    assert named.model.d_model == base.model.d_model
+    assert named.train.steps == base.train.steps
+
+
+def test_a_model_preset_takes_the_place_of_the_recipes_model() -> None:
+    model = run_config("lm", ["model.n_layers=2", "model=gpt2"]).model
+    assert model.model_dump() == {**model.model_dump(), **PRESETS["gpt2"], "n_layers": 2}
+    assert model.norm == "layer"
+    assert run_config("lm").model.norm == "rms"
+
+
+def test_a_recipe_is_not_changed_by_a_run() -> None:
+    before = repr(RECIPES)
+    run_config("caption", ["model.d_ff=64", "train.steps=3", "data.max_len=8"])
+    run_config("caption", ["model=captioner"])
+    assert repr(RECIPES) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: recipe("shape"), "there is no preset 'shape'; did you mean shapes? (all: "),
+        (lambda: default_recipe("translat"), "there is no task 'translat'; did you mean translate? (all: "),
+        (lambda: run_config("lm", preset="en-ko"), "preset=en-ko is for the task translate, not for lm"),
+        (lambda: run_config("lm", ["model=gpt-2"]), "model=gpt-2: there is no such model; did you mean gpt2?"),
+        (lambda: run_config("lm", ["train.steps=0"]), "train.steps=0 must be at least 1"),
+        (lambda: run_config("lm", ["model.n_heads=7"]), "model.d_model=192 is not divisible by n_heads=7"),
+    ],
+)
+def test_wrong_names_and_values_are_usage_errors(call: object, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        call()  # type: ignore[operator]
+    assert str(raised.value).startswith(sentence)
+
+
+def test_the_list_shows_every_task_preset_and_model() -> None:
+    table = recipes_table()
+    for name in (*TASKS, *RECIPES, *PRESETS):
+        assert name in table
+    assert "model=captioner model.image_size=64" in table
+    assert set(recipes_document()["presets"]) == set(RECIPES)
