@@ -9,18 +9,27 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
-    from .config import ModelConfig
+    from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
     from .io import load
     from .models import Model
     from .models.build import build
     from .presets import PRESETS, preset
+    from .recipes import RECIPES
+    from .training import evaluate, resume, train
 
 # Each name's room, imported when the name is first asked for: `import regard` stays light.
 _ROOMS = {
     "AttentionMap": "attention",
     "Frame": "attention",
     "Model": "models",
+    "DataConfig": "config",
     "ModelConfig": "config",
+    "RECIPES": "recipes",
+    "RunConfig": "config",
+    "TrainConfig": "config",
+    "evaluate": "training",
+    "resume": "training",
+    "train": "training",
     "MultiHeadAttention": "attention",
     "PRESETS": "presets",
     "attend": "attention",
@@ -33,17 +42,24 @@ _ROOMS = {
 
 __all__ = [
     "PRESETS",
+    "RECIPES",
     "AttentionMap",
+    "DataConfig",
     "Frame",
     "Model",
     "ModelConfig",
     "MultiHeadAttention",
+    "RunConfig",
+    "TrainConfig",
     "attend",
     "build",
+    "evaluate",
     "explain",
     "load",
     "preset",
     "record",
+    "resume",
+    "train",
 ]
 
 

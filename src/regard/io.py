@@ -21,6 +21,7 @@ from .hub.manifest import NAME as MANIFEST
 from .hub.manifest import file_names
 from .hub.weights import INDEX
 from .models import Model
+from .training.directory import RUN_FILE, RunDirectory
 
 __all__ = ["Description", "describe", "load", "save"]
 
@@ -41,12 +42,18 @@ def load(
 ) -> Model:
     """The model in a directory, ready to be used: in eval mode, with ``.config``, ``.processor`` and ``.provenance``.
 
+    The directory is one that ``model.save`` or transformers wrote, or a training run: then its model is the averaged
+    one, else the best, else the last, and "RUN@1200" is that of step 1200.
+
     No code of the directory is run. Where it has a manifest every file is compared with it first; otherwise
     ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
     ``allow_pickle`` reads pytorch_model.bin where there is no safetensors file. Anything wrong is a BadModelFile.
     """
     kind = _float_type(dtype)
     place = torch.get_default_device() if device is None else torch.device(device)
+
+    if (run := _run(path)) is not None:
+        return _from_run(*run, place, kind)
 
     def read() -> Model:
         opened = _open(path, allow_pickle, verify)
@@ -57,6 +64,21 @@ def load(
         return model
 
     return _from_one_directory(path, read)
+
+
+def _run(path: str | Path) -> tuple[RunDirectory, int | None] | None:
+    """The training run a path names, and the step; None where it is a model directory."""
+    name, _, step = str(path).rpartition("@")
+    if name and step.isdecimal() and (Path(name) / RUN_FILE).is_file():
+        return RunDirectory.open(name), int(step)
+    return (RunDirectory.open(path), None) if (Path(path) / RUN_FILE).is_file() else None
+
+
+def _from_run(run: RunDirectory, step: int | None, place: torch.device, kind: torch.dtype | None) -> Model:
+    if step is None and run.model_folder.is_dir():
+        return load(run.model_folder, device=place, dtype=kind)
+    model, _ = run.model(step)
+    return model.to(place, kind)
 
 
 @dataclass(frozen=True)
@@ -110,7 +132,11 @@ class Description:
 
 
 def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = True) -> Description:
-    """Everything that ``load`` would check, and what it would find."""
+    """Everything that ``load`` would check, and what it would find; of a training run, in the model it came to."""
+    if (run := _run(path)) is not None:
+        if not run[0].model_folder.is_dir():
+            raise BadModelFile(f"{path} is a run that has not come to its end: it has no model yet, only checkpoints")
+        path = run[0].model_folder
 
     def read() -> Description:
         opened = _open(path, allow_pickle, verify)

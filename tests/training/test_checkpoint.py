@@ -9,10 +9,8 @@ import logging
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -418,6 +416,9 @@ import os, signal, sys, time
 import torch
 from regard.training.checkpoint import Checkpoints
 
+def say(word, step):
+    os.write(1, f"{word} {step}\\n".encode())  # in one piece, whenever the kill comes
+
 def write():
     checkpoints = Checkpoints(sys.argv[1], keep=2)
     step = checkpoints.latest().step
@@ -425,9 +426,9 @@ def write():
     while True:
         step += 1
         tensors = {f"model/{i}": x.fill_(step).clone() for i in range(4)}
-        print("began", step, flush=True)
+        say("began", step)
         checkpoints.write(step, tensors, {"step": step})
-        print("wrote", step, flush=True)
+        say("wrote", step)
         checkpoints.prune(best=1)
 
 for line in sys.stdin:
@@ -437,7 +438,7 @@ for line in sys.stdin:
     time.sleep(float(line))
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
-    print("killed", 0, flush=True)
+    say("killed", 0)
 """
 
 

@@ -18,7 +18,6 @@ from .masks import Mask
 from .masks.basic import Causal
 from .scores import Dot
 
-
 _SHORT = 256  # keys up to which torch's bf16 backward on a CPU loses to fp32's: 3 times at 64, even at 256
 
 

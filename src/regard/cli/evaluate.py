@@ -36,7 +36,7 @@ def evaluate(
     data: dict[str, Any] = parse_words(words or [], sections={"data": DataConfig}).get("data", {})
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UsageError(f"--device {device} is none of auto, cpu, cuda, mps")
-    from regard.training.evaluate import evaluate as run
+    from regard.training import evaluate as run
 
     options = {"against": against, "out": out, "split": split, "beam": beam, "stride": stride}
     show(run(path, data, **options, limit=limit, device=device), as_json)

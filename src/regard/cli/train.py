@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .common import AsJson, Result, Words, emit, show
 
+Style = Literal["auto", "json", "quiet"]
 # A resumed run is the same run: its words may only say how far it goes and how often it speaks.
 MAY_CHANGE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
 
@@ -40,7 +41,7 @@ def train(
         _lists(listed, as_json)
         return
     typed = [*([] if task is None else [task]), *(words or [])]
-    style = "quiet" if quiet else "json" if as_json else "auto"
+    style: Style = "quiet" if quiet else "json" if as_json else "auto"
     if resume is not None:
         _resume(resume, typed, preset, style, as_json)
         return
@@ -57,7 +58,7 @@ def train(
     _show_once(run(config, style=style, command=ctx.obj.command), as_json)
 
 
-def _resume(run: str, words: list[str], preset: str | None, style: str, as_json: bool) -> None:
+def _resume(run: str, words: list[str], preset: str | None, style: Style, as_json: bool) -> None:
     from regard.config.words import SECTIONS, UsageError, check_section, parse_words
 
     if preset is not None:

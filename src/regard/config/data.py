@@ -74,6 +74,8 @@ class DataConfig(Config):
     auto: blocks where there is one document, else documents."""
     mask_rate: float = 0.15
     """Share of the tokens that a masked language model must guess."""
+    hide_rate: float = 0.0
+    """Share of the tokens of a training text to classify, or to translate from, that become <mask> (word dropout)."""
     shift: int = 0
     """Training images are moved by up to so many pixels."""
     flip: bool = False
@@ -97,6 +99,8 @@ class DataConfig(Config):
             raise ValueError(f"valid_fraction={self.valid_fraction} must lie in [0, 1)")
         if not 0.0 < self.mask_rate < 1.0:
             raise ValueError(f"mask_rate={self.mask_rate} must lie in (0, 1)")
+        if not 0.0 <= self.hide_rate < 1.0:
+            raise ValueError(f"hide_rate={self.hide_rate} must lie in [0, 1)")
         if self.shift < 0:
             raise ValueError(f"shift={self.shift} must not be negative")
         for name in (

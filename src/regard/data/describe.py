@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -60,6 +60,10 @@ class Losses:
     """Tokens past max_len in them."""
     n_unknown: int
     """Tokens that are <unk>."""
+    max_target_len: int | None = None
+    """The same for targets where it is another number."""
+    cut: bool = False
+    """Whether longer examples are cut short rather than left out."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,10 @@ class SourceDescription:
     def _lost(self) -> list[str]:
         bad, lines = self.bad_lines, []
         if self.losses is not None:
-            fate = "left out" if self.kind in ("pairs", "captions") else "cut short"
-            lost = f"{self.losses.tokens_lost:,} tokens past it" if fate == "cut short" else "whole"
-            longer = f"{self.losses.n_longer:,} examples longer than max_len={self.losses.max_len}"
-            lines.append(f"{longer} are {fate}, {lost}")
+            found = self.losses
+            fate = f"cut short, {found.tokens_lost:,} tokens past it" if found.cut else "left out, whole"
+            target = "" if found.max_target_len is None else f" or max_target_len={found.max_target_len}"
+            lines.append(f"{found.n_longer:,} examples longer than max_len={found.max_len}{target} are {fate}")
             lines.append(f"{self.losses.n_unknown:,} tokens are unknown")
         lines.append(f"{bad['bad']:,} of {bad['read']:,} lines were bad and left out")
         lines += [f"  {reason}: {n:,}" for reason, n in bad["reasons"].items()]
@@ -144,14 +148,21 @@ def describe(
     target_tokenizer: Encoder | None = None,
     *,
     max_len: int | None = None,
+    max_target_len: int | None = None,
+    too_long: Literal["auto", "drop", "truncate"] = "auto",
     n_examples: int = 3,
 ) -> SourceDescription:
-    """Look at every example (of embedded corpora and very large sources, at the first ones) and count."""
+    """Look at every example (of embedded corpora and very large sources, at the first ones) and count.
+
+    ``max_len``, ``max_target_len`` and ``too_long`` are those of DataConfig: what training would lose.
+    """
     n_train = min(len(source.train), _MOST_LOOKED_AT if source.kind != "captions" else 20_000)
     train = [source.train[index] for index in range(n_train)]
     valid = [source.valid[index] for index in range(min(len(source.valid), n_train))]
     texts = _texts(train)
-    tokens, losses = _tokenised(source, texts, tokenizer, target_tokenizer, max_len)
+    cut = too_long == "truncate" or (too_long == "auto" and source.kind not in ("pairs", "captions"))
+    limits = None if max_len is None else (max_len, max_target_len)
+    tokens, losses = _tokenised(texts, tokenizer, target_tokenizer, limits, cut)
     keys, wholes = [stable_key(key_of(x)) for x in train], [sha256_of([x]) for x in train]
     key_set, whole_set = set(keys), set(wholes)
     return SourceDescription(
@@ -192,11 +203,11 @@ def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
 
 
 def _tokenised(
-    source: Source,
     texts: dict[str, list[str]],
     tokenizer: Encoder | None,
     target_tokenizer: Encoder | None,
-    max_len: int | None,
+    limits: tuple[int, int | None] | None,
+    cut: bool,
 ) -> tuple[dict[str, Lengths], Losses | None]:
     if tokenizer is None:
         return {}, None
@@ -209,11 +220,14 @@ def _tokenised(
         sizes[side] = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         n_unknown += sum(row.count(unknown) for row in rows)
     lengths = {side: Lengths.of(found) for side, found in sizes.items()}
-    if max_len is None or not sizes:
+    if limits is None or not sizes:
         return lengths, None
-    longest = np.maximum.reduce(list(sizes.values()))
-    past = int(np.maximum(longest - max_len, 0).sum())
-    return lengths, Losses(max_len, int((longest > max_len).sum()), past, n_unknown)
+    max_len, max_target_len = limits
+    targets = max_target_len or max_len
+    rooms = [targets if side in ("target", "caption") else max_len for side in sizes]
+    past = np.maximum.reduce([found - room for found, room in zip(sizes.values(), rooms, strict=True)])
+    lost = int(np.maximum(past, 0).sum())
+    return lengths, Losses(max_len, int((past > 0).sum()), lost, n_unknown, max_target_len, cut)
 
 
 def _label_counts(source: Source, train: Sequence[Example]) -> dict[str, int] | None:

@@ -11,7 +11,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bits", "integers", "order", "stable_key", "uniform"]
+__all__ = ["bits", "bits_of", "integers", "order", "stable_key", "uniform"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,10 +28,20 @@ def stable_key(*parts: str | int | bytes) -> int:
 def bits(key: int, index: NDArray[np.integer]) -> NDArray[np.uint64]:
     """64 bits for each index: mix(key + (index + 1) · golden ratio)."""
     with np.errstate(over="ignore"):
-        z = np.uint64(key) + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        return _mix(np.uint64(key) + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def bits_of(keys: NDArray[np.uint64], index: int) -> NDArray[np.int64]:
+    """20 bits for each of many keys: number ``index`` of each one's own sequence."""
+    with np.errstate(over="ignore"):
+        z = keys + np.uint64(index + 1) * _GOLDEN
+        return (_mix(z) >> np.uint64(44)).astype(np.int64)
 
 
 def uniform(key: int, index: NDArray[np.integer]) -> NDArray[np.float64]:

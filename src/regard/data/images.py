@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .examples import BadData, ImageExample
-from .hashing import integers, stable_key
+from .hashing import bits_of, stable_key
 from .lines import open_bytes
 
 if TYPE_CHECKING:
@@ -94,24 +94,27 @@ def image_batch(
     ``shift`` moves an image by up to that many pixels each way, its edge repeated, and ``flip`` mirrors every second
     one, both decided by (seed, epoch, index) alone.
     """
-    rows = []
-    for index in indices:
-        pixels = pixels_of(examples[int(index)].image, size, channels)
-        rows.append(_moved(pixels, shift, flip, stable_key("augment", seed, epoch, int(index))))
-    batch = torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
+    which = [int(index) for index in indices]
+    pixels = np.stack([pixels_of(examples[index].image, size, channels) for index in which])
+    if shift or flip:
+        keys = np.asarray([stable_key("augment", seed, epoch, index) for index in which], dtype=np.uint64)
+        pixels = _moved(pixels, shift, flip, keys)
+    batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
     centre, spread = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
     return ((batch - centre) / spread).contiguous()
 
 
-def _moved(pixels: NDArray[np.uint8], shift: int, flip: bool, key: int) -> NDArray[np.uint8]:
-    if not shift and not flip:
-        return pixels
-    down, right, mirrored = (int(x) for x in integers(key, np.arange(3), 1 << 20))
-    if shift:
-        padded = np.pad(pixels, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
-        top, left = down % (2 * shift + 1), right % (2 * shift + 1)
-        pixels = padded[top : top + pixels.shape[0], left : left + pixels.shape[1]]
-    return pixels[:, ::-1] if flip and mirrored % 2 else pixels
+def _moved(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Images (B, height, width, C) moved and mirrored as their keys say, all at once: places read outside are edges."""
+    n, height, width, _ = pixels.shape
+    down, right, mirrored = (bits_of(keys, place) for place in range(3))
+    rows, columns = np.arange(height)[None], np.arange(width)[None].repeat(n, 0)
+    if flip:
+        columns = np.where(mirrored[:, None] % 2 == 1, width - 1 - columns, columns)
+    span = 2 * shift + 1
+    rows = np.clip(rows + (down[:, None] % span) - shift, 0, height - 1)
+    columns = np.clip(columns + (right[:, None] % span) - shift, 0, width - 1) if shift else columns
+    return pixels[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
 class IdxImages(Sequence[ImageExample]):

@@ -35,6 +35,7 @@ from ..models.build import build
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .lora import add_lora, merge
+from .parallel import Group
 
 __all__ = ["RUN_FILE", "RunDirectory", "provenance"]
 
@@ -106,10 +107,9 @@ class RunDirectory:
             labels = tuple(json.loads((self.root / _LABELS).read_bytes())["labels"])
         return Processor(source, target, image, labels)
 
-    @property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self, group: Group | None = None) -> Checkpoints:
         train = self.config.train
-        return Checkpoints(self.root / "checkpoints", max(train.keep, train.average))
+        return Checkpoints(self.root / "checkpoints", max(train.keep, train.average), group)
 
     @property
     def model_folder(self) -> Path:
@@ -117,7 +117,7 @@ class RunDirectory:
 
     def model(self, step: int | None = None) -> tuple[Model, str]:
         """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last."""
-        checkpoints, train = self.checkpoints, self.config.train
+        checkpoints, train = self.checkpoints(), self.config.train
         steps = checkpoints.steps()
         if not steps:
             raise BadModelFile(f"{self.root} has no checkpoint yet")

@@ -27,6 +27,7 @@ from .prefetch import Prefetch
 from .randomness import seed_everything
 from .report import Reporter
 from .schedule import Schedule
+from .shards import is_sharded
 from .tasks import Evaluation, Task
 from .tasks.task import evaluate
 
@@ -49,7 +50,7 @@ class Position:
     """… and where it was."""
     waited: int = 0
     """Evaluations since."""
-    losses: list[float] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
     """The losses of a step that is not finished."""
 
 
@@ -126,10 +127,8 @@ class Loop:
             with self.precision.forward():
                 place = where_it_broke(self.objective, batch)
             last = f"the last checkpoint is that of step {max(self.checkpoints.steps(), default=0)}"
-            raise Diverged(
-                f"step {self.at.step + 1}: loss {float(loss):.4g}, gradient norm {float(norm):.4g}; not finite first in "
-                f"{place}; {last}"
-            )
+            numbers = f"loss {float(loss):.4g}, gradient norm {float(norm):.4g}"
+            raise Diverged(f"step {self.at.step + 1}: {numbers}; not finite first in {place}; {last}")
         self.at.losses = [loss]
         factor = self.schedule(self.at.step + 1)
         self.optimiser.set_lr(factor)
@@ -167,9 +166,10 @@ class Loop:
     def _evaluate(self) -> bool:
         """Look at held-out data; True where it was never better."""
         with self.reporter.paused():
-            found = self.evaluate(n_batches=self.train.eval_batches, n_examples=self.train.eval_examples)
+            n_examples = 0 if self._sharded else self.train.eval_examples
+            found = self.evaluate(n_batches=self.train.eval_batches, n_examples=n_examples)
             self.reporter.evaluation(self.at.step, found.metrics)
-            if self.train.samples and self.group.is_main:
+            if self.train.samples and self.group.is_main and not self._sharded:
                 with self._averaged():
                     self.reporter.samples(self.at.step, self.task.sample(self.model, self.train.samples))
         return self.remember(found)
@@ -185,6 +185,11 @@ class Loop:
     def _loss(self, batch: Batch) -> Tensor:
         with self.precision.forward():
             return self.objective(batch.to(self.group.device))
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether no process holds the whole model: then texts are written only at the end, by one that does."""
+        return any(is_sharded(p) for p in self.model.parameters())
 
     def _averaged(self) -> Any:
         return nullcontext() if self.ema is None else self.ema.swapped()
@@ -233,6 +238,7 @@ class Loop:
         return {
             "at": at,
             "scaler": self.precision.state(),
+            "reporter": self.reporter.state(),
             "batches_per_step": self.train.accumulate * self.group.world,
         }
 
@@ -246,16 +252,13 @@ class Loop:
                 f"on {self.group.world} processes makes {batches}"
             )
         self.at = Position(**state["at"])
-        _load(self.model, checkpoint.tensors("model/"))
+        checkpoint.fill("model/", self.model.state_dict())
         self.optimiser.load_state_tensors(checkpoint.tensors("optimiser/"))
         if self.ema is not None:
             self.ema.load_state_tensors(checkpoint.tensors("ema/"))
         self.precision.load_state(state["scaler"])
+        self.reporter.restore(state["reporter"])
         grads = checkpoint.tensors("grad/")
         for name, p in self.model.named_parameters():
             if name in grads:
                 p.grad = grads[name].to(p.device, p.dtype)
-
-
-def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    model.load_state_dict(tensors)

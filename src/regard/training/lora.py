@@ -1,6 +1,6 @@
 """Low-rank adaptation: fine-tune a few numbers beside frozen weights (Hu et al. 2021).
 
-y = W x + b + (α/r) · B A x,   A (r, d_in) normal, B (d_out, r) zero at first, so training starts from the model as it is
+y = W x + b + (α/r) · B A x,   A (r, d_in) normal, B (d_out, r) zero: training starts from the model as it is
 
 A joined weight (w_qkv: query, key, value; w_kv; a gated w_in: gate, up) is several matrices in one memory, and each of
 them has its own A and B. The base's names stay as they were; ``w_qkv.lora_a.q`` and ``w_qkv.lora_b.q`` join them.
@@ -41,11 +41,10 @@ class LoraLinear(nn.Linear):
         self.train(base.training)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         self.rows = {name: rows for name, rows in parts.items() if name in adapted}
-        new = {"device": base.weight.device, "dtype": base.weight.dtype}
         a, b = {}, {}
         for name, rows in self.rows.items():
-            a[name] = nn.Parameter(torch.empty(rank, base.in_features, **new))
-            b[name] = nn.Parameter(torch.zeros(rows.stop - rows.start, rank, **new))
+            a[name] = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+            b[name] = nn.Parameter(base.weight.new_zeros(rows.stop - rows.start, rank))
             nn.init.normal_(a[name], std=base.in_features**-0.5)  # A x is then of x's own size
         self.lora_a, self.lora_b = nn.ParameterDict(a), nn.ParameterDict(b)
 
@@ -84,7 +83,11 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(
-    model: M, rank: int, alpha: float | None = None, targets: Sequence[str] = _ATTENTION_LAYERS, keep: Sequence[str] = ()
+    model: M,
+    rank: int,
+    alpha: float | None = None,
+    targets: Sequence[str] = _ATTENTION_LAYERS,
+    keep: Sequence[str] = (),
 ) -> M:
     """Freeze the model, in place, and give the linear layers that ``targets`` name a trained low-rank addition.
 

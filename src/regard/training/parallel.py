@@ -6,7 +6,9 @@ before the backward pass, and what stands in ``.grad`` afterwards is that of one
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ __all__ = [
     "clip_grad_norm",
     "first_non_finite_gradient",
     "full_state",
+    "gathered",
     "open_group",
     "parallelise",
     "syncing",
@@ -144,7 +147,11 @@ def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch
     if kind == "ddp":
         ids = [group.device.index] if group.device.type == "cuda" else None
         # Buffers here are tables of fixed numbers, the same everywhere: nothing to send with every step.
-        return DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        known = inspect.signature(DistributedDataParallel).parameters
+        unsent = {
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+        }  # torch 2.13
+        return DistributedDataParallel(objective, device_ids=ids, gradient_as_bucket_view=True, **unsent)  # type: ignore[arg-type]
     for x in [*objective.parameters(), *objective.buffers()]:
         dist.broadcast(x.data, src=0)
     return _shard(objective, group, dtype)
@@ -170,14 +177,11 @@ def _units(objective: nn.Module) -> Iterator[Block]:
     """Layers that run once in a pass and own what they hold. What is shared, and recurrent models, go to the root:
 
     a recurrent model's parts are used a step at a time, and not through the calls at which FSDP gathers."""
-    owners: dict[nn.Parameter, int] = {}
-    for module in objective.modules():
-        for p in module.parameters(recurse=False):
-            owners[p] = owners.get(p, 0) + 1
+    places = Counter(p for _, p in objective.named_parameters(remove_duplicate=False))
     for stack in (module for module in objective.modules() if isinstance(module, Stack)):
         for block in stack.blocks:
             own = list(block.parameters())
-            if isinstance(block, Block) and stack.n_layers == len(stack.blocks) and all(owners[p] == 1 for p in own):
+            if isinstance(block, Block) and stack.n_layers == len(stack.blocks) and all(places[p] == 1 for p in own):
                 yield block
 
 
@@ -208,6 +212,26 @@ def average_gradients(module: nn.Module, group: Group) -> None:
 
 
 # ------------------------------------------------------------------------------------- what needs all shards
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, every process holds all weights, and any part of the model may be run on any of them, or on one alone.
+
+    For evaluation and generation, without gradients: they call the model by other ways than the wrapped objective's.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not module, recurse=False)  # the root's stay for its backward pass
 
 
 def full_state(model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:

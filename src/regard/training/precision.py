@@ -1,4 +1,4 @@
-"""In which numbers the matrix products are computed, while weights and optimiser stay fp32.
+"""In which numbers matrix products are computed, while weights and optimiser stay fp32.
 
 Mixed precision (Micikevicius et al. 2018): bf16 keeps fp32's range; fp16 does not, so its loss is scaled up before the
 backward pass and the gradients down after it.
@@ -6,11 +6,15 @@ backward pass and the gradients down after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["Precision", "PrecisionName", "choices"]
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
@@ -36,9 +40,9 @@ def _cpu_has_bf16() -> bool:
 
 
 class Precision:
-    """One precision on one device: ``with precision.forward(): loss = …``, then the backward pass through ``scaler``.
+    """One precision on one device: ``with precision.forward(): loss = …``, then ``backward``, ``unscale``, ``step``.
 
-    ``scaler`` is always there, and does nothing except for fp16: a loop calls it without asking.
+    The three scale the loss for fp16 and are plain calls otherwise: a loop need not ask which it is.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
@@ -46,11 +50,13 @@ class Precision:
         if name not in NAMES:
             raise ValueError(f"precision={name!r} is none of {', '.join(NAMES)}")
         if name == "fp16" and self.device.type != "cuda":
-            raise ValueError(f"precision='fp16' needs device='cuda', not {self.device.type!r}; bf16 needs no loss scale")
+            raise ValueError(
+                f"precision='fp16' needs device='cuda', not {self.device.type!r}; bf16 needs no loss scale"
+            )
         if name not in choices(self.device) and self.device.type != "cpu":
             can = ", ".join(choices(self.device))
             raise ValueError(f"precision={name!r} is not computed by this {self.device.type} device; it has {can}")
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
+        self._scaler = torch.amp.GradScaler(self.device.type) if name == "fp16" else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,9 +67,41 @@ class Precision:
         """Around the forward pass and the loss, not around the backward pass."""
         return nullcontext() if self.name == "fp32" else torch.autocast(self.device.type, self.dtype)
 
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled; a step whose gradients are not finite is then left out, and no reason to stop."""
+        return self._scaler is not None
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def unscale(self, optimisers: Iterable[Optimizer]) -> None:
+        """Gradients in their own size again; before they are clipped."""
+        if self._scaler is not None:
+            for optimiser in optimisers:
+                self._scaler.unscale_(optimiser)
+
+    def step(self, optimisers: Iterable[Optimizer]) -> None:
+        """One step of each optimiser; a scaler leaves out those with gradients that are not finite, and adapts."""
+        for optimiser in optimisers:
+            if self._scaler is None:
+                optimiser.step()
+            else:
+                self._scaler.step(optimiser)
+        if self._scaler is not None:
+            self._scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        """The scaler's numbers, as JSON; empty where there is none."""
+        return {} if self._scaler is None else dict(self._scaler.state_dict())
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(dict(state))
+
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Around a whole run: on CUDA, fp32 products in TF32 (10 bits of mantissa, fp32's range), as before after it."""
+        """Around a whole run: fp32 products on CUDA are computed in TF32, with fp32's range and 10 bits of mantissa."""
         if self.device.type != "cuda":
             yield
             return

@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config import RunConfig
 from ..data.sources import Source, open_source
 from ..errors import RegardError
-from ..hub.files import to_json, write_file
+from ..hub.files import parse_json, to_json, write_file
 from ..models import Model
 from ..models.build import build
 from .averaging import Ema
-from .compiling import choose, compile_objective
+from .compiling import Choice, Compiled, choose, compile_objective, record
+from .console import Style
 from .directory import RunDirectory, provenance
 from .finetune import freeze, start_from
 from .flops import flops_per_token, peak_flops
 from .interrupting import Interrupted
+from .loop import Loop
 from .lora import add_lora
-from .loop import Loop, Position
 from .objective import Objective
 from .optimiser import build_optimiser
 from .parallel import Group, open_group, parallelise
@@ -32,7 +34,7 @@ from .randomness import seed_everything
 from .report import Reporter
 from .schedule import schedule_of
 from .tasks import Task, open_task
-from .tasks.language import _Texts
+from .tasks.language import Texts
 from .tasks.task import evaluate
 
 __all__ = ["TrainResult", "resume", "train"]
@@ -62,14 +64,16 @@ class TrainResult:
         """As lines for people."""
         if not self.finished:
             return f"{self.path}: stopped at step {self.steps} after {self.seconds:.0f} s"
-        rows = [f"  {name}  {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in self.metrics.items()]
+        rows = [
+            f"  {name}  {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in self.metrics.items()
+        ]
         head = f"{self.path / 'model'}: {self.weights}, {self.steps} steps in {self.seconds:.0f} s"
         return "\n".join([head, *rows])
 
 
-def train(config: RunConfig, *, style: str = "auto", command: Sequence[str] = ()) -> TrainResult:
+def train(config: RunConfig, *, style: Style = "auto", command: Sequence[str] = ()) -> TrainResult:
     """Train as the config says, in a new directory."""
-    group = open_group(config.train.device)
+    group = open_group(_device(config.train.device))
     try:
         source = open_source(config.data)
         seed_everything(config.train.seed, "weights")
@@ -85,7 +89,7 @@ def train(config: RunConfig, *, style: str = "auto", command: Sequence[str] = ()
         group.close()
 
 
-def resume(path: str | Path, *, style: str = "auto", **changes: Any) -> TrainResult:
+def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainResult:
     """Go on with a run from its last checkpoint, bit for bit as if it had never stopped; ``changes`` are fields of
     TrainConfig that do not make it another run, such as more steps."""
     run = RunDirectory.open(path)
@@ -94,7 +98,7 @@ def resume(path: str | Path, *, style: str = "auto", **changes: Any) -> TrainRes
             raise ValueError(f"train.{name} cannot change while a run goes on; {', '.join(RESUMABLE)} can")
     changed = run.config.train.with_(**{"stop_at": None, **changes}, out=str(path))
     config = run.config.with_(train=changed)
-    group = open_group(config.train.device)
+    group = open_group(_device(config.train.device))
     try:
         source = open_source(config.data)
         if (known := run.facts["data"]["sha256"]) != source.sha256:
@@ -109,15 +113,14 @@ def resume(path: str | Path, *, style: str = "auto", **changes: Any) -> TrainRes
         group.close()
 
 
-def _run(config: RunConfig, source: Source, group: Group, style: str, out: Path) -> TrainResult:
+def _run(config: RunConfig, source: Source, group: Group, style: Style, out: Path) -> TrainResult:
     run = RunDirectory(out)
-    found = run.checkpoints.latest()
-    loop, facts = _put_together(config, source, group, style, run, 0 if found is None else found.step)
-    with loop.reporter:
-        if group.is_main:
-            loop.reporter.begin(facts)
-            if (left := loop.task.left.text()) is not None:
-                loop.reporter.note(left)
+    found = run.checkpoints(group).latest()
+    loop, choice, facts, notes = _put_together(config, source, group, style, run, 0 if found is None else found.step)
+    with loop.reporter, loop.precision.settings():
+        loop.reporter.begin(facts)
+        for note in notes:
+            loop.reporter.note(note)
         if found is not None:
             loop.restore(found)
         try:
@@ -126,97 +129,99 @@ def _run(config: RunConfig, source: Source, group: Group, style: str, out: Path)
             if stop.exit_code:
                 raise
             return TrainResult(out, loop.at.step, loop.at.seconds, finished=False)
+        if found is None:
+            _remember_compiling(loop, choice)
         if not group.is_main:
             return TrainResult(out, loop.at.step, loop.at.seconds)
         return _finish(run, loop)
 
 
 def _put_together(
-    config: RunConfig, source: Source, group: Group, style: str, run: RunDirectory, start: int
-) -> tuple[Loop, dict[str, Any]]:
+    config: RunConfig, source: Source, group: Group, style: Style, run: RunDirectory, start: int
+) -> tuple[Loop, Choice, dict[str, Any], list[str]]:
     recipe = config.train
     task = open_task(config, source, run.processor)
-    if isinstance(task, _Texts):
+    if isinstance(task, Texts):
         task.tokens_folder = run.root / "tokens"
-    model = _new_model(config).to(group.device)
+    model, notes = _new_model(config, task)
+    model.to(group.device)
     objective = Objective(model, recipe.label_smoothing)
-    chosen = _choice(config, task, objective, group, run)
-    precision = Precision(chosen["precision"], group.device)
-    module: torch.nn.Module = objective
-    if group.world > 1:
-        kind = "ddp" if recipe.parallel == "auto" else recipe.parallel
-        module = parallelise(objective, kind, group)
-    if chosen["compile"]:
-        module = compile_objective(module, dynamic=config.task in ("translate", "classify", "caption"))
-    optimiser = build_optimiser(model, recipe)
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    choice = _choice(config, task, objective, group, run)
+    precision = Precision(choice.precision, group.device)
+    module: nn.Module = objective
+    if not group.alone:
+        module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
+    if choice.compile:
+        module = compile_objective(module, dynamic=task.ragged)
+    first = task.batch(0)  # also what finds out which examples are too long
+    notes += [note for note in (task.left.text(),) if note is not None]
+    peak = peak_flops(group.device, precision.dtype)
     reporter = Reporter(
         run.root,
         steps=recipe.steps,
         log_every=recipe.log_every,
         style=style if group.is_main else "off",
         start_step=start,
-        flops_per_token=flops_per_token(config.model, model.n_parameters, config.data.max_len),
-        peak_flops=peak_flops(group.device, precision.name),
+        flops_per_token=flops_per_token(config.model, model.n_parameters, first.inputs[-1].shape[-1]),
+        peak_flops=None if peak is None else peak * group.world,
     )
     loop = Loop(
-        recipe,
-        task,
-        model,
-        objective,
-        module,
-        optimiser,
-        schedule_of(recipe, config.model.d_model),
-        precision,
-        group,
-        run.checkpoints,
-        reporter,
-        None if recipe.ema is None else Ema(model, recipe.ema),
-        Position(),
+        train=recipe,
+        task=task,
+        model=model,
+        objective=objective,
+        step_module=module,
+        optimiser=build_optimiser(model, recipe),
+        schedule=schedule_of(recipe, config.model.d_model),
+        precision=precision,
+        group=group,
+        checkpoints=run.checkpoints(group),
+        reporter=reporter,
+        ema=None if recipe.ema is None else Ema(model, recipe.ema),
     )
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = {
         "task": config.task,
         "data": f"{source.name}: {len(source.train):,} to train on, {len(source.valid):,} held out",
         "model": f"{config.model.architecture}, {model.n_parameters:,} parameters, {n_trained:,} trained",
         "batches": f"{task.batches_per_epoch:,} an epoch",
-        "device": str(group.device) if group.world == 1 else f"{group.world} × {group.device.type}",
-        "precision": precision.name,
-        "compile": "on" if chosen["compile"] else "off",
+        "device": str(group.device) if group.alone else f"{group.world} × {group.device.type}",
+        "numbers": choice.reason,
         "out": str(run.root),
     }
-    return loop, {**facts, **({"chosen": chosen["reason"]} if chosen.get("reason") else {})}
+    return loop, choice, facts, notes
 
 
-def _new_model(config: RunConfig) -> Model:
-    recipe = config.train
+def _new_model(config: RunConfig, task: Task) -> tuple[Model, list[str]]:
+    """The model with its first weights, and what is to be said about them."""
+    recipe, notes = config.train, []
     seed_everything(recipe.seed, "weights")
     model = build(config.model)
+    fresh: tuple[str, ...] = ()
     if recipe.init is not None:
         from ..io import load
 
-        start_from(model, recipe.init, load)
+        started = start_from(model, recipe.init, load, task.processor)
+        notes.append(started.text())
+        fresh = started.unlearned
+    if recipe.lora is not None:
+        add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=fresh)
     if recipe.freeze:
         freeze(model, recipe.freeze)
-    if recipe.lora is not None:
-        add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets)
     if recipe.checkpointing:
         model.use_checkpointing()
-    return model
+    return model, notes
 
 
-def _choice(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> dict[str, Any]:
+def _choice(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
     """Precision and compilation: chosen once, at the start, then kept: another choice would round otherwise."""
     path = run.root / "choice.json"
     if path.exists():
-        from ..hub.files import parse_json
-
-        return parse_json(path.read_bytes(), path)
-    found = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
-    chosen = {"precision": found.precision, "compile": found.compile, "reason": found.reason, "table": found.table}
-    if group.world > 1:
-        chosen = group.broadcast_object(chosen)
+        return Choice(**parse_json(path.read_bytes(), path))
+    chosen = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
+    chosen = group.broadcast_object(chosen)
     if group.is_main:
-        write_file(path, to_json(chosen))
+        write_file(path, to_json(asdict(chosen)))
     group.barrier()
     return chosen
 
@@ -240,6 +245,28 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
     loop.reporter.evaluation(loop.at.step, found.metrics)
     loop.reporter.finish(result.document())
     return result
+
+
+def _device(name: str) -> torch.device:
+    """``auto`` is the best there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if not has[name]:
+        raise ValueError(f"train.device={name}: this machine, or this torch, has none")
+    return torch.device(name)
+
+
+def _remember_compiling(loop: Loop, choice: Choice) -> None:
+    """What compiling cost and brought in a whole run, for the next one to know."""
+    module = loop.step_module
+    if not isinstance(module, Compiled):
+        return
+    if module.note is not None:
+        loop.reporter.note(module.note)
+    elif module.seconds is not None and loop.at.step >= 20:
+        passes = loop.at.step * loop.train.accumulate
+        record(choice, module.seconds, None, 1e3 * (loop.at.seconds - module.seconds) / passes)
 
 
 def _new_folder(config: RunConfig, group: Group) -> Path:

@@ -93,7 +93,7 @@ class Caption(Task):
             self.left = Left(n_cut=self.left.n_cut + longer, max_len=self._most)
             rows = [row if len(row) <= self._most + 1 else [*row[: self._most], row[-1]] for row in rows]
         widest = max(map(len, rows)) - 1
-        target = pad(rows + [[0] * (-(-widest // 8) * 8 + 1)])[:-1]
+        target = pad([*rows, [0] * (-(-widest // 8) * 8 + 1)])[:-1]
         read, wanted = shifted(target, Tokenizer.pad_id)
         model = self.config.model
         patches = len(rows) * (model.image_size // model.patch_size) ** 2

@@ -104,8 +104,10 @@ class Classify(_Classes):
         return self._order.count()
 
     def batch(self, number: int) -> Batch:
-        index = self._order.batch(*self._order.at(number)).tolist()
-        return _texts([self._encoded[i] for i in index], [cast(Labelled, self.source.train[i]).label for i in index])
+        epoch, place = self._order.at(number)
+        index = self._order.batch(epoch, place).tolist()
+        rows = self._hidden([self._encoded[i] for i in index], epoch, index)
+        return _texts(rows, [cast(Labelled, self.source.train[i]).label for i in index])
 
     def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         known = cast(Sequence[Labelled], examples)
@@ -123,6 +125,7 @@ class ClassifyImages(_Classes):
     """An image and its class."""
 
     kinds = ("images",)
+    ragged = False
 
     def _new_processor(self) -> Processor:
         return Processor(image=_image_processor(self.config.model), labels=self.source.labels)

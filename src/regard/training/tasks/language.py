@@ -23,13 +23,14 @@ from ..batch import Batch
 from ..loss import IGNORE
 from .task import Task
 
-__all__ = ["LanguageModel", "MaskedLanguageModel"]
+__all__ = ["LanguageModel", "MaskedLanguageModel", "Texts"]
 
 
-class _Texts(Task):
+class Texts(Task):
     """Documents as one long row of tokens."""
 
     kinds = ("text",)
+    ragged = False
     tokens_folder: Path | None = None
     """Where tokens are kept, mapped into memory; None: they are held."""
 
@@ -47,7 +48,11 @@ class _Texts(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        ids = {**self._ids, "bos_id": Tokenizer.eos_id} if self._separated else {**self._ids, "bos_id": None, "eos_id": None}
+        ids = (
+            {**self._ids, "bos_id": Tokenizer.eos_id}
+            if self._separated
+            else {**self._ids, "bos_id": None, "eos_id": None}
+        )
         return self.config.model.with_(
             vocab_size=self._tokens.size, max_len=max(self.context, self.config.model.max_len), **ids
         )
@@ -72,7 +77,11 @@ class _Texts(Task):
             return self._file(self.source.train)
         about = f"{self.source.split.train_sha256} {self._separated}"
         return cached_tokens(
-            self.tokens_folder, about, self._tokens.sha256, self._tokens.size, lambda: self._documents(self.source.train)
+            self.tokens_folder,
+            about,
+            self._tokens.sha256,
+            self._tokens.size,
+            lambda: self._documents(self.source.train),
         )
 
     @property
@@ -96,7 +105,7 @@ class _Texts(Task):
         return epoch, index, self._packed.batch(epoch, index)
 
 
-class LanguageModel(_Texts):
+class LanguageModel(Texts):
     """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
 
     @cached_property
@@ -129,7 +138,7 @@ class LanguageModel(_Texts):
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """Continuations of what held-out texts begin with."""
-        shown = []
+        shown: list[dict[str, str]] = []
         for example in self._first(self.source.valid, n):
             ids = self._tokens.encode(cast(Text, example).text[:2000], special=False)[:12]
             if not ids:
@@ -140,7 +149,7 @@ class LanguageModel(_Texts):
         return shown
 
 
-class MaskedLanguageModel(_Texts):
+class MaskedLanguageModel(Texts):
     """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
 
     @property
@@ -171,7 +180,9 @@ class MaskedLanguageModel(_Texts):
             )
             for row, which in zip(packed.tokens, index, strict=True)
         ]
-        tokens, targets = (torch.from_numpy(np.stack([getattr(x, name) for x in made])) for name in ("inputs", "targets"))
+        tokens, targets = (
+            torch.from_numpy(np.stack([getattr(x, name) for x in made])) for name in ("inputs", "targets")
+        )
         keep = torch.from_numpy(packed.documents >= 0)
         return Batch((tokens,), targets, {"keep": keep}, int(keep.sum()))
 

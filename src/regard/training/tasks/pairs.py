@@ -35,7 +35,9 @@ class Translate(Task):
         train = [cast(Pair, x) for x in self._first(self.source.train, 200_000)]
         source, target = [x.source for x in train], [x.target for x in train]
         if self.config.data.joint_vocab:
-            return Processor(source=self._tokenizer([text for pair in zip(source, target, strict=True) for text in pair]))
+            return Processor(
+                source=self._tokenizer([text for pair in zip(source, target, strict=True) for text in pair])
+            )
         return Processor(source=self._tokenizer(source), target=self._tokenizer(target))
 
     @property
@@ -72,23 +74,24 @@ class Translate(Task):
         sources, targets = self._encoded
         data = self.config.data
         lengths = np.asarray([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)])
+        most = np.asarray([data.max_len, data.max_target_len or data.max_len])
+        longer = np.any(lengths > most, axis=1)
         if data.too_long == "truncate":
-            most = np.asarray([data.max_len, data.max_target_len or data.max_len])
-            self.left = Left(n_cut=int((lengths > most).any(1).sum()), max_len=data.max_len)
-            lengths = np.minimum(lengths, most)
-            return self._plan(lengths)
-        plan = self._plan(lengths, max_len=data.max_len)
-        self.left = Left(n_dropped=len(plan.dropped), max_len=data.max_len)
-        return plan
+            self.left = Left(n_cut=int(longer.sum()), max_len=data.max_len)
+            return self._plan(np.minimum(lengths, most))
+        self.left = Left(n_dropped=int(longer.sum()), max_len=data.max_len)
+        # The plan knows one limit for both sides, so what is too long on its own side is made too long for that.
+        return self._plan(np.where(longer[:, None], most.max() + 1, lengths), max_len=int(most.max()))
 
     @property
     def batches_per_epoch(self) -> int:
         return self._batches.count()
 
     def batch(self, number: int) -> Batch:
-        index = self._batches.batch(*self._batches.at(number))
+        epoch, place = self._batches.at(number)
+        index = self._batches.batch(epoch, place).tolist()
         sources, targets = self._encoded
-        return self._collate([sources[i] for i in index], [targets[i] for i in index])
+        return self._collate(self._hidden([sources[i] for i in index], epoch, index), [targets[i] for i in index])
 
     def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         sources, targets = self._encode(examples)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ import torch
 from ...config import Kind, ModelConfig, RunConfig
 from ...data.batching import BatchPlan
 from ...data.examples import BadData, Example
+from ...data.hashing import stable_key, uniform
 from ...data.sources import Source
+from ...data.token_models import MAKERS, MASK, SPECIAL, Template
 from ...data.tokenizers import Tokenizer, TokenizerKind, train_tokenizer
-from ...data.token_models import MAKERS, Template
 from ...hub import Processor
 from ...models import Model
 from ..batch import Batch
@@ -75,6 +76,9 @@ class Task(ABC):
     """What ``data.tokenizer=auto`` means."""
     criterion: ClassVar[str] = "valid_loss"
     """The metric that says which checkpoint is best; losses are better when smaller."""
+
+    ragged: ClassVar[bool] = True
+    """Whether batches differ in shape."""
 
     left: Left = Left()
 
@@ -136,7 +140,7 @@ class Task(ABC):
                 raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(MAKERS)}, nor a tokenizer.json")
             return Tokenizer.load(kind)
         size = data.vocab_size if kind in ("bpe", "unigram") else None
-        return train_tokenizer(texts[:_MOST_TRAINED_ON], kind, size, template or self.template)
+        return train_tokenizer(texts[:_MOST_TRAINED_ON], cast(TokenizerKind, kind), size, template or self.template)
 
     def _plan(self, lengths: Any, *, shuffle: bool = True, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
@@ -153,6 +157,19 @@ class Task(ABC):
         """Rows of at most max_len tokens; what was cut keeps its last token, which ends it."""
         self.left = Left(n_cut=sum(len(row) > max_len for row in rows), max_len=max_len)
         return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows]
+
+    def _hidden(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
+        """Training rows with ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), special ones apart."""
+        rate = self.config.data.hide_rate
+        if not rate:
+            return rows
+        seed, out = self.config.train.seed, []
+        for row, which in zip(rows, index, strict=True):
+            gone = uniform(stable_key("hide", seed, epoch, int(which)), np.arange(len(row))) < rate
+            out.append(
+                [MASK if lost and token >= len(SPECIAL) else token for token, lost in zip(row, gone, strict=True)]
+            )
+        return out
 
     @cached_property
     def _ids(self) -> dict[str, int]:

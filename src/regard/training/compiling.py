@@ -1,0 +1,283 @@
+"""Which precision, and whether to compile: decided by timing real steps on the machine at hand.
+
+bf16 is taken where it is measurably faster than fp32. torch.compile is taken where what it saves in the steps that are
+left is more than what it costs, as measured in earlier runs (``speeds``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig, TrainConfig
+from ..errors import RegardError
+from . import speeds
+from .batch import Batch
+from .precision import Precision, PrecisionName, choices
+
+__all__ = ["Choice", "Compiled", "choose", "compile_objective", "compiler_trouble", "record", "undisturbed"]
+
+_BUDGET = 1.5  # seconds of timing, all in all
+_WORTH_IT = 1.1  # how much faster than fp32 bf16 must be: below that fewer digits buy nothing
+_MARGIN = 1.2  # compiling must bring this many times what it costs: guesses are guesses
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, what was measured for it, and why in one sentence."""
+
+    precision: PrecisionName
+    compile: bool
+    table: dict[str, float]
+    """Milliseconds of an eager forward and backward pass in each precision that was timed."""
+    reason: str
+    key: str = ""
+    """Under which ``record`` keeps what compiling turned out to bring."""
+
+
+def choose(
+    objective: nn.Module,
+    make_batch: Callable[[int], Batch],
+    train: TrainConfig,
+    device: torch.device,
+    steps_left: int | None = None,
+) -> Choice:
+    """Precision and compilation for the steps that are left; ``make_batch(n)`` gives batch n on the device.
+
+    Everything is left as it was: parameters, gradients, buffers, modes and generators.
+    """
+    n_passes = (train.steps if steps_left is None else steps_left) * train.accumulate
+    batch = make_batch(0)
+    if train.compile == "on" and (trouble := compiler_trouble(device.type)) is not None:
+        raise RegardError(f"train.compile=on cannot be done here: {trouble}; train.compile=auto goes on without")
+    with undisturbed(objective):
+        timer = _Timer(objective, batch, device)
+        precision, why = _precision(timer, train, device, n_passes)
+        compiles, why_compile = _whether(timer, train, device, n_passes, precision)
+    key = _key(objective, batch, precision, device)
+    return Choice(precision, compiles, timer.table(), f"{why}; {why_compile}", key)
+
+
+def record(choice: Choice, compile_seconds: float, eager_ms: float | None, compiled_ms: float) -> None:
+    """After a compiled run: what it cost and brought, for the next run to know. eager_ms None: as ``choose`` timed."""
+    eager = choice.table.get(choice.precision) if eager_ms is None else eager_ms
+    if choice.key and eager:
+        speeds.remember(choice.key, compile_seconds, eager, compiled_ms)
+
+
+def _precision(timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int) -> tuple[PrecisionName, str]:
+    if train.precision != "auto":
+        return train.precision, f"{train.precision} as asked"
+    can = choices(device)
+    if device.type == "cuda":
+        return ("bf16", "bf16, which this GPU computes") if "bf16" in can else ("fp32", "fp32: this GPU has no bf16")
+    if "bf16" not in can:
+        return "fp32", f"fp32: this {device.type} has no bf16"
+    first = timer.once("fp32")
+    if n_passes * first < _BUDGET:
+        return "fp32", "fp32: the run is over before bf16 could be timed"
+    timer.time(["fp32", "bf16"])
+    table = timer.table()
+    ratio = table["fp32"] / table["bf16"]
+    found = f"a pass takes {table['fp32']:.1f} ms in fp32, {table['bf16']:.1f} ms in bf16"
+    return ("bf16", f"bf16: {found}") if ratio >= _WORTH_IT else ("fp32", f"fp32: {found}")
+
+
+def _whether(
+    timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int, precision: PrecisionName
+) -> tuple[bool, str]:
+    if train.compile != "auto":
+        return train.compile == "on", f"compile {train.compile} as asked"
+    if device.type not in ("cpu", "cuda"):
+        return False, f"not compiled on {device.type}"
+    if (trouble := compiler_trouble(device.type)) is not None:
+        return False, f"not compiled: {trouble}"
+    cost = speeds.expected(_key(timer.objective, timer.batch, precision, device), timer.objective, device)
+    if cost.speed_up <= 1:
+        return False, f"not compiled: measured {cost.speed_up:.2f}× as fast"
+    eager = timer.best.get(precision)
+    if eager is None:
+        eager = timer.once(precision)
+        if n_passes * eager >= _BUDGET:  # a run shorter than the timing is not worth timing
+            timer.time([precision])
+            eager = timer.best[precision]
+    known = "measured" if cost.measured else "expected"
+    terms = f"{known}: {cost.seconds:.0f} s for {cost.speed_up:.2f}× in {n_passes} passes of {eager * 1e3:.1f} ms"
+    pays = cost.gain(n_passes, eager) > (_MARGIN - 1) * cost.seconds
+    return pays, f"{'compiled' if pays else 'not compiled, it would not pay back'} ({terms})"
+
+
+def _key(objective: nn.Module, batch: Batch, precision: str, device: torch.device) -> str:
+    config = getattr(getattr(objective, "model", None), "config", None)
+    n_numbers = sum(x.numel() for x in batch.inputs)
+    return speeds.key_of(config if isinstance(config, ModelConfig) else None, n_numbers, precision, device)
+
+
+class _Timer:
+    """Best seconds of forward and backward in each precision, taken in turns so that what disturbs one disturbs all."""
+
+    def __init__(self, objective: nn.Module, batch: Batch, device: torch.device) -> None:
+        self.objective, self.batch, self.device = objective, batch, device
+        self.parameters = [p for p in objective.parameters() if p.requires_grad]
+        self.best: dict[str, float] = {}
+
+    def once(self, name: PrecisionName) -> float:
+        """One pass; the first of a precision also warms up, so only later ones count."""
+        started = time.perf_counter()
+        with Precision(name, self.device).forward():
+            loss = self.objective(self.batch)
+        # Not backward(): gradients that are already there, and hooks on them, are none of our business.
+        torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
+
+    def time(self, names: list[PrecisionName]) -> None:
+        until = time.perf_counter() + _BUDGET
+        for name in names:
+            self.once(name)
+        for turn in range(50):
+            for name in names:
+                self.best[name] = min(self.best.get(name, float("inf")), self.once(name))
+            if turn and time.perf_counter() > until:
+                return
+
+    def table(self) -> dict[str, float]:
+        return {name: seconds * 1e3 for name, seconds in self.best.items()}
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """In training mode, and afterwards as if nothing had happened: buffers, modes and every generator put back."""
+    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    modes = {part: part.training for part in module.modules()}
+    buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
+    module.train()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+        with torch.no_grad():
+            for name, x in module.named_buffers():
+                if name in buffers and x.shape == buffers[name].shape:
+                    x.copy_(buffers[name])
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if of_cuda:
+            torch.cuda.set_rng_state_all(of_cuda)
+
+
+# ------------------------------------------------------------------------------------- the compiled module
+
+
+def compile_objective(objective: nn.Module, dynamic: bool = False) -> Compiled:
+    """The objective under torch.compile; ``dynamic`` where batches differ in shape. Itself it stays eager."""
+    return Compiled(objective, dynamic)
+
+
+class Compiled(nn.Module):
+    """A module that runs compiled, or eagerly from the first failure on: ``note`` then says what failed.
+
+    torch compiles at the first call, and some of it in the backward pass. The first call is therefore tried out, both
+    ways, with nothing left behind; ``seconds`` is what that took.
+    """
+
+    def __init__(self, inner: nn.Module, dynamic: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.note: str | None = None
+        self.seconds: float | None = None
+        # In a tuple: registered, its parameters would appear under a second name.
+        options = {"guard_filter_fn": _worth_checking}
+        self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fast and self.seconds is None:
+            self._try_out(*args, **kwargs)
+        if self._fast:
+            try:
+                return self._fast[0](*args, **kwargs)
+            except Exception as error:  # a new shape is compiled anew, and may fail anew
+                result = self.inner(*args, **kwargs)  # what is wrong with the arguments is said by the module itself
+                self._give_up(error)
+                return result
+        return self.inner(*args, **kwargs)
+
+    def _try_out(self, *args: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
+        parameters = [p for p in self.inner.parameters() if p.requires_grad]
+        sharded = any(hasattr(p, "to_local") for p in parameters)  # FSDP gathers in hooks that belong to a real step
+        if torch.is_grad_enabled() and parameters and not sharded:
+            try:
+                with undisturbed(self.inner):
+                    loss = self._fast[0](*args, **kwargs)
+                    if isinstance(loss, Tensor) and loss.requires_grad:
+                        torch.autograd.grad(loss.float().sum(), parameters, allow_unused=True)
+            except Exception as error:
+                self._give_up(error)
+        self.seconds = time.perf_counter() - started
+
+    def _give_up(self, error: Exception) -> None:
+        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        self.note = f"torch.compile failed, going on without it: {first_line[:300]}"
+        self._fast = ()
+
+
+def _worth_checking(guards: Sequence[Any]) -> list[bool]:
+    """All that torch checks before it runs compiled code, but for our table of capabilities, which is a constant.
+
+    Choosing a backend reads it: 4,000 comparisons of strings before each step, 4 ms on a CPU.
+    """
+    return ["_attention_dot_capabilities" not in guard.name for guard in guards]
+
+
+# ------------------------------------------------------------------------------------- what compiling needs
+
+
+def compiler_trouble(device_type: str) -> str | None:
+    """Why torch.compile cannot work here, in a few words; None where it can."""
+    if device_type == "cuda":
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        cc = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+        return None if cc is not None else "there is no C compiler, which triton needs"
+    return _cpp_trouble(os.environ.get("CXX"), os.environ.get("PATH"))
+
+
+@functools.cache
+def _cpp_trouble(cxx: str | None, path: str | None) -> str | None:
+    """What torch's code for CPUs takes: a C++ compiler that finds Python's headers. Tried with an empty program."""
+    name = cxx or ("clang++" if sys.platform == "darwin" else "cl" if sys.platform == "win32" else "g++")
+    found = shutil.which(name, path=path)
+    if found is None:
+        return f"there is no C++ compiler ({name})"
+    if sys.platform == "win32":
+        return None
+    include = sysconfig.get_path("include")
+    command = [found, "-std=c++17", "-x", "c++", "-fsyntax-only", f"-I{include}", "-"]
+    try:
+        done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the C++ compiler {name} does not run: {error}"
+    if done.returncode == 0:
+        return None
+    says = next((line for line in done.stderr.splitlines() if "error" in line), "it fails on an empty program")
+    return f"the C++ compiler {name} does not work: {says.strip()[:200]}"

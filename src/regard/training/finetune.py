@@ -1,0 +1,245 @@
+"""Starting from weights that were trained before: what fits is copied, what does not starts anew, and both are said."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..hub import Processor
+from ..layers import Learned
+from ..models import Model
+from ..models.heads import TokenHead
+
+__all__ = ["Started", "freeze", "start_from"]
+
+# The same layer, where it stands with another head: an encoder's own pooler, a classifier's.
+_ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.pooler."))
+# Fields that change what weights of the same shape mean.
+_MEANINGS = (
+    *("n_heads", "n_kv_heads", "positions", "sinusoid_layout", "position_offset", "rope_base", "rope_fraction"),
+    *("scale_embeddings", "norm", "norm_place", "residual", "mixer", "attention_scale", "causal", "window"),
+    *("activation", "logit_scale", "cell", "alignment", "input_feeding"),
+)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What became of the weights a run starts from. LoRA has to train ``unlearned`` beside its own."""
+
+    path: str
+    copied: tuple[str, ...]
+    partly: tuple[str, ...]
+    """Tables of positions of another length: as many rows as both have."""
+    new: dict[str, str]
+    """Parameters that keep their first values, and why."""
+    left: tuple[str, ...]
+    """Weights there for which there is no place here."""
+    differs: dict[str, tuple[Any, Any]]
+    """Config fields, theirs and ours, that give the same weights another meaning."""
+
+    @property
+    def unlearned(self) -> tuple[str, ...]:
+        """Parameters that must be trained even where the others are frozen."""
+        return (*self.new, *self.partly)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """In a few lines, for people."""
+        lines = [f"{self.path}: {len(self.copied) + len(self.partly)} weights copied, {len(self.left)} not needed"]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.new.items():
+            reasons.setdefault(why, []).append(name)
+        lines += [f"  new, {why}: {_few(names)}" for why, names in reasons.items()]
+        lines += [f"  only the rows both have: {_few(self.partly)}"] if self.partly else []
+        lines += [
+            f"  {name} was {theirs!r} there and is {ours!r} here" for name, (theirs, ours) in self.differs.items()
+        ]
+        return "\n".join(lines)
+
+
+def start_from(model: Model, path: str, load: Callable[[str], Model], processor: Processor | None = None) -> Started:
+    """Copy into ``model`` what fits of the model ``load(path)`` gives, by name and shape; ValueError if nothing does.
+
+    Rows of token tables belong to tokens, those of a classifier to classes: they are copied only where tokenizers and
+    labels are the same. ``processor`` is what the model will be used with; None: its own.
+    """
+    there = load(path)
+    ours = model.processor if processor is None else processor
+    why_not = {**_strange_tokens(model, ours, there), **_strange_labels(model, ours, there)}
+    given = dict(there.state_dict())
+    lengths = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
+    copied, partly, new, taken = [], [], {}, set()
+    with torch.no_grad():
+        for name, x in model.state_dict().items():
+            source = _name_there(name, given)
+            if source is None:
+                new[name] = "not among those weights"
+                continue
+            y = given[source]
+            if name in why_not:
+                new[name] = why_not[name]
+            elif x.shape == y.shape:
+                x.copy_(y)
+                copied.append(name)
+            elif name in lengths and x.shape[1:] == y.shape[1:] and _same_offset(model, there):
+                rows = min(len(x), len(y))
+                x[:rows].copy_(y[:rows])
+                partly.append(name)
+            else:
+                new[name] = f"of shape {_shape(y)} there, {_shape(x)} here"
+                continue
+            taken.add(source)
+    if not copied and not partly:
+        raise ValueError(_nothing_fits(path, there, model, new))
+    parameters = {name for name, _ in model.named_parameters()}
+    new = {name: why for name, why in new.items() if name in parameters}
+    left = tuple(name for name in given if name not in taken)
+    return Started(str(path), tuple(copied), tuple(partly), new, left, _differences(there, model))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Leave the parameters as they are that a pattern names: a name, the start of one up to a dot, * for anything.
+
+    A pattern that names nothing is an error, and so is leaving nothing to train. Returns the names.
+    """
+    parameters = dict(model.named_parameters())
+    frozen: set[str] = set()
+    for pattern in patterns:
+        hit = [n for n in parameters if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern.rstrip('.')}.*")]
+        if not hit:
+            near = _nearest(pattern, list(parameters))
+            raise ValueError(f"freeze={pattern!r} names no parameter; the nearest are {', '.join(near)}")
+        frozen.update(hit)
+    if not any(p.requires_grad for name, p in parameters.items() if name not in frozen):
+        raise ValueError(f"freeze={','.join(patterns)} leaves no parameter to train")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return [name for name in parameters if name in frozen]
+
+
+# ------------------------------------------------------------------------------------- what goes with what
+
+
+def _name_there(name: str, given: dict[str, Tensor]) -> str | None:
+    if name in given:
+        return name
+    for here, there in _ALSO_CALLED:
+        if name.startswith(here) and (other := there + name.removeprefix(here)) in given:
+            return other
+    return None
+
+
+def _strange_tokens(model: Model, ours: Processor | None, there: Model) -> dict[str, str]:
+    """The tables over a vocabulary that is not the same there, and why they are not copied."""
+    theirs = there.processor
+    reasons = {}
+    for side, names in _vocabularies(model).items():
+        if names and not _same_tokens(_tokenizer(ours, side), _tokenizer(theirs, side)):
+            reasons.update(dict.fromkeys(names, "the tokens are others"))
+    return reasons
+
+
+def _vocabularies(model: Model) -> dict[str, list[str]]:
+    """On each side the parameters with one row a token."""
+    tables = {name: f"{name}.weight" for name in ("token", "target_token") if getattr(model, name, None) is not None}
+    head = getattr(model, "head", None)
+    of_head = [] if not isinstance(head, TokenHead) else [f"head.{n}" for n in ("weight", "bias") if hasattr(head, n)]
+    out = "target" if "target_token" in tables else "source"
+    sides: dict[str, list[str]] = {"source": [], "target": []}
+    if "token" in tables:
+        sides["source"].append(tables["token"])
+    if "target_token" in tables:
+        sides["target"].append(tables["target_token"])
+    sides[out] += of_head
+    return sides
+
+
+def _tokenizer(processor: Processor | None, side: str) -> Any:
+    if processor is None:
+        return None
+    first, second = (processor.source, processor.target) if side == "source" else (processor.target, processor.source)
+    return second if first is None else first
+
+
+def _same_tokens(ours: Any, theirs: Any) -> bool:
+    """Whether an id is the same piece of text. Where neither side has a tokenizer, ids are all there is."""
+    if ours is None or theirs is None:
+        return ours is None and theirs is None
+    if ours is theirs or getattr(ours, "content", 0) == getattr(theirs, "content", 1):
+        return True
+    mine, yours = _pieces(ours), _pieces(theirs)
+    return mine is not None and mine == yours
+
+
+def _pieces(tokenizer: Any) -> list[str | None] | None:
+    """Every token as it is written, by id."""
+    if (vocabulary := getattr(tokenizer, "vocab", None)) is not None:  # Marian's
+        by_id = {index: piece for piece, index in vocabulary.items()}
+        return [by_id.get(index) for index in range(max(by_id, default=-1) + 1)]
+    if (token := getattr(tokenizer, "token", None)) is not None:
+        return [token(index) for index in range(tokenizer.size)]
+    return None
+
+
+def _strange_labels(model: Model, ours: Processor | None, there: Model) -> dict[str, str]:
+    mine = None if ours is None else ours.labels
+    yours = None if there.processor is None else there.processor.labels
+    if mine is None or yours is None or tuple(mine) == tuple(yours):
+        return {}
+    return {f"classifier.out.{name}": "the classes are others" for name in ("weight", "bias")}
+
+
+def _same_offset(model: Model, there: Model) -> bool:
+    return model.config.position_offset == there.config.position_offset
+
+
+def _differences(there: Model, model: Model) -> dict[str, tuple[Any, Any]]:
+    pairs = {name: (getattr(there.config, name), getattr(model.config, name)) for name in _MEANINGS}
+    pairs["n_kv_heads"] = (
+        there.config.n_kv_heads or there.config.n_heads,
+        model.config.n_kv_heads or model.config.n_heads,
+    )
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+# ------------------------------------------------------------------------------------- saying so
+
+
+def _nothing_fits(path: str, there: Model, model: Model, new: dict[str, str]) -> str:
+    sizes = ("architecture", "d_model", "n_layers", "d_ff")
+    unlike = [n for n in sizes if getattr(there.config, n) != getattr(model.config, n)]
+    if unlike:
+        why = ", ".join(f"{n} is {getattr(there.config, n)} there and {getattr(model.config, n)} here" for n in unlike)
+    else:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
+    return f"train.init={path}: none of its weights fits this model ({why})"
+
+
+def _nearest(pattern: str, names: list[str]) -> list[str]:
+    """Parameters, or the modules they belong to, whose names look like the pattern."""
+    plain = pattern.replace("*", "").strip(".")
+    prefixes = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
+    by_end: dict[str, str] = {}
+    for prefix in sorted(prefixes, key=len):
+        by_end.setdefault(prefix.rpartition(".")[2], prefix)
+    near = difflib.get_close_matches(plain, sorted(prefixes), 3, 0.5)
+    near += [by_end[end] for end in difflib.get_close_matches(plain.rpartition(".")[2], sorted(by_end), 3, 0.5)]
+    return list(dict.fromkeys(near))[:3] or sorted(prefixes, key=len)[:3]
+
+
+def _shape(x: Tensor) -> str:
+    return "×".join(map(str, x.shape)) or "a number"
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
