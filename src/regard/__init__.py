@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -10,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
     from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from .generation import caption, classify, generate, stream, translate
     from .io import load
     from .models import Model
     from .models.build import build
@@ -34,11 +37,18 @@ _ROOMS = {
     "PRESETS": "presets",
     "attend": "attention",
     "build": "models",
+    "caption": "generation",
+    "classify": "generation",
     "explain": "attention",
+    "generate": "generation",
     "load": "io",
     "preset": "presets",
     "record": "attention",
+    "stream": "generation",
+    "translate": "generation",
 }
+# These take a model, or the directory of one.
+_OPENING = ("caption", "classify", "generate", "stream", "translate")
 
 __all__ = [
     "PRESETS",
@@ -53,22 +63,45 @@ __all__ = [
     "TrainConfig",
     "attend",
     "build",
+    "caption",
+    "classify",
     "evaluate",
     "explain",
+    "generate",
     "load",
     "preset",
     "record",
     "resume",
+    "stream",
     "train",
+    "translate",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         value = getattr(importlib.import_module(f".{_ROOMS[name]}", __name__), name)
+        value = _opening(value) if name in _OPENING else value
         globals()[name] = value
         return value
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
+
+
+def _opening(run: Any) -> Any:
+    """The same function for a model's directory too: where a model is asked for, a path is loaded."""
+
+    def opened(model: Any) -> Any:
+        from .io import load
+
+        return load(model) if isinstance(model, str | Path) else model
+
+    @functools.wraps(run)
+    def with_paths(model: Any, *inputs: Any, **fields: Any) -> Any:
+        if "draft" in fields:
+            fields["draft"] = opened(fields["draft"])
+        return run(opened(model), *inputs, **fields)
+
+    return with_paths
 
 
 def __dir__() -> list[str]:

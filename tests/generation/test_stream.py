@@ -163,7 +163,20 @@ def test_a_models_text_comes_without_what_ends_it() -> None:
     assert "".join(stream(translator, [5, 6], letters, config, target=[7])) == letters(told)
 
 
-def test_bad_stop_strings() -> None:
-    for stop in ("end", [""]):
-        with pytest.raises(ValueError, match=re.escape(f"stop={stop!r} must be a list of strings")):
-            stream(small("gpt2"), [5], letters, stop=stop)
+@pytest.mark.parametrize("stop", ["", [""], ["end", ""]])
+def test_bad_stop_strings(stop: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"stop={stop!r} holds an empty string")):
+        stream(small("gpt2"), [5], letters, stop=stop)  # type: ignore[arg-type]
+
+
+def test_stop_strings_of_a_given_decoder() -> None:
+    model = small("gpt2").double()
+    config = GenerateConfig(max_new_tokens=8, no_repeat_ngram=1, logit_bias={2: -1e9})
+    told = generate(model, [5, 6], config).tokens[0]
+    for stop in (letters(told[3:5]), [letters(told[3:5]), told[6]], told[3], [told[3:5]]):
+        assert "".join(stream(model, [5, 6], letters, config, stop=stop)) == letters(told[:3])
+    late = config.with_(min_new_tokens=5)  # what is complete before is text like any other
+    assert "".join(stream(model, [5, 6], letters, late, stop=letters(told[3:4]))) == letters(told)
+    assert "".join(stream(model, [5, 6], letters, late, stop=letters(told[3:5]))) == letters(told[:3])
+    forced = config.with_(prefix=told[:4])
+    assert "".join(stream(model, [5, 6], letters, forced, stop=letters(told[3:4]))) == letters(told)

@@ -17,7 +17,7 @@ import typer
 from regard import __version__
 from regard.errors import RegardError
 
-from . import bench, data, evaluate, info, train
+from . import bench, caption, classify, data, evaluate, generate, info, train, translate
 from .common import Common, complain
 
 app = typer.Typer(
@@ -28,6 +28,10 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("translate")(translate.translate)
+app.command("classify")(classify.classify)
+app.command("caption")(caption.caption)
 app.add_typer(data.app, name="data")
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")

@@ -19,14 +19,22 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder for the output of every example and the worst cases.")
     ] = None,
-    split: Annotated[str, typer.Option(help="Which held-out examples; valid, or one more the source has.")] = "valid",
+    split: Annotated[
+        str, typer.Option(help="Which examples: valid, another set the source holds out, all of those, or train.")
+    ] = "valid",
     beam: Annotated[int | None, typer.Option(min=1, help="Beam width; as in training unless given.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Length penalty; as in training unless given.", show_default=False)
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Move the window of perplexity by so many tokens."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many examples.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16: of the loss's matrix products.", show_default="fp32")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Metrics on held-out data: the run's own, or data.source=… and other data.* words."""
@@ -36,7 +44,17 @@ def evaluate(
     data: dict[str, Any] = parse_words(words or [], sections={"data": DataConfig}).get("data", {})
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UsageError(f"--device {device} is none of auto, cpu, cuda, mps")
-    from regard.training import evaluate as run
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise UsageError(f"--precision {precision} is none of fp32, bf16, fp16")
+    from regard.training.evaluating import evaluate as run
 
-    options = {"against": against, "out": out, "split": split, "beam": beam, "stride": stride}
-    show(run(path, data, **options, limit=limit, device=device), as_json)
+    given: dict[str, Any] = {
+        "against": against,
+        "out": out,
+        "beam": beam,
+        "length_penalty": length_penalty,
+        "stride": stride,
+    }
+    given |= {"limit": limit, "precision": precision}
+    options = {name: value for name, value in given.items() if value is not None}
+    show(run(path, data, split=split, device=device, **options), as_json)

@@ -20,8 +20,13 @@ from torch import Tensor
 from .config import GenerateConfig
 from .ending import END, GOING_ON, LENGTH, endings
 from .engine import Engine
+from .fast import hastened
+from .fast_top import top as best_of
 from .prompts import Prompts
 from .sampling import filtered
+from .stop import StopStrings
+
+_STRING_ENDS = 6  # tokens of a beam that may complete a stop string at one step, before it has fewer continuations
 
 
 class Found(NamedTuple):
@@ -75,12 +80,15 @@ class Beams:
 class Search:
     """One search over all prompts; ``parents`` and ``tokens`` (steps, B, beam) are the table."""
 
-    def __init__(self, engine: Engine, config: GenerateConfig, eos_id: int | None) -> None:
-        self.engine, self.config, self.eos_id = engine, config, eos_id
+    def __init__(
+        self, engine: Engine, config: GenerateConfig, eos_id: int | None, strings: StopStrings | None = None
+    ) -> None:
+        self.engine, self.config, self.eos_id, self.strings = hastened(engine), config, eos_id, strings
         self.size = config.beam // config.groups
         ends = {stop[-1] for stop in config.stop} | ({eos_id} if eos_id is not None else set())
         # Enough that as many go on even if every beam's best continuations end.
-        self.n_candidates = max(2, 1 + len(ends)) * self.size
+        n_ends = len(ends) + (0 if strings is None else _STRING_ENDS)
+        self.n_candidates = max(2, 1 + n_ends) * self.size
 
     def run(self, prompts: Prompts) -> list[list[Found]]:
         """The n_best texts of each prompt."""
@@ -122,18 +130,21 @@ class Search:
         """Each group's next beams; finished texts go to the pools."""
         n, n_groups, k = beams.score.shape
         scores = filtered(logits.log_softmax(-1), beams.texts.flatten(0, 1), step, self.config, self.eos_id)
-        scores = scores.view(n, n_groups, k, -1) + beams.score[..., None]
-        price = torch.zeros_like(scores[:, 0, 0])  # (B, V)
+        scores = scores.view(n, n_groups, k, -1)
+        price = torch.zeros_like(scores[:, 0, 0]) if n_groups > 1 else None  # (B, V)
         at_limit = (step + 1 >= beams.limit)[:, None]
         nexts: list[Candidates] = []
         finished: list[Candidates] = []
         for group in range(n_groups):
-            best = self._candidates(scores[:, group], price, group, beams.texts, step)
+            best = self._candidates(scores[:, group], beams.score[:, group], price, group, beams.texts, step)
             ends = best.code != GOING_ON
-            nexts.append(best.take(best.steered.masked_fill(ends, -math.inf).topk(k).indices))
+            going = best._replace(score=best.score.masked_fill(ends, -math.inf))  # what has ended goes on as no beam
+            nexts.append(going.take(best.steered.masked_fill(ends, -math.inf).topk(k).indices))
             top = Candidates(*(x[:, :k] for x in best))
             score = top.score.masked_fill(~(ends[:, :k] | at_limit), -math.inf)
             finished.append(top._replace(score=score, code=torch.where(ends[:, :k], top.code, LENGTH)))
+            if price is None:
+                break
             cost = beams.open[:, group, None] * self.config.diversity_penalty  # a group that is done is in no one's way
             price.scatter_add_(1, nexts[-1].token, cost.expand_as(nexts[-1].score))
             price.scatter_add_(1, top.token, cost * ends[:, :k])
@@ -143,15 +154,23 @@ class Search:
         beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going, step + 1)
         return nexts
 
-    def _candidates(self, scores: Tensor, price: Tensor, group: int, texts: Tensor, step: int) -> Candidates:
-        """The best continuations of one group's beams, from scores (B, k, V)."""
+    def _candidates(
+        self, scores: Tensor, so_far: Tensor, price: Tensor | None, group: int, texts: Tensor, step: int
+    ) -> Candidates:
+        """The best continuations of one group's beams, from scores (B, k, V) after log P ``so_far`` (B, k)."""
         n, k, n_tokens = scores.shape
-        steered, index = (scores - price[:, None]).flatten(1).topk(min(self.n_candidates, k * n_tokens))
-        beam, token = index // n_tokens + group * k, index % n_tokens
+        each = min(self.n_candidates, n_tokens)  # of one beam, as many as of all: they may all be its own
+        steered, token = best_of((scores if price is None else scores - price[:, None]).flatten(0, 1), each)
+        steered = steered.view(n, k, each) + so_far[..., None]
+        steered, index = steered.flatten(1).topk(min(self.n_candidates, k * n_tokens))
+        beam, token = index // each, token.view(n, -1).gather(1, index)
+        score = steered if price is None else scores.flatten(1).gather(1, beam * n_tokens + token) + so_far.gather(1, beam)
+        beam = beam + group * k
         rows = torch.arange(n, device=beam.device)[:, None]
-        before = texts[rows, beam].flatten(0, 1) if self.config.stop else texts[:1, 0]
-        code = endings(token.flatten(), before, step + 1, self.config, self.eos_id).view_as(token)
-        return Candidates(scores.flatten(1).gather(1, index), steered, beam, token, code)
+        looked_at = self.config.stop or self.strings is not None
+        before = texts[rows, beam].flatten(0, 1) if looked_at else texts[:1, 0]
+        code = endings(token.flatten(), before, step + 1, self.config, self.eos_id, self.strings).view_as(token)
+        return Candidates(score, steered, beam, token, code)
 
     def _merged(self, beams: Beams, new: Candidates, step: int) -> Pool:
         """The pools with what just finished, where they are open: the best stay."""

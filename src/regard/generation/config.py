@@ -75,7 +75,8 @@ class GenerateConfig(Config):
     @field_validator("stop", mode="before")
     @classmethod
     def _sequences(cls, stop: Any) -> Any:
-        """A single token stands for a sequence of one."""
+        """A single token stands for a sequence of one, and alone for the only one."""
+        stop = (stop,) if isinstance(stop, int) else stop
         return tuple((s,) if isinstance(s, int) else s for s in stop) if isinstance(stop, tuple | list) else stop
 
     @model_validator(mode="after")

@@ -2,6 +2,8 @@
 
     logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits of their last state alone
     logits = engine.decode_one_token(tokens)     one token a row
+    logits = engine.decode_tokens(tokens)        several tokens a row, logits after each of them
+    engine.truncate(length)                      take back the tokens from position ``length`` on
     engine.select(rows)                          go on with some rows, in any order and number
 
 Searches know nothing more. A kind of model adds one method: from tokens to states.
@@ -53,6 +55,14 @@ class Engine:
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Take in one token a row (R,); logits (R, V) of what follows."""
         return self._logits(self._states(tokens[:, None], None))
+
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Take in several tokens a row (R, T); logits (R, T, V) of what follows each."""
+        return self.head(self._states(tokens, None), self._table()).float()
+
+    def truncate(self, length: int) -> None:
+        """Take back the tokens from position ``length`` on, as if they had never come."""
+        self._cache.truncate(length)
 
     def select(self, rows: Tensor) -> None:
         """Row r goes on from row rows[r]."""

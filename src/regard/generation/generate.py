@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,15 @@ from torch import Tensor
 from ..models import Model
 from .beam import Found, Search
 from .config import GenerateConfig
-from .ending import GOING_ON, Finish, finish_of
-from .engine import Engine
-from .prompts import Prompts, Rows
-from .start import Given, read, start
-from .walk import walk
+from .cuda_graph import walk_ahead
+from .ending import Finish, finish_of
+from .prompts import Prompts, Rows, angles_by_length
+from .speculative import Drafted, Guesser, Speculation, check_draft
+from .start import Given, begin, read, start
+from .stop import StopStrings
+from .walk import Chosen
 
-_ANGLES_BY_LENGTH = ("dynamic", "longrope")
+_READ_ALONG = 8  # tokens that captured steps run ahead of whoever reads a stream
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Generated:
     With cache="static" the model's batch row of a beam is prompt · beam + k at every step, so that what a recorder saw
     can be followed along a hypothesis: the query of its token t is in row prompt · beam + beams[t] of call t.
     """
+    drafted: Drafted | None = None
+    """What a draft model was worth, where one helped."""
 
     def __len__(self) -> int:
         return len(self.hypotheses)
@@ -80,6 +84,9 @@ def generate(
     *,
     target: Rows | None = None,
     keep: Tensor | None = None,
+    strings: StopStrings | None = None,
+    draft: Model | None = None,
+    draft_tokens: int = 4,
     **fields: Any,
 ) -> Generated:
     """Texts that follow a prompt, or that a model with an encoder writes about a source; for one or for several.
@@ -88,32 +95,53 @@ def generate(
             the encoder reads those
     keep    (B, T), which ids of a padded tensor are real; lists are simply of different lengths
     target  beside an encoder: how the texts begin after bos_id, one for all or one for each source
+    strings what ends a text, as text
+    draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy alone)
     fields  those of GenerateConfig, instead of a config or on top of it
     No text depends on those beside it.
     """
     config = config_of(config, fields)
-    with _at_rest(model):
+    if draft is not None:
+        check_draft(model, draft, config, draft_tokens)
+    with at_rest(model, *([] if draft is None else [draft])):
         given = read(model, inputs, config, target=target, keep=keep)
-        parts = [(index, _texts(model, given.some(index), config)) for index in _together(model, given)]
+        groups = _together(model, given) if draft is None else [[index] for index in range(len(given.rows))]
+        parts = []
+        for index in groups:
+            some = given.some(index)
+            if draft is None:
+                parts.append((index, _texts(model, some, config, strings)))
+            else:
+                speculation, prompts = _speculation(model, draft, some, config, strings, draft_tokens)
+                hypotheses = _walked(speculation.walk(prompts), 1, config)
+                parts.append((index, Generated(prompts.rows, hypotheses, drafted=speculation.drafted)))
     return parts[0][1] if len(parts) == 1 else _joined(len(given.rows), parts)
 
 
-def _texts(model: Model, given: Given, config: GenerateConfig) -> Generated:
+def _texts(model: Model, given: Given, config: GenerateConfig, strings: StopStrings | None) -> Generated:
     eos_id = model.config.eos_id
     engine, prompts = start(model, given, config)
     if config.beam == 1:
-        return Generated(prompts.rows, _walked(engine, prompts, config, eos_id))
-    search = Search(engine, config, eos_id)
+        steps = walk_ahead(engine, prompts, config, eos_id, strings)
+        return Generated(prompts.rows, _walked(steps, len(prompts), config))
+    search = Search(engine, config, eos_id, strings)
     found = search.run(prompts)
     hypotheses = [[_hypothesis(text, config) for text in texts] for texts in found]
     n_steps = max(len(text.tokens) for texts in found for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps])
 
 
+def _speculation(
+    model: Model, draft: Model, given: Given, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
+) -> tuple[Speculation, Prompts]:
+    engine, prompts = start(model, given, config)
+    guesser = Guesser(begin(draft, given), draft, config, n_tokens)
+    return Speculation(engine, guesser, config, model.config.eos_id, strings), prompts
+
+
 def _together(model: Model, given: Given) -> list[list[int]]:
     """Which texts can be written side by side: all, unless the model turns by angles that follow the longest text."""
-    scaling = model.config.rope_scaling
-    if scaling is None or scaling.kind not in _ANGLES_BY_LENGTH:
+    if not angles_by_length(model.config):
         return [list(range(len(given.rows)))]
     alike: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(given.rows):
@@ -130,29 +158,46 @@ def _joined(n_prompts: int, parts: list[tuple[list[int], Generated]]) -> Generat
     if all(part.parents is not None for _, part in parts):
         columns = [part.parents[:, row] for part, row in order if part.parents is not None]  # each (steps, beam)
         parents = torch.nn.utils.rnn.pad_sequence(columns).contiguous()
-    return Generated([part.prompts[row] for part, row in order], [part.hypotheses[row] for part, row in order], parents)
+    counts = [part.drafted for _, part in parts if part.drafted is not None]
+    drafted = sum(counts, Drafted()) if counts else None
+    rows, texts = [part.prompts[row] for part, row in order], [part.hypotheses[row] for part, row in order]
+    return Generated(rows, texts, parents, drafted)
 
 
 def stream_tokens(
-    model: Model, inputs: Rows, config: GenerateConfig | None = None, *, target: Rows | None = None, **fields: Any
+    model: Model,
+    inputs: Rows,
+    config: GenerateConfig | None = None,
+    *,
+    target: Rows | None = None,
+    draft: Model | None = None,
+    draft_tokens: int = 4,
+    **fields: Any,
 ) -> Iterator[int]:
     """The tokens of one text as they are chosen, its end included; drop the iterator to stop."""
     config = config_of(config, fields)
     if config.beam > 1 or config.n_best > 1:
         name = "beam" if config.beam > 1 else "n_best"
         raise ValueError(f"{name}={getattr(config, name)} has no text before all is done; a stream needs {name}=1")
-    with _at_rest(model):
+    if draft is not None:
+        check_draft(model, draft, config, draft_tokens)
+    models = [model] if draft is None else [model, draft]
+    with at_rest(*models):
         given = read(model, inputs, config, target=target)
         if len(given.rows) != 1:
             raise ValueError(f"a stream is one text, but {len(given.rows)} were asked for")
-        engine, prompts = start(model, given, config)
-    return _streamed(model, engine, prompts, config)
+        if draft is None:
+            engine, prompts = start(model, given, config)
+            steps = walk_ahead(engine, prompts, config, model.config.eos_id, ahead=_READ_ALONG)
+        else:
+            speculation, prompts = _speculation(model, draft, given, config, None, draft_tokens)
+            steps = speculation.walk(prompts)
+    return _streamed(models, steps)
 
 
-def _streamed(model: Model, engine: Engine, prompts: Prompts, config: GenerateConfig) -> Iterator[int]:
-    steps = walk(engine, prompts, config, model.config.eos_id)
+def _streamed(models: list[Model], steps: Iterator[Chosen]) -> Iterator[int]:
     while True:
-        with _at_rest(model):  # only while it works: between two tokens the model is its owner's
+        with at_rest(*models):  # only while they work: between two tokens a model is its owner's
             chosen = next(steps, None)
         if chosen is None:
             return
@@ -167,9 +212,9 @@ def config_of(config: GenerateConfig | None, fields: dict[str, Any]) -> Generate
 
 
 @contextmanager
-def _at_rest(model: Model) -> Iterator[None]:
+def at_rest(*models: Model) -> Iterator[None]:
     """Without gradients and dropout; afterwards every part is as it was."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
@@ -180,19 +225,17 @@ def _at_rest(model: Model) -> Iterator[None]:
             module.training = True
 
 
-def _walked(engine: Engine, prompts: Prompts, config: GenerateConfig, eos_id: int | None) -> list[list[Hypothesis]]:
+def _walked(walked: Iterable[Chosen], n_prompts: int, config: GenerateConfig) -> list[list[Hypothesis]]:
     """Greedy or drawn texts, each prompt's best first."""
-    steps = list(walk(engine, prompts, config, eos_id))
+    steps = list(walked)
     copies = config.n_best
-    texts = [Found([], [], 0.0, GOING_ON) for _ in range(len(prompts) * copies)]
-    for row, token, log_prob, code in zip(
-        *(torch.cat(parts).tolist() for parts in zip(*steps, strict=True)), strict=True
-    ):
-        before = texts[row]
-        before.tokens.append(token)
-        before.beams.append(0)
-        texts[row] = before._replace(score=before.score + log_prob, code=code)
-    made = [_hypothesis(text._replace(score=text.score / config.penalty(len(text.tokens))), config) for text in texts]
+    rows, *chosen = (torch.cat(parts).cpu() for parts in zip(*steps, strict=True))
+    order, counts = rows.argsort(stable=True), rows.bincount(minlength=n_prompts * copies).tolist()
+    made = []
+    for tokens, log_probs, codes in zip(*(x[order].split(counts) for x in chosen), strict=True):
+        n = len(tokens)
+        score = float(log_probs.double().sum()) / config.penalty(n)
+        made.append(_hypothesis(Found(tokens.tolist(), [0] * n, score, int(codes[-1])), config))
     groups = [made[start : start + copies] for start in range(0, len(made), copies)]
     return [sorted(group, key=lambda text: text.score, reverse=True) for group in groups]
 

@@ -51,14 +51,7 @@ def prompts_of(
     rows: list[list[int]], model: ModelConfig, config: GenerateConfig, device: torch.device, name: str = "prompt"
 ) -> Prompts:
     """Check rows of token ids against the model and bring them side by side."""
-    max_len = longest(model, target=name == "target")
-    if config.truncate and name == "prompt":
-        rows = [_shortened(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
-    for index, row in enumerate(rows):
-        _check_ids(f"{name} {index}", row, model.output_vocab_size)
-        if len(row) >= max_len:
-            hint = "; truncate=True keeps its end" if name == "prompt" else ""
-            raise ValueError(f"{name} {index} has {len(row)} tokens, and max_len={max_len} leaves no room{hint}")
+    max_len, rows = longest(model, target=name == "target"), fitting_prompts(rows, model, config, name)
     limit = torch.tensor([min(config.max_new_tokens, max_len - len(row)) for row in rows], device=device)
     width = max(len(row) for row in rows)
     if all(len(row) == width for row in rows):
@@ -67,6 +60,19 @@ def prompts_of(
     missing = torch.tensor([width - len(row) for row in rows], device=device)
     places = torch.arange(width, device=device) - missing[:, None]
     return Prompts(rows, tokens, places.clamp(min=-1), limit)
+
+
+def fitting_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateConfig, name: str) -> list[list[int]]:
+    """Rows that leave room for at least one more token, cut short where that is wanted."""
+    max_len = longest(model, target=name == "target")
+    if config.truncate and name == "prompt":
+        rows = [_shortened(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
+    for index, row in enumerate(rows):
+        _check_ids(f"{name} {index}", row, model.output_vocab_size)
+        if len(row) >= max_len:
+            hint = "; truncate=True keeps its end" if name == "prompt" else ""
+            raise ValueError(f"{name} {index} has {len(row)} tokens, and max_len={max_len} leaves no room{hint}")
+    return rows
 
 
 def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
@@ -134,6 +140,11 @@ def longest(model: ModelConfig, target: bool = False) -> int:
     scaling = model.rope_scaling
     stretch = scaling.factor if scaling is not None and scaling.kind == "dynamic" else None
     return max_len if stretch is None else int(max_len * stretch)
+
+
+def angles_by_length(model: ModelConfig) -> bool:
+    """Whether rotary angles follow the longest text so far: then what stands beside or behind a token changes it."""
+    return model.rope_scaling is not None and model.rope_scaling.kind in ("dynamic", "longrope")
 
 
 def _shortened(row: list[int], max_len: int, bos_id: int | None, max_new_tokens: int) -> list[int]:

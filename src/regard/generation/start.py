@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..models import Decoder, Model
 from .config import GenerateConfig
+from .cuda_graph import GraphedEngine, can_capture
 from .engine import Engine, engine_for
 from .prompts import Prompts, Rows, prompts_of, rows_of, side_by_side, sources_of
 
@@ -46,10 +47,16 @@ def read(
 
 def start(model: Model, given: Given, config: GenerateConfig) -> tuple[Engine, Prompts]:
     """Run the encoder, if there is one, and stand before the first token."""
-    sources = None if given.sources is None else side_by_side(given.sources, model)
-    name = "prompt" if sources is None else "target"
+    name = "prompt" if given.sources is None else "target"
     prompts = prompts_of(given.rows, model.config, config, model.device, name)
-    return engine_for(model, sources, config.cache == "static"), prompts
+    return begin(model, given, config.cache == "static"), prompts
+
+
+def begin(model: Model, given: Given, static: bool = False) -> Engine:
+    """An engine that has read the sources, if there are any, and no token yet."""
+    if static and isinstance(model, Decoder) and can_capture(model):
+        return GraphedEngine(model)
+    return engine_for(model, None if given.sources is None else side_by_side(given.sources, model), static)
 
 
 def _begun(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:

@@ -1,99 +1,52 @@
-"""Text as it is written: pieces cut only at whole characters, and stop strings found across the borders of tokens.
-
-A token may be a part of a character: one byte of three of a Hangul syllable. What is not whole yet decodes to U+FFFD at
-the end of the text, and waits; so does a syllable spelled in jamo, which the next letter may still be a part of.
-"""
+"""Text as it is written: the pieces of one text while the model still goes on."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ..models import Model
 from .config import GenerateConfig
 from .generate import config_of, stream_tokens
-from .prompts import Rows
-
-Decode = Callable[[list[int]], str]
-"""From token ids to text, as a tokenizer does it."""
-
-Span = TypeVar("Span", str, tuple[int, ...])
-
-# What may still become another character: replaced bytes, or leading, middle and final jamo of one syllable.
-_NOT_WHOLE = re.compile(
-    "(?:\ufffd+|[\u1100-\u115f\ua960-\ua97c]+[\u1160-\u11a7\ud7b0-\ud7c6]*[\u11a8-\u11ff\ud7cb-\ud7fb]*)\\Z"
-)
+from .pieces import Decode, after, text_pieces, waiting
+from .prompts import Rows, rows_of
+from .stop import first_end
+from .texts import is_text, text_reader, understood
+from .words import Stop, Words, split_stops
 
 
 def stream(
     model: Model,
-    inputs: Rows,
-    decode: Decode,
+    inputs: str | Rows,
+    decode: Decode | None = None,
     config: GenerateConfig | None = None,
     *,
-    stop: Sequence[str] = (),
-    target: Rows | None = None,
+    stop: Stop | None = None,
+    target: str | Rows | None = None,
+    draft: Model | None = None,
+    draft_tokens: int = 4,
     **fields: Any,
 ) -> Iterator[str]:
     """The text of one prompt or source, piece by piece, without end token and stop strings.
 
-    ``stop`` are strings here; token sequences that end a text are ``config.stop``. Fields as in ``generate``.
+    A piece never ends within a character. ``decode`` is the model's own unless given. Fields as in ``generate``.
     """
-    if isinstance(stop, str) or any(not s for s in stop):
-        raise ValueError(f"stop={stop!r} must be a list of strings, none of them empty")
-    config = config_of(config, fields)
-    tokens = stream_tokens(model, inputs, config, target=target)
-    return text_pieces(_content(tokens, model.config.eos_id, config), decode, stop)
-
-
-def text_pieces(tokens: Iterable[int], decode: Decode, stop: Sequence[str] = ()) -> Iterator[str]:
-    """Pieces that joined are the text of ``tokens``, up to the stop string that is complete first.
-
-    Of several that end at the same letter, the longest counts: where tokens are cut makes no difference.
-    """
-    held = ""  # text that may be the beginning of a stop string
-    for piece in _whole(tokens, decode):
-        held += piece
-        found = [(held.find(s) + len(s), held.find(s)) for s in stop if s in held]
-        ready = min(found)[1] if found else _waiting(held, stop)
-        if ready:
-            yield held[:ready]
-        if found:
-            return
-        held = held[ready:]
-    if held:
-        yield held
-
-
-def _whole(tokens: Iterable[int], decode: Decode) -> Iterator[str]:
-    """Text in whole characters. Only the last tokens are decoded again: those of the last piece, and what is new.
-
-    The last piece is decoded with what follows because text may depend on what stands before it: a tokenizer drops the
-    space at the beginning of a text.
-    """
-    ids: list[int] = []
-    start = told = 0  # ids before ``start`` are out of sight, those before ``told`` have been shown
-    before = ""  # what has been shown of ids[start:]
-    for token in tokens:
-        ids.append(token)
-        text = decode(ids[start:])
-        ready = _NOT_WHOLE.sub("", text)
-        if len(ready) <= len(before):
-            continue
-        yield ready[len(before) :]
-        before = ready
-        if ready == text:  # nothing waits
-            start, told = told, len(ids)
-            before = decode(ids[start:])
-    rest = decode(ids[start:])
-    if len(rest) > len(before):
-        yield rest[len(before) :]
-
-
-def _waiting(held: Span, stops: Sequence[Span]) -> int:
-    """From where on ``held`` may be the beginning of a stop, and has to wait."""
-    return next((i for i in range(len(held)) if any(s[: len(held) - i] == held[i:] for s in stops)), len(held))
+    fields |= {} if stop is None else {"stop": stop}
+    if decode is None:
+        words = text_reader(model) if is_text(inputs) else Words(model)
+        if is_text(inputs):
+            texts = [inputs] if isinstance(inputs, str) else list(inputs)
+            inputs = words.rows(texts, "prompt" if words.goes_on else "source")
+        config, found = understood(model, config, fields, words)
+        strings = () if found is None else found.strings
+        target = words.beginning(target) if isinstance(target, str) else target
+        before = inputs if words.goes_on else target
+        decode = words.decode if before is None else after(words.decode, rows_of(before)[0])
+    else:
+        strings, sequences = split_stops(fields.pop("stop", ()))
+        config = config_of(config, fields | ({"stop": sequences} if sequences else {}))
+    tokens = stream_tokens(model, inputs, config, target=target, draft=draft, draft_tokens=draft_tokens)
+    return text_pieces(_content(tokens, model.config.eos_id, config), decode, strings, first_end(config))
 
 
 def _content(tokens: Iterable[int], eos_id: int | None, config: GenerateConfig) -> Iterator[int]:
@@ -104,7 +57,7 @@ def _content(tokens: Iterable[int], eos_id: int | None, config: GenerateConfig) 
             yield from held
             return
         held = (*held, token)
-        ready = _waiting(held, config.stop)
+        ready = waiting(held, config.stop)
         yield from held[:ready]
         held = held[ready:]
     ends = [len(stop) for stop in config.stop if held[-len(stop) :] == stop]

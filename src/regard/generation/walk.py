@@ -11,8 +11,10 @@ from torch import Tensor
 from .config import GenerateConfig
 from .ending import GOING_ON, LENGTH, endings
 from .engine import Engine
+from .fast import hastened
 from .prompts import Prompts
 from .sampling import chances, draw, filtered
+from .stop import StopStrings
 
 
 class Chosen(NamedTuple):
@@ -24,19 +26,22 @@ class Chosen(NamedTuple):
     codes: Tensor  # (n,) as in ``ending``
 
 
-def walk(engine: Engine, prompts: Prompts, config: GenerateConfig, eos_id: int | None) -> Iterator[Chosen]:
+def walk(
+    engine: Engine, prompts: Prompts, config: GenerateConfig, eos_id: int | None, strings: StopStrings | None = None
+) -> Iterator[Chosen]:
     """The steps of all texts at once, n_best of them for each prompt. No row looks at another."""
     copies = config.n_best
     rows = torch.arange(len(prompts) * copies, device=prompts.tokens.device)
     limit, texts = prompts.limit.repeat_interleave(copies), prompts.texts.repeat_interleave(copies, 0)
     chance = chances(config, len(prompts), copies).to(rows.device) if config.samples else None
     done = torch.zeros_like(rows, dtype=torch.bool)
+    engine = hastened(engine)
     logits = engine.prefill(prompts, copies)
     for step in range(int(limit.max())):
         scores = filtered(logits, texts, step, config, eos_id)
         tokens = scores.argmax(-1) if chance is None else draw(scores, chance[rows, step])
         log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        codes = endings(tokens, texts, step + 1, config, eos_id)
+        codes = endings(tokens, texts, step + 1, config, eos_id, strings)
         codes = torch.where((codes == GOING_ON) & (step + 1 >= limit), LENGTH, codes)
         yield Chosen(*(x[~done] for x in (rows, tokens, log_probs, codes)))
         texts = torch.cat([texts, tokens[:, None]], dim=1)

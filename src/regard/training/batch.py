@@ -21,11 +21,13 @@ class Batch:
     options: dict[str, Tensor] = field(default_factory=dict)
     n_tokens: int = 0
     """Tokens or patches the model goes through, padding not counted; pairs count both sides."""
+    n_counted: int | None = None
+    """``n_targets``, counted before the batch went to a device that would have to be waited for."""
 
     @property
     def n_targets(self) -> int:
-        """How many answers the loss is a sum over. On the CPU, where batches are made, it costs nothing to ask."""
-        return int((self.targets != IGNORE).sum())
+        """How many answers the loss is a sum over."""
+        return int((self.targets != IGNORE).sum()) if self.n_counted is None else self.n_counted
 
     def to(self, device: torch.device) -> Batch:
         """On a device; from pinned memory the copy does not wait."""
@@ -33,8 +35,13 @@ class Batch:
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
 
-        options = {name: move(x) for name, x in self.options.items()}
-        return replace(self, inputs=tuple(map(move, self.inputs)), targets=move(self.targets), options=options)
+        return replace(
+            self,
+            inputs=tuple(map(move, self.inputs)),
+            targets=move(self.targets),
+            options={name: move(x) for name, x in self.options.items()},
+            n_counted=self.n_targets,
+        )
 
     def pinned(self) -> Batch:
         """In memory the GPU can copy from by itself."""

@@ -152,11 +152,17 @@ class Checkpoints:
             return
         there = [step for step in self.steps() if step not in self._damaged]
         for step in set(there[: -self.keep]) - {best, *protect}:
-            path = self._path(step)
-            aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")  # a leftover, if this is the end
-            os.rename(path, aside)
-            sync(self.root)
-            shutil.rmtree(aside, ignore_errors=True)
+            self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Remove one; where there is none, nothing."""
+        path = self._path(step)
+        if not self._group.is_main or not path.exists():
+            return
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")  # a leftover, if this is the end
+        os.rename(path, aside)
+        sync(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:06}"

@@ -206,7 +206,7 @@ class Compiled(nn.Module):
         self.note: str | None = None
         self.seconds: float | None = None
         # In a tuple: registered, its parameters would appear under a second name.
-        options = {"guard_filter_fn": _worth_checking}
+        options: dict[str, Any] = {"guard_filter_fn": _worth_checking}
         self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,8 +236,8 @@ class Compiled(nn.Module):
         self.seconds = time.perf_counter() - started
 
     def _give_up(self, error: Exception) -> None:
-        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        self.note = f"torch.compile failed, going on without it: {first_line[:300]}"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        self.note = f"torch.compile failed, going on without it: {' '.join(lines[:2])[:300]}"
         self._fast = ()
 
 

@@ -2,6 +2,7 @@
 
 run.json        the resolved config: what to run again, and what --resume reads
 provenance.json data hash, versions, command, git state
+choice.json     precision and compilation, and why; started.json: what became of the weights of train.init
 tokenizer.json  or one each for source and target; preprocessor_config.json, labels.json
 checkpoints/    step-000200/ …: the last ones and the best
 metrics.jsonl   one object a line; tensorboard/ and curves.png show the same
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..config import ModelConfig, RunConfig
+from ..config import RunConfig
 from ..data.sources import Source
 from ..data.tokenizers import Tokenizer
 from ..errors import BadModelFile
@@ -41,6 +42,8 @@ __all__ = ["RUN_FILE", "RunDirectory", "provenance"]
 
 RUN_FILE = "run.json"
 _LABELS = "labels.json"
+# How files are called while they are written, beside what they will be.
+_HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|png|bin)\.[a-z0-9_]{8}")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ class RunDirectory:
     def write(self, config: RunConfig) -> None:
         """The config, last: a directory without it is no run yet."""
         write_file(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
+
+    def tidy(self) -> None:
+        """Remove what a process that was killed had half written."""
+        for folder in (self.root, self.root / "tokens"):
+            for path in folder.glob(".*"):
+                if _HALF_WRITTEN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -152,9 +162,11 @@ class RunDirectory:
 
 def _weights(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
     weights = checkpoint.tensors("model/")
-    if ema:
-        weights.update({name: x for name, x in checkpoint.tensors("ema/").items() if name in weights})
-    return weights
+    if not ema:
+        return weights
+    # By the tensor, not by its name: a tied one has several.
+    averages = {id(weights[name]): x for name, x in checkpoint.tensors("ema/average/").items()}
+    return {name: averages.get(id(x), x) for name, x in weights.items()}
 
 
 def _processor_files(processor: Processor) -> dict[str, bytes]:
@@ -172,7 +184,7 @@ def _processor_files(processor: Processor) -> dict[str, bytes]:
     return files
 
 
-def provenance(source: Source, model: ModelConfig, command: Sequence[str]) -> dict[str, Any]:
+def provenance(source: Source, command: Sequence[str], processes: int = 1) -> dict[str, Any]:
     """What a run came from, for whoever reads it later."""
     from .. import __version__
 
@@ -192,9 +204,13 @@ def provenance(source: Source, model: ModelConfig, command: Sequence[str]) -> di
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "machine": {"system": platform.platform(), "processor": platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "processes": processes,
+        },
         "git": _git(),
-        "python": sys.version.split()[0],
     }
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from .batch import Batch
+from .shards import local
 
-__all__ = ["where_it_broke"]
+__all__ = ["broken_gradient", "broken_output"]
 
 
-def where_it_broke(objective: nn.Module, batch: Batch) -> str:
-    """The first layer whose output is not finite for this batch; else the parameters whose gradients are not.
+def broken_output(objective: nn.Module, batch: Batch) -> str | None:
+    """The first layer whose output is not finite for this batch; None where all are.
 
     Weights must still be those of the failed pass, and the generators be seeded as they were.
     """
@@ -26,11 +27,15 @@ def where_it_broke(objective: nn.Module, batch: Batch) -> str:
                 hooks.callback(handle.remove)
         with torch.no_grad():
             objective(batch)
-    if found:
-        return f"the output of {_short(found[0])}"
-    broken = [_short(name) for name, p in objective.named_parameters() if p.grad is not None and not _finite(p.grad)]
+    return f"the output of {_short(found[0])}" if found else None
+
+
+def broken_gradient(objective: nn.Module) -> str | None:
+    """The parameters whose gradients, as far as this process holds them, are not finite; None where all are."""
+    grads = {name: local(p.grad) for name, p in objective.named_parameters() if p.grad is not None}
+    broken = [_short(name) for name, grad in grads.items() if not _finite(grad)]
     if not broken:
-        return "the loss"
+        return None
     # The backward pass runs from the end of the model to its beginning: the last parameter is where it started.
     return f"the gradient of {broken[-1]}" + (f" and {len(broken) - 1} before it" if len(broken) > 1 else "")
 

@@ -225,15 +225,12 @@ def _nothing_fits(path: str, there: Model, model: Model, new: dict[str, str]) ->
 
 
 def _nearest(pattern: str, names: list[str]) -> list[str]:
-    """Parameters, or the modules they belong to, whose names look like the pattern."""
+    """Stretches of names, as many words long as the pattern, that look like it."""
     plain = pattern.replace("*", "").strip(".")
-    prefixes = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
-    by_end: dict[str, str] = {}
-    for prefix in sorted(prefixes, key=len):
-        by_end.setdefault(prefix.rpartition(".")[2], prefix)
-    near = difflib.get_close_matches(plain, sorted(prefixes), 3, 0.5)
-    near += [by_end[end] for end in difflib.get_close_matches(plain.rpartition(".")[2], sorted(by_end), 3, 0.5)]
-    return list(dict.fromkeys(near))[:3] or sorted(prefixes, key=len)[:3]
+    n_words = plain.count(".") + 1
+    words = [name.split(".") for name in names]
+    stretches = {".".join(w[at : at + n_words]) for w in words for at in range(max(1, len(w) - n_words + 1))}
+    return difflib.get_close_matches(plain, sorted(stretches), 3, 0.5) or sorted({w[0] for w in words})
 
 
 def _shape(x: Tensor) -> str:

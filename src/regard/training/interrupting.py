@@ -22,17 +22,21 @@ class Interrupted(RegardError):
 
 
 class Signals:
-    """While it is entered, ``asked`` is the exit code of the signal that came, or 0."""
+    """While it is entered, ``asked`` is the exit code of the signal that came, or 0.
 
-    def __init__(self) -> None:
-        self.asked = 0
+    Of several processes (``patient``) none leaves at once: their launcher passes on what they may have been told
+    already, the others wait for them, and it ends them itself when they take too long.
+    """
+
+    def __init__(self, patient: bool = False) -> None:
+        self.asked, self._patient = 0, patient
         self._before: dict[int, Any] = {}
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         code = 128 + number
-        if self.asked:
+        if self.asked and not self._patient:
             os._exit(code)
-        self.asked = code
+        self.asked = self.asked or code
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers no signals

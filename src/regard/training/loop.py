@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,19 +17,19 @@ from ..errors import Diverged
 from ..models import Model
 from .averaging import Ema
 from .batch import Batch
-from .checkpoint import Checkpoint, Checkpoints
-from .diverging import where_it_broke
+from .checkpoint import Checkpoint, Checkpoints, first_non_finite
+from .diverging import broken_gradient, broken_output
 from .interrupting import Interrupted, Signals
 from .objective import Objective
 from .optimiser import Optimiser
-from .parallel import Group, clip_grad_norm, syncing
+from .parallel import Group, clip_grad_norm, gathered, syncing
 from .precision import Precision
 from .prefetch import Prefetch
 from .randomness import seed_everything
 from .report import Reporter
 from .schedule import Schedule
 from .shards import is_sharded
-from .tasks import Evaluation, Task
+from .tasks import Task
 from .tasks.task import evaluate
 
 __all__ = ["Loop", "Position"]
@@ -40,9 +41,6 @@ class Position:
 
     step: int = 0
     """Optimiser steps done."""
-    micro: int = 0
-    """Batches of the next step whose gradients are already summed."""
-    tokens: int = 0
     seconds: float = 0.0
     best: float | None = None
     """The best value of the task's criterion so far, …"""
@@ -50,8 +48,17 @@ class Position:
     """… and where it was."""
     waited: int = 0
     """Evaluations since."""
+    micro: int = 0
+    """Of the next step: batches whose gradients are already summed, …"""
     losses: list[Any] = field(default_factory=list)
-    """The losses of a step that is not finished."""
+    """… their losses, …"""
+    n_targets: int = 0
+    """… and the targets and tokens of all its batches, on all processes."""
+    n_tokens: int = 0
+
+    def begin_step(self) -> None:
+        """Nothing is done of the next step."""
+        self.micro, self.losses, self.n_targets, self.n_tokens = 0, [], 0, 0
 
 
 @dataclass
@@ -73,87 +80,104 @@ class Loop:
     reporter: Reporter
     ema: Ema | None = None
     at: Position = field(default_factory=Position)
+    saved: int | None = None
+    """The step of the last checkpoint that was written or read, …"""
+    stopgap: int | None = None
+    """… and of one written only because the run was asked to stop: the next one takes its place."""
 
     def run(self) -> None:
         """From where it stands to ``train.steps``; raises Interrupted or Diverged when it does not get there."""
-        train, at, batches = self.train, self.at, self.train.accumulate * self.group.world
-        make = self.task.batch
-        with Signals() as signals, Prefetch(make, self.group.device, stride=self.group.world) as prefetch:
+        train, at, alone = self.train, self.at, self.group.alone
+        ahead = Prefetch(self.task.batch, self.group.device, stride=self.group.world)
+        with Signals(patient=not alone) as signals, ahead as prefetch:
             self.objective.train()
             while at.step < train.steps and not self._out_of_patience():
                 started = time.perf_counter()
-                first = at.step * batches + self.group.rank
-                micros = [prefetch.batch(first + m * self.group.world) for m in range(at.micro, train.accumulate)]
-                n_targets, asked = self._agree(sum(n for _, n in micros), signals.asked)
-                for batch, _ in micros:
+                numbers = self._numbers()
+                batches = [prefetch.batch(number) for number in numbers]
+                asked = self._agree(batches, signals.asked)
+                for batch, number in zip(batches, numbers, strict=True):
                     # One process may stop between two batches of a step; several stop together, after it.
-                    if signals.asked and self.group.world == 1 and at.micro:
+                    if signals.asked and alone and at.micro:
                         self._leave(signals.asked)
-                    self._accumulate(batch, first + at.micro * self.group.world, n_targets)
-                norm, lr = self._update(micros[-1][0], first + (train.accumulate - 1) * self.group.world)
+                    self._accumulate(batch, number)
+                loss, norm, lr = self._update(batches, numbers)
                 at.seconds += time.perf_counter() - started
-                self.reporter.step(at.step, loss=sum(at.losses), lr=lr, grad_norm=norm, n_tokens=self._n_tokens(micros))
-                at.losses, at.micro = [], 0
-                last = at.step == train.steps
-                improved = self._evaluate() if self._due(train.eval_every) or last else False
+                self.reporter.step(at.step, loss=loss, lr=lr, grad_norm=norm, n_tokens=at.n_tokens)
+                at.begin_step()
+                improved = (self._due(train.eval_every) or at.step == train.steps) and self._evaluate()
+                last = at.step == train.steps or self._out_of_patience()
                 if self._due(train.save_every) or improved or last:
                     self._save()
+                asked = signals.asked if alone else asked
                 if asked or train.stop_at == at.step:
                     self._leave(asked)
 
     # ---------------------------------------------------------------- one step
 
-    def _accumulate(self, batch: Batch, number: int, n_targets: int) -> None:
-        """Add one batch's gradients. ``n_targets`` are those of the whole step, so the sum of losses is their mean."""
+    def _numbers(self) -> list[int]:
+        """Of the batches of the whole run, those this process has still to do for the next step."""
+        world, accumulate = self.group.world, self.train.accumulate
+        return [(self.at.step * accumulate + m) * world + self.group.rank for m in range(self.at.micro, accumulate)]
+
+    def _agree(self, batches: list[Batch], asked: int) -> int:
+        """Over all processes: what this step consists of, and whether anyone was asked to stop."""
+        if self.at.micro:  # begun before the run was interrupted, when it was known
+            return asked
+        mine = [sum(batch.n_targets for batch in batches), sum(batch.n_tokens for batch in batches), int(asked > 0)]
+        self.at.n_targets, self.at.n_tokens, any_asked = self.group.sum(torch.tensor(mine)).tolist()
+        return any_asked and (asked or 143)
+
+    def _accumulate(self, batch: Batch, number: int) -> None:
+        """Add one batch's gradients: those of its part of the mean over all targets of the step."""
         seed_everything(self.train.seed, "batch", number)
         last = self.at.micro == self.train.accumulate - 1
-        with syncing(self.step_module, last), self.precision.forward():
-            # Gradients of several processes are averaged; what is wanted is their sum.
-            loss = self.step_module(batch) * (self.group.world / n_targets)
         with syncing(self.step_module, last):
+            with self.precision.forward():
+                # Gradients of several processes are averaged; what is wanted is their sum.
+                loss = self.step_module(batch) * (self.group.world / max(1, self.at.n_targets))
             self.precision.backward(loss)
         self.at.losses.append(loss.detach() / self.group.world)
         self.at.micro += 1
-        self.at.tokens += batch.n_tokens
 
-    def _update(self, batch: Batch, number: int) -> tuple[Tensor, float]:
-        """One step of the optimiser, unless something is not finite."""
+    def _update(self, batches: list[Batch], numbers: list[int]) -> tuple[Tensor, Tensor, float]:
+        """One step of the optimiser, unless something is not finite; loss, norm of the gradient, learning rate."""
         self.precision.unscale(self.optimiser.optimisers)
         norm = clip_grad_norm(self.objective.parameters(), self.train.clip)
         loss = self.group.sum(torch.stack([torch.as_tensor(x, device=norm.device) for x in self.at.losses]).sum())
-        healthy = torch.isfinite(loss) if self.precision.scales else torch.isfinite(loss + norm)
-        if not bool(healthy):
-            seed_everything(self.train.seed, "batch", number)
-            with self.precision.forward():
-                place = where_it_broke(self.objective, batch)
-            last = f"the last checkpoint is that of step {max(self.checkpoints.steps(), default=0)}"
-            numbers = f"loss {float(loss):.4g}, gradient norm {float(norm):.4g}"
-            raise Diverged(f"step {self.at.step + 1}: {numbers}; not finite first in {place}; {last}")
-        self.at.losses = [loss]
+        finite_loss, finite_norm = torch.stack([loss.isfinite(), norm.isfinite()]).tolist()
+        if not finite_loss or not (finite_norm or self._may_skip()):
+            raise self._diverged(batches, numbers, float(loss), float(norm))
         factor = self.schedule(self.at.step + 1)
         self.optimiser.set_lr(factor)
-        self.precision.step(self.optimiser.optimisers)
+        # A scaler would skip only those optimisers whose own gradients overflowed; a step is made whole or not at all.
+        self.precision.step(self.optimiser.optimisers if finite_norm else [])
         self.optimiser.zero_grad()
         if self.ema is not None:
             self.ema.update()
         self.at.step += 1
-        return norm, factor * self.train.lr
+        return loss, norm, factor * self.train.lr
 
-    def _agree(self, n_targets: int, asked: int) -> tuple[int, int]:
-        """Over all processes: the targets of this step, and whether anyone was asked to stop."""
-        known = self._targets_before() if self.at.micro else 0
-        if self.group.world == 1:
-            return n_targets + known, asked
-        both = self.group.sum(torch.tensor([float(n_targets + known), float(asked)], device=self.group.device))
-        return int(both[0]), int(both[1] > 0) and (asked or 143)
+    def _may_skip(self) -> bool:
+        """Whether gradients may have overflowed only because the loss is scaled up, which the scaler then does less."""
+        return self.precision.scales and self.precision.state()["scale"] > 1
 
-    def _targets_before(self) -> int:
-        """Targets of the batches of this step that were summed before the run was interrupted."""
-        first = self.at.step * self.train.accumulate * self.group.world + self.group.rank
-        return sum(self.task.batch(first + m * self.group.world).n_targets for m in range(self.at.micro))
+    def _diverged(self, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
+        output = None
+        with gathered(self.objective), self.precision.forward():
+            for batch, number in zip(batches, numbers, strict=True):
+                seed_everything(self.train.seed, "batch", number)
+                output = output or broken_output(self.objective, batch)
+        # An output that broke on any process comes before the gradients, which it breaks on all.
+        outputs, gradients = zip(*self.group.gather_objects((output, broken_gradient(self.objective))), strict=True)
+        place = next((found for found in (*outputs, *gradients) if found), "the loss")
+        return Diverged(
+            f"step {self.at.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; not finite first in {place}; "
+            f"{self._last_checkpoint()}"
+        )
 
-    def _n_tokens(self, micros: list[tuple[Batch, int]]) -> int:
-        return sum(batch.n_tokens for batch, _ in micros) * self.group.world
+    def _last_checkpoint(self) -> str:
+        return "there is no checkpoint" if self.saved is None else f"the last checkpoint is that of step {self.saved}"
 
     # ---------------------------------------------------------------- between steps
 
@@ -165,47 +189,47 @@ class Loop:
 
     def _evaluate(self) -> bool:
         """Look at held-out data; True where it was never better."""
+        train, found, shown = self.train, None, []
         with self.reporter.paused():
-            n_examples = 0 if self._sharded else self.train.eval_examples
-            found = self.evaluate(n_batches=self.train.eval_batches, n_examples=n_examples)
-            self.reporter.evaluation(self.at.step, found.metrics)
-            if self.train.samples and self.group.is_main and not self._sharded:
-                with self._averaged():
-                    self.reporter.samples(self.at.step, self.task.sample(self.model, self.train.samples))
-        return self.remember(found)
+            with self._as_shipped():
+                if self.group.is_main:
+                    n_batches, n_examples = train.eval_batches, train.eval_examples
+                    asked = evaluate(self.task, self.model, self._loss, n_batches=n_batches, n_examples=n_examples)
+                    found = asked.metrics
+                    shown = self.task.sample(self.model, train.samples) if train.samples else []
+            metrics = self.group.broadcast_object(found)
+            self.reporter.evaluation(self.at.step, metrics)
+            self.reporter.samples(self.at.step, shown)
+        return self._remember(float(metrics[self.task.criterion]))
 
-    def evaluate(self, **options: Any) -> Evaluation:
-        """The weights one would ship, on held-out data."""
+    @contextmanager
+    def _as_shipped(self) -> Iterator[None]:
+        """The model whole, with the weights one would ship, to be asked and not taught."""
         self.objective.eval()
-        with torch.no_grad(), self._averaged():
-            found = evaluate(self.task, self.model, self._loss, **options)
+        averaged = nullcontext() if self.ema is None else self.ema.swapped()
+        # Layers that were sharded are whole in the dtype they are sent in, so that texts, too, need autocast.
+        sharded = any(is_sharded(p) for p in self.model.parameters())
+        with averaged, gathered(self.objective), torch.no_grad(), self.precision.forward() if sharded else nullcontext():
+            yield
         self.objective.train()
-        return found
 
     def _loss(self, batch: Batch) -> Tensor:
         with self.precision.forward():
             return self.objective(batch.to(self.group.device))
 
-    @property
-    def _sharded(self) -> bool:
-        """Whether no process holds the whole model: then texts are written only at the end, by one that does."""
-        return any(is_sharded(p) for p in self.model.parameters())
-
-    def _averaged(self) -> Any:
-        return nullcontext() if self.ema is None else self.ema.swapped()
-
-    def remember(self, found: Evaluation) -> bool:
+    def _remember(self, value: float) -> bool:
         """Note what an evaluation found; True where it was never better."""
-        value = float(found.metrics[self.task.criterion])
-        smaller = self.task.criterion.endswith("loss")
-        better = self.at.best is None or (value < self.at.best if smaller else value > self.at.best)
+        at, smaller = self.at, self.task.criterion.endswith("loss")
+        better = at.best is None or (value < at.best if smaller else value > at.best)
         if better:
-            self.at.best, self.at.best_step, self.at.waited = value, self.at.step, 0
+            at.best, at.best_step, at.waited = value, at.step, 0
         else:
-            self.at.waited += 1
+            at.waited += 1
         return better
 
     def _leave(self, asked: int) -> None:
+        if self.saved != self.at.step:
+            self.stopgap = self.at.step
         self._save()
         done = f"stopped at step {self.at.step}; what was done is saved, --resume goes on from there"
         raise Interrupted(done, asked)
@@ -213,12 +237,28 @@ class Loop:
     # ---------------------------------------------------------------- to disk and back
 
     def _save(self) -> None:
-        if self.at.step in self.checkpoints.steps() and not self.at.micro:
+        at = self.at
+        if self.saved == at.step and not at.micro:
             return
-        with self.reporter.paused():
-            path = self.checkpoints.write(self.at.step, self._tensors(), self._state())
-            self.checkpoints.prune(self.at.best_step)
-        self.reporter.saved(self.at.step, path)
+        tensors, state = self._tensors(), self._state()
+        self._need_finite(tensors, state)
+        with self.reporter.paused("saving"):
+            path = self.checkpoints.write(at.step, tensors, state)
+            if self.stopgap is not None and self.stopgap != at.step:
+                self.checkpoints.remove(self.stopgap)
+                self.stopgap = None
+            self.checkpoints.prune(at.best_step)
+        self.saved = at.step
+        self.reporter.saved(at.step, path)
+
+    def _need_finite(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Finite gradients may still make weights that are not, and a step may be left half done: neither is kept."""
+        # Of a scaled loss gradients may overflow; the scaler sees to those.
+        kept = {name: x for name, x in tensors.items() if not (self.precision.scales and name.startswith("grad/"))}
+        faults = [first_non_finite(kept), *("the loss" for x in state["at"]["losses"] if not math.isfinite(x))]
+        place = next((x for found in self.group.gather_objects(faults) for x in found if x), None)
+        if place is not None:
+            raise Diverged(f"step {self.at.step}: not finite in {place}, so it is not saved; {self._last_checkpoint()}")
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"model/{name}": x.detach() for name, x in self.model.state_dict().items()}
@@ -231,34 +271,28 @@ class Loop:
         return tensors
 
     def _state(self) -> dict[str, Any]:
-        at = asdict(self.at)
-        at["losses"] = [float(x) for x in self.at.losses]
-        if any(not math.isfinite(x) for x in at["losses"]):
-            raise Diverged(f"step {self.at.step + 1}: the loss is not finite, so nothing is saved")
         return {
-            "at": at,
+            "at": {**asdict(self.at), "losses": [float(x) for x in self.at.losses]},
             "scaler": self.precision.state(),
             "reporter": self.reporter.state(),
-            "batches_per_step": self.train.accumulate * self.group.world,
+            "stopgap": self.stopgap == self.at.step,
+            "processes": self.group.world,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Stand where the checkpoint was written."""
         state = checkpoint.state
-        batches = self.train.accumulate * self.group.world
-        if state["batches_per_step"] != batches:
-            raise ValueError(
-                f"the run takes {state['batches_per_step']} batches a step; train.accumulate={self.train.accumulate} "
-                f"on {self.group.world} processes makes {batches}"
-            )
-        self.at = Position(**state["at"])
+        self.at, self.saved = Position(**state["at"]), checkpoint.step
+        self.stopgap = checkpoint.step if state["stopgap"] else None
         checkpoint.fill("model/", self.model.state_dict())
         self.optimiser.load_state_tensors(checkpoint.tensors("optimiser/"))
         if self.ema is not None:
             self.ema.load_state_tensors(checkpoint.tensors("ema/"))
         self.precision.load_state(state["scaler"])
         self.reporter.restore(state["reporter"])
-        grads = checkpoint.tensors("grad/")
+        if state["processes"] != self.group.world:  # which share the batches of a step otherwise, so it begins anew
+            self.at.begin_step()
+        summed = set(checkpoint.names("grad/")) if self.at.micro else ()
         for name, p in self.model.named_parameters():
-            if name in grads:
-                p.grad = grads[name].to(p.device, p.dtype)
+            if f"grad/{name}" in summed:
+                p.grad = checkpoint.tensor(f"grad/{name}", like=p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ..models import Decoder, Encoder, Model
@@ -30,7 +31,9 @@ class Objective(nn.Module):
             return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing)
         states = head.hidden(_hidden(model, batch))
         weight = _table(model) if head.weight is None else head.weight
-        return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing)
+        # Compiled, a number that differs from batch to batch would be compiled anew.
+        counted = None if torch.compiler.is_compiling() else batch.n_counted
+        return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, counted=counted)
 
 
 def _hidden(model: Model, batch: Batch) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -167,9 +168,12 @@ def _shard(objective: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.
     # Inputs are not cast: autocast decides what runs in half precision, and the residual stream is not among it.
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in _units(objective):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(objective, mesh=mesh, mp_policy=whole)
+    units = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in _units(objective)]
+    units.append(fully_shard(objective, mesh=mesh, mp_policy=whole))
+    # In the backward pass each layer calls for the one before it. Left to itself FSDP goes by the order of forward
+    # calls it has seen, which differs between processes once one of them has evaluated alone.
+    for i, unit in enumerate(units):
+        unit.set_modules_to_backward_prefetch([units[max(0, i - 1)]])
     return objective
 
 
@@ -192,10 +196,11 @@ def syncing(module: nn.Module, last: bool) -> Iterator[None]:
     DDP averages once, with the last. FSDP sums each into its shards: gradients kept whole until the last would take
     the very memory that sharding saves, and could not be stored between two micro-batches.
     """
-    if last or not isinstance(module, DistributedDataParallel):
+    copies = _copies(module)
+    if last or copies is None:
         yield
     else:
-        with module.no_sync():
+        with copies.no_sync():
             yield
 
 
@@ -204,11 +209,17 @@ def average_gradients(module: nn.Module, group: Group) -> None:
 
     To go on from them is to go on from the originals: the average over processes of an average is that average.
     """
-    if isinstance(module, DistributedDataParallel):
+    if _copies(module) is not None:
         for p in module.parameters():
             if p.grad is not None:
                 dist.all_reduce(p.grad)
                 p.grad.div_(group.world)
+
+
+def _copies(module: nn.Module) -> DistributedDataParallel | None:
+    """DDP's wrapper, also inside torch.compile's; None where there is none."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 # ------------------------------------------------------------------------------------- what needs all shards
@@ -219,10 +230,12 @@ def gathered(module: nn.Module) -> Iterator[None]:
     """Inside, every process holds all weights, and any part of the model may be run on any of them, or on one alone.
 
     For evaluation and generation, without gradients: they call the model by other ways than the wrapped objective's.
+    Layers' weights are then in the ``dtype`` they are sent in, so autocast has to be on where it is in training.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import, and nothing is sharded without it
+    units: list[Any] = [] if fsdp is None else [unit for unit in module.modules() if isinstance(unit, fsdp.FSDPModule)]
+    if units:  # else the first part that runs would take itself for the root, where nothing has run yet
+        units[0]._get_fsdp_state()._lazy_init()
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()

@@ -23,16 +23,14 @@ class Prefetch:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches") if device.type == "cuda" else None
         self._coming: dict[int, Future[Batch]] = {}
 
-    def batch(self, number: int) -> tuple[Batch, int]:
-        """(the batch on the device, its targets counted)."""
+    def batch(self, number: int) -> Batch:
+        """The batch on the device, its targets counted."""
         if self._pool is None:
-            made = self._make(number)
-            return made.to(self._device), made.n_targets
+            return self._make(number).to(self._device)
         for ahead in range(number, number + self._stride * self._ahead, self._stride):
             if ahead not in self._coming:
                 self._coming[ahead] = self._pool.submit(self._ready, ahead)
-        made = self._coming.pop(number).result()
-        return made.to(self._device), made.n_targets
+        return self._coming.pop(number).result().to(self._device)
 
     def _ready(self, number: int) -> Batch:
         return self._make(number).pinned()

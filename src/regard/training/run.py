@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import RunConfig
+from ..config import RunConfig, TrainConfig
 from ..data.sources import Source, open_source
 from ..errors import RegardError
 from ..hub.files import parse_json, to_json, write_file
 from ..models import Model
 from ..models.build import build
 from .averaging import Ema
+from .batch import Batch
+from .checkpoint import Checkpoint, Checkpoints
 from .compiling import Choice, Compiled, choose, compile_objective, record
 from .console import Style
 from .directory import RunDirectory, provenance
@@ -76,15 +78,15 @@ def train(config: RunConfig, *, style: Style = "auto", command: Sequence[str] = 
     group = open_group(_device(config.train.device))
     try:
         source = open_source(config.data)
-        seed_everything(config.train.seed, "weights")
-        task = open_task(config, source)
-        config = config.with_(model=task.model_config, train=config.train.with_(out=str(_new_folder(config, group))))
-        assert config.train.out is not None
-        out = Path(config.train.out)
         if group.is_main:
-            RunDirectory.create(out, config, task.processor, provenance(source, config.model, command))
-        group.barrier()
-        return _run(config, source, group, style, out)
+            out = config.train.out or f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
+            seed_everything(config.train.seed, "weights")
+            task = open_task(config, source)
+            config = config.with_(model=task.model_config, train=config.train.with_(out=out))
+            RunDirectory.create(Path(out), config, task.processor, provenance(source, command, group.world))
+        config = group.broadcast_object(config)
+        assert config.train.out is not None
+        return _run(config, source, group, style, RunDirectory(Path(config.train.out)))
     finally:
         group.close()
 
@@ -98,7 +100,12 @@ def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainR
             raise ValueError(f"train.{name} cannot change while a run goes on; {', '.join(RESUMABLE)} can")
     changed = run.config.train.with_(**{"stop_at": None, **changes}, out=str(path))
     config = run.config.with_(train=changed)
-    group = open_group(_device(config.train.device))
+    done = max(run.checkpoints().steps(), default=0)
+    if changed.steps < done:
+        raise ValueError(f"train.steps={changed.steps} is less than the {done} steps that {path} has done")
+    if changed.stop_at is not None and changed.stop_at <= done:
+        raise ValueError(f"train.stop_at={changed.stop_at} lies behind the {done} steps that {path} has done")
+    group = open_group(_device(changed.device))
     try:
         source = open_source(config.data)
         if (known := run.facts["data"]["sha256"]) != source.sha256:
@@ -106,17 +113,30 @@ def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainR
                 f"{config.data.source} has changed since the run began: its SHA-256 is {source.sha256[:12]}…, it was "
                 f"{known[:12]}…"
             )
+        shared = config.with_(train=_shared(changed, run.facts["machine"]["processes"], group.world))
         if group.is_main:
+            run.tidy()
             run.write(config)
-        return _run(config, source, group, style, Path(path))
+        return _run(shared, source, group, style, RunDirectory(run.root))
     finally:
         group.close()
 
 
-def _run(config: RunConfig, source: Source, group: Group, style: Style, out: Path) -> TrainResult:
-    run = RunDirectory(out)
-    found = run.checkpoints(group).latest()
-    loop, choice, facts, notes = _put_together(config, source, group, style, run, 0 if found is None else found.step)
+def _shared(recipe: TrainConfig, began_with: int, world: int) -> TrainConfig:
+    """As many batches a step as the run began with, on whatever number of processes it goes on."""
+    batches = recipe.accumulate * began_with
+    if batches % world:
+        raise ValueError(
+            f"the run takes {batches} batches a step, train.accumulate={recipe.accumulate} on each of {began_with} "
+            f"processes, and {world} processes cannot share them evenly"
+        )
+    return recipe.with_(accumulate=batches // world)
+
+
+def _run(config: RunConfig, source: Source, group: Group, style: Style, run: RunDirectory) -> TrainResult:
+    checkpoints = run.checkpoints(group)
+    found = checkpoints.latest()
+    loop, choice, facts, notes = _put_together(config, source, group, style, run, checkpoints, found)
     with loop.reporter, loop.precision.settings():
         loop.reporter.begin(facts)
         for note in notes:
@@ -128,22 +148,29 @@ def _run(config: RunConfig, source: Source, group: Group, style: Style, out: Pat
         except Interrupted as stop:
             if stop.exit_code:
                 raise
-            return TrainResult(out, loop.at.step, loop.at.seconds, finished=False)
+            return TrainResult(run.root, loop.at.step, loop.at.seconds, finished=False)
         if found is None:
             _remember_compiling(loop, choice)
         if not group.is_main:
-            return TrainResult(out, loop.at.step, loop.at.seconds)
+            return TrainResult(run.root, loop.at.step, loop.at.seconds)
         return _finish(run, loop)
 
 
 def _put_together(
-    config: RunConfig, source: Source, group: Group, style: Style, run: RunDirectory, start: int
+    config: RunConfig,
+    source: Source,
+    group: Group,
+    style: Style,
+    run: RunDirectory,
+    checkpoints: Checkpoints,
+    found: Checkpoint | None,
 ) -> tuple[Loop, Choice, dict[str, Any], list[str]]:
     recipe = config.train
     task = open_task(config, source, run.processor)
     if isinstance(task, Texts):
         task.tokens_folder = run.root / "tokens"
-    model, notes = _new_model(config, task)
+    first = _first_batch(task, group)
+    model, notes = _new_model(config, task, run, found is None)
     model.to(group.device)
     objective = Objective(model, recipe.label_smoothing)
     choice = _choice(config, task, objective, group, run)
@@ -153,15 +180,15 @@ def _put_together(
         module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
     if choice.compile:
         module = compile_objective(module, dynamic=task.ragged)
-    first = task.batch(0)  # also what finds out which examples are too long
-    notes += [note for note in (task.left.text(),) if note is not None]
+    left_out = source.report.text(refused=False) if source.report.n_bad else None
+    notes += [note for note in (left_out, task.left.text()) if note is not None]
     peak = peak_flops(group.device, precision.dtype)
     reporter = Reporter(
         run.root,
         steps=recipe.steps,
         log_every=recipe.log_every,
         style=style if group.is_main else "off",
-        start_step=start,
+        start_step=0 if found is None else found.step,
         flops_per_token=flops_per_token(config.model, model.n_parameters, first.inputs[-1].shape[-1]),
         peak_flops=None if peak is None else peak * group.world,
     )
@@ -175,7 +202,7 @@ def _put_together(
         schedule=schedule_of(recipe, config.model.d_model),
         precision=precision,
         group=group,
-        checkpoints=run.checkpoints(group),
+        checkpoints=checkpoints,
         reporter=reporter,
         ema=None if recipe.ema is None else Ema(model, recipe.ema),
     )
@@ -192,18 +219,31 @@ def _put_together(
     return loop, choice, facts, notes
 
 
-def _new_model(config: RunConfig, task: Task) -> tuple[Model, list[str]]:
-    """The model with its first weights, and what is to be said about them."""
+def _first_batch(task: Task, group: Group) -> Batch:
+    """Made by the main process first: it writes the tokens that the others read. It also finds what is too long."""
+    if not group.is_main:
+        group.barrier()
+    batch = task.batch(0)
+    if group.is_main:
+        group.barrier()
+    return batch
+
+
+def _new_model(config: RunConfig, task: Task, run: RunDirectory, begins: bool) -> tuple[Model, list[str]]:
+    """The model with its first weights, and what is to be said about them; a run that goes on has its own."""
     recipe, notes = config.train, []
     seed_everything(recipe.seed, "weights")
     model = build(config.model)
-    fresh: tuple[str, ...] = ()
+    fresh: list[str] = []
     if recipe.init is not None:
-        from ..io import load
+        path = run.root / "started.json"
+        if begins:
+            from ..io import load
 
-        started = start_from(model, recipe.init, load, task.processor)
-        notes.append(started.text())
-        fresh = started.unlearned
+            started = start_from(model, recipe.init, load, task.processor)
+            notes.append(started.text())
+            write_file(path, to_json({**started.document(), "unlearned": started.unlearned}))
+        fresh = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=fresh)
     if recipe.freeze:
@@ -267,8 +307,3 @@ def _remember_compiling(loop: Loop, choice: Choice) -> None:
     elif module.seconds is not None and loop.at.step >= 20:
         passes = loop.at.step * loop.train.accumulate
         record(choice, module.seconds, None, 1e3 * (loop.at.seconds - module.seconds) / passes)
-
-
-def _new_folder(config: RunConfig, group: Group) -> Path:
-    named = config.train.out or f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path(group.broadcast_object(named) if group.world > 1 else named)

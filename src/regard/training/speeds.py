@@ -23,7 +23,7 @@ from ..config import ModelConfig
 __all__ = ["Compiling", "expected", "key_of", "remember", "table_path"]
 
 _MOST_ENTRIES = 1000
-# Cautious: a little more seconds and a little less speed than was seen on the machines this was written on.
+# Guesses, used until a compiled run of the same model has been recorded here: what a small Transformer takes cold.
 _SECONDS_PER_LAYER = {"cpu": 25.0 / 4, "cuda": 40.0 / 4}
 _SPEED_UP = {"cpu": 1.25, "cuda": 1.6}
 _LAYERS_AT_LEAST = 2  # what is compiled around the layers

@@ -61,6 +61,12 @@ class GrowingCache(Cache):
             raise ValueError("keys() of an empty GrowingCache: update(k, v) has to come first")
         return self._k, flat(self._rows(self._k.device))
 
+    def held(self) -> tuple[Tensor, Tensor]:
+        """All keys and values (B, G, S, D), for those who go on in their own way."""
+        if self._k is None or self._v is None:
+            raise ValueError("held() of an empty GrowingCache: update(k, v) has to come first")
+        return self._k, self._v
+
     def reorder(self, beam_index: Tensor) -> None:
         """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
         if self._k is None or self._v is None:

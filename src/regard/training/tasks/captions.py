@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import ModelConfig
-from ...data.batching import BatchPlan, pad
+from ...data.batching import BatchPlan
 from ...data.examples import Example, ImageExample
 from ...data.images import image_batch
 from ...data.tokenizers import Tokenizer
@@ -20,7 +21,7 @@ from ...models import Model
 from .. import metrics
 from ..batch import Batch, shifted
 from .classes import _image_processor, images_at_once, shown_image
-from .task import Left, Row, Task
+from .task import Left, Row, Task, padded, shortened
 
 __all__ = ["Caption"]
 
@@ -72,14 +73,17 @@ class Caption(Task):
         pixels = self._pixels(examples, index, shift=data.shift, flip=data.flip, seed=seed, epoch=epoch)
         return self._collate(pixels, captions)
 
-    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         """Every caption of every image."""
+        before, self.left = self.left, Left()
         known = cast(Sequence[ImageExample], examples)
         for first in range(0, len(known), 64):
             group = known[first : first + 64]
             pixels = self._pixels(group, range(len(group)))
             which = torch.tensor([place for place, x in enumerate(group) for _ in x.captions])
-            yield self._collate(pixels[which], [text for x in group for text in x.captions])
+            batch = self._collate(pixels[which], [text for x in group for text in x.captions])
+            yield (which + first).tolist(), batch
+        self.held_out_cut, self.left = self.left.n_cut, before  # what is said of left-out examples is about training
 
     def _pixels(self, examples: Sequence[ImageExample], index: Sequence[int], **augmented: Any) -> Tensor:
         image, model = self.processor.image, self.config.model
@@ -88,16 +92,14 @@ class Caption(Task):
         return image_batch(examples, index, size=size, channels=channels, mean=image.mean, std=image.std, **augmented)
 
     def _collate(self, pixels: Tensor, captions: Sequence[str]) -> Batch:
-        rows = [[Tokenizer.bos_id, *ids] for ids in self._tokens.encode_all(captions)]
-        if longer := sum(len(row) > self._most + 1 for row in rows):
+        rows, longer = shortened(self._tokens.encode_all(captions), self._most)
+        if longer:
             self.left = Left(n_cut=self.left.n_cut + longer, max_len=self._most)
-            rows = [row if len(row) <= self._most + 1 else [*row[: self._most], row[-1]] for row in rows]
-        widest = max(map(len, rows)) - 1
-        target = pad([*rows, [0] * (-(-widest // 8) * 8 + 1)])[:-1]
-        read, wanted = shifted(target, Tokenizer.pad_id)
-        model = self.config.model
+        model, pad_id = self.config.model, self._tokens.pad_id
+        said = padded(rows, pad_id, max(self._most, model.max_target_len or model.max_len))
+        read, wanted = shifted(F.pad(said, (1, 0), value=self._tokens.bos_id), pad_id)
         patches = len(rows) * (model.image_size // model.patch_size) ** 2
-        return Batch((pixels, read), wanted, n_tokens=patches + sum(map(len, rows)))
+        return Batch((pixels, read), wanted, n_tokens=patches + sum(len(row) + 1 for row in rows))
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float

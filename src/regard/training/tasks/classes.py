@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import ModelConfig
-from ...data.batching import BatchPlan, pad
+from ...data.batching import BatchPlan
 from ...data.examples import Example, ImageExample, Labelled
 from ...data.images import image_batch
 from ...data.tokenizers import Tokenizer
@@ -18,12 +18,12 @@ from ...hub import ImageProcessor, Processor
 from ...models import Model
 from .. import metrics
 from ..batch import Batch
-from .task import Row, Task, by_length
+from .task import Row, Task, by_length, padded, shortened
 
-__all__ = ["Classify", "ClassifyImages"]
+__all__ = ["Classes", "Classify", "ClassifyImages"]
 
 
-class _Classes(Task):
+class Classes(Task):
     criterion = "accuracy"
 
     @property
@@ -38,7 +38,10 @@ class _Classes(Task):
         """``beam`` is of no use here. The score of a row is the probability of its true class."""
         if not examples:
             return {}, []
-        logits = self._logits(model, examples)
+        return self.judged(self.logits(model, examples), examples)
+
+    def judged(self, logits: Tensor, examples: Sequence[Example]) -> tuple[dict[str, float | str], list[Row]]:
+        """The same from the logits (N, classes)."""
         said, true = logits.argmax(-1).tolist(), [cast(Labelled, x).label for x in examples]
         shares = logits.softmax(-1)
         rows = [
@@ -48,29 +51,23 @@ class _Classes(Task):
         found = metrics.classification(said, true, self.labels)
         return {"accuracy": found.accuracy, "f1": found.macro_f1}, rows
 
-    def _logits(self, model: Model, examples: Sequence[Example]) -> Tensor:
+    def logits(self, model: Model, examples: Sequence[Example]) -> Tensor:
         """(N, classes) on the CPU."""
         out = torch.zeros(len(examples), len(self.labels))
         was = model.training
         model.eval()
         with torch.no_grad():
-            for group, batch in self._groups(examples):
+            for group, batch in self.valid_groups(examples):
                 batch = batch.to(model.device)
                 out[group] = model(*batch.inputs, **batch.options).float().cpu()
         model.train(was)
         return out
 
-    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        return (batch for _, batch in self._groups(examples))
-
-    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        raise NotImplementedError
-
     def _shown(self, example: Example) -> str:
         raise NotImplementedError
 
 
-class Classify(_Classes):
+class Classify(Classes):
     """A text and its class."""
 
     kinds = ("labelled",)
@@ -107,21 +104,25 @@ class Classify(_Classes):
         epoch, place = self._order.at(number)
         index = self._order.batch(epoch, place).tolist()
         rows = self._hidden([self._encoded[i] for i in index], epoch, index)
-        return _texts(rows, [cast(Labelled, self.source.train[i]).label for i in index])
+        return self._of(rows, [cast(Labelled, self.source.train[i]).label for i in index])
 
-    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         known = cast(Sequence[Labelled], examples)
-        before = self.left
-        rows = self._cut(self._tokens.encode_all(x.text for x in known), self.config.data.max_len)
-        self.left = before  # what is said about left-out examples is about training
+        rows = self._tokens.encode_all(x.text for x in known)
+        rows, self.held_out_cut = shortened(rows, self.config.data.max_len)
         for group in by_length([len(row) for row in rows], max(self.config.train.batch_tokens, 16384)):
-            yield group, _texts([rows[i] for i in group], [known[i].label for i in group])
+            yield group, self._of([rows[i] for i in group], [known[i].label for i in group])
+
+    def _of(self, rows: list[list[int]], labels: list[int]) -> Batch:
+        pad_id = self._tokens.pad_id
+        tokens = padded(rows, pad_id, max(self.config.data.max_len, self.config.model.max_len))
+        return Batch((tokens,), torch.tensor(labels), {"keep": tokens != pad_id}, sum(map(len, rows)))
 
     def _shown(self, example: Example) -> str:
         return cast(Labelled, example).text
 
 
-class ClassifyImages(_Classes):
+class ClassifyImages(Classes):
     """An image and its class."""
 
     kinds = ("images",)
@@ -166,7 +167,7 @@ class ClassifyImages(_Classes):
         )
         return self._of(pixels, [examples[int(i)] for i in index])
 
-    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         known, image = cast(Sequence[ImageExample], examples), self.processor.image
         size, channels = self.config.model.image_size, self.config.model.n_channels
         assert image is not None
@@ -182,12 +183,6 @@ class ClassifyImages(_Classes):
 
     def _shown(self, example: Example) -> str:
         return shown_image(cast(ImageExample, example))
-
-
-def _texts(rows: list[list[int]], labels: list[int]) -> Batch:
-    tokens = pad(rows, multiple=8)
-    keep = tokens != Tokenizer.pad_id
-    return Batch((tokens,), torch.tensor(labels), {"keep": keep}, sum(map(len, rows)))
 
 
 def _image_processor(model: ModelConfig) -> ImageProcessor:

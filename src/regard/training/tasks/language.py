@@ -66,15 +66,16 @@ class Texts(Task):
     def _documents(self, examples: Sequence[Example]) -> Iterator[list[int]]:
         """Each between two <eos>, as GPT-2 has them, where they are told apart."""
         for ids in self._tokens.encode_stream((cast(Text, x).text for x in examples), special=False):
-            yield [Tokenizer.eos_id, *ids, Tokenizer.eos_id] if self._separated else ids
+            yield [self._tokens.eos_id, *ids, self._tokens.eos_id] if self._separated else ids
 
-    def _file(self, examples: Sequence[Example]) -> TokenFile:
+    def token_file(self, examples: Sequence[Example]) -> TokenFile:
+        """The tokens of some texts, in their order."""
         return TokenFile.of(list(self._documents(examples)), self._tokens.size)
 
     @cached_property
     def _train(self) -> TokenFile:
         if self.tokens_folder is None:
-            return self._file(self.source.train)
+            return self.token_file(self.source.train)
         about = f"{self.source.split.train_sha256} {self._separated}"
         return cached_tokens(
             self.tokens_folder,
@@ -122,19 +123,22 @@ class LanguageModel(Texts):
             return _next_token(packed)
         return _plain(*self._blocks.random(self.config.train.seed, number, self._rows))
 
-    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        """Rows of a context each, one after the other; every token but the first of a row is asked for."""
-        file = self._file(examples)
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        """Rows of a context each, one after the other; every token but the first of a document is asked for."""
+        file = self.token_file(examples)
         at_once = max(1, 32768 // self.context)
         if self._separated:
             rows = PackedRows(file, self.context, shuffle=False)
             for first in range(0, len(rows), at_once):
-                yield _next_token(rows.batch(0, range(first, min(first + at_once, len(rows)))))
+                index = list(range(first, min(first + at_once, len(rows))))
+                yield index, _next_token(rows.batch(0, index))
             return
-        context = min(self.context, len(file.tokens) - 1)
-        blocks = Blocks(file.tokens, context)
+        if len(file.tokens) < 2:  # nothing comes next
+            return
+        blocks = Blocks(file.tokens, min(self.context, len(file.tokens) - 1))
         for first in range(0, len(blocks), at_once):
-            yield _plain(*blocks.sequential(first, at_once))
+            index = list(range(first, min(first + at_once, len(blocks))))
+            yield index, _plain(*blocks.sequential(first, at_once))
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """Continuations of what held-out texts begin with."""
@@ -160,12 +164,12 @@ class MaskedLanguageModel(Texts):
         epoch, index, packed = self._packed_batch(number)
         return self._masked(packed, epoch, [int(i) for i in index])
 
-    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        rows = PackedRows(self._file(examples), self.context, shuffle=False)
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        rows = PackedRows(self.token_file(examples), self.context, shuffle=False)
         at_once = max(1, 32768 // self.context)
         for first in range(0, len(rows), at_once):
             index = list(range(first, min(first + at_once, len(rows))))
-            yield self._masked(rows.batch(0, index), -1, index)
+            yield index, self._masked(rows.batch(0, index), -1, index)
 
     def _masked(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
         made = [

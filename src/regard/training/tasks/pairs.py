@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
-import torch
+import torch.nn.functional as F
 
 from ...config import ModelConfig
-from ...data.batching import BatchPlan, pad
+from ...data.batching import BatchPlan
 from ...data.examples import Example, Pair
 from ...data.tokenizers import Tokenizer
 from ...generation import GenerateConfig, generate
@@ -18,11 +18,9 @@ from ...hub import Processor
 from ...models import Model
 from .. import metrics
 from ..batch import Batch, shifted
-from .task import Left, Row, Task, by_length
+from .task import Left, Row, Task, by_length, padded, shortened
 
 __all__ = ["Translate"]
-
-_MULTIPLE = 8  # widths that are multiples of it: fewer shapes, and matrix units like them
 
 
 class Translate(Task):
@@ -93,10 +91,22 @@ class Translate(Task):
         sources, targets = self._encoded
         return self._collate(self._hidden([sources[i] for i in index], epoch, index), [targets[i] for i in index])
 
-    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         sources, targets = self._encode(examples)
+        most_source, most_target = self._readable
+        (sources, n_sources), (targets, n_targets) = (
+            shortened(sources, most_source),
+            shortened(targets, most_target + 1),
+        )
+        self.held_out_cut = n_sources + n_targets
         for group in by_length([max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], self._at_once):
-            yield self._collate([sources[i] for i in group], [targets[i] for i in group])
+            yield group, self._collate([sources[i] for i in group], [targets[i] for i in group])
+
+    @property
+    def _readable(self) -> tuple[int, int]:
+        """Most tokens that the encoder and the decoder have positions for."""
+        most = max(self.config.data.max_len, self.config.model.max_len)
+        return most, self.config.model.max_target_len or most
 
     @property
     def _at_once(self) -> int:
@@ -108,15 +118,13 @@ class Translate(Task):
             most = data.max_target_len or data.max_len
             sources = [row if len(row) <= data.max_len else [*row[: data.max_len - 1], row[-1]] for row in sources]
             targets = [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in targets]
-        source = pad(sources, multiple=_MULTIPLE)
-        # One more than a multiple: the decoder reads all but the last.
-        width = -(-(max(map(len, targets)) - 1) // _MULTIPLE) * _MULTIPLE + 1
-        target = torch.zeros(len(targets), width, dtype=torch.long)
-        for place, row in enumerate(targets):
-            target[place, : len(row)] = torch.tensor(row)
-        read, wanted = shifted(target, Tokenizer.pad_id)
+        most_source, most_target = self._readable
+        source = padded(sources, self._source.pad_id, most_source)
+        # <bos> apart: the decoder reads all but the last token, so that is what has a width to choose.
+        said = padded([row[1:] for row in targets], self._target.pad_id, most_target)
+        read, wanted = shifted(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
-        return Batch((source, read), wanted, {"source_keep": source != Tokenizer.pad_id}, n_tokens)
+        return Batch((source, read), wanted, {"source_keep": source != self._source.pad_id}, n_tokens)
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...config import Kind, ModelConfig, RunConfig
-from ...data.batching import BatchPlan
+from ...data.batching import BatchPlan, pad
 from ...data.examples import BadData, Example
 from ...data.hashing import stable_key, uniform
 from ...data.sources import Source
@@ -25,6 +25,7 @@ from ..batch import Batch
 
 __all__ = ["Evaluation", "Left", "Row", "Task"]
 
+_MULTIPLE = 8
 _MOST_TRAINED_ON = 200_000
 """Texts a tokenizer is made from: more teach it nothing."""
 
@@ -81,6 +82,8 @@ class Task(ABC):
     """Whether batches differ in shape."""
 
     left: Left = Left()
+    held_out_cut: int = 0
+    """Held-out texts that ``valid_groups`` last had to cut to what the model can read."""
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         self.config, self.source = config, source
@@ -100,8 +103,12 @@ class Task(ABC):
         """Training batch ``number`` of the whole run, counted from 0."""
 
     @abstractmethod
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        """All of some held-out examples, once: batches, and which example each row is of (of texts: which row)."""
+
     def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        """All of some held-out examples, once."""
+        """The batches alone."""
+        return (batch for _, batch in self.valid_groups(examples))
 
     @property
     @abstractmethod
@@ -221,6 +228,19 @@ def by_length(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         group.append(index)
     if group:
         yield group
+
+
+def shortened(rows: list[list[int]], most: int) -> tuple[list[list[int]], int]:
+    """Rows of at most ``most`` tokens, the last one of each kept as it ends the text, and how many had to be cut."""
+    n_longer = sum(len(row) > most for row in rows)
+    return [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in rows], n_longer
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int, most: int) -> torch.Tensor:
+    """tokens (B, T). T is a multiple of 8, which makes for fewer shapes, unless the model's positions end before."""
+    longest = max(map(len, rows))
+    width = max(longest, min(-(-longest // _MULTIPLE) * _MULTIPLE, most))
+    return pad([*rows, [pad_id] * width], pad_id)[:-1]
 
 
 def arange_mask(lengths: Sequence[int], width: int) -> torch.Tensor:

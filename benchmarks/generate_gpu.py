@@ -1,0 +1,460 @@
+"""Decoding on a GPU: GPT-2 124M in bf16 at batch 1 and 64, against transformers in the same run.
+
+    python benchmarks/generate_gpu.py --json FILE
+
+Bars: at least 3,000 tokens/s at batch 1 and 90,000 at batch 64, the whole call of ``generate`` counted, prompt and all,
+to a context of 512; tokens equal to eager's in fp32; in bf16, on a model trained here for a few seconds, teacher-forced
+logits at most twice as far from fp32's as eager bf16's. Each part runs in a process of its own: a GPU that was told to
+read a wrong address answers nothing else afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard import build
+from regard.generation import GenerateConfig, generate
+from regard.generation.captured import Writer
+from regard.generation.steps import TorchParts
+from regard.models import Decoder
+
+BARS = {1: 3_000, 64: 90_000}
+PARTS = {"ours": 75, "peer": 40, "variants": 55, "compiled": 90}  # seconds each may take
+SMALL: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128}
+
+
+class Report:
+    """What was found, by name; whatever fails says why and the rest goes on."""
+
+    def __init__(self, until: float) -> None:
+        self.found: dict[str, Any] = {}
+        self._until = until
+
+    def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        if started > self._until:
+            self.found[name] = {"error": "no time left"}
+            return None
+        try:
+            self.found[name] = measure()
+        except Exception as error:
+            traceback.print_exc(limit=4)
+            self.found[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
+        print(f"[{time.perf_counter() - started:5.1f} s] {name}: {json.dumps(self.found[name])[:900]}", flush=True)
+        return self.found[name]
+
+
+# ---- models and texts
+
+
+def words(limit: int = 4_000_000) -> Tensor:
+    """The standard library's own text, the most frequent words numbered first: something a model can learn."""
+    folder, text = Path(sysconfig.get_paths()["stdlib"]), []
+    for file in sorted(folder.glob("*.py")):
+        text.append(file.read_text(encoding="utf-8", errors="ignore"))
+    pieces = re.findall(r"\w+|\s+|[^\w\s]", "".join(text)[:limit])
+    numbers = {word: n for n, (word, _) in enumerate(Counter(pieces).most_common(50_000))}
+    return torch.tensor([numbers.get(piece, 50_000) for piece in pieces])
+
+
+def model_of(args: argparse.Namespace, dtype: torch.dtype) -> Decoder:
+    torch.manual_seed(0)
+    model = build("gpt2", eos_id=None, **(SMALL if args.quick else {})).to(args.device, dtype).eval()
+    assert isinstance(model, Decoder)
+    return model
+
+
+def trained(args: argparse.Namespace, text: Tensor, seconds: float = 14.0) -> tuple[Decoder, float]:
+    model, length, batch = model_of(args, torch.float32).train(), 256, 32
+    optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    generator, loss, until = torch.Generator().manual_seed(0), torch.zeros(()), time.perf_counter() + seconds
+    for step in range(3 if args.quick else 250):
+        for group in optimiser.param_groups:
+            group["lr"] = 6e-4 * min(1.0, (step + 1) / 30)
+        starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).to(args.device)
+        with torch.autocast(torch.device(args.device).type, torch.bfloat16):
+            loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        if time.perf_counter() > until:
+            break
+    return model.eval(), float(loss)
+
+
+def some(text: Tensor, rows: int, length: int, seed: int = 1) -> list[list[int]]:
+    starts = torch.randint(len(text) - length, (rows,), generator=torch.Generator().manual_seed(seed))
+    return [text[s : s + length].tolist() for s in starts.tolist()]
+
+
+def synchronised(args: argparse.Namespace) -> float:
+    if torch.device(args.device).type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def rate(args: argparse.Namespace, n_tokens: int, run: Callable[[], Any], turns: int = 3) -> dict[str, float]:
+    """Tokens a second of the best turn, and of the median one."""
+    times = []
+    for _ in range(turns):
+        before = synchronised(args)
+        run()
+        times.append(synchronised(args) - before)
+    return {"tokens/s": round(n_tokens / min(times), 1), "median": round(n_tokens / statistics.median(times), 1)}
+
+
+# ---- ours
+
+
+def ours(args: argparse.Namespace, report: Report) -> None:
+    text = words()
+    found: list[Decoder] = []
+
+    def train() -> dict[str, float]:
+        model, loss = trained(args, text)
+        found.append(model)
+        return {"loss": round(loss, 3)}
+
+    report.attempt("trained", train)
+    model = found[0] if found else model_of(args, torch.float32)
+    for rows in (1, 8):
+        report.attempt(f"fp32 tokens, batch {rows}", lambda rows=rows: same_tokens(model, text, rows, args))
+    low = build(model.config).to(args.device, torch.bfloat16).eval()
+    low.load_state_dict(model.state_dict())
+    assert isinstance(low, Decoder)
+    for rows in (1, 8, 64):
+        report.attempt(f"bf16 error, batch {rows}", lambda rows=rows: forced(model, low, text, rows, args))
+    del model, found
+    for rows in BARS:
+        report.attempt(f"generate, batch {rows}", lambda rows=rows: whole_calls(low, text, rows, args))
+    for rows in BARS:
+        report.attempt(f"profile, batch {rows}", lambda rows=rows: profile(low, rows, args))
+    report.attempt("drawn, batch 64", lambda: whole_calls(low, text, 64, args, top_k=50, seed=0))
+
+
+def same_tokens(model: Decoder, text: Tensor, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Greedy texts of ragged prompts, captured and eager; where they part, how far the two best logits lie apart."""
+    prompts = [row[: 32 - 3 * (n % 4)] for n, row in enumerate(some(text, rows, 32))]
+    n_new = 12 if args.quick else 192
+    eager = generate(model, prompts, max_new_tokens=n_new).tokens
+    fast = generate(model, prompts, max_new_tokens=n_new, cache="static").tokens
+    gaps = []
+    for prompt, one, other in zip(prompts, eager, fast, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if at is not None:
+            with torch.no_grad():
+                two = model(torch.tensor([prompt + one[:at]], device=args.device))[0, -1].topk(2).values
+            gaps.append(float(two[0] - two[1]))
+    distinct = len({token for row in eager for token in row})
+    return {"equal": eager == fast, "tokens": rows * n_new, "distinct": distinct, "gaps where they part": gaps}
+
+
+@torch.no_grad()
+def forced(exact: Decoder, low: Decoder, text: Tensor, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Root mean square distance of teacher-forced logits from fp32's: eager bf16 in one pass, step by step, captured."""
+    length = 16 if args.quick else 128
+    tokens = torch.tensor(some(text, rows, length, seed=2), device=args.device)
+    told = torch.cat([exact(part).float() for part in tokens.split(8)])
+    passes = torch.cat([low(part).float() for part in tokens.split(8)])
+    writer = Writer(low, rows, length)
+    step = writer.logits()
+    writer.state.begin(torch.zeros_like(writer.state.lengths), torch.full_like(writer.state.last, length - 1))
+    made = torch.empty_like(told)
+    for n, column in enumerate(tokens.unbind(1)):
+        writer.state.tokens.copy_(column)
+        out = step()
+        assert out is not None
+        made[:, n] = out
+    cache = low.new_cache()
+    cached = torch.cat([low(tokens[:, n : n + 1], cache=cache).float() for n in range(length)], 1)
+
+    def off(x: Tensor) -> float:
+        return round(float((x - told).square().mean().sqrt()), 6)
+
+    def loss(x: Tensor) -> float:
+        return round(float(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())), 5)
+
+    errors = {"eager": off(passes), "eager cached": off(cached), "captured": off(made)}
+    losses = {"loss fp32": loss(told), "loss eager": loss(passes), "loss captured": loss(made)}
+    return {"form": writer.step.form, **errors, **losses, "ratio": round(off(made) / off(passes), 3)}
+
+
+def whole_calls(low: Decoder, text: Tensor, rows: int, args: argparse.Namespace, **fields: Any) -> dict[str, Any]:
+    """``generate`` from prompt to texts, to a context of 512, by the clock on the wall."""
+    found: dict[str, Any] = {}
+    for n_prompt in (16,) if fields else (16, 128):
+        prompts = some(text, rows, n_prompt, seed=3)
+        n_new = 24 if args.quick else 512 - n_prompt
+
+        def run(prompts: list[list[int]] = prompts, n_new: int = n_new) -> None:
+            made = generate(low, prompts, max_new_tokens=n_new, cache="static", **fields)
+            assert all(len(row) == n_new for row in made.tokens)
+
+        before = synchronised(args)
+        run()
+        first = synchronised(args) - before
+        found[f"prompt {n_prompt}"] = {**rate(args, rows * n_new, run), "first call s": round(first, 2)}
+    return found
+
+
+def profile(low: Decoder, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Which kernels a captured step spends its time in, at a context of 300."""
+    from torch.profiler import ProfilerActivity
+
+    if torch.device(args.device).type != "cuda":
+        return {}
+    with torch.no_grad():
+        writer = Writer(low, rows, 512)
+        step = writer.chooser(GenerateConfig(), None)
+        writer.state.begin(torch.full_like(writer.state.lengths, 300), torch.full_like(writer.state.last, 511))
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(10):
+                step()
+            torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in seen.events():
+        if event.device_time > 0:
+            spent.setdefault(event.name[:60], []).append(event.device_time)
+    table = {name: [round(sum(t) / 10, 1), len(t) // 10] for name, t in spent.items()}
+    top = dict(sorted(table.items(), key=lambda one: -one[1][0])[:14])
+    n_kernels, busy = sum(n for _, n in table.values()), round(sum(us for us, _ in table.values()), 1)
+    return {"kernels a step": n_kernels, "busy µs": busy, "µs and launches a step": top}
+
+
+# ---- other ways to do the same
+
+
+def stepping(args: argparse.Namespace, rows: int, make: Callable[[], Writer], n_prompt: int = 16) -> dict[str, Any]:
+    """Captured steps alone, from a context of 16 to 512."""
+    with torch.no_grad():
+        started = synchronised(args)
+        writer = make()
+        step = writer.chooser(GenerateConfig(), None)
+        captured = synchronised(args) - started
+        n_new = 24 if args.quick else 512 - n_prompt
+
+        def run() -> None:
+            writer.state.begin(
+                torch.full_like(writer.state.lengths, n_prompt),
+                torch.full_like(writer.state.last, n_prompt + n_new - 1),
+            )
+            for _ in range(n_new):
+                step()
+
+        run()
+        found = rate(args, rows * n_new, run)
+    return {**found, "µs a step": round(rows * 1e6 / found["tokens/s"], 1), "to capture s": round(captured, 1)}
+
+
+def variants(args: argparse.Namespace, report: Report) -> None:
+    low = model_of(args, torch.bfloat16)
+    for rows in BARS:
+        for form in ("few", "many", "plain"):
+            if (rows, form) != (64, "few"):
+                report.attempt(
+                    f"{form} + kernels, batch {rows}",
+                    lambda rows=rows, form=form: stepping(args, rows, lambda: Writer(low, rows, 512, form=form)),
+                )
+        report.attempt(
+            f"plain + torch sdpa, batch {rows}",
+            lambda rows=rows: stepping(args, rows, lambda: Writer(low, rows, 512, form="plain", parts=TorchParts)),
+        )
+    if torch.device(args.device).type == "cuda":
+        tiles(args, report, low)
+        report.attempt("copy TB/s", lambda: copying())
+
+
+def tiles(args: argparse.Namespace, report: Report, low: Decoder) -> None:
+    """The same steps with other tiles in the kernels: what the defaults in ``kernels.decoding`` are chosen by."""
+    from regard.kernels import decoding
+
+    attention, linear = decoding.attention_tile, decoding.linear_tile
+    choices = {1: [(64, 4), (128, 8), (256, 8), (512, 16)], 64: [(32, 2), (32, 4), (64, 2), (128, 4), (128, 8)]}
+    for rows, several in choices.items():
+        for tile in several:
+            decoding.attention_tile = lambda _, tile=tile: tile
+            name = f"attention tile {tile}, batch {rows}"
+            report.attempt(name, lambda rows=rows: stepping(args, rows, lambda: Writer(low, rows, 512)))
+    decoding.attention_tile = attention
+    for scale in ((2, 2), (2, 4), (4, 2), (8, 4), (8, 8)):  # of the products inside layers; the head keeps its own
+        decoding.linear_tile = lambda n, scale=scale: scale if n <= 8192 else linear(n)
+        report.attempt(f"product tile {scale}, batch 1", lambda: stepping(args, 1, lambda: Writer(low, 1, 512)))
+    for tile in ((8, 4), (16, 4), (32, 8)):
+        decoding.linear_tile = lambda n, tile=tile: tile if n > 8192 else linear(n)
+        report.attempt(f"head tile {tile}, batch 1", lambda: stepping(args, 1, lambda: Writer(low, 1, 512)))
+    decoding.linear_tile = linear
+
+
+def copying() -> float:
+    x = torch.empty(2**30, dtype=torch.int8, device="cuda").random_()
+    y = torch.empty_like(x)
+    for _ in range(3):
+        y.copy_(x)
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    for _ in range(20):
+        y.copy_(x)
+    torch.cuda.synchronize()
+    return round(20 * 2 * 2**30 / (time.perf_counter() - before) / 1e12, 2)
+
+
+def compiled(args: argparse.Namespace, report: Report) -> None:
+    import torch._inductor.config as inductor
+
+    low = model_of(args, torch.bfloat16)
+    for rows in (64, 1):
+        inductor.coordinate_descent_tuning = rows == 1  # products with one row become kernels of its own making
+        report.attempt(
+            f"inductor + kernel, batch {rows}",
+            lambda rows=rows: stepping(args, rows, lambda: Writer(low, rows, 512, form="plain", compile=True)),
+        )
+        torch._dynamo.reset()
+
+
+# ---- transformers
+
+
+def peer(args: argparse.Namespace, report: Report) -> None:
+    def load() -> Any:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4} if args.quick else {}
+        return GPT2LMHeadModel(GPT2Config(**sizes)).to(args.device, torch.bfloat16).eval()
+
+    def measure(model: Any, rows: int) -> dict[str, float]:
+        ids = torch.randint(0, 50_000, (rows, 16), device=args.device)
+
+        def run(n_new: int = 8 if args.quick else 128) -> None:
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=n_new,
+                max_new_tokens=n_new,
+                pad_token_id=0,
+            )
+
+        run(8)
+        return rate(args, rows * (8 if args.quick else 128), run)
+
+    models: list[Any] = []
+    report.attempt("transformers", lambda: models.append(load()))
+    for rows in BARS:
+        if models:
+            report.attempt(f"transformers, batch {rows}", lambda rows=rows: measure(models[0], rows))
+    low = model_of(args, torch.bfloat16)
+    for rows in BARS:
+        prompts, n_new = torch.randint(0, 50_000, (rows, 16)).tolist(), 8 if args.quick else 64
+
+        def run(prompts: list[list[int]] = prompts, n_new: int = n_new) -> None:
+            generate(low, prompts, max_new_tokens=n_new)
+
+        report.attempt(f"ours eager, growing cache, batch {rows}", lambda rows=rows: rate(args, rows * 64, run, 2))
+
+
+# ---- all of it
+
+
+def verdict(found: dict[str, Any]) -> dict[str, bool]:
+    """The bars, each met or not; what was not measured is not met."""
+
+    def number(*path: str) -> float:
+        at: Any = found
+        for name in path:
+            at = at.get(name, {}) if isinstance(at, dict) else {}
+        return at if isinstance(at, int | float) else float("nan")
+
+    met = {}
+    for rows, bar in BARS.items():
+        met[f"{bar:,} tokens/s at batch {rows}"] = (
+            number("ours", f"generate, batch {rows}", "prompt 16", "tokens/s") >= bar
+        )
+    for rows in (1, 8):
+        met[f"fp32 tokens equal at batch {rows}"] = number("ours", f"fp32 tokens, batch {rows}", "equal") == 1
+    for rows in (1, 8, 64):
+        met[f"bf16 error within 2 × eager's at batch {rows}"] = (
+            number("ours", f"bf16 error, batch {rows}", "ratio") <= 2
+        )
+    for rows in BARS:
+        ours_rate = number("ours", f"generate, batch {rows}", "prompt 16", "tokens/s")
+        theirs = number("peer", f"transformers, batch {rows}", "tokens/s")
+        print(f"batch {rows}: {ours_rate:,.0f} tokens/s, transformers {theirs:,.0f}: {ours_rate / theirs:.1f} times")
+    return met
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--budget", type=float, default=145.0, help="seconds all parts together may take")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens: does it run at all?")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.alone:
+        report = Report(time.perf_counter() + args.budget)
+        runs = {"ours": ours, "peer": peer, "variants": variants, "compiled": compiled}
+        try:
+            runs[args.alone](args, report)
+        finally:
+            args.json.write_text(json.dumps(report.found))
+        return 0
+    ends, found = time.monotonic() + args.budget, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in args.parts.split(","):
+            seconds, file = min(PARTS[part], ends - time.monotonic()), Path(folder) / f"{part}.json"
+            if seconds < 12:
+                found[part] = {"error": "no time left"}
+                continue
+            command = [sys.executable, __file__, "--alone", part, "--json", str(file), "--device", args.device]
+            command += ["--budget", str(seconds - 6)] + (["--quick"] if args.quick else [])
+            print(f"== {part}", flush=True)
+            try:
+                subprocess.run(command, timeout=seconds, check=False)
+            except subprocess.TimeoutExpired:
+                print(f"{part} took longer than {seconds:.0f} s", flush=True)
+            found[part] = json.loads(file.read_text()) if file.exists() else {"error": "it ended without a result"}
+    return finish(args, found)
+
+
+def finish(args: argparse.Namespace, found: dict[str, Any]) -> int:
+    print("\n| what | tokens/s | µs a step |\n|---|---|---|")
+    for part, results in found.items():
+        for name, result in results.items():
+            rows = {name: result} if not name.startswith("generate") else {f"{name}, {k}": v for k, v in result.items()}
+            for label, one in rows.items():
+                if isinstance(one, dict) and "tokens/s" in one:
+                    print(f"| {part}: {label} | {one['tokens/s']:,.0f} | {one.get('µs a step', '')} |")
+    met = verdict(found)
+    for name, yes in met.items():
+        print(f"{'PASS' if yes else 'FAIL'} {name}")
+    if args.json:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        args.json.write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "bars": met, **found}, indent=1))
+    return 0 if all(met.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

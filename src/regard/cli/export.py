@@ -1,0 +1,79 @@
+"""`regard export`: a model as something to ship, with the numbers that say how near it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .common import AsJson, comma_words, progress, show
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A directory and the certificate in it."""
+
+    path: Path
+    certificate: dict[str, Any]
+
+    def document(self) -> dict[str, Any]:
+        return {"path": str(self.path), **self.certificate}
+
+    def table(self) -> str:
+        from regard.export import table
+
+        return f"{self.path}: {', '.join(self.certificate['kinds'])}\n{table(self.certificate)}"
+
+
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, RUN@STEP, or a model directory.")],
+    kind: Annotated[
+        str,
+        typer.Argument(metavar="KIND", help="onnx, hf, ctranslate2, int8, safetensors; several with commas between."),
+    ],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory to write; whole or not at all.")],
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare the metric on pairs, texts or labelled texts."),
+    ] = None,
+    bound: Annotated[float, typer.Option(min=0.0, help="Largest difference of a logit that is allowed.")] = 1e-4,
+    same_text: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Least share of greedy texts that must be the same.")
+    ] = 0.99,
+    delta: Annotated[float, typer.Option(min=0.0, help="Largest loss of the metric on FILE, in its points.")] = 0.2,
+    shapes: Annotated[int, typer.Option(min=1, help="Random shapes to compare on.")] = 200,
+    seed: Annotated[int, typer.Option(help="Which random shapes.")] = 0,
+    beam: Annotated[int, typer.Option(min=1, help="Beam width on FILE.")] = 4,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compare with torch.compile too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model as ONNX, for CTranslate2, in int8 or for transformers, compare it, and keep the certificate.
+
+    Where a bound is broken the exit code is 1 and nothing is written.
+    """
+    from regard.export import BoundBroken, Bounds, table
+    from regard.export import export as run
+    from regard.io import load
+
+    kinds: Any = comma_words(kind)
+    limits = Bounds(max_abs=bound, same_text=same_text, delta=delta)
+    progress(f"comparing on {shapes} random shapes")
+    try:
+        written = run(
+            load(model),
+            kinds,
+            path,
+            check=check,
+            bounds=limits,
+            n_shapes=shapes,
+            seed=seed,
+            compiled=compiled,
+            beam=beam,
+        )
+    except BoundBroken as broken:
+        progress(table(broken.document))
+        raise
+    show(Exported(written, json.loads((written / "certificate.json").read_text(encoding="utf-8"))), as_json)

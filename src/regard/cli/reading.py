@@ -1,0 +1,107 @@
+"""What the commands that use a model share: where text comes from, which model answers, where answers go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from regard.models import Model
+
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A model directory or a run.", show_default=False)]
+TextFile = Annotated[
+    Path | None, typer.Option("--file", metavar="F", help="Read from this file instead.", show_default=False)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Beam = Annotated[int | None, typer.Option(min=1, metavar="K", help="Beams followed at a time.", show_default=False)]
+LengthPenalty = Annotated[float | None, typer.Option(metavar="A", help="α in log P / length^α.", show_default=False)]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most new tokens.", show_default=False)]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Cut too long a text short; otherwise it is an error.")]
+
+
+def open_model(path: str | Path, device: str = "auto") -> Model:
+    """The model of a directory, on the device asked for or the best there is."""
+    from regard.config.words import UsageError
+
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise UsageError(f"--device {device} is none of auto, cpu, cuda, mps")
+    import torch
+
+    from regard.io import load
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    from regard.export.quantise import is_quantised, open_int8
+
+    return open_int8(path).to(device) if is_quantised(path) else load(path, device=device)
+
+
+def text_of(file: Path | None) -> str:
+    """All of a file, or of what is piped in; what is no UTF-8 text is refused."""
+    from regard.config.words import UsageError
+    from regard.errors import RegardError
+
+    if file is None and sys.stdin.isatty():
+        raise UsageError("there is nothing to read: give text, --file F, or pipe text in")
+    name = "the input" if file is None else str(file)
+    try:
+        raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    except OSError as error:
+        raise RegardError(f"{name} cannot be read: {error.strerror or error}") from None
+    try:
+        text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RegardError(f"{name} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}") from None
+    if "\0" in text:
+        raise RegardError(f"{name} is not text: it holds a NUL character at {text.index(chr(0))}")
+    return text
+
+
+def lines_of(words: Sequence[str] | None, file: Path | None) -> list[str]:
+    """The texts typed, or the lines of a file or of what is piped in, blank ones too."""
+    if words:
+        _not_both(file)
+        return list(words)
+    lines = text_of(file).split("\n")
+    return [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]
+
+
+def prompt_of(word: str | None, file: Path | None) -> str:
+    """The prompt typed, or all of a file or of what is piped in, without the end of its last line."""
+    if word is not None:
+        _not_both(file)
+        return word
+    return text_of(file).removesuffix("\n").removesuffix("\r")
+
+
+def _not_both(file: Path | None) -> None:
+    from regard.config.words import UsageError
+
+    if file is not None:
+        raise UsageError(f"--file {file} and text are both given: one of them is enough")
+
+
+def check_out(out: Path | None) -> None:
+    """Refuse a place that cannot be written to before any work is done."""
+    from regard.errors import RegardError
+
+    if out is None:
+        return
+    if out.is_dir():
+        raise RegardError(f"--out {out} is a directory; a file is needed")
+    if not out.parent.is_dir():
+        raise RegardError(f"--out {out} cannot be written: there is no directory {out.parent}")
+
+
+def one_line(text: str) -> str:
+    """A text as one line: one line in is one line out."""
+    return " ".join(text.splitlines())
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were typed."""
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,165 @@
+"""How good the engines of an exported directory are on a file of people's own, each against the model itself.
+
+pairs           BLEU, and the share of translations that are the same           translation
+lines of text   the share of texts that are the same; perplexity                translation; language models
+labelled texts  accuracy                                                        classification
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..data.examples import BadData, Labelled, Pair
+from ..data.sources import open_source
+from ..training import metrics
+from .engines import Ct2Engine, Engine, TorchEngine
+
+_AT_ONCE = 32
+
+
+class Scored(NamedTuple):
+    """One engine on the file: the metric, and the texts it wrote, where it writes any."""
+
+    value: float
+    texts: list[str] | None
+
+
+class Examination(NamedTuple):
+    """What a file asks of an engine. ``sign`` is 1 where more is better; ``score`` raises TypeError where it cannot."""
+
+    metric: str
+    sign: int
+    n: int
+    score: Callable[[Engine], Scored]
+
+
+def check_file(
+    model: TorchEngine, engines: Sequence[tuple[str, Engine, float | None]], path: Path, beam: int
+) -> dict[str, Any]:
+    """The metric of the task on a file: the model's own, and beside it that of engines (name, engine, bound)."""
+    asked = _examination(model, path, beam)
+    own = asked.score(model)
+    rows: list[dict[str, Any]] = []
+    for name, engine, bound in engines:
+        try:
+            other = asked.score(engine)
+        except TypeError as error:
+            rows.append({"name": name, "skipped": str(error)})
+            continue
+        same = None
+        if own.texts is not None and other.texts is not None:
+            same = sum(a == b for a, b in zip(own.texts, other.texts, strict=True)) / asked.n
+        worse = asked.sign * (own.value - other.value)
+        row = {"name": name, "value": round(other.value, 4), "worse_by": round(worse, 4)}
+        rows.append({**row, "same_text": same, "bound": bound})
+    return {
+        "file": path.name,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "n": asked.n,
+        "metric": asked.metric,
+        "value": round(own.value, 4),
+        "engines": rows,
+    }
+
+
+def _examination(model: TorchEngine, path: Path, beam: int) -> Examination:
+    config = model.config
+    if not path.is_file():
+        raise BadData(f"there is no file {path} to check with")
+    if config.architecture == "decoder":
+        lines = _lines(path)
+        return Examination("perplexity", -1, len(lines), lambda engine: _perplexity(engine, lines))
+    if config.architecture == "encoder" and config.head == "classify" and config.source == "text":
+        return _labelled(model, path)
+    if config.source != "text" or config.architecture == "encoder":
+        raise ValueError(f"architecture={config.architecture!r}, source={config.source!r}: no file is checked with it")
+    pairs = _pairs(path)
+    if pairs is None:
+        return _sentences(model, _lines(path), beam)
+    references = [pair.target for pair in pairs]
+    tokenize = metrics.bleu_tokenizer(references)
+
+    def score(engine: Engine) -> Scored:
+        texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True)
+        return Scored(metrics.translation(texts, references, tokenize).bleu, texts)
+
+    return Examination(f"BLEU ({tokenize})", 1, len(pairs), score)
+
+
+def _pairs(path: Path) -> list[Pair] | None:
+    """The pairs of a file; None where it is no table of them."""
+    opened = open_source(path, valid_fraction=0.0)
+    pairs = [example for example in opened.train if isinstance(example, Pair)]
+    return pairs if opened.kind == "pairs" else None
+
+
+def _lines(path: Path) -> list[str]:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise BadData(f"{path} has no line of text to check with")
+    return lines
+
+
+def _sentences(model: TorchEngine, lines: list[str], beam: int) -> Examination:
+    """Without references the model's own translations are the measure."""
+    wanted = model.translate(lines, beam=beam, truncate=True)
+
+    def score(engine: Engine) -> Scored:
+        texts = wanted if engine is model else engine.translate(lines, beam=beam, truncate=True)
+        return Scored(100 * sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(lines), texts)
+
+    return Examination("same translations in percent", 1, len(lines), score)
+
+
+def _labelled(model: TorchEngine, path: Path) -> Examination:
+    labels = None if model.processor is None else model.processor.labels
+    options: dict[str, Any] = {} if labels is None else {"labels": labels}
+    opened = open_source(path, valid_fraction=0.0, **options)
+    examples = [example for example in opened.train if isinstance(example, Labelled)]
+    if opened.kind != "labelled":
+        raise BadData(f"{path} holds {opened.kind}; a classifier is checked with texts and their labels")
+
+    def score(engine: Engine) -> Scored:
+        guesses = classify(engine, [example.text for example in examples])
+        hits = sum(guess == example.label for guess, example in zip(guesses, examples, strict=True))
+        return Scored(100 * hits / len(examples), None)
+
+    return Examination("accuracy in percent", 1, len(examples), score)
+
+
+@torch.no_grad()
+def classify(engine: Engine, texts: list[str]) -> list[int]:
+    """The number of each text's likeliest class."""
+    tokenizer, most = engine.tokenizer("source"), engine.config.max_len
+    rows = [torch.tensor(tokenizer.encode(text)[:most]) for text in texts]
+    out: list[int] = []
+    for start in range(0, len(rows), _AT_ONCE):
+        group = rows[start : start + _AT_ONCE]
+        source = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=engine.config.pad_id)
+        keep = torch.arange(source.shape[1]) < torch.tensor([len(row) for row in group])[:, None]
+        out += engine.token_logits(source, keep=keep).argmax(-1).tolist()
+    return out
+
+
+@torch.no_grad()
+def _perplexity(engine: Engine, lines: list[str]) -> Scored:
+    """exp of the mean loss of a token after those before it in its line."""
+    tokenizer, most = engine.tokenizer("target"), engine.config.max_len
+    rows = [row[:most] for row in map(tokenizer.encode, lines)]
+    rows = [row for row in rows if len(row) > 1]
+    if not rows:
+        raise BadData("no line is longer than one token, so nothing follows anything")
+    log_probs: list[float] = []
+    for row in rows:
+        if isinstance(engine, Ct2Engine):
+            log_probs += engine.log_probs([], [row])[0][: len(row) - 1]
+        else:
+            logits = engine.token_logits(torch.tensor([row]))[0, :-1]
+            log_probs += logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+    return Scored(math.exp(-math.fsum(log_probs) / len(log_probs)), None)

@@ -1,0 +1,306 @@
+"""CTranslate2: our weights as one of its specifications, written without going through any other library's model.
+
+A spec is a tree of named tensors that the C++ runtime reads (``model.bin``, vocabularies, ``config.json``). Features of
+ours that the runtime has no word for are obstacles, and each is named; nothing is approximated.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import MultiHeadAttention
+from ..config import ModelConfig
+from ..layers import Embeddings
+from ..layers.int8 import Int8Linear
+from ..layers.rope import rotated_width
+from ..models import Block, Decoder, EncoderDecoder, Model, Stack
+from ..models.heads import TokenHead
+
+FOLDER = "ctranslate2"
+"""Where in an exported directory the runtime's files lie."""
+
+_ACTIVATIONS = {
+    "relu": "RELU",
+    "gelu_tanh": "GELUTanh",
+    "silu": "SWISH",
+    "gelu": "GELU",
+    "quick_gelu": "GELUSigmoid",
+    "swiglu": "SWISH",
+    "geglu": "GELU",
+    "geglu_tanh": "GELUTanh",
+    "reglu": "RELU",
+}
+_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
+_ALWAYS = {
+    **{"source": "text", "head": "lm", "d_embed": None, "n_segments": 0, "positions_skip_padding": False},
+    **{"residual": True, "mixer": "dot", "causal": True, "head_transform": False},
+}
+"""Fields that must be so; CTranslate2 knows nothing else."""
+
+
+def obstacles(config: ModelConfig) -> list[str]:
+    """The fields that CTranslate2 has no word for, each as ``field=value``; empty where it can run the model."""
+    if config.architecture not in ("encoder-decoder", "decoder"):
+        return [f"architecture={config.architecture!r}"]
+    wrong = [name for name, value in _ALWAYS.items() if getattr(config, name) != value]
+    both = config.architecture == "encoder-decoder"
+    if config.positions == "xl" or (both and config.positions == "alibi"):
+        wrong.append("positions")
+    if config.positions == "t5" and not both:  # its language models take no such bias
+        wrong.append("positions")
+    if config.activation not in _ACTIVATIONS:
+        wrong.append("activation")
+    if config.norm == "none":
+        wrong.append("norm")
+    if config.qk_norm and config.norm != "rms":
+        wrong += ["qk_norm", "norm"]
+    if config.window is not None and config.window < max(config.max_len, config.max_target_len or 0):
+        wrong.append("window")  # its sliding window forgets keys but does not hide them in a prompt
+    if config.positions == "rope" and config.rope_scaling is not None and config.rope_scaling.kind != "linear":
+        wrong.append("rope_scaling")
+    if config.eos_id is None:
+        wrong.append("eos_id")
+    if config.bos_id is None and both:
+        wrong.append("bos_id")
+    return [f"{name}={getattr(config, name)!r}" for name in dict.fromkeys(wrong)]
+
+
+def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None = None) -> None:
+    """Write the model into ``folder``. ``quantization`` stores the weights as int8, int16 or half precision.
+
+    Any stored precision can also be chosen when it is opened (``compute_type``), so float32 is what serves everyone.
+    """
+    need_ctranslate2()
+    if found := obstacles(model.config):
+        raise ValueError(f"CTranslate2 cannot run a model with {', '.join(found)}")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: it has no numbers to export")
+    if any(isinstance(module, Int8Linear) for module in model.modules()):
+        raise ValueError("this model is quantised already; export the model it was made from")
+    with torch.no_grad():
+        spec = _translator(model) if isinstance(model, EncoderDecoder) else _generator(cast(Decoder, model))
+        spec.validate()
+        spec.optimize(quantization=quantization)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec.save(str(folder))
+
+
+def vocabulary(tokenizer: Any, size: int) -> list[str]:
+    """How each id is written, ``size`` of them, all different; ``<17>`` for an id that no token has."""
+    look = getattr(tokenizer, "token", None)
+    if look is None:
+        words = {index: word for word, index in getattr(tokenizer, "vocab", {}).items()}
+        look = words.get
+    tokens = [look(index) for index in range(size)]
+    taken = {token for token in tokens if token is not None}
+    return [token if token is not None else _free(f"<{index}>", taken) for index, token in enumerate(tokens)]
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name = f"<{name}>"
+    return name
+
+
+def need_ctranslate2() -> None:
+    """Raise where the library is not installed."""
+    try:
+        import ctranslate2  # noqa: F401
+    except ImportError:
+        raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
+
+
+# ------------------------------------------------------------------------------------------------- the two kinds
+
+
+def _translator(model: EncoderDecoder) -> Any:
+    from ctranslate2 import specs
+
+    config = model.config
+    decoder_heads = config.n_decoder_heads or config.n_heads
+    fields = _stack_fields(config, config.n_heads)
+    encoder = specs.TransformerEncoderSpec(model.encoder.n_layers, config.n_heads, **fields)
+    decoder = specs.TransformerDecoderSpec(
+        model.decoder.n_layers, decoder_heads, **_stack_fields(config, decoder_heads), with_encoder_attention=True
+    )
+    assert model.token is not None
+    target_table = model.token if model.target_token is None else model.target_token
+    _embed(
+        encoder, encoder.embeddings[0], model.token.weight, cast(Embeddings, model.embeddings), config, config.max_len
+    )
+    _embed(decoder, decoder.embeddings, target_table.weight, model.target_embeddings, config, _target_len(config))
+    _stack(encoder, model.encoder)
+    _stack(decoder, model.decoder)
+    _project(decoder, cast(TokenHead, model.head), model.output_table)
+    spec = specs.TransformerSpec(encoder, decoder)
+    source, target = _sides(model)
+    spec.register_source_vocabulary(source)
+    spec.register_target_vocabulary(target)
+    _describe(spec.config, config, target)
+    spec.config.decoder_start_token = target[cast(int, config.bos_id)]
+    return spec
+
+
+def _generator(model: Decoder) -> Any:
+    from ctranslate2 import specs
+
+    config = model.config
+    fields = _stack_fields(config, config.n_heads)
+    decoder = specs.TransformerDecoderSpec(
+        model.decoder.n_layers,
+        config.n_heads,
+        **fields,
+        with_encoder_attention=False,
+        alibi=config.positions == "alibi",
+    )
+    _embed(decoder, decoder.embeddings, model.token.weight, model.embeddings, config, config.max_len)
+    _stack(decoder, model.decoder)
+    _project(decoder, cast(TokenHead, model.head), model.token.weight)
+    spec = specs.TransformerDecoderModelSpec(decoder)
+    tokens = _sides(model)[1]
+    spec.register_vocabulary(tokens)
+    _describe(spec.config, config, tokens)
+    return spec
+
+
+def _target_len(config: ModelConfig) -> int:
+    return config.max_target_len or config.max_len
+
+
+def _sides(model: Model) -> tuple[list[str], list[str]]:
+    """The vocabularies of source and target."""
+    config, processor = model.config, model.processor
+    source = None if processor is None else processor.source
+    target = None if processor is None else processor.target
+    own = vocabulary(source or target, config.vocab_size)
+    if config.target_vocab_size is None:
+        return own, own
+    return own, vocabulary(target or source, config.target_vocab_size)
+
+
+def _describe(theirs: Any, config: ModelConfig, tokens: list[str]) -> None:
+    """Special tokens and ε. A token that CTranslate2 does not find it would add, and no row of the table is its."""
+    theirs.eos_token = tokens[cast(int, config.eos_id)]
+    theirs.bos_token = tokens[cast(int, config.eos_id if config.bos_id is None else config.bos_id)]
+    theirs.unk_token = "<unk>" if "<unk>" in tokens else theirs.eos_token
+    theirs.layer_norm_epsilon = config.norm_eps
+
+
+# ------------------------------------------------------------------------------------------------- tensors into a spec
+
+
+def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
+    """What both kinds of stack are told, in CTranslate2's words."""
+    from ctranslate2 import specs
+    from ctranslate2.specs import attention_spec
+
+    width = config.d_model // n_heads if config.d_head is None else config.d_head
+    n_kv_heads = config.n_kv_heads or n_heads
+    fields: dict[str, Any] = {
+        "pre_norm": config.norm_place == "pre",
+        "activation": getattr(specs.Activation, _ACTIVATIONS[config.activation]),
+        "ffn_glu": config.activation in _GATED,
+        "rms_norm": config.norm == "rms",
+        "layernorm_embedding": config.embedding_norm,
+        "relative_attention_bias": config.positions == "t5",
+        "num_heads_kv": None if n_kv_heads == n_heads else n_kv_heads,
+        "head_dim": None if config.d_head is None else config.d_head,
+        "qk_norm": config.qk_norm,
+    }
+    if config.positions == "rope":
+        scaling = config.rope_scaling
+        fields |= {
+            "rotary_dim": rotated_width(width, config.rope_fraction),
+            "rotary_interleave": False,
+            "rotary_base": config.rope_base,
+            "rotary_scaling_type": None if scaling is None else attention_spec.RotaryScalingType.Linear,
+            "rotary_scaling_factor": 1 if scaling is None else scaling.factor,
+        }
+    return fields
+
+
+def _embed(spec: Any, table: Any, weight: Tensor, embeddings: Embeddings, config: ModelConfig, max_len: int) -> None:
+    table.weight = _plain(weight)
+    spec.scale_embeddings = math.sqrt(config.d_model) if config.scale_embeddings else False
+    if hasattr(spec, "position_encodings") and config.positions in ("sinusoidal", "learned", "none"):
+        places = torch.arange(max_len, device=weight.device)
+        # Always the table itself: what the runtime would compute without one is another sinusoid.
+        own = embeddings.position
+        spec.position_encodings.encodings = _plain(
+            torch.zeros(max_len, config.d_model) if own is None else own(places, torch.float32)
+        )
+    if embeddings.norm is not None:
+        _norm(spec.layernorm_embedding, embeddings.norm)
+
+
+def _stack(spec: Any, stack: Stack) -> None:
+    for layer, block_spec in enumerate(spec.layer):
+        block = cast(Block, stack.blocks[layer % len(stack.blocks)])
+        attention = block_spec.self_attention
+        _attention(attention, cast(MultiHeadAttention, block.attention), block.attention_norm)
+        if hasattr(attention, "relative_attention_bias"):
+            import numpy as np
+
+            bias = cast(Any, stack.position_bias)
+            attention.relative_attention_bias = _plain(bias.w)
+            attention.relative_attention_max_distance = np.int32(bias.max_distance)
+        if block.cross_attention is not None:
+            _attention(block_spec.attention, block.cross_attention, cast(nn.Module, block.cross_norm))
+        ff, d_ff = block.ff, block.ff.d_ff
+        weight, bias = ff.w_in.weight, cast(Tensor | None, ff.w_in.bias)
+        if ff.gated:
+            _set(block_spec.ffn.linear_0, weight[:d_ff], None if bias is None else bias[:d_ff])
+            _set(block_spec.ffn.linear_0_noact, weight[d_ff:], None if bias is None else bias[d_ff:])
+        else:
+            _set(block_spec.ffn.linear_0, weight, bias)
+        _linear(block_spec.ffn.linear_1, ff.w_out)
+        _norm(block_spec.ffn.layer_norm, block.ff_norm)
+    if stack.norm is not None:
+        _norm(spec.layer_norm, stack.norm)
+
+
+def _attention(spec: Any, attention: MultiHeadAttention, norm: nn.Module) -> None:
+    maps = (attention.w_query, attention.w_kv) if attention.cross else (attention.w_qkv,)
+    for part, linear in zip(spec.linear, (*maps, attention.w_o), strict=True):
+        _linear(part, linear)
+    scale = getattr(attention.mechanism, "scale", None)
+    if scale is not None:
+        spec.queries_scale = float(scale)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        _norm(spec.q_norm, attention.q_norm)
+        _norm(spec.k_norm, attention.k_norm)
+    _norm(spec.layer_norm, norm)
+
+
+def _project(spec: Any, head: TokenHead, table: Tensor) -> None:
+    _set(spec.projection, table if head.weight is None else head.weight, head.bias)
+    if head.scale != 1.0:
+        spec.scale_outputs = float(head.scale)
+
+
+def _norm(spec: Any, norm: nn.Module) -> None:
+    weight = cast(Tensor, norm.weight)
+    spec.gamma = _plain(weight)
+    if hasattr(spec, "beta"):
+        bias = cast(Tensor | None, norm.bias)
+        spec.beta = _plain(torch.zeros_like(weight) if bias is None else bias)
+
+
+def _linear(spec: Any, linear: nn.Linear) -> None:
+    _set(spec, linear.weight, linear.bias)
+
+
+def _set(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
+    spec.weight = _plain(weight)
+    if bias is not None:
+        spec.bias = _plain(bias)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Float32 with memory of its own: the file is written from the pointer."""
+    return x.detach().float().cpu().contiguous().clone()

@@ -1,0 +1,369 @@
+"""One exported directory, three ways to run it: torch, ONNX Runtime, CTranslate2, all asked the same way.
+
+    engine = open_engine(path, "ctranslate2")
+    engine.translate(["The cat sleeps."], beam=4)        texts in, texts out
+    engine.write([[5, 9, 2]], GenerateConfig(beam=4))    token ids in, token ids out
+
+What a text may be, how long, and how batches are made is decided here once, so that engines differ in speed alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from .. import hub
+from ..config import ModelConfig
+from ..errors import BadModelFile
+from ..generation import GenerateConfig, generate
+from ..generation.prompts import prompts_of, sources_of
+from ..models import Model
+from .ctranslate2 import FOLDER as CT2_FOLDER
+from .ctranslate2 import need_ctranslate2, vocabulary
+from .quantise import is_quantised, open_int8
+
+EngineName = Literal["torch", "onnx", "ctranslate2"]
+ONNX_FOLDER = "onnx"
+_CT2_WRITES = frozenset(
+    {
+        *("max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"),
+        *("truncate", "cache"),
+    }
+)
+
+
+class Engine(ABC):
+    """Something that writes texts. A kind of engine says how rows of ids become rows of ids."""
+
+    name: EngineName
+
+    def __init__(self, config: ModelConfig, processor: Any) -> None:
+        self.config, self.processor = config, processor
+
+    @abstractmethod
+    def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
+        """The best text for each source or prompt, all checked before; without what only ends it."""
+
+    def write(
+        self, rows: Sequence[Sequence[int]], config: GenerateConfig | None = None, **fields: Any
+    ) -> list[list[int]]:
+        """New tokens for each row of token ids, a source or a prompt, without the end token."""
+        config = (config or GenerateConfig()).with_(**fields)
+        given = [list(row) for row in rows]
+        return self._write(self._checked(given, config), config) if given else []
+
+    def token_logits(self, source: Tensor, target: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """Logits of every place, or of the classes; TypeError where the engine shows none."""
+        raise TypeError(f"the {self.name} engine shows no logits")
+
+    def translate(
+        self,
+        texts: Sequence[str],
+        *,
+        beam: int = 4,
+        length_penalty: float = 1.0,
+        penalty_form: Literal["hf", "gnmt"] = "hf",
+        max_new_tokens: int | None = None,
+        early_stopping: bool | Literal["never"] = True,
+        truncate: bool = False,
+        batch: int = 32,
+    ) -> list[str]:
+        """The translation of each text, ``batch`` of similar length at a time; of nothing, nothing.
+
+        max_new_tokens  by default twice the longest source of a batch and 20 more, as far as the model goes
+        early_stopping  as in GenerateConfig; True is what every engine can do, so that all find the same texts
+        """
+        if self.config.architecture not in ("encoder-decoder", "recurrent") or self.config.source != "text":
+            raise ValueError(
+                f"architecture={self.config.architecture!r}, source={self.config.source!r} translates nothing"
+            )
+        how = {
+            **{"beam": beam, "length_penalty": length_penalty, "penalty_form": penalty_form},
+            **{"early_stopping": early_stopping, "truncate": truncate},
+        }
+        room = (self.config.max_target_len or self.config.max_len) - 1
+
+        def limit(longest: int) -> int:
+            return max_new_tokens or max(1, min(room, 2 * longest + 20))
+
+        source, target = self.tokenizer("source"), self.tokenizer("target")
+        return self._by_length(texts, source.encode, target.decode, how, limit, batch)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        beam: int = 1,
+        length_penalty: float = 1.0,
+        truncate: bool = False,
+        batch: int = 32,
+    ) -> list[str]:
+        """What follows each prompt, without the prompt."""
+        if self.config.architecture != "decoder":
+            raise ValueError(f"architecture={self.config.architecture!r} reads a source; translate is for it")
+        how = {"beam": beam, "length_penalty": length_penalty, "truncate": truncate}
+        tokenizer = self.tokenizer("target")
+        return self._by_length(prompts, tokenizer.encode, tokenizer.decode, how, lambda _: max_new_tokens, batch)
+
+    def _by_length(
+        self,
+        texts: Sequence[str],
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        how: dict[str, Any],
+        limit: Callable[[int], int],
+        batch: int,
+    ) -> list[str]:
+        if isinstance(texts, str):
+            raise TypeError("texts is one string; give a list of them")
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1")
+        rows = [encode(text) for text in texts]
+        # The runtimes do not agree what follows a source that is its end alone, and no one asks.
+        said = [index for index, text in enumerate(texts) if self.config.architecture == "decoder" or text.strip()]
+        order = sorted(said, key=lambda index: len(rows[index]), reverse=True)
+        out = [""] * len(rows)
+        for start in range(0, len(order), batch):
+            group = order[start : start + batch]
+            config = GenerateConfig(**how, max_new_tokens=limit(len(rows[group[0]])))
+            for index, tokens in zip(group, self.write([rows[i] for i in group], config), strict=True):
+                out[index] = decode(tokens)
+        return out
+
+    def _checked(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
+        """Rows as the model may read them, in the words that generation itself refuses others with."""
+        if self.config.architecture != "decoder":
+            return [item.tolist() for item in sources_of(rows, None, self.config, config.truncate)]
+        for index, row in enumerate(rows):
+            if not row and self.config.bos_id is None:
+                raise ValueError(f"prompt {index} is empty, and this model has no bos_id to begin with")
+        begun = [row or [cast(int, self.config.bos_id)] for row in rows]
+        return prompts_of(begun, self.config, config, torch.device("cpu")).rows
+
+    def tokenizer(self, side: Literal["source", "target"]) -> Any:
+        """What reads a source, or writes a target; where there is one for both, that one."""
+        processor = self.processor
+        own = None if processor is None else getattr(processor, side)
+        other = None if processor is None else getattr(processor, "target" if side == "source" else "source")
+        found = own or other
+        if found is None:
+            raise ValueError("this model came without a tokenizer, so it reads token ids: use write")
+        return found
+
+
+class TorchEngine(Engine):
+    """Our own: the model as it is, float or int8."""
+
+    name: EngineName = "torch"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.config, model.processor)
+        self.model = model
+
+    def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
+        return generate(self.model, rows, config).tokens
+
+    @torch.no_grad()
+    def token_logits(self, source: Tensor, target: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        if target is not None:
+            return self.model(source, target, source_keep=keep)
+        return self.model(source) if keep is None else self.model(source, keep=keep)
+
+
+class Ct2Engine(Engine):
+    """CTranslate2's runtime. ``compute_type`` "int8" quantises the weights as they are loaded.
+
+    Its beam search is ours with early_stopping=True; other values of that field are taken for it.
+    """
+
+    name: EngineName = "ctranslate2"
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        processor: Any,
+        *,
+        compute_type: str = "default",
+        device: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        need_ctranslate2()
+        import ctranslate2
+
+        super().__init__(config, processor)
+        if not (folder / "model.bin").is_file():
+            raise BadModelFile(f"{folder} has no model.bin; export the model with the kind ctranslate2")
+        reads_source = config.architecture == "encoder-decoder"
+        kind = ctranslate2.Translator if reads_source else ctranslate2.Generator
+        n_threads = torch.get_num_threads() if threads is None else threads
+        try:
+            self.runtime = kind(str(folder), device=device, compute_type=compute_type, intra_threads=n_threads)
+        except RuntimeError as error:
+            raise BadModelFile(f"{folder} cannot be opened by CTranslate2: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"compute_type={compute_type!r}: {error}") from None
+        source = None if processor is None else processor.source
+        target = None if processor is None else processor.target
+        self._source_tokens = vocabulary(source or target, config.vocab_size)
+        own = target or source if config.target_vocab_size is not None else source or target
+        self._target_tokens = vocabulary(own, config.output_vocab_size)
+        self._ids = {token: index for index, token in enumerate(self._target_tokens)}
+
+    def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
+        # The runtime forbids tokens before it takes the logarithm, so that its beams would have other scores than ours.
+        allowed = _CT2_WRITES - {"min_new_tokens"} if config.beam > 1 else _CT2_WRITES
+        for name in sorted(config.model_fields_set - allowed):
+            if _differs(config, name):
+                beside = f" with beam={config.beam}" if name in _CT2_WRITES else ""
+                raise ValueError(f"the ctranslate2 engine has no {name}={getattr(config, name)!r}{beside}; torch has")
+        options = self._options(config)
+        if self.config.architecture == "encoder-decoder":
+            return self._translated(rows, config, options)
+        return self._continued(rows, config, options)
+
+    def _translated(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
+        words = self._source_tokens
+        limit = min(config.max_new_tokens, (self.config.max_target_len or self.config.max_len) - 1)
+        made = self.runtime.translate_batch(
+            [[words[token] for token in row] for row in rows],
+            max_input_length=0,
+            max_decoding_length=limit,
+            min_decoding_length=min(config.min_new_tokens, limit),
+            **options,
+        )
+        return [self._best([self._to_ids(h) for h in one.hypotheses], one.scores, config) for one in made]
+
+    def _continued(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
+        """Prompts of one length at a time: the runtime steps through the longer part of a ragged prompt one by one."""
+        out: list[list[int]] = [[] for _ in rows]
+        for length in sorted({len(row) for row in rows}):
+            group = [index for index, row in enumerate(rows) if len(row) == length]
+            limit = min(config.max_new_tokens, self.config.max_len - length)
+            made = self.runtime.generate_batch(
+                [[self._target_tokens[token] for token in rows[index]] for index in group],
+                include_prompt_in_result=False,
+                max_length=limit,
+                min_length=min(config.min_new_tokens, limit),
+                **options,
+            )
+            for index, one in zip(group, made, strict=True):
+                out[index] = self._best(one.sequences_ids, one.scores, config)
+        return out
+
+    def _options(self, config: GenerateConfig) -> dict[str, Any]:
+        # The end token is asked for because without it a text is shorter than the score is divided by.
+        plain = config.penalty_form == "hf"
+        return {
+            "beam_size": config.beam,
+            "num_hypotheses": 1 if plain else config.beam,
+            "length_penalty": _exponent(config),
+            "return_end_token": True,
+            "return_scores": not plain,
+        }
+
+    def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
+        if len(texts) > 1:  # the other form of the penalty, on the texts that were found
+            summed = [score * len(text) ** _exponent(config) for score, text in zip(scores, texts, strict=True)]
+            value = [total / config.penalty(len(text)) for total, text in zip(summed, texts, strict=True)]
+            texts = [texts[max(range(len(texts)), key=value.__getitem__)]]
+        text = texts[0]
+        return text[:-1] if text and text[-1] == self.config.eos_id else text
+
+    def _to_ids(self, tokens: list[str]) -> list[int]:
+        return [self._ids[token] for token in tokens]
+
+    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """log P of each target token after those before it, the end included: what two engines are compared by."""
+        ends = self._target_tokens[cast(int, self.config.eos_id)]
+        if self.config.architecture == "encoder-decoder":
+            made = self.runtime.score_batch(
+                [[self._source_tokens[token] for token in row] for row in sources],
+                [[self._target_tokens[token] for token in row] for row in targets],
+                max_input_length=0,
+            )
+            return [one.log_probs for one in made]
+        rows = [[self._target_tokens[token] for token in row] + [ends] for row in targets]
+        return [one.log_probs for one in self.runtime.score_batch(rows, max_input_length=0)]
+
+
+class OnnxEngine(TorchEngine):
+    """ONNX Runtime computes the logits, our own searches choose the tokens."""
+
+    name: EngineName = "onnx"
+
+    def __init__(self, model: Model, processor: Any) -> None:
+        super().__init__(model)
+        self.processor = processor
+
+
+def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) -> Engine:
+    """The engine called ``name`` on an exported directory.
+
+    options  of ctranslate2: compute_type ("default", "int8" …), device, threads; of onnx: threads, providers;
+             of torch: device
+    """
+    if name not in get_args(EngineName):
+        raise ValueError(f"engine={name!r} is none of {', '.join(get_args(EngineName))}")
+    root = Path(path)
+    if name == "torch":
+        return TorchEngine(open_model(root, **options))
+    directory, config, processor = open_description(root)
+    folder = directory.root / (ONNX_FOLDER if name == "onnx" else CT2_FOLDER)
+    if not folder.is_dir():
+        kinds = ", ".join(engines_in(directory.root))
+        raise BadModelFile(f"{root} was not exported as {name}: it holds {kinds}; export it again with that kind")
+    if name == "ctranslate2":
+        return Ct2Engine(folder, config, processor, **options)
+    from .onnx import open_onnx
+
+    return OnnxEngine(open_onnx(directory.root, **options), processor)
+
+
+def engines_in(root: Path) -> list[EngineName]:
+    """Which engines an exported directory can be opened with."""
+    others: list[tuple[EngineName, str]] = [("onnx", ONNX_FOLDER), ("ctranslate2", CT2_FOLDER)]
+    return ["torch", *(name for name, folder in others if (root / folder).is_dir())]
+
+
+def open_description(root: Path) -> tuple[hub.Directory, ModelConfig, hub.Processor | None]:
+    """What stands in a directory around its weights."""
+    directory = hub.Directory(root)
+    fields = directory.config()
+    config = hub.read_config(fields).config
+    return directory, config, hub.read_processor(directory, fields, config)
+
+
+def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
+    """The torch model of an exported directory, float or int8: what ``regard.load`` opens too."""
+    if is_quantised(root):
+        return open_int8(root).to(device)
+    directory = hub.Directory(root)
+    fields, weights = directory.config(), directory.weights()
+    fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
+    understood = hub.read_config(fields)
+    fitting = hub.fit(understood.config, understood.steps, weights.layout)
+    model = hub.fill(fitting, understood.steps, weights, torch.device(device), None)
+    model.processor = hub.read_processor(directory, fields, understood.config)
+    return model
+
+
+def _differs(config: GenerateConfig, name: str) -> bool:
+    """Whether a field says something else than it does by itself."""
+    return bool(getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True))
+
+
+def _exponent(config: GenerateConfig) -> float:
+    """The length penalty as CTranslate2 is told it. Exactly 0 would switch on another way to stop.
+
+    It knows n^α alone, and by it chooses which of the texts it found it returns; half of α is how ((5 + n) / 6)^α grows
+    at the length of a short sentence, so that the best by that form is among them.
+    """
+    alpha = config.length_penalty if config.penalty_form == "hf" else config.length_penalty / 2
+    return alpha or 1e-9

@@ -1,0 +1,138 @@
+"""``export``: a model as something to ship, in one or several forms side by side, never without its certificate.
+
+path/
+  config.json  model.safetensors  tokenizer.json  README.md      what regard.load and transformers open
+  onnx/  ctranslate2/                                            what the other engines run
+  certificate.json  manifest.json                                how near they are; that nothing changed since
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from .. import hub
+from ..errors import BadModelFile
+from ..hub.files import to_json
+from ..hub.manifest import NAME as MANIFEST
+from ..hub.manifest import file_names
+from ..models import Model
+from .certificate import NAME as CERTIFICATE
+from .certificate import BoundBroken, Bounds, certify
+from .ctranslate2 import FOLDER as CT2_FOLDER
+from .ctranslate2 import export_ctranslate2, need_ctranslate2, obstacles
+from .quantise import int8_files, quantise
+
+Kind = Literal["onnx", "hf", "ctranslate2", "int8", "safetensors"]
+
+
+def export(
+    model: Model,
+    kind: Kind | Sequence[Kind],
+    path: str | Path,
+    *,
+    check: str | Path | None = None,
+    bounds: Bounds | None = None,
+    n_shapes: int = 200,
+    seed: int = 0,
+    compiled: bool = True,
+    beam: int = 4,
+) -> Path:
+    """Write the model as ``kind``, or as several kinds into one directory, and compare what was written with it.
+
+    safetensors  what model.save writes; every export holds it, so that every directory can be loaded
+    hf           the same, refused where transformers has no twin of the model
+    int8         linear maps with int8 weights instead of those (regard.load, the torch engine)
+    onnx, ctranslate2  beside them, for those engines; refused where they cannot run the model
+    check        a file the metric is compared on too: pairs, texts, or labelled texts
+    The directory appears whole or not at all. A bound that is broken is a BoundBroken, and nothing is left at ``path``.
+    """
+    kinds = _kinds(kind)
+    target = Path(path)
+    _need_possible(model, kinds)
+    _need_free(target)
+    own = _plain(model)
+    with hub.replacing(target) as folder:
+        if "int8" in kinds:
+            int8_files(quantise(own), folder)
+        else:
+            _save(model, folder)
+        if "onnx" in kinds:
+            from .onnx import export_onnx
+
+            export_onnx(own, folder)
+        if "ctranslate2" in kinds:
+            export_ctranslate2(own, folder / CT2_FOLDER)
+        document = certify(
+            own, folder, n_shapes=n_shapes, seed=seed, check=check, bounds=bounds, compiled=compiled, beam=beam
+        )
+        if not document["passes"]:
+            raise BoundBroken(document)
+        hub.write_file(folder / CERTIFICATE, to_json({"kinds": list(kinds), **document}))
+        hub.Manifest.of(folder).write(folder)
+    return target
+
+
+def _kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
+    given = (kind,) if isinstance(kind, str) else tuple(kind)
+    known = get_args(Kind)
+    if not given:
+        raise ValueError(f"kind is empty; it is one or several of {', '.join(known)}")
+    for one in given:
+        if one not in known:
+            raise ValueError(f"kind={one!r} is none of {', '.join(known)}")
+    chosen = tuple(one for one in known if one in given)
+    if "int8" in chosen and ("hf" in chosen or "safetensors" in chosen):
+        other = "hf" if "hf" in chosen else "safetensors"
+        raise ValueError(f"kind int8 and kind {other} both are the directory's weights; export them to two directories")
+    return chosen
+
+
+def _need_possible(model: Model, kinds: tuple[Kind, ...]) -> None:
+    """What cannot be done is said before anything is written."""
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: it has no numbers to export")
+    if "hf" in kinds and (found := hub.write_config(model.config).obstacles):
+        raise ValueError(f"transformers has no twin of this model: {'; '.join(found)}")
+    if "ctranslate2" in kinds:
+        need_ctranslate2()
+        if found := tuple(obstacles(model.config)):
+            raise ValueError(f"CTranslate2 cannot run a model with {', '.join(found)}")
+
+
+def _need_free(target: Path) -> None:
+    """An earlier export or model may be replaced; a directory with anything else in it would lose it."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; a model is exported as a directory")
+    try:
+        manifest = hub.Manifest.read(target)
+    except BadModelFile:
+        manifest = None
+    known = set() if manifest is None else {*manifest.files, MANIFEST}
+    if strange := sorted(set(file_names(target)) - known):
+        raise FileExistsError(f"{target} holds {strange[0]}, not written by regard; exporting there would delete it")
+
+
+def _plain(model: Model) -> Model:
+    """The model in float32 on the CPU, in eval mode: itself, or a copy."""
+    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
+    if kinds == {(torch.float32, "cpu")} and not model.training:
+        return model
+    return copy.deepcopy(model).cpu().float().eval()
+
+
+def _save(model: Model, folder: Path) -> None:
+    """What model.save writes, straight into the folder that is about to take its place."""
+    inner = folder / "model"
+    model.save(inner)
+    (inner / MANIFEST).unlink()
+    for file in inner.iterdir():
+        shutil.move(str(file), folder / file.name)
+    inner.rmdir()

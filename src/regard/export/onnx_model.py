@@ -1,0 +1,205 @@
+"""Transformers whose numbers lie in ONNX graphs: called, decoded with and searched like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.cache import ModelCache
+from ..attention.map import AttentionMap
+from ..config import ModelConfig
+from ..models import Decoder, Encoder, EncoderDecoder, Memory
+from ..models.model import padding_mask
+from .onnx_maps import stack_maps
+from .onnx_running import GraphHead, OnnxModel, first_of, keep_of, new_cache, places, source_inputs, step
+from .onnx_session import Session
+
+
+class OnnxEncoder(OnnxModel, Encoder):
+    """An encoder-only model."""
+
+    graph_names = ("model",)
+
+    def __init__(self, config: ModelConfig, sessions: dict[str, Session]) -> None:
+        with torch.device("meta"):
+            Encoder.__init__(self, config)
+        self._open(sessions)
+
+    def run(self, source: Tensor, keep: Tensor | None = None, segments: Tensor | None = None) -> dict[str, Tensor]:
+        """All outputs by name: logits, or states and the pooled vector; queries and keys where they were exported."""
+        return self.sessions["model"].run(source_inputs(self.config, source, keep, segments))
+
+    def hidden(self, source: Tensor, **options: Any) -> Tensor:
+        """The last layer's states, of a model without a head; with one, only the graph has them."""
+        if self.config.head != "none":
+            raise ValueError(f"head={self.config.head!r} is part of the ONNX graph: states do not come out of it")
+        return self(source, **options)
+
+    def forward(
+        self,
+        source: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        if positions is not None:
+            raise ValueError("positions cannot be given: in an encoder's ONNX graph tokens stand at 0, 1, 2 …")
+        name = "states" if self.config.head == "none" else "logits"
+        return self.sessions["model"].run(source_inputs(self.config, source, keep, segments), [name])[name]
+
+    def pooled(self, states: Tensor, keep: Tensor | None = None) -> Tensor:
+        raise ValueError("the pooled vector comes out of the ONNX graph with the states: run(source)['pooled']")
+
+    def _maps(
+        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+    ) -> dict[str, AttentionMap]:
+        return stack_maps("encoder", self.encoder, self.run(source, keep), keep)
+
+
+class OnnxDecoder(OnnxModel, Decoder):
+    """A language model."""
+
+    graph_names = ("decoder",)
+
+    def __init__(self, config: ModelConfig, sessions: dict[str, Session]) -> None:
+        with torch.device("meta"):
+            Decoder.__init__(self, config)
+        self._open(sessions)
+        self.head = GraphHead.instead_of(self.head)
+
+    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
+        return new_cache(self.config, batch, max_len)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """What stands for states before the (empty) head: logits, (B, T, V); of a prompt, which fills an empty cache,
+        those of its last token alone, (B, 1, V), as nothing else is ever asked of it."""
+        return self._run(tokens, keep, positions, documents, cache, all_logits=cache is None or cache.length > 0)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """tokens (B, T) → logits (B, T, V). What comes out at padding means nothing."""
+        return self._run(tokens, keep, positions, documents, cache, all_logits=True)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: ModelCache | None,
+        all_logits: bool,
+    ) -> Tensor:
+        if documents is not None:
+            raise ValueError("documents cannot be packed into one row of an ONNX graph's input")
+        at = places(tokens, keep, positions, cache)
+        cache = self.new_cache() if cache is None else cache
+        return first_of(step(self.sessions["decoder"], self.config, tokens, at, cache, {}, all_logits))
+
+    def _maps(
+        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+    ) -> dict[str, AttentionMap]:
+        at = places(source, keep, None, None)
+        names = [name for name in self.sessions["decoder"].outputs if name.startswith("q_")]
+        out = step(self.sessions["decoder"], self.config, source, at, self.new_cache(), {}, False, names)
+        return stack_maps("decoder", self.decoder, out, None, at)
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxMemory(Memory):
+    """What an encoder's graph gave: keys and values of every cross-attention, and no states."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], keep: Tensor | None, n_batch: int, width: int) -> OnnxMemory:
+        return cls(torch.zeros(n_batch, 0, width), padding_mask(keep), tensors)
+
+
+class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
+    """A translator or a captioner."""
+
+    graph_names = ("encoder", "decoder")
+
+    def __init__(self, config: ModelConfig, sessions: dict[str, Session]) -> None:
+        with torch.device("meta"):
+            EncoderDecoder.__init__(self, config)
+        self._open(sessions)
+        self.head = GraphHead.instead_of(self.head)
+
+    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
+        return new_cache(self.config, batch, max_len)
+
+    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:
+        if positions is not None:
+            raise ValueError("positions cannot be given: in an encoder's ONNX graph tokens stand at 0, 1, 2 …")
+        graph = self.sessions["encoder"]
+        names = [name for name in graph.outputs if name.startswith("cross_")]
+        out = graph.run(source_inputs(self.config, source, keep), names)
+        return OnnxMemory.of(out, keep, len(source), self.config.d_model)
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Memory,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """What stands for states before the (empty) head: logits (B, T, V)."""
+        return first_of(self._step(target, memory, keep, positions, cache)[0])
+
+    def _step(
+        self,
+        target: Tensor,
+        memory: Memory,
+        keep: Tensor | None,
+        positions: Tensor | None,
+        cache: ModelCache | None,
+        also: list[str] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        stand = places(target, keep, positions, cache)
+        cache = self.new_cache() if cache is None else cache
+        n_blocks = len(self.decoder.blocks)
+        if not cache.cross[0].filled:
+            if not isinstance(memory, OnnxMemory):
+                raise TypeError(f"memory must come from encode() of this model, got {type(memory).__name__}")
+            for layer, cross in enumerate(cache.cross):
+                at = layer % n_blocks
+                cross.update(memory.tensors[f"cross_k_{at}"], memory.tensors[f"cross_v_{at}"])
+        more = {}
+        for block in range(n_blocks):
+            more[f"cross_k_{block}"], more[f"cross_v_{block}"] = cache.cross[block].update()
+        more["keep"] = keep_of(memory, len(target), more["cross_k_0"].shape[2])
+        return step(self.sessions["decoder"], self.config, target, stand, cache, more, True, also), stand
+
+    def _maps(
+        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+    ) -> dict[str, AttentionMap]:
+        encoder = self.sessions["encoder"].run(source_inputs(self.config, source, keep))
+        names = [name for name in self.sessions["decoder"].outputs if name.startswith(("q_", "cross_q_"))]
+        memory = OnnxMemory.of(encoder, keep, len(source), self.config.d_model)
+        out, at = self._step(target, memory, target_keep, None, None, names)
+        seen = {name: x for name, x in encoder.items() if name.startswith("cross_k_")}
+        return stack_maps("encoder", self.encoder, encoder, keep) | stack_maps(
+            "decoder", self.decoder, out | seen, keep, at
+        )

@@ -1,0 +1,190 @@
+"""What models in ONNX graphs have in common: their torch namesake without numbers, a cache, a step of a decoder.
+
+Each is its namesake on the meta device, which has every part and no numbers, with the passes through it replaced by a
+graph's. So whoever works with a model (``generate``, beam search, streaming) does not have to know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.cache import CrossCache, GrowingCache, ModelCache
+from ..attention.map import AttentionMap
+from ..attention.masks.basic import Keep
+from ..config import ModelConfig
+from ..errors import BadModelFile
+from ..generation import GenerateConfig, Generated, generate
+from ..generation.prompts import Rows
+from ..models import Block, Memory, Model
+from ..models.heads import TokenHead
+from .onnx_graphs import kv_shape
+from .onnx_maps import weighing_parts
+from .onnx_session import Session
+
+
+class OnnxModel(Model):
+    """What all of them have in common."""
+
+    graph_names: ClassVar[tuple[str, ...]]
+    sessions: dict[str, Session]
+    has_maps: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")  # where tensors are handed over, wherever the graphs run
+
+    def _open(self, sessions: dict[str, Session]) -> None:
+        self.sessions, self.has_maps = sessions, False
+        for module in self.modules():
+            if type(module) is Block:
+                module.__class__ = GraphBlock  # on the meta device there is nothing it could compute with
+        self.eval()
+
+    def generate(self, inputs: Rows, config: GenerateConfig | None = None, **fields: Any) -> Generated:
+        """``regard.generate`` of this model."""
+        return generate(self, inputs, config, **fields)
+
+    def maps(
+        self,
+        source: Tensor,
+        target: Tensor | None = None,
+        *,
+        keep: Tensor | None = None,
+        target_keep: Tensor | None = None,
+    ) -> dict[str, AttentionMap]:
+        """Every attention of one pass, by its place: "encoder.blocks.0.attention", "decoder.blocks.1.cross_attention".
+
+        source, target  as the model is called, or the tokens of a language model
+        keep            what of the source (or of the tokens) is no padding; target_keep the same of the target
+        Where layers share their weights the number is the layer's.
+        """
+        if not self.has_maps:
+            raise ValueError("this model was exported without its queries and keys; export it with maps=True")
+        if (target is None) != (len(self.graph_names) == 1):
+            raise ValueError("a target goes with a model that has an encoder and a decoder, and with no other")
+        return self._maps(source, source if target is None else target, keep, target_keep)
+
+    def _maps(
+        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+    ) -> dict[str, AttentionMap]:
+        raise NotImplementedError  # which stacks there are is what makes a kind of model
+
+    def take_parts(self, parts: dict[str, Tensor], place: Path) -> None:
+        """Fill in the biases and mechanisms, which maps are computed with."""
+        for name, part in weighing_parts(self):
+            part.to_empty(device="cpu")
+            for key, x in part.state_dict().items():
+                found = parts.get(f"{name}.{key}")
+                if found is None or found.shape != x.shape:
+                    raise BadModelFile(f"{place} has no {name}.{key} that fits, which its attention maps need")
+                x.copy_(found)
+        self.has_maps = True
+
+
+class GraphBlock(Block):
+    """A layer whose numbers lie in a graph: it says what it is made of, and cannot be run by itself."""
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("the layers of an ONNX model run inside its graphs; call the model")
+
+
+class GraphHead(TokenHead):
+    """Stands where a model's head is: the graphs end in logits already."""
+
+    @classmethod
+    def instead_of(cls, head: TokenHead | None) -> TokenHead | None:
+        if head is None:
+            return None
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        return made
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x
+
+
+class HeldCache(GrowingCache):
+    """Keys and values as a graph returned them."""
+
+    def put(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        self._k, self._v, self._pos = k, v, positions
+
+    def contents(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        return None if self._k is None or self._v is None or self._pos is None else (self._k, self._v, self._pos)
+
+
+def new_cache(config: ModelConfig, batch: int | None, max_len: int | None) -> ModelCache:
+    if batch is not None or max_len is not None:
+        raise ValueError(f"batch={batch}, max_len={max_len}: an ONNX model's cache grows and cannot be preallocated")
+    beside = config.architecture == "encoder-decoder"
+    n_layers = config.n_decoder_layers or config.n_layers if beside else config.n_layers
+    return ModelCache([HeldCache() for _ in range(n_layers)], [CrossCache() for _ in range(n_layers)] if beside else [])
+
+
+def step(
+    session: Session,
+    config: ModelConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    cache: ModelCache,
+    more: dict[str, Tensor],
+    all_logits: bool,
+    also: list[str] | None = None,
+) -> dict[str, Tensor]:
+    """New tokens through the decoder's graph; the cache takes in what comes out, ``also`` names further outputs."""
+    layers = [layer for layer in cache.layers if isinstance(layer, HeldCache)]
+    (n_batch, n_new), (n_heads, width) = tokens.shape, kv_shape(config)
+    nothing = torch.zeros(n_batch, n_heads, 0, width)
+    before = [layer.contents() or (nothing, nothing, positions[:, :0]) for layer in layers]
+    past_positions = before[0][2].expand(n_batch, -1)  # one row may stand for all that were copied from it
+    given = {"tokens": tokens.long(), "positions": positions, "past_positions": past_positions, **more}
+    given["wanted"] = torch.arange(n_new) if all_logits else torch.tensor([n_new - 1])
+    names = ["logits" if "logits" in session.outputs else "states"]
+    for i, (k, v, _) in enumerate(before):
+        given |= {f"past_k_{i}": k, f"past_v_{i}": v}
+        names += [f"present_k_{i}", f"present_v_{i}"]
+    out = session.run(given, names + (also or []))
+    all_positions = torch.cat([past_positions, positions], dim=1)
+    for i, layer in enumerate(layers):
+        layer.put(out[f"present_k_{i}"], out[f"present_v_{i}"], all_positions)
+    return out
+
+
+def places(tokens: Tensor, keep: Tensor | None, positions: Tensor | None, cache: ModelCache | None) -> Tensor:
+    """Where new tokens stand, (B, T), -1 for padding: after those in the cache unless ``positions`` says otherwise.
+
+    As in the models themselves, padding takes up places where there is no cache, and is passed over where there is.
+    """
+    if positions is not None:
+        return positions.expand(tokens.shape).long()
+    start = torch.zeros(1, dtype=torch.int64) if cache is None else cache.lengths
+    all_along = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    if keep is None:
+        return start[:, None] + all_along
+    real = keep.bool()[:, -tokens.shape[1] :]
+    return torch.where(real, start[:, None] + (all_along if cache is None else real.long().cumsum(-1) - 1), -1)
+
+
+def first_of(out: dict[str, Tensor]) -> Tensor:
+    return next(iter(out.values()))
+
+
+def source_inputs(
+    config: ModelConfig, source: Tensor, keep: Tensor | None, segments: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The inputs of an encoder's graph; without a mask everything is real."""
+    if config.source == "image":
+        return {"source": source.float()}
+    keep = torch.ones(source.shape[:2], dtype=torch.bool) if keep is None else keep.bool()
+    segments = torch.zeros(source.shape[:2], dtype=torch.int64) if segments is None else segments.long()
+    return {"source": source.long() if config.source == "text" else source.float(), "keep": keep, "segments": segments}
+
+
+def keep_of(memory: Memory | None, n_batch: int, n_keys: int) -> Tensor:
+    """Which of a memory's keys are real."""
+    mask = None if memory is None else memory.mask
+    return mask.keep if isinstance(mask, Keep) else torch.ones(n_batch, n_keys, dtype=torch.bool)

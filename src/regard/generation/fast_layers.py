@@ -1,0 +1,73 @@
+"""Linear maps over weights in the order a CPU reads them, prepared once a model.
+
+A product of one row with a matrix is bound by how fast the matrix is read; oneDNN's own order, in blocks, is read two to
+four times as fast as rows are. The price is a second copy of the weights, so very large models do without.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+_MOST_BYTES = 2 * 2**30
+"""Weights of a model that are worth a second copy."""
+
+Map = Callable[[Tensor], Tensor]
+"""From rows (R, in) to rows (R, out)."""
+
+
+class PackedLinear:
+    """x Wᵀ + b, W in oneDNN's order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+
+class Packs:
+    """The packed maps of one model, each as long as its weight is what it was."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, tuple[object, PackedLinear]] = {}
+
+    def map(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        mark = _mark(weight)
+        held = self._maps.get(id(weight))
+        if held is None or held[0] != mark or held[1].bias is not bias:
+            held = self._maps[id(weight)] = mark, PackedLinear(weight, bias)
+        return held[1]
+
+
+_packs: weakref.WeakKeyDictionary[nn.Module, Packs] = weakref.WeakKeyDictionary()
+
+
+def packs_of(model: nn.Module) -> Packs | None:
+    """What was packed for a model so far; None where its weights are better read as they are."""
+    n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if n_bytes > _MOST_BYTES or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return None
+    return _packs.setdefault(model, Packs())
+
+
+def fast_map(module: nn.Module, packs: Packs | None) -> Map:
+    """A linear module as a function of rows: packed if it is a plain one in float32, else as it is."""
+    if packs is None or type(module) is not nn.Linear or not can_pack(module.weight):
+        return module
+    return packs.map(module.weight, module.bias)
+
+
+def can_pack(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)
+
+
+def _mark(weight: Tensor) -> tuple[int, int, float]:
+    """Where a weight lies, how often it was changed, and a few of its numbers: ``.data`` changes without being counted."""
+    version = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, float(weight.detach().flatten()[::997].sum())

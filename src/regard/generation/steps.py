@@ -1,0 +1,312 @@
+"""The step that decoding repeats: one token a row through a decoder with a preallocated cache, written for capture.
+
+Nothing here depends on a Python number that changes from token to token, nothing is read back, and every tensor that
+lives longer than a step keeps its address. The parts are the model's own; only what lies between them is joined:
+
+    plain   the model's modules one after the other, attention reading its cache up to the row's length
+    few     norm, product, activation and residual of a part in one launch: five a layer      (a few rows)
+    many    the products are the library's, residual and norm between them one launch         (many rows)
+
+The functions in ``TorchParts`` say what the kernels in ``kernels.decoding`` compute, and run on every device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import MultiHeadAttention
+from ..attention.cache import Cache, ModelCache, StaticCache
+from ..attention.scores import Dot
+from ..layers import FeedForward, LayerNorm, Learned, RMSNorm
+from ..layers.feedforward import activation_function
+from ..models import Block, Decoder
+
+Form = Literal["plain", "few", "many"]
+MOST_FEW = 4
+"""Rows up to which reading a weight once for each of them is faster than a matrix product."""
+
+Norm = tuple[str, Tensor, Tensor | None, float]
+"""("layer" or "rms", gain, shift, eps)"""
+
+
+class State(NamedTuple):
+    """What changes from step to step, all of it on the device and always in the same place."""
+
+    tokens: Tensor  # (R,) the token to take in
+    lengths: Tensor  # (R,) where it stands
+    last: Tensor  # (R,) the last place a row may fill: one that is done stays there
+    steps: Tensor  # (R,) tokens chosen so far
+    history: Tensor  # (n, R) the tokens chosen
+    log_probs: Tensor  # (n, R) of each, by the model alone
+
+    @classmethod
+    def empty(cls, rows: int, n_steps: int, device: torch.device) -> State:
+        def numbers() -> Tensor:
+            return torch.zeros(rows, dtype=torch.int64, device=device)
+
+        history = torch.zeros(n_steps, rows, dtype=torch.int64, device=device)
+        return cls(numbers(), numbers(), numbers(), numbers(), history, torch.zeros(n_steps, rows, device=device))
+
+    def begin(self, lengths: Tensor, last: Tensor) -> None:
+        for held, new in ((self.lengths, lengths), (self.last, last), (self.steps, torch.zeros_like(lengths))):
+            held.copy_(new)
+
+    def advance(self) -> None:
+        self.lengths.copy_(torch.minimum(self.lengths + 1, self.last))
+
+    def note(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """These tokens were chosen."""
+        self.history.scatter_(0, self.steps[None], tokens[None])
+        self.log_probs.scatter_(0, self.steps[None], log_probs[None].to(self.log_probs.dtype))
+        self.tokens.copy_(tokens)
+        self.steps.add_(1)
+
+
+class TorchParts:
+    """The parts of a step in plain torch: what the kernels are checked against, and what runs without them."""
+
+    @staticmethod
+    def attend_one(
+        q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths, where k and v (R, G, D) go in → (R, H · D)."""
+        at = lengths[:, None, None, None].expand(-1, *k.shape[1:2], 1, k.shape[2])
+        k_held.scatter_(2, at, k[:, :, None])
+        v_held.scatter_(2, at, v[:, :, None])
+        seen = torch.arange(k_held.shape[2], device=q.device) <= lengths[:, None]  # (R, S)
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q[:, :, None], k_held, v_held, attn_mask=seen[:, None, None], scale=scale, enable_gqa=gqa
+        )
+        return out.flatten(1)
+
+    @staticmethod
+    def linear(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        y = F.linear(x if norm is None else normed(x, norm), weight, bias)
+        y = y if activation is None else activation_function(activation)(y)
+        y = y if residual is None else residual + y
+        return y if dtype is None else y.to(dtype)
+
+    @staticmethod
+    def add_norm(x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        total = x if y is None else x + y
+        return total, normed(total, norm)
+
+    @staticmethod
+    def embed(
+        tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, places: Tensor | None, offset: int = 0
+    ) -> Tensor:
+        x = F.embedding(tokens, table) * scale
+        return x if places is None else x + F.embedding(lengths + offset, places)
+
+    @staticmethod
+    def settle_greedy(
+        logits: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        last: Tensor,
+        steps: Tensor,
+        history: Tensor,
+        log_probs: Tensor,
+        advance: bool,
+    ) -> None:
+        state = State(tokens, lengths, last, steps, history, log_probs)
+        chosen = logits.argmax(-1)
+        state.note(chosen, log_prob_of(logits.float(), chosen))
+        if advance:
+            state.advance()
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    kind, gain, shift, eps = norm
+    if kind == "layer":
+        return F.layer_norm(x, gain.shape, gain, shift, eps)
+    return F.rms_norm(x, gain.shape, gain, eps)
+
+
+def log_prob_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def parts_for(weight: Tensor) -> Any:
+    """The kernels where they run, plain torch elsewhere; their sums are float32, which is less than a double has."""
+    if not weight.is_cuda or weight.dtype == torch.float64:
+        return TorchParts
+    try:
+        from ..kernels import decoding
+    except ImportError:  # CUDA without triton: slower, and right
+        return TorchParts
+    return decoding
+
+
+class OneToken:
+    """Logits (R, V) of what follows ``state.tokens``, which the step takes into the cache.
+
+    It holds the model's parts and not the model, so that whoever keeps it by model does not keep the model alive.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: ModelCache, state: State, form: Form | None = None, parts: Any = None
+    ) -> None:
+        if (trouble := why_not(model)) is not None:
+            raise ValueError(f"this model's step cannot be written out: {trouble}")
+        assert model.head is not None
+        self.token, self.embeddings, self.decoder, self.head = model.token, model.embeddings, model.decoder, model.head
+        self.state, self.parts = state, parts_for(model.token.weight) if parts is None else parts
+        joins = can_join(model)
+        if form not in (None, "plain") and not joins:
+            raise ValueError(f"form={form!r} needs plain pre-norm layers; this model takes form='plain'")
+        best: Form = "plain" if not joins else "few" if len(state.tokens) <= MOST_FEW else "many"
+        self.form: Form = best if form is None else form
+        self.held = [held_by(layer) for layer in cache.layers]
+
+    def logits(self) -> Tensor:
+        x = self._embedded()  # (R, M)
+        if self.form == "many":
+            return self._many(x)
+        for layer, (k, v) in enumerate(self.held):
+            block = self.decoder.blocks[layer % len(self.decoder.blocks)]
+            assert isinstance(block, Block)
+            x = self._few(x, block, k, v) if self.form == "few" else self._plain(x, block, k, v)
+        final = self.decoder.norm
+        if self.form == "few" and self.head.scale == 1.0:
+            assert final is not None
+            weight = self.token.weight if self.head.weight is None else self.head.weight
+            return self.parts.linear(x, weight, self.head.bias, norm=norm_of(final), dtype=torch.float32)
+        return self.head(x if final is None else final(x), self.token.weight)
+
+    def _embedded(self) -> Tensor:
+        tokens, lengths, part = self.state.tokens, self.state.lengths, self.embeddings
+        places = part.position
+        simple = part.norm is None and part.projection is None and part.segment is None
+        if self.form == "plain" or not simple or not isinstance(places, Learned | None):
+            return part(self.token(tokens[:, None]), lengths[:, None])[:, 0]
+        weight, offset = (None, 0) if places is None else (places.weight, places.offset)
+        return self.parts.embed(tokens, lengths, self.token.weight, self.token.scale, weight, offset)
+
+    def _plain(self, x: Tensor, block: Block, k: Tensor, v: Tensor) -> Tensor:
+        def attend(y: Tensor) -> Tensor:
+            attention = attention_of(block)
+            return attention.w_o(self._attend(attention, attention.w_qkv(y), k, v))
+
+        x = block._sublayer(x, block.attention_norm, attend)
+        return block._sublayer(x, block.ff_norm, block.ff)
+
+    def _few(self, x: Tensor, block: Block, k: Tensor, v: Tensor) -> Tensor:
+        attention, ff, linear = attention_of(block), block.ff, self.parts.linear
+        y = linear(x, attention.w_qkv.weight, attention.w_qkv.bias, norm=norm_of(block.attention_norm))
+        x = linear(self._attend(attention, y, k, v), attention.w_o.weight, attention.w_o.bias, residual=x)
+        activation = None if ff.gated else ff.activation
+        y = linear(x, ff.w_in.weight, ff.w_in.bias, norm=norm_of(block.ff_norm), activation=activation)
+        return linear(gated(ff, y), ff.w_out.weight, ff.w_out.bias, residual=x)
+
+    def _many(self, x: Tensor) -> Tensor:
+        assert self.decoder.norm is not None
+        y: Tensor | None = None  # what the part before adds to x
+        for layer, (k, v) in enumerate(self.held):
+            block = self.decoder.blocks[layer % len(self.decoder.blocks)]
+            assert isinstance(block, Block)
+            attention, ff = attention_of(block), block.ff
+            x, z = self.parts.add_norm(x, y, norm_of(block.attention_norm))
+            y = attention.w_o(self._attend(attention, attention.w_qkv(z), k, v))
+            x, z = self.parts.add_norm(x, y, norm_of(block.ff_norm))
+            y = ff.w_out(activated(ff, z))
+        _, z = self.parts.add_norm(x, y, norm_of(self.decoder.norm))
+        return self.head(z, self.token.weight)
+
+    def _attend(self, attention: MultiHeadAttention, qkv: Tensor, k_held: Tensor, v_held: Tensor) -> Tensor:
+        """qkv (R, (H + 2G) · D) → (R, H · D)."""
+        heads = attention._heads(qkv[:, None], attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        q, k, v = heads  # (R, heads, 1, D)
+        q, k = attention._normed(q, k)
+        if attention.rope is not None:
+            positions = self.state.lengths[:, None]
+            q, k = attention.rope(q, positions), attention.rope(k, positions)
+        assert isinstance(attention.mechanism, Dot)
+        scale = attention.mechanism.factor(attention.d_head)
+        lengths = self.state.lengths
+        return self.parts.attend_one(q[:, :, 0], k[:, :, 0], v[:, :, 0], k_held, v_held, lengths, scale)
+
+
+def held_by(cache: Cache) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values (R, G, S, D), where they lie."""
+    if type(cache) is not StaticCache:
+        raise ValueError(f"a step written out needs a StaticCache for every layer, not a {type(cache).__name__}")
+    k, v = cache._slots.data
+    return k, v
+
+
+def attention_of(block: Block) -> MultiHeadAttention:
+    assert isinstance(block.attention, MultiHeadAttention)
+    return block.attention
+
+
+def norm_of(norm: nn.Module) -> Norm:
+    if isinstance(norm, LayerNorm):
+        return "layer", norm.weight, norm.bias, norm.eps
+    assert isinstance(norm, RMSNorm)
+    return "rms", norm.weight, None, norm.eps
+
+
+def gated(ff: FeedForward, y: Tensor) -> Tensor:
+    """What the gate lets through; a plain network's activation was part of its product."""
+    if not ff.gated:
+        return y
+    gate, up = y.chunk(2, dim=-1)
+    return ff.f(gate) * up
+
+
+def activated(ff: FeedForward, x: Tensor) -> Tensor:
+    """f(x W_in + b_in), the activation inside the product where torch has that: tanh's GELU on CUDA."""
+    if x.is_cuda and ff.activation == "gelu_tanh" and ff.w_in.bias is not None:
+        return torch.ops.aten._addmm_activation(ff.w_in.bias, x, ff.w_in.weight.t(), use_gelu=True)
+    y = ff.w_in(x)
+    return gated(ff, y) if ff.gated else ff.f(y)
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why a model's step cannot be written out here, in a few words; None where it can."""
+    if not isinstance(model, Decoder) or model.head is None:
+        return "it is no decoder with a head"
+    if not model.decoder.causal or model.decoder.position_bias is not None:
+        return "its layers share a position bias, or look ahead"
+    if model.config.rope_scaling is not None and model.config.rope_scaling.kind in ("dynamic", "longrope"):
+        return "its angles follow the longest text of the batch"
+    for block in model.decoder.blocks:
+        assert isinstance(block, Block)
+        attention = block.attention
+        if not isinstance(attention, MultiHeadAttention) or type(attention.mechanism) is not Dot:
+            return "its attention is not the scaled dot product"
+        if attention.position_bias is not None or block.cross_attention is not None:
+            return "its attention has a bias or a memory"
+    return None
+
+
+def can_join(model: Decoder) -> bool:
+    """Whether norms, products and residuals are the plain ones that may be computed together."""
+    head, norms = model.head, [model.decoder.norm]
+    linears: list[nn.Module] = []
+    for block in model.decoder.blocks:
+        assert isinstance(block, Block)
+        attention = attention_of(block)
+        norms += [block.attention_norm, block.ff_norm]
+        linears += [attention.w_qkv, attention.w_o, block.ff.w_in, block.ff.w_out]
+        if not (block.pre_norm and block.residual):
+            return False
+    if head is None or head.transform is not None:
+        return False
+    plain_norms = all(type(norm) is LayerNorm or (type(norm) is RMSNorm and norm.offset == 0.0) for norm in norms)
+    return plain_norms and all(type(linear) is nn.Linear for linear in linears)

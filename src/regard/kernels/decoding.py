@@ -1,0 +1,403 @@
+"""One token a row through a Transformer's layers in few launches: what a captured decoding step is made of.
+
+At batch 1 a step reads every weight once and computes next to nothing, so its time is the number of launches and how
+fast each of them asks for its bytes. Five launches a layer for a few rows (norm + product + activation, attention with
+its cache, product + residual, and the same for the feed-forward part); for many rows the products are the library's.
+``generation.steps`` holds the same functions in plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "quick_gelu": 5, "relu2": 6}
+NORMS = {None: 0, "layer": 1, "rms": 2}
+_LOG2_E = 1.4426950408889634
+
+
+# ---- attention of one query over a cache
+
+
+@triton.jit
+def _attend(
+    q,
+    k_new,
+    v_new,
+    k_held,
+    v_held,
+    lengths,
+    out,
+    scale,  # times log₂ e
+    q_b,
+    q_h,
+    k_b,
+    k_g,
+    v_b,
+    v_g,
+    held_b,
+    held_g,
+    held_s,
+    REP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (b, h): the new key and value go into slot lengths[b]; the query looks at them and at all before."""
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g = h // REP
+    length = tl.load(lengths + b).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    query = tl.load(q + b * q_b + h * q_h + d, mask=inside, other=0.0).to(tl.float32) * scale
+    key = tl.load(k_new + b * k_b + g * k_g + d, mask=inside, other=0.0)
+    value = tl.load(v_new + b * v_b + g * v_g + d, mask=inside, other=0.0)
+    k_at, v_at = k_held + b * held_b + g * held_g, v_held + b * held_b + g * held_g
+    if h % REP == 0:
+        tl.store(k_at + length.to(tl.int64) * held_s + d, key, mask=inside)
+        tl.store(v_at + length.to(tl.int64) * held_s + d, value, mask=inside)
+    # Every line of the tile keeps a softmax of its own, joined at the end: no thread waits for another in the loop.
+    s = tl.arange(0, BLOCK_S)
+    top = tl.full([BLOCK_S], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    mixed = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_S):
+        seen = start + s < length
+        at = (start + s)[:, None] * held_s + d[None, :]
+        both = seen[:, None] & inside[None, :]
+        keys = tl.load(k_at + at, mask=both, other=0.0).to(tl.float32)
+        values = tl.load(v_at + at, mask=both, other=0.0).to(tl.float32)
+        scores = tl.where(seen, tl.sum(keys * query[None, :], 1), -1e30)
+        higher = tl.maximum(top, scores)
+        before = tl.exp2(top - higher)
+        weights = tl.where(seen, tl.exp2(scores - higher), 0.0)
+        total = total * before + weights
+        mixed = mixed * before[:, None] + weights[:, None] * values
+        top = higher
+    own = tl.sum(query * key.to(tl.float32), 0)
+    highest = tl.maximum(tl.max(top, 0), own)
+    share, own = tl.exp2(top - highest), tl.exp2(own - highest)
+    result = tl.sum(mixed * share[:, None], 0) + own * value.to(tl.float32)
+    result = result / (tl.sum(total * share, 0) + own)
+    tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
+
+
+def attention_tile(n_programs: int) -> tuple[int, int]:
+    """Keys in a tile and warps: where programs are few, each has to keep many bytes on their way."""
+    return (256, 16) if n_programs < 264 else (64, 4)
+
+
+@torch.library.custom_op("regard::attend_one", mutates_args=("k_held", "v_held"))
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths (R,), where k and v (R, G, D) go in → (R, H · D)."""
+    rows, n_heads, width = q.shape
+    out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
+    block, warps = attention_tile(rows * n_heads)
+    _attend[(rows, n_heads)](
+        q,
+        k,
+        v,
+        k_held,
+        v_held,
+        lengths,
+        out,
+        scale * _LOG2_E,
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *k_held.stride()[:3],
+        REP=n_heads // k.shape[1],
+        D=width,
+        BLOCK_S=block,
+        BLOCK_D=triton.next_power_of_2(width),
+        num_warps=warps,
+    )
+    return out
+
+
+@attend_one.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+# ---- products with a few rows
+
+
+@triton.jit
+def _act(y, ACT: tl.constexpr):
+    if ACT == 1:
+        y = tl.maximum(y, 0.0)
+    elif ACT == 2:
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    elif ACT == 3:
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # tanh u = 2 σ(2u) − 1
+    elif ACT == 4:
+        y = y * tl.sigmoid(y)
+    elif ACT == 5:
+        y = y * tl.sigmoid(1.702 * y)
+    elif ACT == 6:
+        y = tl.maximum(y, 0.0) * tl.maximum(y, 0.0)
+    return y
+
+
+@triton.jit
+def _linear(
+    x,
+    weight,
+    bias,
+    residual,
+    gain,
+    shift,
+    out,
+    N,
+    eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (block of outputs, row): residual + act(norm(x) Wᵀ + bias), everything between in float32."""
+    n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    live = n < N
+    lines = weight + n[:, None].to(tl.int64) * K
+    # Asked for before the norm is computed: weights come from far, the row from near.
+    tile = tl.load(lines + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+    mean, factor = 0.0, 1.0
+    if NORM == 1:
+        total = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            total += tl.load(x + row * K + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        mean = tl.sum(total, 0) / K
+    if NORM != 0:
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            part = tl.load(x + row * K + start + k, mask=start + k < K, other=0.0).to(tl.float32) - mean
+            squares += tl.where(start + k < K, part * part, 0.0)
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    summed = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = start + k < K
+        if start > 0:
+            tile = tl.load(lines + start + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        part = tl.load(x + row * K + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM != 0:
+            part = (part - mean) * factor * tl.load(gain + start + k, mask=inside, other=0.0).to(tl.float32)
+            if HAS_SHIFT:
+                part += tl.load(shift + start + k, mask=inside, other=0.0).to(tl.float32)
+        summed += tile.to(tl.float32) * part[None, :]
+    y = tl.sum(summed, 1)
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
+    y = _act(y, ACT)
+    if HAS_RESIDUAL:
+        y += tl.load(residual + row * N + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, y.to(out.dtype.element_ty), mask=live)
+
+
+def linear_tile(n_outputs: int) -> tuple[int, int]:
+    """Outputs of a program and its warps: enough programs for every multiprocessor, few enough to be worth starting."""
+    return (4, 4) if n_outputs <= 1024 else (8, 4) if n_outputs <= 8192 else (16, 8)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[str, Tensor, Tensor | None, float] | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """residual + activation(norm(x) Wᵀ + bias) for a few rows x (R, K), W (N, K); norm is (kind, gain, shift, eps)."""
+    (rows, k), n = x.shape, weight.shape[0]
+    kind, gain, shift, eps = (None, x, None, 0.0) if norm is None else norm
+    out = torch.empty(rows, n, dtype=x.dtype if dtype is None else dtype, device=x.device)
+    block, warps = linear_tile(n)
+    _linear[(triton.cdiv(n, block), rows)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        gain,
+        x if shift is None else shift,
+        out,
+        n,
+        eps,
+        K=k,
+        NORM=NORMS[kind],
+        ACT=ACTIVATIONS[activation],
+        HAS_BIAS=bias is not None,
+        HAS_SHIFT=shift is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK_N=block,
+        BLOCK_K=min(triton.next_power_of_2(k), 1024),
+        num_warps=warps,
+    )
+    return out
+
+
+# ---- between the products of many rows
+
+
+@triton.jit
+def _add_norm(
+    x,
+    y,
+    gain,
+    shift,
+    total,
+    normed,
+    eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
+    inside = k < K
+    value = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    if HAS_Y:
+        value += tl.load(y + row * K + k, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * K + k, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if NORM == 1:
+        value = tl.where(inside, value - tl.sum(value, 0) / K, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / K + eps) * weight
+    if HAS_SHIFT:
+        value += tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * K + k, value.to(normed.dtype.element_ty), mask=inside)
+
+
+def add_norm(x: Tensor, y: Tensor | None, norm: tuple[str, Tensor, Tensor | None, float]) -> tuple[Tensor, Tensor]:
+    """x + y and its norm, both (R, K); y None: x itself and its norm."""
+    (rows, k), (kind, gain, shift, eps) = x.shape, norm
+    total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(k)
+    _add_norm[(rows,)](
+        x,
+        x if y is None else y,
+        gain,
+        x if shift is None else shift,
+        total,
+        normed,
+        eps,
+        K=k,
+        NORM=NORMS[kind],
+        HAS_Y=y is not None,
+        HAS_SHIFT=shift is not None,
+        BLOCK_K=block,
+        num_warps=4 if block <= 2048 else 8,
+    )
+    return total, normed
+
+
+# ---- the two ends
+
+
+@triton.jit
+def _embed(
+    tokens, lengths, table, places, out, scale, offset, K: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
+    inside = k < K
+    value = tl.load(table + tl.load(tokens + row) * K + k, mask=inside, other=0.0).to(tl.float32) * scale
+    if HAS_PLACES:
+        value += tl.load(places + (tl.load(lengths + row) + offset) * K + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * K + k, value.to(out.dtype.element_ty), mask=inside)
+
+
+def embed(
+    tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, places: Tensor | None, offset: int = 0
+) -> Tensor:
+    """The vectors (R, K) of tokens (R,) that stand at lengths (R,): scale · table[token] + places[length + offset]."""
+    rows, k = len(tokens), table.shape[1]
+    out = torch.empty(rows, k, dtype=table.dtype, device=table.device)
+    given, block = table if places is None else places, triton.next_power_of_2(k)
+    _embed[(rows,)](
+        tokens, lengths, table, given, out, scale, offset, K=k, HAS_PLACES=places is not None, BLOCK_K=block
+    )
+    return out
+
+
+@triton.jit
+def _likeliest_of_part(logits, top, at, total, V, stride, BLOCK: tl.constexpr):
+    row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    v = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    highest = tl.max(x, 0)
+    first = tl.min(tl.where(x == highest, v, V), 0)  # of equals the first, as argmax has it
+    floor = tl.maximum(highest, -1e30)  # a part may hold nothing but -inf
+    tl.store(top + row * n_parts + part, highest)
+    tl.store(at + row * n_parts + part, first)
+    tl.store(total + row * n_parts + part, tl.sum(tl.exp(x - floor), 0))
+
+
+@triton.jit
+def _settle(
+    top,
+    at,
+    total,
+    tokens,
+    lengths,
+    last,
+    steps,
+    history,
+    log_probs,
+    V,
+    n_parts,
+    n_rows,
+    ADVANCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = part < n_parts
+    highs = tl.load(top + row * n_parts + part, mask=inside, other=-float("inf"))
+    firsts = tl.load(at + row * n_parts + part, mask=inside, other=V)
+    sums = tl.load(total + row * n_parts + part, mask=inside, other=0.0)
+    highest = tl.max(highs, 0)
+    token = tl.min(tl.where(highs == highest, firsts, V), 0)
+    token = tl.minimum(token, V - 1)  # logits that are no numbers choose none: no address may follow from that
+    log_prob = -tl.log(tl.sum(sums * tl.exp(tl.maximum(highs, -1e30) - highest), 0))
+    step = tl.load(steps + row)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(history + step * n_rows + row, token.to(tl.int64))
+    tl.store(log_probs + step * n_rows + row, log_prob)
+    tl.store(steps + row, step + 1)
+    if ADVANCE:
+        tl.store(lengths + row, tl.minimum(tl.load(lengths + row) + 1, tl.load(last + row)))
+
+
+def settle_greedy(
+    logits: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    last: Tensor,
+    steps: Tensor,
+    history: Tensor,
+    log_probs: Tensor,
+    advance: bool,
+) -> None:
+    """The likeliest token of logits (R, V) and its log-probability, written down as row ``steps`` of the histories."""
+    rows, n_tokens = logits.shape
+    block = 2048
+    n_parts = triton.cdiv(n_tokens, block)
+    top, total = (torch.empty(rows, n_parts, dtype=torch.float32, device=logits.device) for _ in range(2))
+    at = torch.empty(rows, n_parts, dtype=torch.int32, device=logits.device)
+    _likeliest_of_part[(rows, n_parts)](logits, top, at, total, n_tokens, logits.stride(0), BLOCK=block)
+    _settle[(rows,)](
+        *(top, at, total, tokens, lengths, last, steps, history, log_probs, n_tokens, n_parts, rows),
+        ADVANCE=advance,
+        BLOCK=triton.next_power_of_2(n_parts),
+        num_warps=1,
+    )

@@ -1,0 +1,191 @@
+"""Linear maps in int8: whole-number weights with one scale an output, inputs rounded as they come with one scale a row.
+
+W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,     y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127  (Jacob et al. 2018)
+
+Every row is rounded by its own scale alone, so that no result depends on what else is in the batch. On a CPU the
+product is FBGEMM's over weights packed once; elsewhere, and while tracing, it is written out in whole numbers.
+State: ``weight`` int8 (out, in), ``scale`` float32 (out,) and ``bias`` float32 (out,) or none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import need_ids
+from .embeddings import TokenEmbedding
+
+_MOST = 127
+_packing = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (out, in) as int8 and one scale an output (out,)."""
+    weight = weight.detach().float()
+    scale = weight.abs().amax(1) / _MOST
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (weight / scale[:, None]).round().clamp(-_MOST, _MOST).to(torch.int8), scale
+
+
+class Int8Linear(nn.Module):
+    """y = x Wᵀ + b with int8 weights.   (…, in) → (…, out), for inference: no gradient passes"""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        if weight.dtype != torch.int8 or scale.shape != weight.shape[:1]:
+            raise ValueError(f"weight must be int8 and scale ({len(weight)},), got {weight.dtype}, {tuple(scale.shape)}")
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self._packed: Any = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        """The nearest int8 map."""
+        bias = None if linear.bias is None else linear.bias.detach().float().clone()
+        return cls(*rounded(linear.weight), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + bias."""
+        rows = x.detach().reshape(-1, self.in_features).float()
+        largest = rows.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # (R, 1)
+        if torch.compiler.is_compiling() or rows.device.type != "cpu" or len(rows) == 0 or not _can_pack():
+            out = self._whole_numbers(rows / largest)
+        else:
+            levels = _levels()
+            product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+            out = product(rows / largest, 1 / levels, levels + 1, self._pack())
+        out = out.mul_(largest) if bias is None else torch.addcmul(bias.float(), out, largest, out=out)
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _whole_numbers(self, rows: Tensor) -> Tensor:
+        """The same product for rows within [-1, 1], without packed weights."""
+        q = (rows * _MOST).round()
+        if rows.device.type == "cpu" and len(rows):
+            total = torch._int_mm(q.to(torch.int8), self.weight.t()).float()
+        else:  # whole numbers below 2²⁴ are exact in float32, and sums beyond it nearly so
+            total = F.linear(q, self.weight.float())
+        return total * (self.scale.float() / _MOST)
+
+    def _pack(self) -> Any:
+        if self._packed is None:
+            self._packed = _packed(self.weight, self.scale)
+        return self._packed
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._packed = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._packed = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": None}  # copies pack their own
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, int8"
+
+
+class Int8Embedding(Int8Linear):
+    """A token table in int8, times ``factor``; a tied head reads the same numbers as an output matrix (``product``)."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, factor: float = 1.0) -> None:
+        super().__init__(weight, scale)
+        self.factor = factor
+        self.vocab_size, self.d_model = weight.shape
+
+    @classmethod
+    def of_table(cls, table: TokenEmbedding) -> Int8Embedding:
+        return cls(*rounded(table.weight), table.scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (B, T) → (B, T, M)."""
+        need_ids("token ids", ids, 0, self.vocab_size, "vocab_size")
+        return self.weight[ids] * (self.scale[ids] * self.factor)[..., None]
+
+
+class Int8Head(nn.Module):
+    """A head whose output matrix is int8: its own, or a tied table's, which then belongs to the model alone."""
+
+    def __init__(self, head: nn.Module, tied: Int8Embedding | None) -> None:
+        super().__init__()
+        weight, bias = head.weight, head.bias
+        self.bias = bias
+        self.output = None if tied is not None else Int8Linear(*rounded(weight))
+        head.weight = head.bias = None
+        self.inner: Any = head  # what comes before the matrix
+        self._tied = (tied,)  # in a tuple: the table is not this module's to save
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the output matrix is applied to."""
+        out: Tensor = self.inner.hidden(x)
+        return out
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x (B, T, M) → (B, T, V). ``table`` is what a plain head would be handed, and not looked at."""
+        output = self._tied[0] if self.output is None else self.output
+        assert output is not None
+        return output.product(self.hidden(x), self.bias)
+
+
+def quantise(model: nn.Module) -> nn.Module:
+    """The model itself, its linear maps, token tables and output matrix now in int8; norms and positions stay."""
+    for module in list(model.modules()):
+        for name, part in list(module.named_children()):
+            if type(part) is nn.Linear:
+                setattr(module, name, Int8Linear.of(part))
+    tables: dict[int, Int8Embedding] = {}
+    for name, part in list(model.named_children()):
+        if type(part) is TokenEmbedding:
+            tables[id(part.weight)] = made = Int8Embedding.of_table(part)
+            setattr(model, name, made)
+    head = getattr(model, "head", None)
+    if isinstance(head, nn.Module) and hasattr(head, "hidden") and hasattr(head, "weight"):
+        model.head = Int8Head(head, list(tables.values())[-1] if head.weight is None else None)
+    return model.requires_grad_(False).eval()
+
+
+@cache
+def _levels() -> int:
+    """Steps on either side of 0: where a CPU adds pairs of products in 16 bits, inputs of 7 bits cannot overflow."""
+    return _MOST if torch.cpu._is_vnni_supported() else 63
+
+
+@cache
+def _can_pack() -> bool:
+    """Whether this build of torch and this CPU have the packed product."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    try:
+        packed = _packed(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16))
+        torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(torch.zeros(1, 16), 1.0, 128, packed)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _packed(weight: Tensor, scale: Tensor) -> Any:
+    zero = torch.zeros(len(weight), dtype=torch.int64)
+    with _packing, torch.inference_mode(False):
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"
+        try:
+            q = torch._make_per_channel_quantized_tensor(weight.contiguous(), scale.double(), zero, 0)
+            return torch.ops.quantized.linear_prepack(q, None)
+        finally:
+            torch.backends.quantized.engine = before

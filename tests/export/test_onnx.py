@@ -1,0 +1,381 @@
+"""ONNX graphs compute what the models compute: at every shape, with any past, at padding, under every search."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor
+
+from models.small import inputs_of, small, source_of
+from regard.attention.taps import record
+from regard.config import ModelConfig
+from regard.errors import BadModelFile, RegardError
+from regard.export.onnx import FOLDER, export_onnx, open_onnx
+from regard.export.onnx_running import OnnxModel
+from regard.generation import Search, generate, stream_tokens, walk
+from regard.generation.config import GenerateConfig
+from regard.generation.engine import engine_for
+from regard.generation.prompts import prompts_of
+from regard.models import Decoder, EncoderDecoder, Model, Recurrent, build
+from regard.presets import PRESETS
+
+BOUND = 1e-4
+N_SHAPES = 200
+
+# One of each kind; the rest is marked slow, because tracing alone takes seconds.
+QUICK: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5-small", {"n_layers": 1, "n_decoder_layers": 1}),
+    "llama": ("llama-1b", {"n_layers": 1}),
+}
+SLOW: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("vit-tiny", {}),
+    "transformer": ("transformer-tiny", {}),
+    "gpt2": ("gpt2", {}),
+    "mistral": ("mistral-7b", {}),
+    "bert": ("bert-base", {}),
+    "bert-masked": ("bert-base-masked", {"positions_skip_padding": True, "position_offset": 2}),
+    "sentiment": ("sentiment", {}),
+    "captioner": ("captioner", {}),
+    "regions": ("captioner-regions", {}),
+    "luong": ("luong-lstm", {}),
+    "bahdanau": ("bahdanau-gru", {}),
+    "plain": ("lstm-plain", {}),
+    "dot": ("luong-lstm", {"alignment": "dot", "input_feeding": False}),
+    "alibi": ("gpt2", {"positions": "alibi"}),
+    "xl": ("gpt2", {"positions": "xl"}),
+    "t5 encoder": ("sentiment", {"positions": "t5", "pooling": "attention"}),
+    "xl encoder": ("sentiment", {"positions": "xl", "pooling": "first"}),
+    "shared layers": ("transformer-tiny", {"share_layers": True, "norm_place": "pre"}),
+    "two vocabularies": ("transformer-tiny", {"target_vocab_size": 17, "n_decoder_layers": 1, "n_decoder_heads": 2}),
+    "qk norm": ("llama-1b", {"qk_norm": True, "rope_scaling": {"kind": "dynamic", "factor": 2.0}}),
+    "windows": ("swin-tiny", {}),
+    "additive": ("transformer-tiny", {"mixer": "additive", "n_layers": 1}),
+    "linear": ("transformer-tiny", {"mixer": "linear"}),
+    "performer": ("gpt2", {"mixer": "performer", "mixer_size": 16}),
+    "linformer": ("sentiment", {"mixer": "linformer", "mixer_size": 8}),
+    "fourier": ("sentiment", {"mixer": "fourier"}),
+}
+ALL = QUICK | SLOW
+WRITES = [name for name, (preset, _) in ALL.items() if PRESETS[preset]["architecture"] != "encoder"]
+
+
+def cases(names: list[str] | dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@functools.cache
+def exported(name: str) -> tuple[Model, OnnxModel, Path]:
+    """A model and what came of it; exported once."""
+    preset, fields = ALL[name]
+    model = small(preset, **fields)
+    folder = Path(tempfile.mkdtemp(prefix="onnx-"))
+    export_onnx(model, folder, maps=True)
+    return model, open_onnx(folder, threads=1), folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clean() -> Any:
+    yield
+    info = exported.cache_info()
+    for name in ALL if info.currsize else ():
+        if name in _asked:
+            shutil.rmtree(exported(name)[2], ignore_errors=True)
+    exported.cache_clear()
+
+
+_asked: set[str] = set()
+
+
+def both(name: str) -> tuple[Model, OnnxModel]:
+    _asked.add(name)
+    return exported(name)[:2]
+
+
+def ragged(draw: random.Random, batch: int, length: int) -> Tensor:
+    """What is real, (B, length): padding anywhere, and rows of nothing else."""
+    share = draw.choice([0.0, 0.3, 0.6])
+    keep = torch.tensor([[draw.random() >= share for _ in range(length)] for _ in range(batch)])
+    keep[draw.randrange(batch)] &= draw.random() < 0.6  # a row that is all padding
+    return keep
+
+
+def source(draw: random.Random, config: ModelConfig, batch: int) -> tuple[Tensor, Tensor | None]:
+    length = draw.randint(1, 12)
+    given = source_of(config, batch, length, seed=draw.randrange(10**6))
+    return given, None if config.source == "image" else ragged(draw, batch, length)
+
+
+def worst(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    assert ours.isfinite().all()
+    return float((ours - theirs).abs().max())
+
+
+# -------------------------------------------------------------------------------- logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", cases(ALL))
+def test_every_shape_past_and_padding_gives_what_torch_gives(name: str) -> None:
+    model, graph = both(name)
+    draw = random.Random(7)
+    found = [difference(model, graph, draw) for _ in range(N_SHAPES)]
+    assert len(found) == N_SHAPES
+    assert max(found) <= BOUND
+
+
+def difference(model: Model, graph: OnnxModel, draw: random.Random) -> float:
+    """Of one random batch: of an encoder its output; of a decoder two calls, the second with the first one's cache."""
+    batch, config = draw.randint(1, 4), model.config
+    if config.architecture == "encoder":
+        given, keep = source(draw, config, batch)
+        return worst(graph(given, keep=keep), model(given, keep=keep))
+    past, new = draw.choice([0, 0, *range(1, 9)]), draw.randint(1, 7)
+    tokens = torch.randint(3, config.output_vocab_size, (batch, past + new), generator=seeded(draw))
+    keep = ragged(draw, batch, past + new)
+    spans = [span for span in (slice(0, past), slice(past, None)) if tokens[:, span].numel()]
+    read = source(draw, config, batch) if not isinstance(model, Decoder) else None
+    theirs, ours = (pass_through(one, tokens, keep, spans, read) for one in (model, graph))
+    return max(worst(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def pass_through(
+    model: Model, tokens: Tensor, keep: Tensor, spans: list[slice], read: tuple[Tensor, Tensor | None] | None
+) -> list[Tensor]:
+    positions = torch.where(keep, keep.long().cumsum(-1) - 1, -1)
+    cache = model.new_cache()
+    if isinstance(model, Decoder):
+        return [model(tokens[:, at], positions=positions[:, at], cache=cache) for at in spans]
+    assert isinstance(model, EncoderDecoder | Recurrent)
+    assert read is not None
+    memory = model.encode(read[0], keep=read[1])
+    states = [model.decode(tokens[:, at], memory, positions=positions[:, at], cache=cache) for at in spans]
+    assert model.head is not None
+    return [model.head(x, model.output_table) for x in states]
+
+
+def seeded(draw: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(draw.randrange(10**6))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", cases(["t5", "llama", "transformer", "captioner", "luong"]))
+def test_a_whole_call_is_the_models_own(name: str) -> None:
+    model, graph = both(name)
+    inputs = inputs_of(model.config)
+    assert worst(graph(*inputs), model(*inputs)) <= BOUND
+
+
+@torch.no_grad()
+def test_padding_without_a_cache_takes_up_places() -> None:
+    model, graph = both("llama")
+    tokens = source_of(model.config)
+    keep = torch.ones_like(tokens, dtype=torch.bool)
+    keep[1, 5:] = keep[2, :3] = False
+    torch.testing.assert_close(graph(tokens, keep=keep)[keep], model(tokens, keep=keep)[keep], atol=BOUND, rtol=0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_segments_and_the_pooled_vector() -> None:
+    model, graph = both("bert")
+    tokens = source_of(model.config)
+    segments = (torch.arange(9) > 4).long().expand(3, -1)
+    states = model(tokens, segments=segments)
+    found = graph.run(tokens, segments=segments)
+    assert worst(found["states"], states) <= BOUND
+    assert worst(found["pooled"], model.pooled(states)) <= BOUND
+
+
+# -------------------------------------------------------------------------------- texts
+
+
+def prompts(model: Model, draw: random.Random) -> Any:
+    """Of different lengths, one alone or several."""
+    config, n = model.config, draw.randint(1, 4)
+    if config.source == "image":
+        return source_of(config, n, seed=draw.randrange(10**6))
+    if config.source == "regions":
+        return [source_of(config, 1, draw.randint(1, 8), draw.randrange(10**6))[0] for _ in range(n)]
+    return [[draw.randrange(3, config.vocab_size) for _ in range(draw.randint(1, 8))] for _ in range(n)]
+
+
+@pytest.mark.parametrize("name", cases(WRITES))
+def test_greedy_and_beam_texts_are_identical(name: str) -> None:
+    model, graph = both(name)
+    draw = random.Random(3)
+    diverse = {"beam": 4, "groups": 2, "diversity_penalty": 0.5}
+    for how in ({}, {}, {}, {"beam": 4, "n_best": 3}, {"beam": 3, "length_penalty": 0.0}, {"beam": 8}, diverse):
+        given, options = prompts(model, draw), {"max_new_tokens": 8, **how}
+        theirs, ours = generate(model, given, **options), generate(graph, given, **options)
+        for mine, told in zip(ours.hypotheses, theirs.hypotheses, strict=True):
+            assert [text.tokens for text in mine] == [text.tokens for text in told]
+            assert [text.score for text in mine] == pytest.approx([text.score for text in told], abs=1e-4)
+
+
+def test_the_searches_themselves_run_over_it() -> None:
+    model, graph = both("llama")
+    rows, config = [[5, 6, 7], [8]], GenerateConfig(beam=3, max_new_tokens=6)
+    given = prompts_of(rows, model.config, config, torch.device("cpu"))
+    with torch.no_grad():
+        ours, theirs = (
+            [text[0].tokens for text in Search(engine_for(m, None), config, 2).run(given)] for m in (graph, model)
+        )
+        assert ours == theirs
+        greedy = GenerateConfig(max_new_tokens=6)
+        steps = [list(walk(engine_for(m, None), given, greedy, 2)) for m in (graph, model)]
+    assert [s.tokens.tolist() for s in steps[0]] == [s.tokens.tolist() for s in steps[1]]
+
+
+def test_a_text_streams_and_samples_as_from_the_model() -> None:
+    model, graph = both("t5")
+    assert list(stream_tokens(graph, [5, 9, 4], max_new_tokens=6)) == list(
+        stream_tokens(model, [5, 9, 4], max_new_tokens=6)
+    )
+    drawn = {"temperature": 0.9, "top_p": 0.8, "seed": 5, "n_best": 3, "max_new_tokens": 6}
+    assert graph.generate([[5, 9, 4]], **drawn).tokens == generate(model, [[5, 9, 4]], **drawn).tokens
+
+
+@torch.no_grad()
+def test_tokens_can_be_taken_back() -> None:
+    model, graph = both("llama")
+    tokens, caches = source_of(model.config), (model.new_cache(), graph.new_cache())
+    for one, cache in zip((model, graph), caches, strict=True):
+        one(tokens[:, :6], cache=cache)
+        cache.truncate(4)
+    assert worst(graph(tokens[:, 6:], cache=caches[1]), model(tokens[:, 6:], cache=caches[0])) <= BOUND
+
+
+def test_a_cache_that_cannot_be_preallocated_says_so() -> None:
+    with pytest.raises(ValueError, match="an ONNX model's cache grows"):
+        both("llama")[1].generate([[5, 6]], cache="static", max_new_tokens=3)
+
+
+# -------------------------------------------------------------------------------- attention
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", cases([name for name in ALL if name not in ("shared layers", "plain", "fourier")]))
+def test_the_maps_are_those_of_the_model(name: str) -> None:
+    """At every row that is no padding of a text that is written; of a source at every row."""
+    model, graph = both(name)
+    inputs, (keep, target_keep) = inputs_of(model.config), (None, None)
+    real = torch.ones(inputs[-1].shape[:2], dtype=torch.bool)
+    real[0, 5:] = real[1, :2] = False
+    if len(inputs) == 2:
+        target_keep = real
+    if model.config.source != "image" and (len(inputs) == 2 or isinstance(model, Decoder)):
+        keep = real if len(inputs) == 1 else torch.ones(inputs[0].shape[:2], dtype=torch.bool)
+    if len(inputs) == 2 and keep is not None:
+        keep[1, 4:] = keep[2] = False
+    names = ("keep",) if len(inputs) == 1 else ("source_keep", "target_keep")
+    with record(model) as seen:
+        model(*inputs, **dict(zip(names, (keep, target_keep), strict=False)))
+    found = graph.maps(*inputs, keep=keep, target_keep=target_keep)
+    assert set(found) == set(seen.attentions)
+    for place, weights in found.items():
+        rows = real[:, None, :, None] if place.startswith("decoder") else torch.tensor(True)
+        assert worst(weights.dense() * rows, seen.map(place).dense() * rows) <= 1e-5
+
+
+@pytest.mark.slow
+def test_without_maps_there_are_none_and_they_cost_nothing(tmp_path: Path) -> None:
+    model = build(
+        "gpt2", vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=8, max_len=8, pad_id=0, bos_id=1, eos_id=2
+    )
+    place = export_onnx(model.double(), tmp_path / "out")
+    graph = open_onnx(tmp_path / "out")
+    assert place == tmp_path / "out" / FOLDER
+    assert sorted(path.name for path in place.iterdir()) == ["decoder.onnx", "onnx.json"]
+    assert not [name for name in graph.sessions["decoder"].outputs if name.startswith("q")]
+    with pytest.raises(ValueError, match="maps=True"):
+        graph.maps(torch.tensor([[3, 4]]))
+    with torch.no_grad():  # float64 weights are written as float32, and the model keeps its own
+        assert worst(graph(torch.tensor([[3, 4]])), model(torch.tensor([[3, 4]])).float()) <= BOUND
+    assert next(model.parameters()).dtype == torch.float64
+
+
+# -------------------------------------------------------------------------------- the files
+
+
+def test_the_description_says_what_a_program_has_to_know() -> None:
+    both("t5")
+    place = exported("t5")[2] / FOLDER
+    told = json.loads((place / "onnx.json").read_text())
+    assert told["tokens"] == {"pad": 0, "bos": 1, "eos": 2}
+    assert told["graphs"]["decoder"]["inputs"]["past_k_0"]["shape"] == ["batch", 4, "past", 6]
+    for name in ("encoder", "decoder"):
+        graph = onnx.load(place / f"{name}.onnx").graph
+        assert [x.name for x in graph.output] == told["graphs"][name]["outputs"]
+        assert {x.name for x in graph.input} <= set(told["graphs"][name]["inputs"])
+
+
+def test_no_file_names_the_machine_it_was_made_on() -> None:
+    both("t5")
+    here = str(Path(__file__).resolve().parents[2]).encode()
+    for path in (exported("t5")[2] / FOLDER).iterdir():
+        content = path.read_bytes()
+        assert not [word for word in (here, b"site-packages", b".py") if word in content]
+
+
+def damaged(tmp_path: Path, name: str, content: bytes | None) -> Path:
+    both("llama")
+    place = shutil.copytree(exported("llama")[2] / FOLDER, tmp_path / "copy")
+    (place / name).unlink()
+    if content is not None:
+        (place / name).write_bytes(content)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("onnx.json", None, "has no onnx.json"),
+        ("onnx.json", b"[]", "an object belongs"),
+        ("onnx.json", b'{"regard_onnx": 2}', "no description of ONNX graphs"),
+        ("onnx.json", b'{"regard_onnx": 1, "maps": false, "config": {"d_modell": 3}}', "describes no model"),
+        ("decoder.onnx", None, "has no decoder.onnx"),
+        ("decoder.onnx", b"not a graph", "cannot be opened by ONNX Runtime"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes | None, complaint: str) -> None:
+    with pytest.raises(BadModelFile, match=complaint):
+        open_onnx(damaged(tmp_path, name, content))
+
+
+def test_a_bias_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+    both("t5")
+    place = shutil.copytree(exported("t5")[2] / FOLDER, tmp_path / "copy")
+    (place / "maps.safetensors").unlink()
+    with pytest.raises(BadModelFile, match=r"encoder\.position_bias\.w"):
+        open_onnx(place)
+
+
+@torch.no_grad()
+def test_wrong_input_is_told_in_one_sentence() -> None:
+    _, graph = both("t5")
+    with pytest.raises(ValueError, match=r"source has shape \(1, 3, 6\), but the graph takes \(batch, source\)"):
+        graph(torch.zeros(1, 3, 6), torch.ones(1, 1))
+    with pytest.raises(RegardError, match=r"cannot run encoder\.onnx"):
+        graph(torch.tensor([[99]]), torch.tensor([[1]]))
+    with pytest.raises(RuntimeError, match="run inside its graphs"):
+        graph.encoder(torch.zeros(1, 17, 24))
+    with pytest.raises(ValueError, match="documents"):
+        both("llama")[1](torch.tensor([[3]]), documents=torch.tensor([[0]]))
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="meta"):
+        export_onnx(build("gpt2", device="meta"), tmp_path)
+    with pytest.raises(TypeError, match="Linear"):
+        export_onnx(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,475 @@
+"""Captured decoding: the step written out is the model, and what runs ahead writes what the plain walk writes.
+
+Without a GPU the same code runs uncaptured; the kernels run in Triton's interpreter where TRITON_INTERPRET=1 is set.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.small import small
+from regard.attention.taps import record
+from regard.config import RopeScalingConfig
+from regard.generation import Generated, cuda_graph, generate, stream_tokens
+from regard.generation.captured import Captured, Writer
+from regard.generation.config import GenerateConfig
+from regard.generation.cuda_graph import GraphedEngine, can_capture, forget
+from regard.generation.prompts import prompts_of
+from regard.generation.start import start
+from regard.generation.steps import OneToken, State, TorchParts, can_join, why_not
+from regard.models import Decoder
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+DEVICES = [pytest.param("cpu", id="interpreted") if INTERPRETED else pytest.param("cuda", id="cuda", marks=gpu)]
+
+PROMPTS = [[5, 6, 7, 8, 9], [3], [4, 11, 12]]
+SEARCHES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"sample": True, "seed": 3, "n_best": 2},
+    "nucleus": {"temperature": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.01, "seed": 5},
+    "penalty": {"repetition_penalty": 1.7},
+    "bias": {"logit_bias": {5: 4.0, 7: float("-inf")}},
+    "stops": {"stop": [[9], [12, 4]]},
+    "by step": {"no_repeat_ngram": 2, "min_new_tokens": 1},
+    "forced": {"prefix": (8, 9)},
+    "beam": {"beam": 3, "n_best": 2},
+}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "untied": ("gpt2", {"tie_head": False, "head_bias": True}),
+    "gelu": ("gpt2", {"activation": "gelu"}),
+    "llama": ("llama-1b", {}),
+    "grouped": ("gpt2", {"n_kv_heads": 2, "positions": "rope", "qk_norm": True}),
+    "sinusoidal": ("gpt2", {"positions": "sinusoidal", "scale_embeddings": True}),
+    "scaled": ("gpt2", {"logit_scale": 0.3, "attention_scale": 0.2, "norm_bias": False}),
+    "shared": ("gpt2", {"share_layers": True, "norm": "rms"}),
+}
+ONLY_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "post-norm": ("gpt2", {"norm_place": "post"}),
+    "no norm": ("gpt2", {"norm": "none"}),
+}
+
+
+def decoder(name: str, **fields: Any) -> Decoder:
+    model = small(name, **fields)
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.fixture
+def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but without capture."""
+    as_on_cuda = lambda model: model not in cuda_graph._refused and why_not(model) is None  # noqa: E731
+    monkeypatch.setattr("regard.generation.start.can_capture", as_on_cuda)
+
+
+def texts(made: Generated) -> list[list[tuple[list[int], str]]]:
+    return [[(text.tokens, text.finish) for text in some] for some in made.hypotheses]
+
+
+def same(one: Generated, other: Generated) -> None:
+    assert texts(one) == texts(other)
+    for some, others in zip(one.hypotheses, other.hypotheses, strict=True):
+        assert [t.score for t in some] == pytest.approx([t.score for t in others], abs=1e-4)
+
+
+# ---- the step
+
+
+def steps_of(model: Decoder, form: Any, parts: Any, n: int = 4) -> tuple[Tensor, Tensor]:
+    """Logits (n, R, V) of n given tokens a row after ragged prompts: by the step, and by whole texts."""
+    prompts = prompts_of(PROMPTS, model.config, GenerateConfig(max_new_tokens=n + 1), model.device)
+    given = torch.randint(3, 31, (n, len(PROMPTS)), generator=torch.Generator().manual_seed(1)).to(model.device)
+    with torch.no_grad():
+        writer = Writer(model, len(PROMPTS), 12, form=form, parts=parts)
+        model.hidden(prompts.tokens, positions=prompts.positions, cache=writer.cache)
+        lengths = torch.tensor([len(row) for row in PROMPTS], device=model.device)
+        writer.state.begin(lengths, lengths + n)
+        made = []
+        for tokens in given:
+            writer.state.tokens.copy_(tokens)
+            out = writer.logits()()
+            assert out is not None
+            made.append(out.clone())
+        whole = []
+        for row, prompt in enumerate(PROMPTS):
+            text = torch.tensor([[*prompt, *given[:, row].tolist()]], device=model.device)
+            whole.append(model(text)[0, len(prompt) :])
+    return torch.stack(made), torch.stack(whole, 1)
+
+
+@pytest.mark.parametrize("form", ["plain", "few", "many"])
+@pytest.mark.parametrize("which", FORMS)
+def test_every_form_of_the_step_is_the_model(which: str, form: str) -> None:
+    name, fields = FORMS[which]
+    model = decoder(name, **fields).double()
+    assert can_join(model)
+    made, whole = steps_of(model, form, TorchParts)
+    torch.testing.assert_close(made, whole.to(made.dtype), rtol=1e-6 if form == "few" else 1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", ONLY_PLAIN)
+def test_other_layers_keep_their_own_order(which: str) -> None:
+    name, fields = ONLY_PLAIN[which]
+    model = decoder(name, **fields).double()
+    made, whole = steps_of(model, None, TorchParts)
+    torch.testing.assert_close(made, whole)
+    with pytest.raises(ValueError, match="form='few' needs plain pre-norm layers"):
+        steps_of(model, "few", TorchParts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"positions": "alibi"},
+        {"positions": "t5"},
+        {"positions": "xl"},
+        {"mixer": "additive"},
+        {"mixer": "linear"},
+        {"positions": "rope", "rope_scaling": RopeScalingConfig(kind="dynamic", factor=4.0)},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_written_out_says_why(fields: dict[str, Any]) -> None:
+    model = decoder("gpt2", **fields)
+    why = why_not(model)
+    assert why is not None
+    cache = model.new_cache(1, 8)
+    with pytest.raises(ValueError, match=why):
+        OneToken(model, cache, State.empty(1, 8, model.device))
+    assert why_not(small("transformer-base")) is not None
+
+
+def test_rows_that_are_done_stay_at_their_last_place() -> None:
+    state = State.empty(2, 4, torch.device("cpu"))
+    state.begin(torch.tensor([3, 7]), torch.tensor([4, 9]))
+    for _ in range(3):
+        state.advance()
+    assert state.lengths.tolist() == [4, 9]
+
+
+def test_a_capture_without_cuda_is_the_function() -> None:
+    count = torch.zeros(1)
+    step = Captured(lambda: count.add_(1), torch.device("cpu"))
+    assert [float(step() or 0) for _ in range(3)] == [1, 2, 3]  # not warmed up
+
+
+# ---- the texts
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_what_runs_ahead_writes_what_the_walk_writes(name: str, search: str) -> None:
+    model, fields = decoder(name).double(), SEARCHES[search]
+    for n_new in (1, 7, 40):  # 40: beyond max_len, where rows end one by one
+        told = generate(model, PROMPTS, max_new_tokens=n_new, **fields)
+        same(generate(model, PROMPTS, max_new_tokens=n_new, cache="static", **fields), told)
+        for index, prompt in enumerate(PROMPTS):  # the same writer serves, whatever it held before
+            alone = generate(model, prompt, max_new_tokens=n_new, cache="static", **fields)
+            assert texts(alone)[0] == texts(told)[index]
+
+
+@pytest.mark.usefixtures("graphed")
+def test_the_writer_is_used_again_until_the_weights_move() -> None:
+    model = decoder("gpt2").double()
+    config = GenerateConfig(cache="static", max_new_tokens=4)
+
+    def writer() -> Writer:
+        engine, prompts = start(model, cuda_graph_given(PROMPTS), config)
+        assert isinstance(engine, GraphedEngine)
+        with torch.no_grad():
+            engine.prefill(prompts)
+        assert engine.writer is not None
+        return engine.writer
+
+    first = writer()
+    gc.collect()
+    assert writer() is first
+    before = texts(generate(model, PROMPTS, config))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-1.0)  # trained in place: the capture reads the new values
+    assert texts(generate(model, PROMPTS, config)) == texts(generate(model, PROMPTS, max_new_tokens=4)) != before
+    assert writer() is first
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    assert writer() is not first
+    forget(model)
+    assert model not in cuda_graph._writers
+
+
+def cuda_graph_given(rows: list[list[int]]) -> Any:
+    from regard.generation.start import Given
+
+    return Given(rows, None)
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_model_is_let_go() -> None:
+    model = decoder("gpt2").double()
+    generate(model, PROMPTS, cache="static", max_new_tokens=3)
+    n_before = len(cuda_graph._writers)
+    del model
+    gc.collect()
+    assert len(cuda_graph._writers) == n_before - 1
+
+
+@pytest.mark.usefixtures("graphed")
+def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
+    model = decoder("gpt2").double()
+    told = [generate(model, prompt, max_new_tokens=12).hypotheses[0][0].tokens for prompt in ([5, 6], [9, 4])]
+    one, other = (stream_tokens(model, prompt, max_new_tokens=12, cache="static") for prompt in ([5, 6], [9, 4]))
+    found: list[list[int]] = [[], []]
+    for stream, tokens in ((one, found[0]), (other, found[1])) * 12:
+        tokens += [token for token in [next(stream, None)] if token is not None]
+    assert found == told
+
+
+@pytest.mark.usefixtures("graphed")
+def test_captured_steps_and_others_go_together() -> None:
+    """decode_tokens, truncate and select between captured steps: the cache counts what they wrote."""
+    model = decoder("gpt2").double()
+    config = GenerateConfig(cache="static", max_new_tokens=10)
+    prompt, after = [5, 6, 7], [8, 9, 10, 11, 12]
+    with torch.no_grad():
+        whole = model(torch.tensor([[*prompt, *after]]))[0, 2:].float()
+        engine, prompts = start(model, cuda_graph_given([prompt, prompt]), config)
+        made = [engine.prefill(prompts)]
+        made.append(engine.decode_one_token(torch.tensor([8, 8])))
+        made += engine.decode_tokens(torch.tensor([[9, 13], [9, 13]])).unbind(1)[:1]
+        engine.truncate(5)
+        engine.select(torch.tensor([1, 0]))
+        made += [engine.decode_one_token(torch.tensor([token] * 2)) for token in (10, 11)]
+        made += engine.decode_tokens(torch.tensor([[12], [12]])).unbind(1)
+    for logits, told in zip(made, whole, strict=True):
+        torch.testing.assert_close(logits, told.expand(2, -1))
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("fails", ["Writer", "Writer.chooser", "Writer.logits"])
+@pytest.mark.parametrize("fields", [{}, {"beam": 3}, {"no_repeat_ngram": 2}], ids=str)
+def test_what_cannot_be_captured_is_written_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, fails: str, fields: dict[str, Any]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = decoder("gpt2").double()
+    told = generate(model, PROMPTS, max_new_tokens=6, **fields)
+    monkeypatch.setattr(f"regard.generation.cuda_graph.{fails}", fail)
+    used = fails == "Writer" or (fails == "Writer.chooser") == (not fields)
+    if used:
+        with pytest.warns(UserWarning, match="without a CUDA graph: RuntimeError: operation not permitted"):
+            same(generate(model, PROMPTS, max_new_tokens=6, cache="static", **fields), told)
+        assert model in cuda_graph._refused
+    same(generate(model, PROMPTS, max_new_tokens=6, cache="static", **fields), told)
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_window_goes_the_other_way() -> None:
+    model = decoder("gpt2", window=3).double()
+    told = generate(model, PROMPTS, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="RingCache"):
+        same(generate(model, PROMPTS, max_new_tokens=8, cache="static"), told)
+
+
+def test_nothing_is_captured_without_cuda() -> None:
+    assert not can_capture(decoder("gpt2"))
+
+
+# ---- the kernels
+
+
+def kernels() -> Any:
+    from regard.kernels import decoding
+
+    return decoding
+
+
+def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def near(ours: Tensor, low: Tensor, exact: Tensor) -> None:
+    """At most twice as far from float64 as plain torch in the same precision."""
+    ours_off, low_off = ((x.double() - exact).abs().max().item() for x in (ours, low))
+    assert ours_off <= 2 * low_off + 1e-6, (ours_off, low_off)
+
+
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # its bf16 is cut off, not rounded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 64), (6, 2, 24)])
+@pytest.mark.parametrize("rows", [3, 70])
+def test_the_kernel_of_attention(
+    device: str, dtype: torch.dtype, heads: int, groups: int, width: int, rows: int
+) -> None:
+    rows = min(rows, 5) if INTERPRETED else rows
+    slots = 300
+    q = draw(rows, heads + 2 * groups, width, device=device, dtype=dtype)[:, :heads]  # a view, as in a model
+    k, v = (draw(rows, groups, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    held = [draw(rows, groups, slots, width, device=device, dtype=dtype, seed=s) for s in (3, 4)]
+    lengths = torch.tensor([(0, 1, 63, 64, 299, 120, 256)[row % 7] for row in range(rows)], device=device)
+    results = {}
+    for parts, wide in ((kernels(), dtype), (TorchParts, dtype), (TorchParts, torch.float64)):
+        inputs = [x.to(wide) for x in (q, k, v)]
+        own = [x.clone().to(wide) for x in held]
+        for row, length in enumerate(lengths.tolist()):  # what lies beyond must not be read
+            for x in own:
+                x[row, :, length + 1 :] = float("nan") if parts is not TorchParts else 0
+        results[parts, wide] = parts.attend_one(*inputs, *own, lengths, 0.2)
+        for row, length in enumerate(lengths.tolist()):
+            assert torch.equal(own[0][row, :, length], inputs[1][row])
+            assert torch.equal(own[1][row, :, length], inputs[2][row])
+    near(results[kernels(), dtype], results[TorchParts, dtype], results[TorchParts, torch.float64])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("k", "n"), [(768, 40), (96, 2050), (1500, 33)])
+@pytest.mark.parametrize("norm", [None, "layer", "rms"])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2"])
+def test_the_kernel_of_a_product(
+    device: str, dtype: torch.dtype, k: int, n: int, norm: str | None, activation: str | None
+) -> None:
+    x, weight = (draw(r, k, device=device, dtype=dtype, seed=r) for r in (3, n))
+    weight = weight / k**0.5
+    bias, residual = draw(n, device=device, dtype=dtype, seed=5), draw(3, n, device=device, dtype=dtype, seed=6)
+    gain, shift = (draw(k, device=device, dtype=dtype, seed=s) for s in (7, 8))
+    given = None if norm is None else (norm, gain, shift if norm == "layer" else None, 1e-5)
+    options = {"activation": activation, "residual": residual}
+    wide = None if given is None else (norm, *(None if x is None else x.double() for x in given[1:3]), 1e-5)
+    exact = TorchParts.linear(
+        x.double(), weight.double(), bias.double(), norm=wide, activation=activation, residual=residual.double()
+    )
+    ours, plain = (parts.linear(x, weight, bias, norm=given, **options) for parts in (kernels(), TorchParts))
+    assert ours.dtype == dtype
+    near(ours, plain, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("added", [False, True])
+def test_the_kernel_of_residual_and_norm(device: str, dtype: torch.dtype, kind: str, added: bool) -> None:
+    x, y = (draw(5, 200, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    gain, shift = (draw(200, device=device, dtype=dtype, seed=s) for s in (3, 4))
+    norm = (kind, gain, shift if kind == "layer" else None, 1e-5)
+    ours, plain = (parts.add_norm(x, y if added else None, norm) for parts in (kernels(), TorchParts))
+    assert torch.equal(ours[0], plain[0])
+    wide = (kind, *(None if p is None else p.double() for p in norm[1:3]), 1e-5)
+    near(ours[1], plain[1], TorchParts.add_norm(plain[0].double(), None, wide)[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", [False, True])
+def test_the_kernel_of_embeddings(device: str, dtype: torch.dtype, places: bool) -> None:
+    table, rows = draw(50, 40, device=device, dtype=dtype), draw(12, 40, device=device, dtype=dtype, seed=1)
+    tokens, lengths = torch.tensor([3, 49, 0], device=device), torch.tensor([9, 0, 4], device=device)
+    ours, plain = (
+        parts.embed(tokens, lengths, table, 1.0, rows if places else None, 2) for parts in (kernels(), TorchParts)
+    )
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [31, 5000])
+@pytest.mark.parametrize("advance", [False, True])
+def test_the_kernel_of_the_greedy_choice(device: str, dtype: torch.dtype, vocab: int, advance: bool) -> None:
+    logits = draw(4, vocab, device=device, dtype=dtype) * 3
+    logits[1, [7, 20]] = logits.max() + 1  # of equals the first
+    logits[2] = float("-inf")
+    logits[2, 11] = 1.0
+    states = []
+    for parts in (kernels(), TorchParts):
+        state = State.empty(4, 6, torch.device(device))
+        state.begin(torch.tensor([3, 4, 5, 6]), torch.tensor([9, 4, 9, 9]))
+        state.steps.copy_(torch.tensor([0, 1, 2, 5]))
+        parts.settle_greedy(logits, *state, advance)
+        states.append(state)
+    for name, ours, plain in zip(State._fields, *states, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert states[0].tokens[1:3].tolist() == [7, 11]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["plain", "few", "many"])
+@pytest.mark.parametrize("which", ["gpt2", "llama", "grouped"])
+def test_the_step_made_of_kernels_is_the_model(device: str, which: str, form: str) -> None:
+    name, fields = FORMS[which]
+    made, whole = steps_of(decoder(name, **fields).to(device), form, kernels())
+    torch.testing.assert_close(made, whole, rtol=1e-4, atol=1e-4)
+
+
+# ---- on a GPU
+
+
+class TestCuda:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("name", ["gpt2", "llama-1b", "mistral-7b"])
+    @pytest.mark.parametrize("search", SEARCHES)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_captured_texts_are_those_of_the_cpu(self, name: str, search: str, dtype: torch.dtype) -> None:
+        model, fields = small(name).to(dtype), SEARCHES[search]
+        told = [texts(generate(model, PROMPTS, max_new_tokens=n, **fields)) for n in (1, 9, 40)]
+        model.cuda()
+        for _ in range(2):  # captured, then used again
+            for n, some in zip((1, 9, 40), told, strict=True):
+                assert texts(generate(model, PROMPTS, max_new_tokens=n, cache="static", **fields)) == some
+
+    def test_it_is_captured(self) -> None:
+        model = small("gpt2").cuda()
+        generate(model, PROMPTS, cache="static", max_new_tokens=9)
+        (kept,) = cuda_graph._writers[model].values()
+        assert isinstance(next(iter(kept.writer._captures.values()))._run.__self__, torch.cuda.CUDAGraph)
+        with record(model):
+            assert not can_capture(model)
+        handle = model.modules().__next__().register_forward_hook(lambda *_: None)
+        assert not can_capture(model)
+        handle.remove()
+        assert can_capture(model)
+
+    def test_weights_trained_between_two_texts_count(self) -> None:
+        model = small("gpt2").cuda()
+        generate(model, PROMPTS, cache="static", max_new_tokens=9)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(-1.0)
+        told = texts(generate(model, PROMPTS, max_new_tokens=9))
+        assert texts(generate(model, PROMPTS, cache="static", max_new_tokens=9)) == told
+
+    @pytest.mark.parametrize("rows", [2, 64])
+    def test_half_precision_is_as_near_as_eager(self, rows: int) -> None:
+        exact = wide_model().cuda()
+        tokens = torch.randint(3, 200, (rows, 40), generator=torch.Generator().manual_seed(0)).cuda()
+        with torch.no_grad():
+            told = exact(tokens).float()
+            low = wide_model().cuda().bfloat16()
+            eager = low(tokens).float()
+            writer = Writer(low, rows, 48)
+            writer.state.begin(torch.zeros_like(writer.state.lengths), torch.full_like(writer.state.last, 47))
+            made = []
+            for column in tokens.unbind(1):
+                writer.state.tokens.copy_(column)
+                out = writer.logits()()
+                assert out is not None
+                made.append(out.float())
+        off, eager_off = ((x - told).square().mean().sqrt().item() for x in (torch.stack(made, 1), eager))
+        assert off <= 2 * eager_off
+
+
+def wide_model() -> Decoder:
+    return decoder("gpt2", vocab_size=200, d_model=128, n_heads=4, d_ff=256, max_len=64)

@@ -1,0 +1,417 @@
+"""`regard generate`, `translate`, `classify`, `caption`: what comes out, and what bad input ends in."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+from generation.spoken import captioner, classifier, image_classifier, language_model, made, picture, translator
+from regard import cli
+from regard.models import Model
+
+Said = pytest.CaptureFixture[str]
+LINES = ["the cat sat", "", "a dog ran, and the cat ran too.", "   ", "고양이가", "a"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every kind of model, saved."""
+    folder = tmp_path_factory.mktemp("models")
+    kinds: dict[str, Model] = {
+        "speaker": language_model(),
+        "translator": translator(),
+        "captioner": captioner(),
+        "classifier": classifier(),
+        "images": image_classifier(),
+        "mute": made("gpt2", None, vocab_size=30),
+    }
+    return {name: model.save(folder / name) for name, model in kinds.items()}
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    def into(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return into
+
+
+def run(*words: Any) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def told(capsys: Said, *words: Any) -> str:
+    assert run(*words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def document(capsys: Said, *words: Any) -> dict[str, Any]:
+    return json.loads(told(capsys, *words, "--json"))
+
+
+# ---- generate
+
+
+def test_generate_writes_what_follows(models: dict[str, Path], capsys: Said) -> None:
+    path = models["speaker"]
+    made = regard.generate(path, "ROMEO:", max_new_tokens=8)
+    assert told(capsys, "generate", path, "ROMEO:", "--max-new-tokens", 8) == f"{made[0]}\n"
+    assert told(capsys, "generate", path, "ROMEO:", "--max-new-tokens", 8, "--echo") == f"ROMEO:{made[0]}\n"
+
+
+def test_generate_from_a_file_or_a_pipe(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, pipe: Callable[[bytes], None]
+) -> None:
+    path, file = models["speaker"], tmp_path / "prompt.txt"
+    file.write_text("the cat\nsat on\n", encoding="utf-8")
+    whole = regard.generate(path, "the cat\nsat on", max_new_tokens=5)[0]
+    assert told(capsys, "generate", path, "--file", file, "--max-new-tokens", 5) == f"{whole}\n"
+    pipe(file.read_bytes())
+    assert told(capsys, "generate", path, "--max-new-tokens", 5) == f"{whole}\n"
+    each = regard.generate(path, ["the cat", "sat on"], max_new_tokens=5)
+    assert told(capsys, "generate", path, "--file", file, "--lines", "--max-new-tokens", 5) == "".join(
+        f"{text}\n" for text in each
+    )
+
+
+def test_every_option_of_generate_reaches_the_model(models: dict[str, Path], capsys: Said) -> None:
+    path = models["speaker"]
+    plain = regard.generate(path, "the cat", max_new_tokens=20, logit_bias={2: -1e9}, no_repeat_ngram=1)
+    stop = plain[0][4:7]
+    for words, fields in (
+        (["--beam", 3, "--length-penalty", 0.5], {"beam": 3, "length_penalty": 0.5}),
+        (["--beam", 3, "--n-best", 2], {"beam": 3, "n_best": 2}),
+        (["--temperature", 0.9, "--top-k", 20, "--seed", 3], {"temperature": 0.9, "top_k": 20, "seed": 3}),
+        (["--top-p", 0.9, "--min-p", 0.01, "--seed", 3], {"top_p": 0.9, "min_p": 0.01, "seed": 3}),
+        (["--repetition-penalty", 1.5], {"repetition_penalty": 1.5}),
+        (["--no-repeat-ngram", 1, "--stop", stop, "--bias", "<eos>=-inf"], {"no_repeat_ngram": 1, "stop": stop}),
+        (["--stop-token", plain.tokens[0][3]], {"stop": [plain.tokens[0][3]]}),
+        (["--min-new-tokens", 4, "--stop-token", "<eos>"], {"min_new_tokens": 4, "stop": [2]}),
+        (["--prefix", " sat", "--bias", "q=3", "--bias", "5=-1"], {"prefix": " sat", "logit_bias": {"q": 3, 5: -1}}),
+    ):
+        if "--bias" in words and "logit_bias" not in fields:
+            fields["logit_bias"] = {2: float("-inf")}
+        made = regard.generate(path, "the cat", max_new_tokens=12, **fields)
+        found = document(capsys, "generate", path, "the cat", "--max-new-tokens", 12, *words)
+        best = found["results"][0]
+        assert (best["text"], best["tokens"], best["finish"]) == (made[0], made.tokens[0], made.finishes[0]), words
+        assert best["score"] == pytest.approx(made.scores[0], abs=1e-5)
+        assert best["input"] == "the cat"
+        assert len(best.get("n_best", [0])) == len(made.n_best[0])
+        lines = told(capsys, "generate", path, "the cat", "--max-new-tokens", 12, *words)
+        assert made[0] in lines
+
+
+def test_a_draft_is_reported(models: dict[str, Path], capsys: Said) -> None:
+    path = models["speaker"]
+    alone = told(capsys, "generate", path, "the cat", "--max-new-tokens", 10)
+    assert run("generate", path, "the cat", "--max-new-tokens", 10, "--draft", path) == 0
+    said = capsys.readouterr()
+    assert said.out == alone
+    assert said.err.startswith("draft: ")
+    assert "(100.0%)" in said.err
+    found = document(capsys, "generate", path, "the cat", "--max-new-tokens", 10, "--draft", path)
+    assert found["draft"]["share"] == 1
+
+
+def test_generate_truncates_when_told(models: dict[str, Path], capsys: Said) -> None:
+    long = "the cat " * 60
+    assert told(capsys, "generate", models["speaker"], long, "--truncate", "--max-new-tokens", 3).endswith("\n")
+
+
+# ---- translate
+
+
+def test_translate_words_and_json(models: dict[str, Path], capsys: Said) -> None:
+    path, texts = models["translator"], ["the cat", "a dog ran"]
+    made = regard.translate(path, texts)
+    flat = [" ".join(text.splitlines()) for text in made]
+    assert told(capsys, "translate", path, *texts) == "".join(f"{text}\n" for text in flat)
+    found = document(capsys, "translate", path, *texts, "--beam", 4)
+    assert found["engine"] == "torch"
+    assert [x["input"] for x in found["results"]] == texts
+    assert [x["text"] for x in found["results"]] == flat
+    assert [x["score"] for x in found["results"]] == pytest.approx(made.scores, abs=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [2, 512])
+def test_one_line_in_is_one_line_out(
+    models: dict[str, Path],
+    tmp_path: Path,
+    capsys: Said,
+    pipe: Callable[[bytes], None],
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr("regard.cli.translate._LINES_AT_ONCE", at_once)
+    path, file, out = models["translator"], tmp_path / "in.txt", tmp_path / "out.txt"
+    options = ["--beam", 2, "--max-new-tokens", 12]
+    alone = [
+        " ".join(regard.translate(path, line, beam=2, max_new_tokens=12)[0].splitlines()) if line.strip() else ""
+        for line in LINES
+    ]
+    file.write_bytes("\r\n".join([*LINES, ""]).encode())
+    expected = "".join(f"{line}\n" for line in alone)
+    assert run("translate", path, "--file", file, *options) == 0
+    said = capsys.readouterr()
+    assert said.out == expected
+    assert said.err.splitlines()[-1] == "6 of 6 lines"
+    assert len(said.err.splitlines()) == -(-6 // at_once)
+    pipe("\n".join(LINES).encode())  # the last line has no end
+    assert told(capsys, "translate", path, *options) == expected
+    assert told(capsys, "translate", path, "--file", file, "--out", out, *options) == ""
+    assert out.read_text(encoding="utf-8") == expected
+
+
+def test_no_line_in_is_no_line_out(models: dict[str, Path], capsys: Said, pipe: Callable[[bytes], None]) -> None:
+    pipe(b"")
+    assert told(capsys, "translate", models["translator"]) == ""
+
+
+def test_other_engines_are_asked_as_they_are_named(
+    models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    model = regard.load(models["translator"])
+
+    class Engine:
+        config = model.config
+
+        def tokenizer(self, side: str) -> Any:
+            return model.processor.source
+
+        def translate(self, texts: list[str], **options: Any) -> list[str]:
+            asked.append((texts, options))
+            return [text.upper() for text in texts]
+
+    class Engines:
+        @staticmethod
+        def open_engine(path: str, name: str) -> Engine:
+            asked.append((path, name))
+            return Engine()
+
+    monkeypatch.setattr("regard.cli.translate.importlib.import_module", lambda name: Engines)
+    words = ["translate", "somewhere", "the cat", "--engine", "onnx", "--length-penalty", 0.6]
+    assert told(capsys, *words) == "THE CAT\n"
+    options = {"beam": 4, "length_penalty": 0.6, "truncate": False, "early_stopping": False}
+    assert asked == [("somewhere", "onnx"), (["the cat"], options)]
+    found = document(capsys, *words)
+    assert found == {
+        "model": "somewhere",
+        "engine": "onnx",
+        "results": [{"input": "the cat", "text": "THE CAT", "score": None}],
+    }
+    asked.clear()
+    refused(capsys, 1, "but max_len=96", *words, "the cat " * 60)
+    assert [entry[1] for entry in asked] == ["onnx", "onnx"]  # opened, and never asked
+
+
+def test_an_engine_that_is_not_installed_is_named(
+    models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
+
+    monkeypatch.setattr("regard.cli.translate.importlib.import_module", missing)
+    assert run("translate", models["translator"], "the cat", "--engine", "onnx") == 1
+    said = 'regard: --engine onnx needs onnxruntime, which is not installed: pip install "regard[export]"\n'
+    assert capsys.readouterr().err == said
+
+
+# ---- classify and caption
+
+
+def test_classify_texts_and_images(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, pipe: Callable[[bytes], None]
+) -> None:
+    texts = ["the cat", "a dog ran"]
+    found = regard.classify(models["classifier"], texts)
+    lines = "".join(f"{one.label}\t{one.probability:.4f}\n" for one in found)
+    assert told(capsys, "classify", models["classifier"], *texts) == lines
+    pipe("\n".join(texts).encode())
+    assert told(capsys, "classify", models["classifier"]) == lines
+    all_three = told(capsys, "classify", models["classifier"], texts[0], "--top", 3)
+    assert all_three.split("\t")[::2] == list(found[0].all)
+    answer = document(capsys, "classify", models["classifier"], *texts)
+    assert [x["label"] for x in answer["results"]] == [x.label for x in found]
+    assert answer["results"][0]["all"] == pytest.approx(found[0].all)
+    image = picture(tmp_path / "red.png")
+    seen = regard.classify(models["images"], image)[0]
+    assert told(capsys, "classify", models["images"], image) == f"{seen.label}\t{seen.probability:.4f}\n"
+
+
+def test_caption_images(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    first, second = picture(tmp_path / "red.png"), picture(tmp_path / "blue.png", (0, 0, 255))
+    texts = [" ".join(text.splitlines()) for text in regard.caption(models["captioner"], [first, second])]
+    assert told(capsys, "caption", models["captioner"], first) == f"{texts[0]}\n"
+    assert told(capsys, "caption", models["captioner"], first, second) == (
+        f"{first}\t{texts[0]}\n{second}\t{texts[1]}\n"
+    )
+    found = document(capsys, "caption", models["captioner"], first, "--beam", 2)
+    assert found["results"][0]["input"] == str(first)
+
+
+# ---- bad input: one sentence, its exit code, and nothing written
+
+
+def bomb(path: Path, side: int) -> Path:
+    """A few bytes that say they are an image of side × side pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    return path
+
+
+def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
+    for form in ([], ["--json"]):
+        assert run(*words, *form) == code
+        answer = capsys.readouterr()
+        assert answer.out == ""
+        assert len(answer.err.splitlines()) == 1, answer.err
+        assert answer.err.startswith("regard: ")
+        assert said in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["generate", "speaker", ""], 1, "prompt 0 is empty"),
+        (["generate", "speaker", "the cat " * 60], 1, "max_len=96 leaves no room; truncate=True keeps its end"),
+        (["generate", "speaker", "the", "--beam", "301"], 1, "beam=301 is larger than the vocabulary of 300 tokens"),
+        (["generate", "speaker", "the", "--temperature", "0"], 1, "temperature=0.0 must be a positive number"),
+        (["generate", "speaker", "the", "--temperature", "-1"], 1, "temperature=-1.0 must be a positive number"),
+        (["generate", "speaker", "the", "--temperature", "nan"], 1, "temperature=nan must be a positive number"),
+        (["generate", "speaker", "the", "--stop-token", "<nope>"], 1, "'<nope>' is an unknown token"),
+        (["generate", "speaker", "the", "--stop-token", "4000"], 1, "stop holds the unknown token 4000"),
+        (["generate", "speaker", "the", "--stop", ""], 1, "holds an empty string"),
+        (["generate", "speaker", "the", "--bias", "the"], 2, "--bias 'the' is not TOKEN=NUMBER"),
+        (["generate", "speaker", "the", "--bias", "q=nan"], 1, "must be a finite number"),
+        (["generate", "speaker", "the", "--file", "x.txt"], 2, "--file x.txt and text are both given"),
+        (["generate", "speaker", "--file", "missing.txt"], 1, "missing.txt cannot be read: No such file"),
+        (["generate", "speaker", "the", "--device", "moon"], 2, "--device moon is none of"),
+        (["generate", "mute", "the"], 1, "this model has no tokenizer"),
+        (["generate", "mute", "the", "--stop-token", "q"], 1, "this model has no tokenizer"),
+        (["generate", "classifier", "the"], 1, "writes no text"),
+        (["generate", "captioner", "the"], 1, "regard.caption describes images"),
+        (["generate", "nowhere", "the"], 3, "there is no directory"),
+        (["translate", "classifier", "the"], 1, "head='classify': it does not translate"),
+        (["translate", "speaker", "the"], 1, "architecture='decoder'"),
+        (["translate", "nowhere", "the"], 3, "there is no directory"),
+        (["translate", "translator", ""], 2, "a text to translate is empty"),
+        (["translate", "translator", "the cat " * 60], 1, "but max_len=96; truncate=True keeps its beginning"),
+        (["translate", "translator", "the", "--beam", "400"], 1, "beam=400 is larger than the vocabulary"),
+        (["translate", "translator", "the", "--engine", "abacus"], 2, "--engine abacus is none of torch, onnx"),
+        (["translate", "translator", "the", "--length-penalty", "nan"], 1, "length_penalty=nan must be a finite"),
+        (["translate", "translator", "the", "--out", "no/such/place.txt"], 1, "there is no directory no/such"),
+        (["classify", "translator", "the"], 1, "only with head='classify'"),
+        (["classify", "classifier", ""], 1, "text 0 is empty"),
+        (["classify", "images", "missing.png"], 1, "missing.png: no such file"),
+        (["caption", "translator", "missing.png"], 1, "it does not caption images"),
+        (["caption", "captioner", "missing.png"], 1, "missing.png: no such file"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_bad_input(
+    models: dict[str, Path],
+    tmp_path: Path,
+    capsys: Said,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, model, *rest = words
+    refused(capsys, code, said, command, models.get(model, model), *rest)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["generate", "translate", "classify"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x89PNG\r\n\x1a\n\0\xff" * 9, "the input is not UTF-8 text: byte 0x89 at 0"),
+        (b"good line\nbad \xff\n", "the input is not UTF-8 text: byte 0xff at 14"),
+        (b"a\0b\n", "the input is not text: it holds a NUL character at 1"),
+    ],
+)
+def test_garbage_on_stdin(
+    models: dict[str, Path], capsys: Said, pipe: Callable[[bytes], None], command: str, content: bytes, said: str
+) -> None:
+    model = {"generate": "speaker", "translate": "translator", "classify": "classifier"}[command]
+    pipe(content)
+    assert run(command, models[model]) == 1
+    answer = capsys.readouterr()
+    assert (answer.out, answer.err) == ("", f"regard: {said}\n")
+
+
+def test_nothing_typed_and_nothing_piped(
+    models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    for command, model in (("generate", "speaker"), ("translate", "translator"), ("classify", "classifier")):
+        refused(capsys, 2, "there is nothing to read: give text, --file F, or pipe text in", command, models[model])
+
+
+def test_one_bad_line_among_many_writes_nothing(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the lines before it would have been told already."""
+    monkeypatch.setattr("regard.cli.translate._LINES_AT_ONCE", 2)
+    file, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    file.write_text("the cat\n" * 7 + "the cat " * 90 + "\nthe cat\n", encoding="utf-8")
+    refused(capsys, 1, "source 7 has", "translate", models["translator"], "--file", file)
+    refused(capsys, 1, "source 7 has", "translate", models["translator"], "--file", file, "--out", out)
+    assert not out.exists()
+    assert run("translate", models["translator"], "--file", file, "--truncate", "--beam", 1) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 9
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: bomb(path, 60_000), "more pixels than can be decoded safely"),
+        (lambda path: bomb(path, 10_000), "10000 × 10000 pixels, more than max_pixels=50000000"),
+        (lambda path: bomb(path, 64), "cannot be decoded"),
+        (lambda path: path.write_bytes(picture(path).read_bytes()[:60]), "cannot be decoded"),
+        (lambda path: path.write_bytes(b"not an image at all"), "cannot be decoded: cannot identify image file"),
+        (lambda path: path.write_bytes(b""), "cannot be decoded"),
+        (lambda path: path.mkdir(), "cannot be decoded"),
+        (lambda path: None, "no such file"),
+    ],
+    ids=["bomb", "large", "no pixels", "truncated", "text", "empty", "folder", "missing"],
+)
+def test_bad_images(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, make: Callable[[Path], object], said: str
+) -> None:
+    good, bad = picture(tmp_path / "good.png"), tmp_path / "bad.png"
+    make(bad)
+    refused(capsys, 1, f"{bad}: {said}", "caption", models["captioner"], bad)
+    refused(capsys, 1, f"{bad}: {said}", "caption", models["captioner"], good, bad)
+    refused(capsys, 1, f"{bad}: {said}", "classify", models["images"], good, bad)
+
+
+def test_usage_is_told_before_a_model_is_opened(capsys: Said) -> None:
+    for words in (
+        ["generate", "nowhere", "x", "--temperature", "0"],
+        ["caption", "nowhere", "x", "--length-penalty", "inf"],
+    ):
+        assert run(*words) == 1
+        assert "nowhere" not in capsys.readouterr().err
+    for words in (["generate"], ["caption", "nowhere"], ["generate", "nowhere", "x", "--beam", "0"]):
+        assert run(*words) == 2
