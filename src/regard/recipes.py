@@ -92,14 +92,14 @@ RECIPES: dict[str, Recipe] = {
     },
     "shakespeare": {
         "task": "lm",
-        "data": {"source": "shakespeare/input.txt", "tokenizer": "chars", "valid_fraction": 0.1, "max_len": 256},
+        "data": {"source": "shakespeare/input.txt", "tokenizer": "chars", "valid_fraction": 0.1, "max_len": 512},
         "model": {
-            **{**_DECODER, "d_model": 384, "n_layers": 6, "n_heads": 6, "d_ff": 1536, "max_len": 256},
+            **{**_DECODER, "d_model": 384, "n_layers": 6, "n_heads": 6, "d_ff": 1536, "max_len": 512},
             **{"dropout": 0.3, "attention_dropout": 0.2, "embedding_dropout": 0.1},
         },
         "train": {
-            **{**_MUON, "steps": 1600, "batch_tokens": 16384, "warmup": 50, "ema": 0.995},
-            **{"eval_every": 400, "save_every": 400},
+            **{**_MUON, "steps": 1400, "batch_tokens": 16384, "warmup": 50, "ema": 0.995},
+            **{"eval_every": 700, "save_every": 700, "samples": 1},
         },
     },
     "wikitext-2": {
@@ -122,9 +122,9 @@ RECIPES: dict[str, Recipe] = {
             **{"dropout": 0.3, "embedding_dropout": 0.3, "attention_dropout": 0.1, "activation_dropout": 0.1},
         },
         "train": {
-            **{"optimiser": "muon", "muon_lr": 0.01, "lr": 1e-3, "weight_decay": 0.05, "warmup": 200},
-            **{"steps": 3000, "batch_tokens": 8192, "label_smoothing": 0.1, "ema": 0.998, "beam": 5},
-            **{"length_penalty": 0.6, "eval_every": 1000, "save_every": 1000},
+            **{"optimiser": "muon", "muon_lr": 0.012, "lr": 1.2e-3, "weight_decay": 0.05, "warmup": 150},
+            **{"steps": 1700, "batch_tokens": 16384, "label_smoothing": 0.1, "ema": 0.997, "beam": 5},
+            **{"eval_every": 850, "save_every": 850},
         },
     },
     "software-en-ko": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -252,3 +253,11 @@ def test_files_that_are_no_tokenizer(tmp_path: Path, content: bytes) -> None:
         Tokenizer.load(path)
     with pytest.raises(BadData, match="cannot be read"):
         Tokenizer.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("length", range(40, 401, 20))
+def test_a_very_long_word_leaves_unigram_scores_finite(length: int) -> None:
+    """Its probability goes through the smallest numbers there are on its way to 0; one over it must not be used."""
+    rare = "".join(chr(0xAC00 + place % 97) for place in range(length))
+    words = {rare: 1, **{chr(0xAC00 + place) * 2: 1000 for place in range(97)}}
+    assert all(math.isfinite(score) for _, score in train_unigram(words, 150))

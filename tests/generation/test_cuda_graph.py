@@ -336,9 +336,19 @@ def test_the_kernel_of_attention(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("k", "n"), [(768, 40), (96, 2050), (1500, 33)])
-@pytest.mark.parametrize("norm", [None, "layer", "rms"])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2"])
+@pytest.mark.parametrize(
+    ("k", "n", "norm", "activation"),
+    [
+        (768, 40, "layer", "gelu_tanh"),
+        (96, 2050, "rms", "gelu"),
+        (1500, 33, "layer", None),
+        (1500, 33, "rms", "silu"),
+        (3072, 12, None, None),
+        (40, 9000, "layer", "relu2"),
+        (130, 20, None, "quick_gelu"),
+        (130, 20, "layer", "relu"),
+    ],
+)
 def test_the_kernel_of_a_product(
     device: str, dtype: torch.dtype, k: int, n: int, norm: str | None, activation: str | None
 ) -> None:
@@ -419,7 +429,7 @@ def test_the_step_made_of_kernels_is_the_model(device: str, which: str, form: st
 class TestCuda:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("name", ["gpt2", "llama-1b", "mistral-7b"])
+    @pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
     @pytest.mark.parametrize("search", SEARCHES)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
     def test_captured_texts_are_those_of_the_cpu(self, name: str, search: str, dtype: torch.dtype) -> None:

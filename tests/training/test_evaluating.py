@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import regard
 from regard import cli
 from regard.config import DataConfig
+from regard.data.batching import mask_tokens
 from regard.data.sources import open_source
 from regard.errors import BadModelFile, RegardError
 from regard.hub import Processor
@@ -102,6 +103,15 @@ class House:
             for n in range(12):
                 pixels = np.clip(rng.normal(shade, 30, (28, 28)), 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(self.root / "pictures" / label / f"{n}.png")
+
+
+def _changed(run: Path, copy: Path, file: str, change: Callable[[Any], None]) -> Path:
+    """A copy of a run of which one file says something else."""
+    shutil.copytree(run, copy)
+    document = json.loads((copy / file).read_bytes())
+    change(document)
+    (copy / file).write_text(json.dumps(document))
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +256,40 @@ def test_documents_do_not_see_each_other(house: House) -> None:
 
 
 def test_hidden_tokens_are_guessed(house: House) -> None:
-    report = _ask(house("mlm"))
-    assert 0 <= report.metrics["accuracy"] <= 1
-    assert all("<mask>" in row.source or row.source for row in report.rows)
-    assert any("<mask>" in row.source for row in report.rows)
+    report, model = _ask(house("mlm")), regard.load(house("mlm"))
+    tokenizer, data = model.processor.tokenizer, RunDirectory.open(house("mlm")).config.data
+    ids = [token for x in open_source(data).valid for token in (2, *tokenizer.encode(x.text), 2)]
+    losses, hits = [], []
+    for index, row in enumerate(report.rows):
+        whole = ids[24 * index : 24 * (index + 1)]
+        # The last row of all is filled up, and what is hidden is drawn for all of it.
+        filled = np.array([*whole, *[0] * (24 - len(whole))])
+        hidden = mask_tokens(filled, vocab_size=tokenizer.size, mask_id=4, seed=0, epoch=-1, index=index)
+        with torch.no_grad():
+            logits = model(torch.tensor(hidden.inputs[None]), keep=torch.tensor([[n < len(whole) for n in range(24)]]))
+        asked = hidden.targets >= 0
+        own = F.cross_entropy(logits[0][asked], torch.tensor(hidden.targets[asked]), reduction="none")
+        said = logits[0].argmax(-1).numpy()
+        assert row.loss == pytest.approx(float(own.mean()), rel=1e-4)
+        assert row.target == tokenizer.decode(whole)
+        assert row.output == tokenizer.decode(np.where(asked, said, filled)[: len(whole)])
+        assert row.source.count("<mask>") == (hidden.inputs == 4).sum()
+        losses += own.tolist()
+        hits += (said[asked] == hidden.targets[asked]).tolist()
+    assert len(report.rows) == -(-len(ids) // 24)
+    assert report.metrics["n_targets"] == len(hits)
+    assert report.metrics["accuracy"] == pytest.approx(np.mean(hits))
+    assert report.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert "bits_per_character" not in report.metrics
-    assert report.metrics["perplexity"] == pytest.approx(math.exp(report.metrics["loss"]))
+
+
+@pytest.mark.parametrize("name", ["caption", "translate", "classify"])
+def test_an_example_has_the_loss_it_has_alone(house: House, name: str) -> None:
+    report = _ask(house(name))
+    (alone,) = _ask(house(name), limit=1).rows
+    assert alone.loss == pytest.approx(report.rows[0].loss, rel=1e-4)
+    assert alone.source == report.rows[0].source
+    assert alone.loss != pytest.approx(report.rows[report["valid"].n - 1].loss, rel=1e-4), "two that differ are needed"
 
 
 # ------------------------------------------------------------------------------------- which examples
@@ -269,6 +307,18 @@ def test_a_given_file_is_evaluated_whole_unless_told(house: House) -> None:
     assert _ask(run, {"source": test, "valid_rows": 1})["valid"].n == 1
     assert _ask(run, {"valid": test})["valid"].rows == report.rows
     assert [row.source for row in _ask(run, {"source": test}, limit=2).rows] == ["red cat", "dog sat ran"]
+
+
+def test_another_file_is_not_split_as_the_one_learned_from(house: House, tmp_path: Path) -> None:
+    """What held out and format meant was that other file; how its columns are read may well be the same."""
+    about = {"valid": str(house.file("pairs.tsv")), "deduplicated": "source", "valid_rows": 2, "format": "tsv"}
+    run = _changed(house("translate"), tmp_path / "run", "run.json", lambda x: x["data"].update(about))
+    twice = house.write(
+        "twice.jsonl", '{"source": "red", "target": "RED"}\n' * 2 + '{"source": "mat", "target": "MAT"}\n'
+    )
+    assert [row.source for row in _ask(run, {"source": str(twice)}).rows] == ["red", "red", "mat"]
+    columns = _changed(house("translate"), tmp_path / "columns", "run.json", lambda x: x["data"].update(columns=[1, 0]))
+    assert _ask(columns, {"source": str(house.file("test.tsv"))}).rows[0].source == "RED CAT"
 
 
 def test_classes_keep_their_numbers_in_a_file_that_has_only_some(house: House) -> None:
@@ -466,15 +516,6 @@ def test_what_cannot_be_compared(house: House, name: str, other: str, sentence: 
         _ask(house(name), against=house(other))
 
 
-def _changed(run: Path, copy: Path, file: str, change: Callable[[Any], None]) -> Path:
-    """A copy of a run of which one file says something else."""
-    shutil.copytree(run, copy)
-    document = json.loads((copy / file).read_bytes())
-    change(document)
-    (copy / file).write_text(json.dumps(document))
-    return copy
-
-
 def test_another_split_of_the_same_file_may_have_been_trained_on(house: House, tmp_path: Path) -> None:
     def held_out(facts: Any) -> None:
         facts["data"]["split"]["valid_sha256"] = "0" * 64
@@ -510,6 +551,8 @@ def test_outputs_worst_cases_and_report(house: House, tmp_path: Path) -> None:
     assert [row.score for row in worst] == sorted(row.score for row in worst)
     assert all(row.output != row.target for row in worst)
     assert len(worst) == min(20, sum(row.output != row.target for row in report.rows))
+    wrong = sum(row.output != row.target for row in report.rows)
+    assert len(report["valid"].worst(10**6)) == wrong < len(report.rows)
     assert min(row.score for row in report.rows) == worst[0].score
     assert text.count("\n### ") == len(worst)
     assert text.index(f"    {worst[0].source}") < text.index(f"    {worst[-1].target}")

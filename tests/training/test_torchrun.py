@@ -26,21 +26,22 @@ from torch import distributed as dist
 import regard
 from regard.training.directory import RunDirectory
 
-from .runs import environment, latest, losses, metrics, resume, train, words_of, write_data
+from .runs import environment, latest, losses, metrics, resume, stopped_after, train, words_of, write_data
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["regard.training.run", "torch.distributed.fsdp", "torch.utils.tensorboard", "numpy.random", "pytest"]
 )
 DEADLINE = 120.0
+SLOW = pytest.mark.slow
 WORDS = (
     *("train.steps=6", "train.save_every=3", "train.eval_every=3", "train.optimiser=adamw", "train.ema=0.5"),
     *("model.n_layers=2", "train.weight_decay=0.1", "train.eps=1e-6"),
 )
 BATCHES = 4  # of a step, on however many processes
-# Sums in another order differ in fp32's last digits, 6e-8; six steps carry that into the weights and back. Seen: 4e-7.
-# One batch in another order, or another mask of a dropout, changes a loss by 1e-2.
-TOLERANCE = 2e-5
+# Sums in another order differ in fp32's last digit, 6e-8; six steps carry that into the weights and back. Seen: 3e-7.
+# Other batches and other dropout change a loss by 1e-2. (Muon, whose products are bf16, multiplies it to 6e-5.)
+TOLERANCE = 2e-6
 
 
 def spread(world: int, job: Callable[..., Any], *args: Any) -> list[str | None]:
@@ -104,18 +105,17 @@ def assert_close(one: Path, other: Path) -> None:
         assert first.keys() == second.keys()
         for name, value in first.items():
             if isinstance(value, float):
-                print("DIFF", name, abs(value - second[name]) / max(abs(value), 1e-9))
+                assert math.isclose(value, second[name], rel_tol=TOLERANCE, abs_tol=1e-9), (name, value, second[name])
             else:
                 assert value == second[name]
     model, twin = (regard.load(out / "model").state_dict() for out in (one, other))
     assert model.keys() == twin.keys()
     for name, x in model.items():
-        # Weights whose gradient is only rounding may go either way; Muon makes a step of those, too.
-        assert (x - twin[name]).abs().mean() <= 1e-3 * x.abs().mean() + 1e-6, name
+        torch.testing.assert_close(x, twin[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=SLOW)])
 def test_several_processes_do_what_one_does(kind: str, world: int, alone: tuple[Path, str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = (*WORDS, f"train.accumulate={BATCHES // world}", f"train.parallel={kind}")
@@ -134,7 +134,7 @@ def test_the_comparison_can_fail(alone: tuple[Path, str], tmp_path: Path) -> Non
         assert_close(alone[0], tmp_path / "run")
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=SLOW), pytest.param(2, 4, marks=SLOW)])
 def test_it_goes_on_with_another_number_of_processes(
     first: int, then: int, alone: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -148,9 +148,8 @@ def test_it_goes_on_with_another_number_of_processes(
     assert RunDirectory.open(out).config.train.accumulate == BATCHES // first, "the run's own config stays"
 
 
+@pytest.mark.slow
 def test_a_step_begun_by_one_process_is_begun_anew_by_two(alone: tuple[Path, str], tmp_path: Path) -> None:
-    from .runs import stopped_after
-
     out = tmp_path / "run"
     words = (*WORDS, f"train.accumulate={BATCHES}", "train.parallel=fsdp")
     stopped_after(4 * BATCHES + 1, train, "translate", out, alone[1], *words)
@@ -171,14 +170,26 @@ def test_processes_that_cannot_share_a_step_are_refused(alone: tuple[Path, str],
 
 
 def test_token_files_are_written_once_and_read_by_all(tmp_path: Path) -> None:
+    """With Muon, which needs a matrix whole where its rows lie on several processes."""
     data = write_data("lm", tmp_path)
-    words = ("train.steps=3", "train.eval_every=0")
+    words = ("train.steps=3", "train.eval_every=0", "train.optimiser=muon", "train.parallel=fsdp")
     train("lm", tmp_path / "one", data, *words, "train.accumulate=2")
     well(spread(2, train, "lm", tmp_path / "two", data, *words))
-    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=TOLERANCE)
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=50 * TOLERANCE)
     assert sorted(x.name for x in (tmp_path / "two/tokens").iterdir()) == sorted(
         x.name for x in (tmp_path / "one/tokens").iterdir()
     )
+
+
+@pytest.mark.slow
+def test_sharded_layers_in_bf16_are_evaluated_too(tmp_path: Path) -> None:
+    """Losses and texts; bf16 has 8 bits, and sums in another order differ in the last of them."""
+    data = write_data("translate", tmp_path)
+    words = ("train.steps=2", "train.eval_every=1", "train.precision=bf16", "train.parallel=fsdp", "train.samples=1")
+    train("translate", tmp_path / "one", data, *words, "train.accumulate=2")
+    well(spread(2, train, "translate", tmp_path / "two", data, *words))
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=2**-8)
+    assert [line.keys() for line in metrics(tmp_path / "one")] == [line.keys() for line in metrics(tmp_path / "two")]
 
 
 def _poisoned(out: Path, data: str, kind: str) -> None:
@@ -199,7 +210,7 @@ def _poisoned(out: Path, data: str, kind: str) -> None:
         train("translate", out, data, *WORDS, f"train.parallel={kind}", "train.save_every=1")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=SLOW), "fsdp"])
 def test_what_breaks_on_one_process_stops_all_and_is_named(
     kind: str, alone: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ _LONGEST = 16
 _SEED_FACTOR = 6
 _KEPT = 0.7  # share of the pieces that survives a round
 _ROUNDS_OF_EM = 2
+_LEAST = 1e-250
 
 
 def train_unigram(words: Mapping[str, int], size: int) -> list[tuple[str, float]]:
@@ -71,7 +72,7 @@ def _expected(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict
             here = here or [(start + 1, "", unknown)]
             edges.append(here)
             ahead[start] = sum(p * ahead[end] for end, _, p in here)
-        if not ahead[0]:  # so long that its probability is no number; it is left out of this round
+        if ahead[0] < _LEAST:  # so long that what it is divided by would be no number; left out of this round
             continue
         behind = [n / ahead[0]] + [0.0] * size
         for start in range(size):

@@ -22,7 +22,7 @@ from ..models import Block, Decoder, EncoderDecoder
 from ..models.heads import TokenHead
 from .engine import Engine, SourceEngine, TextEngine
 from .fast_keys import BranchKeys
-from .fast_layers import Map, Packs, can_pack, fast_map, packs_of
+from .fast_layers import Map, Packs, can_pack, fast_map, fast_norm, packs_of
 from .prompts import Prompts
 
 
@@ -64,25 +64,96 @@ def _why_not_block(block: nn.Module) -> str | None:
     return None
 
 
-class Layer(NamedTuple):
-    """A block and its linear maps as functions of rows."""
+class MemoryKeys(NamedTuple):
+    """Keys and values of an encoder's output (B, G, S, D), and what of it may be seen (B, 1, 1, S); None: all."""
 
-    block: Block
-    attention: MultiHeadAttention
-    qkv: Map
-    out: Map
-    cross_query: Map | None
-    cross_out: Map | None
-    ff_in: Map
-    ff_out: Map
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
 
-    @classmethod
-    def of(cls, block: Block, packs: Packs | None) -> Layer:
-        attention, cross, ff = block.attention, block.cross_attention, block.ff
-        assert isinstance(attention, MultiHeadAttention)
-        maps = [fast_map(part, packs) for part in (attention.w_qkv, attention.w_o)]
-        across = [None, None] if cross is None else [fast_map(part, packs) for part in (cross.w_query, cross.w_o)]
-        return cls(block, attention, *maps, *across, fast_map(ff.w_in, packs), fast_map(ff.w_out, packs))
+    def rows(self, prompts: Tensor) -> MemoryKeys:
+        mask = None if self.mask is None else self.mask.index_select(0, prompts)
+        return MemoryKeys(self.k.index_select(0, prompts), self.v.index_select(0, prompts), mask)
+
+
+class Attention:
+    """One attention module, from rows (R, M) to rows, k of them to a prompt."""
+
+    def __init__(self, attention: MultiHeadAttention, packs: Packs | None) -> None:
+        assert isinstance(attention.mechanism, Dot)
+        self.module, self.n_heads, self.d_head = attention, attention.n_heads, attention.d_head
+        self.scale = attention.mechanism.factor(attention.d_head)
+        self.n_shared = attention.n_heads // attention.n_kv_heads
+        self.query = fast_map(attention.w_query if attention.cross else attention.w_qkv, packs)
+        self.out = fast_map(attention.w_o, packs)
+
+    def to_itself(self, x: Tensor, layer: int, keys: BranchKeys, mask: Tensor | None, positions: Tensor) -> Tensor:
+        attention, n = self.module, self.n_heads
+        heads = self.query(x).view(-1, keys.size, n + 2 * attention.n_kv_heads, self.d_head).transpose(1, 2)
+        q, new = heads[:, :n], heads[:, n:]  # (B, H, k, D), and keys and values (B, 2G, k, D)
+        if attention.rope is not None or attention.q_norm is not None:
+            key, value = new.chunk(2, 1)
+            q, key = attention._normed(q, key)
+            if attention.rope is not None:
+                places = positions.view(-1, keys.size)
+                q, key = attention.rope(q, places), attention.rope(key, places)
+            new = torch.cat([key, value], 1)
+        return self._attended(q, *keys.update(layer, new), mask)
+
+    def to_memory(self, x: Tensor, memory: MemoryKeys, size: int) -> Tensor:
+        q = self.query(x).view(-1, size, self.n_heads, self.d_head).transpose(1, 2)
+        if self.module.q_norm is not None:
+            q = self.module.q_norm(q)
+        return self._attended(q, *memory)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q (B, H, n, D) over k and v (B, G, S, D) → (B · n, M). Heads that share keys are more queries to them."""
+        n_batch, _, n, _ = q.shape
+        if self.n_shared > 1:
+            q = q.reshape(n_batch, -1, self.n_shared * n, self.d_head)
+            mask = mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, self.n_shared, 1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        if self.n_shared > 1:
+            y = y.reshape(n_batch, -1, n, self.d_head)
+        return self.out(y.transpose(1, 2).reshape(n_batch * n, -1))
+
+
+class Layer:
+    """A block of the decoder, its parts as functions of rows."""
+
+    def __init__(self, block: Block, packs: Packs | None) -> None:
+        assert isinstance(block.attention, MultiHeadAttention)
+        self.pre_norm, self.residual, self.ff = block.pre_norm, block.residual, block.ff
+        self.attention = Attention(block.attention, packs)
+        self.cross = None if block.cross_attention is None else Attention(block.cross_attention, packs)
+        self.norms = [fast_norm(norm) for norm in (block.attention_norm, block.cross_norm, block.ff_norm) if norm]
+        self.ff_in, self.ff_out = fast_map(block.ff.w_in, packs), fast_map(block.ff.w_out, packs)
+
+    def __call__(
+        self, x: Tensor, number: int, keys: BranchKeys, mask: Tensor | None, positions: Tensor, memory: list[MemoryKeys]
+    ) -> Tensor:
+        """x (R, M) → (R, M)."""
+        norms = iter(self.norms)
+        norm = next(norms)
+        y = self.attention.to_itself(norm(x) if self.pre_norm else x, number, keys, mask, positions)
+        x = self._added(x, y, norm)
+        if self.cross is not None:
+            norm = next(norms)
+            x = self._added(x, self.cross.to_memory(norm(x) if self.pre_norm else x, memory[number], keys.size), norm)
+        norm = next(norms)
+        return self._added(x, self._feed_forward(norm(x) if self.pre_norm else x), norm)
+
+    def _added(self, x: Tensor, y: Tensor, norm: Map) -> Tensor:
+        if self.residual:
+            y = x + y
+        return y if self.pre_norm else norm(y)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        hidden = self.ff_in(x)
+        if self.ff.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            return self.ff_out(self.ff.f(gate) * up)
+        return self.ff_out(self.ff.f(hidden))
 
 
 class FastEngine(Engine):
@@ -92,43 +163,43 @@ class FastEngine(Engine):
         model = plain.model
         assert isinstance(model, Decoder | EncoderDecoder)
         super().__init__(model)
-        self.model, self._plain = model, plain
-        text = model if isinstance(model, Decoder) else None
-        table = text.token if text is not None else model.target_token or model.token
+        self._plain = plain
+        table = model.token if isinstance(model, Decoder) else model.target_token or model.token
         assert table is not None
         self.table: nn.Module = table
-        self.embeddings = model.embeddings if text is not None else model.target_embeddings
-        packs = packs_of(model)
-        layers = [Layer.of(block, packs) for block in model.decoder.blocks]  # type: ignore[arg-type]
-        self.layers = [layers[number % len(layers)] for number in range(model.decoder.n_layers)]
-        self.output = _output(model.head, table, packs)
+        self.embeddings = model.embeddings if isinstance(model, Decoder) else model.target_embeddings
+        packs, stack = packs_of(model), model.decoder
+        blocks = [Layer(block, packs) for block in stack.blocks if isinstance(block, Block)]
+        self.layers = [blocks[number % len(blocks)] for number in range(stack.n_layers)]
+        self.norm = None if stack.norm is None else fast_norm(stack.norm)
+        self.output = _output(self.head, table, packs)
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         logits = self._plain.prefill(prompts)
-        cache = self._plain._cache
-        n_steps = int(prompts.limit.max())
-        k, v = zip(*(_held(layer) for layer in cache.layers), strict=True)
+        cache, n_steps = self._plain._cache, int(prompts.limit.max())
         real = None if prompts.positions is None else prompts.positions >= 0
-        self.keys = BranchKeys(list(k), list(v), real, copies, n_steps)
-        self.cross = _memory(cache, self._plain)
-        longest = torch.tensor([len(row) for row in prompts.rows])
-        self.positions = longest.repeat_interleave(copies)  # (R,) where each row's next token stands
-        last = int(longest.max()) + n_steps
-        position = self.embeddings.position
-        dtype = k[0].dtype
-        self._places = None if position is None else position(torch.arange(last).clamp(max=_end(position, last)), dtype)
+        held = [layer.held() for layer in cache.layers if isinstance(layer, GrowingCache)]
+        self.keys = BranchKeys(held, real, copies, n_steps)
+        self.memory = _memory(cache, self._plain)
+        lengths = torch.tensor([len(row) for row in prompts.rows])
+        self.positions = lengths.repeat_interleave(copies)  # (R,) where each row's next token stands
+        self.places = self._all_places(int(lengths.max()) + n_steps, held[0][0].dtype)
+        del self._plain._cache, self._plain  # from here on what it held is held here
         return logits if copies == 1 else logits.repeat_interleave(copies, 0)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         x = self._embedded(tokens)  # (R, M)
-        self.keys.step()
-        mask = self.keys.mask
+        mask = self.keys.step()
         for number, layer in enumerate(self.layers):
-            x = self._layer(x, number, layer, mask)
-        if self.model.decoder.norm is not None:
-            x = self.model.decoder.norm(x)
+            x = layer(x, number, self.keys, mask, self.positions, self.memory)
         self.positions = self.positions + 1
-        return self.output(x).float()
+        return self.output(x if self.norm is None else self.norm(x)).float()
+
+    def select(self, rows: Tensor) -> None:
+        self.positions = self.positions[rows]
+        prompts = self.keys.select(rows)
+        if prompts is not None:
+            self.memory = [part.rows(prompts) for part in self.memory]
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError("FastEngine goes one token at a time; several are for the plain engine")
@@ -136,92 +207,29 @@ class FastEngine(Engine):
     def truncate(self, length: int) -> None:
         raise NotImplementedError("FastEngine takes nothing back; that is for the plain engine")
 
-    def select(self, rows: Tensor) -> None:
-        self.positions = self.positions[rows]
-        prompts = self.keys.select(rows)
-        if prompts is not None:
-            self.cross = [part.rows(prompts) for part in self.cross]
-
     def _embedded(self, tokens: Tensor) -> Tensor:
         part = self.embeddings
         x: Tensor = self.table(tokens[:, None])[:, 0]
         if part.segment is not None:
             x = x + part.segment.weight[0] * part.segment.scale
-        if self._places is not None:
-            x = x + self._places[self.positions]
+        if self.places is not None:
+            x = x + self.places[self.positions]
         x = x if part.norm is None else part.norm(x)
         return x if part.projection is None else part.projection(x)
 
-    def _layer(self, x: Tensor, number: int, layer: Layer, mask: Tensor | None) -> Tensor:
-        block = layer.block
-        x = _sublayer(block, block.attention_norm, x, lambda y: self._attend(y, number, layer, mask))
-        if layer.cross_query is not None and block.cross_norm is not None:
-            x = _sublayer(block, block.cross_norm, x, lambda y: self._attend_memory(y, number, layer))
-        return _sublayer(block, block.ff_norm, x, lambda y: _feed_forward(y, layer))
-
-    def _attend(self, x: Tensor, number: int, layer: Layer, mask: Tensor | None) -> Tensor:
-        attention = layer.attention
-        counts = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-        heads = layer.qkv(x).view(-1, self.keys.size, sum(counts), attention.d_head)  # (B, k, heads, D)
-        q, k, v = (part.transpose(1, 2) for part in heads.split(counts, 2))  # each (B, heads, k, D)
-        q, k = attention._normed(q, k)
-        if attention.rope is not None:
-            places = self.positions.view(-1, self.keys.size)
-            q, k = attention.rope(q, places), attention.rope(k, places)
-        return layer.out(_attended(attention, q, *self.keys.update(number, k, v), mask))
-
-    def _attend_memory(self, x: Tensor, number: int, layer: Layer) -> Tensor:
-        attention, memory = layer.block.cross_attention, self.cross[number]
-        assert attention is not None and layer.cross_query is not None and layer.cross_out is not None
-        q = layer.cross_query(x).view(-1, self.keys.size, attention.n_heads, attention.d_head).transpose(1, 2)
-        q = q if attention.q_norm is None else attention.q_norm(q)
-        return layer.cross_out(_attended(attention, q, memory.k, memory.v, memory.mask))
+    def _all_places(self, n: int, dtype: torch.dtype) -> Tensor | None:
+        """The position vectors of the first n places (n, M), or of as many as there are."""
+        position = self.embeddings.position
+        if position is None:
+            return None
+        return position(torch.arange(n if position.max_len is None else min(n, position.max_len)), dtype)
 
 
-class MemoryKeys(NamedTuple):
-    """Keys and values of an encoder's output (B, G, S, D), and what of it may be seen (B, 1, 1, S); None: all."""
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-
-    def rows(self, prompts: Tensor) -> MemoryKeys:
-        return MemoryKeys(*(None if x is None else x.index_select(0, prompts) for x in self))  # type: ignore[arg-type]
-
-
-def _sublayer(block: Block, norm: nn.Module, x: Tensor, run: Map) -> Tensor:
-    y = run(norm(x) if block.pre_norm else x)
-    if block.residual:
-        y = x + y
-    return y if block.pre_norm else norm(y)
-
-
-def _feed_forward(x: Tensor, layer: Layer) -> Tensor:
-    ff, hidden = layer.block.ff, layer.ff_in(x)
-    if ff.gated:
-        gate, up = hidden.chunk(2, dim=-1)
-        return layer.ff_out(ff.f(gate) * up)
-    return layer.ff_out(ff.f(hidden))
-
-
-def _attended(attention: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q (B, H, n, D) over k and v (B, G, S, D) → (B · n, H · D). The heads that share keys are more queries to them."""
-    assert isinstance(attention.mechanism, Dot)
-    n_batch, n_heads, n, d_head = q.shape
-    n_shared = n_heads // k.shape[1]
-    if n_shared > 1:
-        q = q.reshape(n_batch, -1, n_shared * n, d_head)
-        mask = mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, n_shared, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.mechanism.factor(d_head))
-    return out.reshape(n_batch, n_heads, n, d_head).transpose(1, 2).reshape(n_batch * n, n_heads * d_head)
-
-
-def _output(head: nn.Module | None, table: nn.Module, packs: Packs | None) -> Map:
+def _output(head: nn.Module, table: nn.Module, packs: Packs | None) -> Map:
     """From states (R, M) to logits (R, V)."""
-    assert head is not None
     if type(head) is not TokenHead:
-        return lambda x: head(x[:, None], table.weight)[:, 0]
-    weight = table.weight if head.weight is None else head.weight
+        return lambda x: head(x, table.weight)
+    weight = head.weight if head.weight is not None else table.weight
     assert isinstance(weight, Tensor)
     if packs is None or not can_pack(weight):
         return lambda x: F.linear(head.hidden(x), weight, head.bias)
@@ -229,18 +237,7 @@ def _output(head: nn.Module | None, table: nn.Module, packs: Packs | None) -> Ma
     return lambda x: packed(head.hidden(x))
 
 
-def _held(cache: object) -> tuple[Tensor, Tensor]:
-    assert isinstance(cache, GrowingCache)
-    return cache.held()
-
-
 def _memory(cache: ModelCache, plain: Engine) -> list[MemoryKeys]:
     keep = plain._keep if isinstance(plain, SourceEngine) else None
     mask = None if keep is None else keep.bool()[:, None, None]
     return [MemoryKeys(*held.update(), mask) for held in cache.cross]
-
-
-def _end(position: nn.Module, last: int) -> int:
-    """The last place a table has: texts stop before it, but the longest prompt and the longest text may be two."""
-    max_len = getattr(position, "max_len", None)
-    return last if max_len is None else max_len - 1

@@ -43,7 +43,8 @@ def walk(
         log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
         codes = endings(tokens, texts, step + 1, config, eos_id, strings)
         codes = torch.where((codes == GOING_ON) & (step + 1 >= limit), LENGTH, codes)
-        yield Chosen(*(x[~done] for x in (rows, tokens, log_probs, codes)))
+        chosen = Chosen(rows, tokens, log_probs, codes)
+        yield Chosen(*(x[~done] for x in chosen)) if engine.static else chosen  # elsewhere what is done has left
         texts = torch.cat([texts, tokens[:, None]], dim=1)
         done = done | (codes != GOING_ON)
         if done.all():

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """One token a row through a Transformer's layers in few launches: what a captured decoding step is made of.
 
 At batch 1 a step reads every weight once and computes next to nothing, so its time is the number of launches and how
@@ -93,7 +94,7 @@ def attention_tile(n_programs: int) -> tuple[int, int]:
 def attend_one(
     q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths (R,), where k and v (R, G, D) go in → (R, H · D)."""
+    """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths, where k and v (R, G, D) go in → (R, H · D)."""
     rows, n_heads, width = q.shape
     out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
     block, warps = attention_tile(rows * n_heads)

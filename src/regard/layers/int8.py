@@ -9,6 +9,7 @@ State: ``weight`` int8 (out, in), ``scale`` float32 (out,) and ``bias`` float32 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from .checks import need_ids
 from .embeddings import TokenEmbedding
 
 _MOST = 127
+_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 _packing = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
 
 
@@ -61,25 +63,33 @@ class Int8Linear(nn.Module):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias."""
-        rows = x.detach().reshape(-1, self.in_features).float()
-        largest = rows.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # (R, 1)
-        if torch.compiler.is_compiling() or rows.device.type != "cpu" or len(rows) == 0 or not _can_pack():
-            out = self._whole_numbers(rows / largest)
-        else:
-            levels = _levels()
-            product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-            out = product(rows / largest, 1 / levels, levels + 1, self._pack())
-        out = out.mul_(largest) if bias is None else torch.addcmul(bias.float(), out, largest, out=out)
+        out = self.rows(x.detach().reshape(-1, self.in_features).float(), bias)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def _whole_numbers(self, rows: Tensor) -> Tensor:
-        """The same product for rows within [-1, 1], without packed weights."""
-        q = (rows * _MOST).round()
-        if rows.device.type == "cpu" and len(rows):
+    def rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + bias for float32 rows (R, in), in as few steps as there are."""
+        if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
+            out = self._whole_numbers(x)
+            return out if bias is None else out + bias.float()
+        levels, packed = _levels(), self._pack()
+        if len(x) == 1:  # the one row's scale can be told to the product itself
+            largest = float(torch.linalg.vector_norm(x, math.inf)) or 1.0
+            out = _product(x, largest / levels, levels + 1, packed)
+            return out if bias is None else out.add_(bias)
+        # A row of zeros becomes 0 / 0, which rounds to some whole number, and that times 0 is 0 again.
+        each = x.abs().amax(1, keepdim=True)  # (R, 1)
+        out = _product(x / each, 1 / levels, levels + 1, packed)
+        return out.mul_(each) if bias is None else torch.addcmul(bias.float(), out, each, out=out)
+
+    def _whole_numbers(self, x: Tensor) -> Tensor:
+        """The same product without packed weights."""
+        step = (x.abs().amax(1, keepdim=True) / _MOST).clamp(min=torch.finfo(torch.float32).tiny)  # (R, 1)
+        q = (x / step).round()
+        if x.device.type == "cpu" and len(x):
             total = torch._int_mm(q.to(torch.int8), self.weight.t()).float()
         else:  # whole numbers below 2²⁴ are exact in float32, and sums beyond it nearly so
             total = F.linear(q, self.weight.float())
-        return total * (self.scale.float() / _MOST)
+        return total * (step * self.scale.float())
 
     def _pack(self) -> Any:
         if self._packed is None:
@@ -173,7 +183,7 @@ def _can_pack() -> bool:
         return False
     try:
         packed = _packed(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16))
-        torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(torch.zeros(1, 16), 1.0, 128, packed)
+        _product(torch.zeros(1, 16), 1.0, 128, packed)
     except RuntimeError:
         return False
     return True

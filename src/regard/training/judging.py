@@ -115,7 +115,7 @@ def _losses(
             losses, _ = losses_of(model, batch.to(model.device))
         row_of = torch.nonzero(batch.targets != IGNORE)[:, 0].numpy()  # of every target, on the CPU
         which = np.asarray(index)[row_of]
-        np.add.at(sums, which, losses.double().cpu().numpy())
+        np.add.at(sums, which, losses.cpu().double().numpy())
         np.add.at(counts, which, 1)
         n_tokens += batch.n_tokens
     return sums, counts, n_tokens, time.perf_counter() - start

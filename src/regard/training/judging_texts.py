@@ -90,7 +90,7 @@ def judge_texts(
             losses, said = losses_of(model, batch.to(model.device))
         row, column = (x.numpy() for x in torch.nonzero(batch.targets != IGNORE, as_tuple=True))
         places = np.asarray(index)[row] * width + column + (0 if masked else 1)
-        found.losses[places], found.said[places] = losses.double().cpu().numpy(), said.cpu().numpy()
+        found.losses[places], found.said[places] = losses.cpu().double().numpy(), said.cpu().numpy()
         if masked:
             inputs[places] = batch.inputs[0].numpy()[row, column]
         n_tokens += batch.n_tokens

@@ -180,8 +180,7 @@ def _put_together(
         module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
     if choice.compile:
         module = compile_objective(module, dynamic=task.ragged)
-    left_out = source.report.text(refused=False) if source.report.n_bad else None
-    notes += [note for note in (left_out, task.left.text()) if note is not None]
+    notes += [note for note in (task.left.text(),) if note is not None]
     peak = peak_flops(group.device, precision.dtype)
     reporter = Reporter(
         run.root,
