@@ -256,7 +256,7 @@ class Trained(Measured):
 def training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What reached the room that trains; nothing is trained."""
     asked: dict[str, Any] = {}
-    run, evaluation = ModuleType("regard.training.run"), ModuleType("regard.training.evaluate")
+    run, evaluation = ModuleType("regard.training.run"), ModuleType("regard.training.evaluating")
 
     def train(config: RunConfig, **options: Any) -> Trained:
         asked.update(config=config, **options)

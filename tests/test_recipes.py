@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from regard.config import DataConfig, ModelConfig, TrainConfig
 from regard.config.words import UsageError
 from regard.models import build
 from regard.presets import PRESETS
@@ -22,7 +23,7 @@ def test_every_recipe_is_a_run_with_a_model_that_can_be_built(name: str) -> None
         for field, value in made[section].items():
             assert getattr(getattr(config, section), field) == value
     model = build(config.model, device="meta")
-    assert 0 < model.n_parameters < 20e6, "a recipe is for one machine"
+    assert 0 < model.n_parameters < 100e6, "a recipe is for one machine"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -44,16 +45,35 @@ def test_a_task_without_a_corpus_asks_for_data(task: str) -> None:
     assert OF_FILES == ["classify", "classify-images"]
 
 
-def test_words_over_preset_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_recipe_stands_alone_and_words_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what its task starts from gets into it."""
     monkeypatch.setitem(
         RECIPES, "named", {"task": "lm", "data": {"source": "x.txt"}, "model": {"n_layers": 2}, "train": {"lr": 0.5}}
     )
-    base, named = run_config("lm"), run_config("lm", preset="named")
+    named = run_config("lm", preset="named")
     typed = run_config("lm", ["train.lr=0.25", "model.n_layers=1"], preset="named")
     assert (named.data.source, named.model.n_layers, named.train.lr) == ("x.txt", 2, 0.5)
     assert (typed.data.source, typed.model.n_layers, typed.train.lr) == ("x.txt", 1, 0.25)
-    assert named.model.d_model == base.model.d_model
-    assert named.train.steps == base.train.steps
+    assert named.model == ModelConfig(n_layers=2)
+    assert named.train == TrainConfig(lr=0.5)
+    assert named.data == DataConfig(source="x.txt")
+    base = run_config("lm")
+    assert base.model != named.model
+    assert base.train.steps == default_recipe("lm")["train"]["steps"]
+
+
+def test_a_named_recipe_without_data_asks_for_it_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "named", {"task": "lm", "data": {}, "model": {}, "train": {}})
+    with pytest.raises(UsageError, match=r"^named needs data\.source: .* for instance data\.source=text\.txt"):
+        run_config("lm", preset="named")
+    assert run_config("lm", ["data=x.txt"], preset="named").data.source == "x.txt"
+
+
+def test_the_same_with_other_files_differs_in_nothing_else() -> None:
+    for name in ("nsmc-three", "sst"):
+        assert RECIPES[name]["model"] == RECIPES["nsmc"]["model"]
+        assert RECIPES[name]["data"]["source"] != RECIPES["nsmc"]["data"]["source"]
+    assert RECIPES["nsmc-three"]["train"] == RECIPES["nsmc"]["train"]
 
 
 def test_a_model_preset_takes_the_place_of_the_recipes_model() -> None:

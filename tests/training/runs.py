@@ -27,8 +27,8 @@ from regard.training.journal import without_timings
 from regard.training.loop import Loop
 from regard.training.run import TrainResult
 
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-ZAHLEN = "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+ZAHLEN = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf"]
 
 TINY = (
     *("model.d_model=16", "model.n_heads=2", "model.d_ff=24", "model.n_layers=1", "model.max_len=24"),

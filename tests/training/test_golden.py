@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden"
 UPDATE = bool(os.environ.get("REGARD_UPDATE_GOLDEN"))
 STEPS = 20
 # Between processors and libraries fp32 sums differ in the last digit, 1e-7, and twenty steps make less than 1e-5 of it
-# (seen: 4e-7 between one thread and two). Another order of batches, seed or dropout changes some loss by over 1e-2.
+# (seen: 2e-7 between one thread and two). Another order of batches, seed or dropout changes some loss by over 1e-2.
 TOLERANCE = 3e-4
 
 RECIPE = (

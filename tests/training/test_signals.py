@@ -84,7 +84,9 @@ def n_lines(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_asked_to_stop_it_saves_and_goes_on_later(number: signal.Signals, code: int, tmp_path: Path) -> None:
     data, out = write_data("translate", tmp_path), tmp_path / "run"
     with running("train", "translate", *words_of("translate", data, f"train.out={out}", *LONG)) as process:
@@ -264,4 +266,3 @@ def test_no_room_even_for_metrics_is_said_and_costs_no_step(
     assert said.count("metrics.jsonl cannot be written: No space left on device") == 1
     assert [line["step"] for line in metrics(out)] == [1, 2]
     assert latest(out).step == 4
-

@@ -398,7 +398,8 @@ def test_an_evaluation_is_what_one_computes_by_hand(name: str, tmp_path: Path) -
     if name != "classify":
         assert found.metrics["perplexity"] == pytest.approx(math.exp(float(found.metrics["valid_loss"])))
     else:
-        again = evaluate(task, model, objective)
+        with torch.no_grad():
+            again = evaluate(task, model, objective)
         assert again.metrics["accuracy"] == right / len(task.source.valid)
         assert [row.target for row in again.rows] == [
             task.source.labels[x.label] for x in task.source.valid if isinstance(x, Labelled) and task.source.labels
@@ -484,5 +485,3 @@ def test_too_long_examples_are_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     words = words_of("translate", data, f"train.out={out}", "train.steps=1", "data.max_len=7")
     assert cli.main(["train", "translate", *words]) == 0
     assert "examples longer than max_len=7 left out" in capsys.readouterr().err
-
-

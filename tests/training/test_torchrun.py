@@ -16,8 +16,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from torch import distributed as dist
 
 import regard
 from regard.training.directory import RunDirectory
+from regard.training.loop import Loop
 
 from .runs import environment, latest, losses, metrics, resume, stopped_after, train, words_of, write_data
 
@@ -194,10 +197,6 @@ def test_sharded_layers_in_bf16_are_evaluated_too(tmp_path: Path) -> None:
 
 def _poisoned(out: Path, data: str, kind: str) -> None:
     """The second process' part of step 2 is not finite."""
-    from unittest import mock
-
-    from regard.training.loop import Loop
-
     accumulate = Loop._accumulate
 
     def poison(self: Loop, batch: Any, number: int) -> None:
@@ -211,9 +210,7 @@ def _poisoned(out: Path, data: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=SLOW), "fsdp"])
-def test_what_breaks_on_one_process_stops_all_and_is_named(
-    kind: str, alone: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_what_breaks_on_one_process_stops_all_and_is_named(kind: str, alone: tuple[Path, str], tmp_path: Path) -> None:
     for fault in spread(2, _poisoned, tmp_path / "run", alone[1], kind):
         assert fault is not None
         said = fault.splitlines()[-1]
@@ -225,9 +222,18 @@ def test_what_breaks_on_one_process_stops_all_and_is_named(
 # ------------------------------------------------------------------------------------- torchrun itself
 
 
-def torchrun(world: int, *words: str) -> list[str]:
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", "--master-port=0", "-m", "regard"]
-    return [sys.executable, *launch, *words]
+@contextmanager
+def torchrun(world: int, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """`torchrun -m regard …`, ended in a way that it passes on to its processes, which outlive it otherwise."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "regard"]
+    pipe, env = subprocess.PIPE, environment()
+    process = subprocess.Popen([sys.executable, *launch, *words], stderr=pipe, stdout=pipe, env=env, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=DEADLINE)
 
 
 @pytest.mark.slow
@@ -235,12 +241,12 @@ def test_torchrun_from_the_command_line(alone: tuple[Path, str], tmp_path: Path)
     """Trains on two with FSDP, answers once, and goes on with four."""
     out = tmp_path / "run"
     words = words_of("translate", alone[1], *WORDS, f"train.out={out}", "train.accumulate=2", "train.parallel=fsdp")
-    calls = [torchrun(2, "train", "translate", *words, "train.stop_at=4", "--json")]
-    calls += [torchrun(4, "train", "--resume", str(out), "--json")]
-    for call, finished in zip(calls, (False, True), strict=True):
-        done = subprocess.run(call, capture_output=True, text=True, env=environment(), timeout=DEADLINE)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["finished"] is finished
+    calls = [(2, "train", "translate", *words, "train.stop_at=4"), (4, "train", "--resume", str(out))]
+    for (world, *typed), finished in zip(calls, (False, True), strict=True):
+        with torchrun(world, *typed, "--json") as process:
+            answer, said = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0, said
+        assert json.loads(answer)["finished"] is finished
     assert_close(alone[0], out)
 
 
@@ -250,20 +256,12 @@ def test_sigterm_to_torchrun_saves_on_all(kind: str, tmp_path: Path) -> None:
     out, data = tmp_path / "run", write_data("translate", tmp_path)
     more = ("train.steps=100000", "train.save_every=0", "train.eval_every=0", f"train.parallel={kind}")
     words = words_of("translate", data, f"train.out={out}", *more)
-    process = subprocess.Popen(
-        torchrun(2, "train", "translate", *words), stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
-    )
-    try:
+    with torchrun(2, "train", "translate", *words) as process:
         end = time.monotonic() + DEADLINE
         while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_bytes().count(b"\n") < 3:
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
-        process.wait()
     saved = latest(out)
     saved.check()
     assert saved.step >= 3

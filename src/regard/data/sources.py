@@ -110,7 +110,7 @@ _ABOUT_FILES = {
 
 
 def _from_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
-    if strange := config.model_fields_set & _ABOUT_FILES:
+    if strange := {name for name in _ABOUT_FILES if getattr(config, name) != DataConfig.model_fields[name].default}:
         raise ValueError(f"{min(strange)} means nothing to the embedded corpus {corpus.name}")
     views = {}
     for split in corpus.splits:

@@ -18,7 +18,7 @@ class Interrupted(RegardError):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]
+        self.exit_code = exit_code
 
 
 class Signals:

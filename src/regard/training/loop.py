@@ -209,7 +209,12 @@ class Loop:
         averaged = nullcontext() if self.ema is None else self.ema.swapped()
         # Layers that were sharded are whole in the dtype they are sent in, so that texts, too, need autocast.
         sharded = any(is_sharded(p) for p in self.model.parameters())
-        with averaged, gathered(self.objective), torch.no_grad(), self.precision.forward() if sharded else nullcontext():
+        with (
+            averaged,
+            gathered(self.objective),
+            torch.no_grad(),
+            self.precision.forward() if sharded else nullcontext(),
+        ):
             yield
         self.objective.train()
 
