@@ -43,13 +43,19 @@ def sources(n: int) -> list[list[int]]:
 
 
 def model_with_something_to_say() -> regard.Model:
-    """Random weights; what the layers add is made large, or a tied head would repeat the last token for ever."""
+    """Random weights that do not repeat one token for ever, as a tied head does where layers add little to the token.
+
+    The feed-forward networks are made loud. After a ReLU everything is positive, so their rows are made to sum to zero:
+    what they add would else be the same vector for every text.
+    """
     torch.manual_seed(0)
     model = regard.build("transformer-base", vocab_size=VOCAB, max_len=256).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.startswith("decoder") and name.endswith(("w_o.weight", "w_out.weight")):
-                p.mul_(4)
+            if name.startswith("decoder") and name.endswith("ff.w_out.weight"):
+                p.sub_(p.mean(1, keepdim=True)).mul_(20)
+            elif name.startswith("decoder") and name.endswith("w_o.weight"):
+                p.mul_(0.3)
     return model
 
 

@@ -14,7 +14,19 @@ from regard.errors import RegardError
 from regard.training.directory import RunDirectory
 from regard.training.tasks import open_task
 
-from .runs import assert_same, bits_equal, latest, losses, names, resume, stopped_after, train, write_data
+from .runs import (
+    assert_same,
+    bits_equal,
+    call,
+    latest,
+    losses,
+    names,
+    resume,
+    stopped_after,
+    train,
+    words_of,
+    write_data,
+)
 
 STEPS, ACCUMULATE = 8, 3
 COMMON = (
@@ -189,3 +201,25 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
 def test_what_would_make_it_another_run_cannot_change(name: str, uninterrupted: dict[str, tuple[Path, str]]) -> None:
     with pytest.raises(ValueError, match=rf"^train\.{name} cannot change while a run goes on; steps, stop_at,"):
         regard.resume(uninterrupted["adamw"][0], **{name: 1})
+
+
+@pytest.mark.slow
+def test_compiled_it_goes_on_the_same(tmp_path: Path) -> None:
+    """Also where a batch of each epoch is smaller than the others: it is compiled for that from the beginning."""
+    data, whole, out = write_data("lm", tmp_path), tmp_path / "whole", tmp_path / "run"
+    more = ("train.steps=6", "train.compile=on", "train.eval_every=0")
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"), "TORCH_LOGS": "recompiles"}
+    started = [
+        ("train", "lm", *words_of("lm", data, f"train.out={whole}", *more)),
+        ("train", "lm", *words_of("lm", data, f"train.out={out}", *more), "train.stop_at=3"),
+        ("train", "--resume", str(out)),
+    ]
+    for words in started:
+        done = call(*words, **env)
+        assert done.returncode == 0, done.stderr
+        assert "Recompiling" not in done.stderr
+    assert_same(whole, out)
+    run = RunDirectory.open(out)
+    task = open_task(run.config, open_source(run.config.data), run.processor)
+    assert task.ragged
+    assert len({task.batch(number).targets.shape for number in range(6)}) == 2

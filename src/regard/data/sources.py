@@ -49,10 +49,11 @@ class Source:
 
 
 class CorpusView(Sequence[Example]):
-    """A stretch of an embedded corpus: examples are made when they are asked for."""
+    """A stretch of an embedded corpus: examples are made when they are first asked for, and texts then kept."""
 
     def __init__(self, corpus: Corpus[Any], split: str, size: int) -> None:
         self.corpus, self.split, self.size = corpus, split, size
+        self._made: dict[int, Example] = {}
 
     def __len__(self) -> int:
         return self.size
@@ -62,7 +63,12 @@ class CorpusView(Sequence[Example]):
             index += self.size
         if not 0 <= index < self.size:
             raise IndexError(f"index={index} is not one of the {self.size} examples of {self.corpus.name}")
-        return _own(self.corpus.example(self.split, index))
+        if index in self._made:
+            return self._made[index]
+        made = _own(self.corpus.example(self.split, index))
+        if not isinstance(made, ImageExample):  # those are drawn again: pixels take too much room
+            self._made[index] = made
+        return made
 
 
 def open_source(

@@ -26,6 +26,7 @@ from .prompts import Prompts
 from .sampling import filtered
 from .stop import StopStrings
 
+_NEAR = 2**18  # numbers that fit into a core's own cache
 _STRING_ENDS = 6  # tokens of a beam that may complete a stop string at one step, before it has fewer continuations
 
 
@@ -129,14 +130,14 @@ class Search:
     def _step(self, beams: Beams, logits: Tensor, step: int) -> list[Candidates]:
         """Each group's next beams; finished texts go to the pools."""
         n, n_groups, k = beams.score.shape
-        scores = filtered(logits.log_softmax(-1), beams.texts.flatten(0, 1), step, self.config, self.eos_id)
-        scores = scores.view(n, n_groups, k, -1)
-        price = torch.zeros_like(scores[:, 0, 0]) if n_groups > 1 else None  # (B, V)
+        logits, texts = (x.reshape(n, n_groups, k, -1) for x in (logits, beams.texts))
+        price = torch.zeros_like(logits[:, 0, 0]) if n_groups > 1 else None  # (B, V)
         at_limit = (step + 1 >= beams.limit)[:, None]
         nexts: list[Candidates] = []
         finished: list[Candidates] = []
         for group in range(n_groups):
-            best = self._candidates(scores[:, group], beams.score[:, group], price, group, beams.texts, step)
+            each = self._best_of_each(logits[:, group], texts[:, group], price, step)
+            best = self._candidates(each, beams.score[:, group], group, beams.texts, step)
             ends = best.code != GOING_ON
             going = best._replace(score=best.score.masked_fill(ends, -math.inf))  # what has ended goes on as no beam
             nexts.append(going.take(best.steered.masked_fill(ends, -math.inf).topk(k).indices))
@@ -154,18 +155,34 @@ class Search:
         beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going, step + 1)
         return nexts
 
+    def _best_of_each(
+        self, logits: Tensor, texts: Tensor, price: Tensor | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each beam by itself the best tokens, from logits (B, k, V): log P, the same steered, and which (B, k, n).
+
+        On a CPU a few prompts at a time, so that what lies between logits and tokens stays near.
+        """
+        n, k, n_tokens = logits.shape
+        n_best = min(self.n_candidates, n_tokens)  # as many as of all beams: they may all be one's own
+        at_once = max(1, _NEAR // (k * n_tokens)) if logits.device.type == "cpu" else n
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for some in (slice(start, start + at_once) for start in range(0, n, at_once)):
+            scores = logits[some].flatten(0, 1).log_softmax(-1)
+            scores = filtered(scores, texts[some].flatten(0, 1), step, self.config, self.eos_id)
+            steered, token = best_of(scores if price is None else scores - price[some].repeat_interleave(k, 0), n_best)
+            found.append((steered if price is None else scores.gather(1, token), steered, token))
+        score, steered, token = (torch.cat(parts).view(n, k, n_best) for parts in zip(*found, strict=True))
+        return score, steered, token
+
     def _candidates(
-        self, scores: Tensor, so_far: Tensor, price: Tensor | None, group: int, texts: Tensor, step: int
+        self, each: tuple[Tensor, Tensor, Tensor], so_far: Tensor, group: int, texts: Tensor, step: int
     ) -> Candidates:
-        """The best continuations of one group's beams, from scores (B, k, V) after log P ``so_far`` (B, k)."""
-        n, k, n_tokens = scores.shape
-        each = min(self.n_candidates, n_tokens)  # of one beam, as many as of all: they may all be its own
-        steered, token = best_of((scores if price is None else scores - price[:, None]).flatten(0, 1), each)
-        steered = steered.view(n, k, each) + so_far[..., None]
-        steered, index = steered.flatten(1).topk(min(self.n_candidates, k * n_tokens))
-        beam, token = index // each, token.view(n, -1).gather(1, index)
-        score = steered if price is None else scores.flatten(1).gather(1, beam * n_tokens + token) + so_far.gather(1, beam)
-        beam = beam + group * k
+        """The best continuations of one group's beams, from the best of each of them after log P ``so_far`` (B, k)."""
+        score, steered, token = each
+        n, k, n_best = token.shape
+        steered, index = (steered + so_far[..., None]).flatten(1).topk(min(self.n_candidates, k * n_best))
+        score, token = (x.flatten(1).gather(1, index) for x in (score + so_far[..., None], token))
+        beam = index // n_best + group * k
         rows = torch.arange(n, device=beam.device)[:, None]
         looked_at = self.config.stop or self.strings is not None
         before = texts[rows, beam].flatten(0, 1) if looked_at else texts[:1, 0]

@@ -179,7 +179,7 @@ class FastEngine(Engine):
         cache, n_steps = self._plain._cache, int(prompts.limit.max())
         real = None if prompts.positions is None else prompts.positions >= 0
         held = [layer.held() for layer in cache.layers if isinstance(layer, GrowingCache)]
-        self.keys = BranchKeys(held, real, copies, n_steps)
+        self.keys = BranchKeys(held, real, copies)
         self.memory = _memory(cache, self._plain)
         lengths = torch.tensor([len(row) for row in prompts.rows])
         self.positions = lengths.repeat_interleave(copies)  # (R,) where each row's next token stands

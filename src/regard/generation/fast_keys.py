@@ -2,7 +2,8 @@
 
 The k beams of a prompt lie in one block. Its columns are the prompt's tokens, then k for every step, one a beam; each
 beam has a row of a mask that says which columns are its own past. When beam i goes on from beam j, row i becomes row j
-of the mask, a few numbers, where a cache by rows would copy every key and value of every layer at every step.
+of the mask, a few numbers, where a cache by rows would copy every key and value of every layer at every step. Beams
+soon have most of their past in common; columns that are nobody's past any more go, every few steps.
 """
 
 from __future__ import annotations
@@ -12,40 +13,40 @@ import math
 import torch
 from torch import Tensor
 
-_STEPS = 64  # steps there is room for at first; doubled when they are full
+_STEPS = 64  # steps there is room for at a time
+_STEPS_OF_BEAMS = 16  # the same for several beams, who then drop what is nobody's past
 
 
 class BranchKeys:
     """Keys and values of all layers in one tensor (layers, B, 2G, columns, D), for B prompts of ``size`` beams."""
 
-    def __init__(self, held: list[tuple[Tensor, Tensor]], real: Tensor | None, size: int, n_steps: int) -> None:
+    def __init__(self, held: list[tuple[Tensor, Tensor]], real: Tensor | None, size: int) -> None:
         """Begin with prompts: of each layer k and v (B, G, P, D); ``real`` (B, P) where some of it is padding."""
         k, _ = held[0]
-        self.size, self.n_steps, self._n_heads = size, n_steps, k.shape[1]
-        self._prefix = self.end = k.shape[2]
+        self.size, self.end, self._n_heads = size, k.shape[2], k.shape[1]
         self._held = torch.stack([torch.cat(pair, 1) for pair in held])
         self._mask: Tensor | None = None  # (B, size, columns), added to scores: 0 or -inf
         if real is not None or size > 1:
             nothing = k.new_zeros(len(k), size, self.end)
             self._mask = nothing if real is None else nothing.masked_fill(~real[:, None], -math.inf)
-        self._resize(min(n_steps, _STEPS))
 
     def step(self) -> Tensor | None:
         """Make room for one more token of every row, whose keys each layer then gives to ``update``.
 
         The mask (B, 1, size, columns) that goes with them; None where all may be seen.
         """
-        start = self.end
-        if start + self.size > self._held.shape[3]:
-            self._resize(2 * (start - self._prefix) // self.size)
-        self.end = start + self.size
+        if self.end + self.size > self._held.shape[3]:
+            if self._mask is not None and self.size > 1:
+                self._gather((self._mask[:, :, : self.end] == 0).any(1))
+            self._make_room(_STEPS if self.size == 1 else _STEPS_OF_BEAMS)
+        start, self.end = self.end, self.end + self.size
         seen = self._held[:, :, :, : self.end]
         self._new = self._held[:, :, :, start : self.end].unbind()
         self._k, self._v = (part.unbind() for part in seen.split(self._n_heads, 2))
         return None if self._mask is None else self._mask[:, None, :, : self.end]
 
     def update(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, 2G, size, D) of the step; all keys and all values of the layer (B, G, columns, D)."""
+        """Write a step's keys and values (B, 2G, size, D); all of the layer's, each (B, G, columns, D)."""
         self._new[layer].copy_(new)
         return self._k[layer], self._v[layer]
 
@@ -60,14 +61,13 @@ class BranchKeys:
         prompts = home[:, 0]
         if not bool((home == home[:, :1]).all()):
             return self._part(rows)
-        if len(prompts) != n or not torch.equal(prompts, torch.arange(n)):
+        moved = len(prompts) != n or not torch.equal(prompts, torch.arange(n))
+        if moved:
             self._keep(prompts)
-        else:
-            prompts = None
         assert self._mask is not None
         past = self._mask[:, :, : self.end]
         past.copy_(past.gather(1, (rows % k).view(-1, k, 1).expand(-1, -1, self.end)))
-        return prompts
+        return prompts if moved else None
 
     def _keep(self, prompts: Tensor) -> Tensor:
         """Some prompts, in any order; only what is written is copied."""
@@ -80,27 +80,32 @@ class BranchKeys:
     def _part(self, rows: Tensor) -> Tensor:
         """Beams of a prompt no longer stay together: each becomes a prompt of its own, with its past as columns."""
         assert self._mask is not None
-        prompts, n_rows, prefix = rows // self.size, len(rows), self._prefix
-        mask = self._mask[prompts, rows % self.size, : self.end]  # (R, columns)
-        later = torch.arange(prefix, self.end).expand(n_rows, -1)[mask[:, prefix:] == 0].view(n_rows, -1)
-        columns = torch.cat([torch.arange(prefix).expand(n_rows, -1), later], 1)  # (R, n)
-        held = self._held.index_select(1, prompts)
-        self._held = held.gather(3, columns[None, :, None, :, None].expand(len(held), -1, held.shape[2], -1, held.shape[4]))
-        self.size, self.end = 1, columns.shape[1]
-        padded = bool(mask[:, :prefix].isinf().any())
-        self._mask = mask.gather(1, columns)[:, None] if padded else None
-        self._resize(min(max(2 * (self.end - prefix), _STEPS), self.n_steps))
+        prompts = rows // self.size
+        self._mask = self._mask[prompts, rows % self.size, None]  # (R, 1, columns)
+        self._held, self.size = self._held.index_select(1, prompts), 1
+        self._gather(self._mask[:, 0, : self.end] == 0)
+        if not self._mask.isinf().any():
+            self._mask = None
         return prompts
 
-    def _resize(self, n_steps: int) -> None:
-        """Room for so many steps in all."""
-        n_columns = self._prefix + n_steps * self.size
-        old = self._held
+    def _gather(self, alive: Tensor) -> None:
+        """Keep each prompt's columns that are ``alive`` (B, columns), in order, and masked ones up to the longest's."""
+        assert self._mask is not None
+        n_columns = int(alive.sum(1).max())
+        columns = alive.byte().argsort(dim=1, descending=True, stable=True)[:, :n_columns]  # (B, n)
+        n_layers, n, heads, room, width = self._held.shape
+        first = torch.arange(n_layers * n * heads).view(n_layers, n, heads, 1) * room  # of each head's rows
+        rows = (first + columns[:, None]).flatten()
+        self._held = self._held.view(-1, width).index_select(0, rows).view(n_layers, n, heads, n_columns, width)
+        self._mask = self._mask.gather(2, columns[:, None].expand(-1, self._mask.shape[1], -1))
+        self.end = n_columns
+
+    def _make_room(self, n_steps: int) -> None:
+        """For so many steps more."""
+        old, n_columns = self._held, self.end + n_steps * self.size
         self._held = old.new_empty(*old.shape[:3], n_columns, old.shape[4])
         self._held[:, :, :, : self.end] = old[:, :, :, : self.end]
         if self._mask is not None:
-            new = self._mask.new_zeros(*self._mask.shape[:2], n_columns)
-            own = torch.eye(self.size, dtype=torch.bool).repeat(1, n_steps)  # of a step's columns, a beam's own
-            new[:, :, self._prefix :].masked_fill_(~own, -math.inf)
-            new[:, :, : self.end] = self._mask[:, :, : self.end]
-            self._mask = new
+            others = ~torch.eye(self.size, dtype=torch.bool).repeat(1, n_steps)  # of a step's columns, not a beam's own
+            later = self._mask.new_zeros(*self._mask.shape[:2], n_steps * self.size).masked_fill_(others, -math.inf)
+            self._mask = torch.cat([self._mask[:, :, : self.end], later], 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,21 @@ _packs: weakref.WeakKeyDictionary[nn.Module, Packs] = weakref.WeakKeyDictionary(
 def packs_of(model: nn.Module) -> Packs | None:
     """What was packed for a model so far; None where its weights are better read as they are."""
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if n_bytes > _MOST_BYTES or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if n_bytes > _MOST_BYTES or not bool(torch.backends.mkldnn.enabled) or not _works():
         return None
     return _packs.setdefault(model, Packs())
+
+
+@cache
+def _works() -> bool:
+    """Whether this build of torch has the packed product."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    weight, x = torch.eye(8), torch.arange(8.0)[None]
+    try:
+        return torch.equal(PackedLinear(weight, None)(x), x)
+    except (RuntimeError, AttributeError):
+        return False
 
 
 def fast_map(module: nn.Module, packs: Packs | None) -> Map:
@@ -81,6 +94,6 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _mark(weight: Tensor) -> tuple[int, int, float]:
-    """Where a weight lies, how often it was changed, and of its numbers some: ``.data`` changes without being counted."""
+    """Where a weight lies, how often it was changed, and some of its numbers: changes of ``.data`` are not counted."""
     version = 0 if weight.is_inference() else weight._version
     return weight.data_ptr(), version, float(weight.detach().flatten()[::997].sum())

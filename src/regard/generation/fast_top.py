@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 128
-_WORTH_IT = 32  # blocks for each one that is looked into
+_BLOCK = 64
+_WORTH_IT = 8  # blocks for each one that is looked into
 
 
 def top(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,7 @@ def top(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
     if scores.device.type != "cpu" or n_blocks < _WORTH_IT * n:
         return scores.topk(n)
     whole = n_blocks * _BLOCK
-    blocks = scores[:, :whole].unflatten(1, (n_blocks, _BLOCK))  # (R, blocks, 128)
+    blocks = scores[:, :whole].unflatten(1, (n_blocks, _BLOCK))  # (R, blocks, 64)
     where = blocks.amax(-1).topk(n).indices  # (R, n)
     few = blocks.gather(1, where[..., None].expand(-1, -1, _BLOCK)).flatten(1)
     place = (where[..., None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)

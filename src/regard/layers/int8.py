@@ -1,6 +1,6 @@
 """Linear maps in int8: whole-number weights with one scale an output, inputs rounded as they come with one scale a row.
 
-W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,     y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127  (Jacob et al. 2018)
+W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,   y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127  (Jacob et al. 2018)
 
 Every row is rounded by its own scale alone, so that no result depends on what else is in the batch. On a CPU the
 product is FBGEMM's over weights packed once; elsewhere, and while tracing, it is written out in whole numbers.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Self
@@ -23,7 +24,8 @@ from .checks import need_ids
 from .embeddings import TokenEmbedding
 
 _MOST = 127
-_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+# From float32 rows, their scale and zero, and packed weights, to float32; None where this torch has no such thing.
+_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
 _packing = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
 
 
@@ -45,7 +47,8 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         if weight.dtype != torch.int8 or scale.shape != weight.shape[:1]:
-            raise ValueError(f"weight must be int8 and scale ({len(weight)},), got {weight.dtype}, {tuple(scale.shape)}")
+            got = f"{weight.dtype} and {tuple(scale.shape)}"
+            raise ValueError(f"weight must be int8 and scale of shape ({len(weight)},), got {got}")
         self.out_features, self.in_features = weight.shape
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
@@ -55,8 +58,8 @@ class Int8Linear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
         """The nearest int8 map."""
-        bias = None if linear.bias is None else linear.bias.detach().float().clone()
-        return cls(*rounded(linear.weight), bias)
+        bias: Tensor | None = linear.bias
+        return cls(*rounded(linear.weight), None if bias is None else bias.detach().float().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
@@ -132,19 +135,19 @@ class Int8Embedding(Int8Linear):
 class Int8Head(nn.Module):
     """A head whose output matrix is int8: its own, or a tied table's, which then belongs to the model alone."""
 
-    def __init__(self, head: nn.Module, tied: Int8Embedding | None) -> None:
+    bias: Tensor | None
+
+    def __init__(self, head: Any, tied: Int8Embedding | None) -> None:
         super().__init__()
-        weight, bias = head.weight, head.bias
-        self.bias = bias
+        weight, self.bias = head.weight, head.bias
         self.output = None if tied is not None else Int8Linear(*rounded(weight))
         head.weight = head.bias = None
-        self.inner: Any = head  # what comes before the matrix
+        self.inner = head  # what comes before the matrix
         self._tied = (tied,)  # in a tuple: the table is not this module's to save
 
     def hidden(self, x: Tensor) -> Tensor:
         """What the output matrix is applied to."""
-        out: Tensor = self.inner.hidden(x)
-        return out
+        return self.inner.hidden(x)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """x (B, T, M) → (B, T, V). ``table`` is what a plain head would be handed, and not looked at."""
@@ -164,8 +167,8 @@ def quantise(model: nn.Module) -> nn.Module:
         if type(part) is TokenEmbedding:
             tables[id(part.weight)] = made = Int8Embedding.of_table(part)
             setattr(model, name, made)
-    head = getattr(model, "head", None)
-    if isinstance(head, nn.Module) and hasattr(head, "hidden") and hasattr(head, "weight"):
+    head: Any = getattr(model, "head", None)
+    if hasattr(head, "hidden") and hasattr(head, "weight"):
         model.head = Int8Head(head, list(tables.values())[-1] if head.weight is None else None)
     return model.requires_grad_(False).eval()
 
@@ -179,19 +182,20 @@ def _levels() -> int:
 @cache
 def _can_pack() -> bool:
     """Whether this build of torch and this CPU have the packed product."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
+    if _product is None or "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     try:
         packed = _packed(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16))
         _product(torch.zeros(1, 16), 1.0, 128, packed)
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
         return False
     return True
 
 
 def _packed(weight: Tensor, scale: Tensor) -> Any:
     zero = torch.zeros(len(weight), dtype=torch.int64)
-    with _packing, torch.inference_mode(False):
+    with _packing, torch.inference_mode(False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # on its way out, and checked for
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"
         try:

@@ -209,9 +209,14 @@ class Compiled(nn.Module):
         options: dict[str, Any] = {"guard_filter_fn": _worth_checking}
         self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for these arguments, unless that was done. What is compiled first shapes the code for all others, so
+        a run that goes on has to begin with what it began with."""
         if self._fast and self.seconds is None:
             self._try_out(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare(*args, **kwargs)
         if self._fast:
             try:
                 return self._fast[0](*args, **kwargs)

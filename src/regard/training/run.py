@@ -143,6 +143,7 @@ def _run(config: RunConfig, source: Source, group: Group, style: Style, run: Run
             loop.reporter.note(note)
         if found is not None:
             loop.restore(found)
+        _compile(loop)
         try:
             loop.run()
         except Interrupted as stop:
@@ -263,6 +264,14 @@ def _choice(config: RunConfig, task: Task, objective: Objective, group: Group, r
         write_file(path, to_json(asdict(chosen)))
     group.barrier()
     return chosen
+
+
+def _compile(loop: Loop) -> None:
+    """Where it is compiled: now, with the first batch, wherever the run goes on from. The code is then the same."""
+    if isinstance(loop.step_module, Compiled):
+        with loop.precision.forward():
+            loop.step_module.prepare(loop.task.batch(0).to(loop.group.device))
+        loop.at.seconds += loop.step_module.seconds or 0.0
 
 
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:

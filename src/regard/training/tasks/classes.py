@@ -18,7 +18,7 @@ from ...hub import ImageProcessor, Processor
 from ...models import Model
 from .. import metrics
 from ..batch import Batch
-from .task import Row, Task, by_length, padded, shortened
+from .task import Row, Task, by_length, padded, shortened, uneven
 
 __all__ = ["Classes", "Classify", "ClassifyImages"]
 
@@ -126,7 +126,6 @@ class ClassifyImages(Classes):
     """An image and its class."""
 
     kinds = ("images",)
-    ragged = False
 
     def _new_processor(self) -> Processor:
         return Processor(image=_image_processor(self.config.model), labels=self.source.labels)
@@ -138,6 +137,10 @@ class ClassifyImages(Classes):
     @cached_property
     def _order(self) -> BatchPlan:
         return BatchPlan.by_examples(len(self.source.train), self._at_once, seed=self.config.train.seed)
+
+    @property
+    def ragged(self) -> bool:
+        return uneven(len(self.source.train), self._at_once)
 
     @property
     def _at_once(self) -> int:

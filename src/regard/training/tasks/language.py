@@ -21,7 +21,7 @@ from ...hub import Processor
 from ...models import Model
 from ..batch import Batch
 from ..loss import IGNORE
-from .task import Task
+from .task import Task, uneven
 
 __all__ = ["LanguageModel", "MaskedLanguageModel", "Texts"]
 
@@ -30,7 +30,6 @@ class Texts(Task):
     """Documents as one long row of tokens."""
 
     kinds = ("text",)
-    ragged = False
     tokens_folder: Path | None = None
     """Where tokens are kept, mapped into memory; None: they are held."""
 
@@ -96,6 +95,10 @@ class Texts(Task):
     def _packed(self) -> PackedRows:
         return PackedRows(self._train, self.context, self.config.train.seed)
 
+    @property
+    def ragged(self) -> bool:
+        return uneven(len(self._packed), self._rows)
+
     @cached_property
     def _order(self) -> BatchPlan:
         return BatchPlan.by_examples(len(self._packed), self._rows, seed=self.config.train.seed)
@@ -112,6 +115,10 @@ class LanguageModel(Texts):
     @cached_property
     def _blocks(self) -> Blocks:
         return Blocks(self._train.tokens, self.context)
+
+    @property
+    def ragged(self) -> bool:
+        return self._separated and super().ragged
 
     @property
     def batches_per_epoch(self) -> int:

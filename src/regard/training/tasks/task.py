@@ -78,9 +78,6 @@ class Task(ABC):
     criterion: ClassVar[str] = "valid_loss"
     """The metric that says which checkpoint is best; losses are better when smaller."""
 
-    ragged: ClassVar[bool] = True
-    """Whether batches differ in shape."""
-
     left: Left = Left()
     held_out_cut: int = 0
     """Held-out texts that ``valid_groups`` last had to cut to what the model can read."""
@@ -113,6 +110,11 @@ class Task(ABC):
     @property
     @abstractmethod
     def batches_per_epoch(self) -> int: ...
+
+    @property
+    def ragged(self) -> bool:
+        """Whether batches differ in shape."""
+        return True
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
@@ -241,6 +243,11 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int, most: int) -> torch.Tenso
     longest = max(map(len, rows))
     width = max(longest, min(-(-longest // _MULTIPLE) * _MULTIPLE, most))
     return pad([*rows, [pad_id] * width], pad_id)[:-1]
+
+
+def uneven(n_rows: int, at_once: int) -> bool:
+    """Whether the last batch of an epoch is smaller than the others."""
+    return n_rows > at_once and n_rows % at_once > 0
 
 
 def arange_mask(lengths: Sequence[int], width: int) -> torch.Tensor:
