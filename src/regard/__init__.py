@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import export
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
     from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
-    from .generation import caption, classify, generate, stream, translate
+    from .generation import caption, classify
+    from .generation.stream import stream
+    from .generation.texts import generate, translate
     from .io import load
     from .models import Model
     from .models.build import build
@@ -40,6 +43,7 @@ _ROOMS = {
     "caption": "generation",
     "classify": "generation",
     "explain": "attention",
+    "export": "export",
     "generate": "generation",
     "load": "io",
     "preset": "presets",
@@ -67,6 +71,7 @@ __all__ = [
     "classify",
     "evaluate",
     "explain",
+    "export",
     "generate",
     "load",
     "preset",
@@ -80,7 +85,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        value = getattr(importlib.import_module(f".{_ROOMS[name]}", __name__), name)
+        room = importlib.import_module(f".{_ROOMS[name]}", __name__)
+        value = room if name == _ROOMS[name] else getattr(room, name)  # regard.export is its room, which can be called
         value = _opening(value) if name in _OPENING else value
         globals()[name] = value
         return value

@@ -1,4 +1,11 @@
-"""From a model to an artefact: ONNX, CTranslate2, int8 and Hugging Face directories, each with its certificate."""
+"""From a model to an artefact: ONNX, CTranslate2, int8 and Hugging Face directories, each with its certificate.
+
+``regard.export(model, kind, path)`` is ``regard.export.export``: the room can be called.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from .certificate import BoundBroken, Bounds, certify, table
 from .engines import Ct2Engine, Engine, OnnxEngine, TorchEngine, engines_in, open_engine
@@ -22,3 +29,13 @@ __all__ = [
     "quantise",
     "table",
 ]
+
+
+class _Room(ModuleType):
+    """This module as a function too: a function ``regard.export`` would be hidden by the room of that name."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return export(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Room

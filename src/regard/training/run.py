@@ -93,7 +93,10 @@ def train(config: RunConfig, *, style: Style = "auto", command: Sequence[str] = 
 
 def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainResult:
     """Go on with a run from its last checkpoint, bit for bit as if it had never stopped; ``changes`` are fields of
-    TrainConfig that do not make it another run, such as more steps."""
+    TrainConfig that do not make it another run, such as more steps.
+
+    Compiled for batches that differ in shape, a run rounds otherwise from process to process, stopped or not.
+    """
     run = RunDirectory.open(path)
     for name in changes:
         if name not in RESUMABLE:
