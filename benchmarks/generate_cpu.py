@@ -171,7 +171,8 @@ def measure(cases: list[str], names: list[str], rounds: int, threads: int) -> di
                     seconds, texts = contender.ask(case)
                     best = found[case].get(name, (float("inf"), None))[0] if turn > 1 else float("inf")
                     found[case][name] = (min(best, seconds), texts)
-            print(case, {n: round(s, 2) for n, (s, _) in found[case].items()}, file=sys.stderr, flush=True)
+                best_so_far = ", ".join(f"{name} {seconds:.2f} s" for name, (seconds, _) in found[case].items())
+                print(f"{case}, turn {turn} of {rounds}: {best_so_far}", file=sys.stderr, flush=True)
         for contender in contenders.values():
             contender.close()
     return found

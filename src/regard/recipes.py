@@ -38,9 +38,12 @@ RECIPES: dict[str, Recipe] = {
     # On what stands on every machine, on two processor cores.
     "en-ko": {
         "task": "translate",
-        "data": {"source": "en-ko", "tokenizer": "words", "max_len": 64, "joint_vocab": False},
+        "data": {
+            **{"source": "en-ko", "tokenizer": "bpe", "vocab_size": 2000, "joint_vocab": False, "max_len": 64},
+            **{"epoch_examples": 60_000},
+        },
         "model": {**_TRANSLATOR, "d_model": 128, "n_layers": 2, "n_heads": 4, "d_ff": 512, "max_len": 64},
-        "train": {**_MUON, "steps": 2000, "batch_tokens": 2048, "warmup": 100, "eval_every": 500, "save_every": 500},
+        "train": {**_MUON, "steps": 1400, "batch_tokens": 2048, "warmup": 100, "eval_every": 350, "save_every": 350},
     },
     "stdlib": {
         "task": "lm",
@@ -167,7 +170,7 @@ RECIPES: dict[str, Recipe] = {
         },
         "train": {
             **{"optimiser": "muon", "muon_lr": 0.02, "lr": 3e-3, "weight_decay": 0.1, "warmup": 200},
-            **{"steps": 8000, "batch_tokens": 25088, "label_smoothing": 0.1, "ema": 0.998},
+            **{"steps": 6000, "batch_tokens": 25088, "label_smoothing": 0.1, "ema": 0.998},
             **{"eval_every": 2000, "eval_examples": 6000, "save_every": 2000},
         },
     },

@@ -95,7 +95,8 @@ def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainR
     """Go on with a run from its last checkpoint, bit for bit as if it had never stopped; ``changes`` are fields of
     TrainConfig that do not make it another run, such as more steps.
 
-    Compiled for batches that differ in shape, a run rounds otherwise from process to process, stopped or not.
+    Bit for bit where it is not compiled: compiled, a CPU's sums differ in the last digit from process to process,
+    whether a run was stopped or not.
     """
     run = RunDirectory.open(path)
     for name in changes:
