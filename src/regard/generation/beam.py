@@ -52,6 +52,14 @@ class Candidates(NamedTuple):
         return Candidates(*(x.gather(-1, index) for x in self))
 
 
+class Best(NamedTuple):
+    """The same before it is known what they are: ``index`` is beam · V + token."""
+
+    score: Tensor
+    steered: Tensor
+    index: Tensor
+
+
 class Pool(NamedTuple):
     """The best finished texts, best first, each field (B, groups, k): where they end in the table, and how."""
 
@@ -136,8 +144,7 @@ class Search:
         nexts: list[Candidates] = []
         finished: list[Candidates] = []
         for group in range(n_groups):
-            each = self._best_of_each(logits[:, group], texts[:, group], price, step)
-            best = self._candidates(each, beams.score[:, group], group, beams.texts, step)
+            best = self._candidates(logits[:, group], texts[:, group], beams.score[:, group], price, step, group)
             ends = best.code != GOING_ON
             going = best._replace(score=best.score.masked_fill(ends, -math.inf))  # what has ended goes on as no beam
             nexts.append(going.take(best.steered.masked_fill(ends, -math.inf).topk(k).indices))
@@ -155,39 +162,59 @@ class Search:
         beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going, step + 1)
         return nexts
 
-    def _best_of_each(
-        self, logits: Tensor, texts: Tensor, price: Tensor | None, step: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each beam by itself the best tokens, from logits (B, k, V): log P, the same steered, and which (B, k, n).
-
-        On a CPU a few prompts at a time, so that what lies between logits and tokens stays near.
-        """
-        n, k, n_tokens = logits.shape
-        n_best = min(self.n_candidates, n_tokens)  # as many as of all beams: they may all be one's own
-        at_once = max(1, _NEAR // (k * n_tokens)) if logits.device.type == "cpu" else n
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for some in (slice(start, start + at_once) for start in range(0, n, at_once)):
-            scores = logits[some].flatten(0, 1).log_softmax(-1)
-            scores = filtered(scores, texts[some].flatten(0, 1), step, self.config, self.eos_id)
-            steered, token = best_of(scores if price is None else scores - price[some].repeat_interleave(k, 0), n_best)
-            found.append((steered if price is None else scores.gather(1, token), steered, token))
-        score, steered, token = (torch.cat(parts).view(n, k, n_best) for parts in zip(*found, strict=True))
-        return score, steered, token
-
     def _candidates(
-        self, each: tuple[Tensor, Tensor, Tensor], so_far: Tensor, group: int, texts: Tensor, step: int
+        self, logits: Tensor, texts: Tensor, so_far: Tensor, price: Tensor | None, step: int, group: int
     ) -> Candidates:
-        """The best continuations of one group's beams, from the best of each of them after log P ``so_far`` (B, k)."""
-        score, steered, token = each
-        n, k, n_best = token.shape
-        steered, index = (steered + so_far[..., None]).flatten(1).topk(min(self.n_candidates, k * n_best))
-        score, token = (x.flatten(1).gather(1, index) for x in (score + so_far[..., None], token))
-        beam = index // n_best + group * k
+        """The best continuations of one group's beams, from logits (B, k, V) after log P ``so_far`` (B, k)."""
+        n, k, n_tokens = logits.shape
+        if logits.device.type == "cpu":
+            best, tied = self._beam_by_beam(logits, texts, so_far, price, step)
+            again = tied.nonzero()[:, 0]
+            if len(again):
+                some = None if price is None else price[again]
+                exact = self._all_beams(logits[again], texts[again], so_far[again], some, step)
+                best = Best(*(x.index_copy(0, again, y) for x, y in zip(best, exact, strict=True)))
+        else:
+            best = self._all_beams(logits, texts, so_far, price, step)
+        beam, token = best.index // n_tokens, best.index % n_tokens
         rows = torch.arange(n, device=beam.device)[:, None]
         looked_at = self.config.stop or self.strings is not None
         before = texts[rows, beam].flatten(0, 1) if looked_at else texts[:1, 0]
         code = endings(token.flatten(), before, step + 1, self.config, self.eos_id, self.strings).view_as(token)
-        return Candidates(score, steered, beam, token, code)
+        return Candidates(best.score, best.steered, beam + group * k, token, code)
+
+    def _all_beams(self, logits: Tensor, texts: Tensor, so_far: Tensor, price: Tensor | None, step: int) -> Best:
+        """The best among all tokens of all beams, as they are sorted."""
+        n, k, n_tokens = logits.shape
+        scores = filtered(logits.log_softmax(-1).flatten(0, 1), texts.flatten(0, 1), step, self.config, self.eos_id)
+        scores = (scores.view(n, k, -1) + so_far[..., None]).flatten(1)  # (B, k · V)
+        steered = scores if price is None else (scores.view(n, k, -1) - price[:, None]).flatten(1)
+        steered, index = steered.topk(min(self.n_candidates, k * n_tokens))
+        return Best(scores.gather(1, index), steered, index)
+
+    def _beam_by_beam(
+        self, logits: Tensor, texts: Tensor, so_far: Tensor, price: Tensor | None, step: int
+    ) -> tuple[Best, Tensor]:
+        """The same by way of each beam's own best, and of which prompts (B,) it is not: two sums may round to one.
+
+        A few prompts at a time, so that what lies between logits and tokens stays in a core's own cache.
+        """
+        n, k, n_tokens = logits.shape
+        n_best = min(self.n_candidates + 1, n_tokens)  # of one beam as many as of all: they may all be its own
+        at_once = max(1, _NEAR // (k * n_tokens))
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for some in (slice(start, start + at_once) for start in range(0, n, at_once)):
+            scores = logits[some].flatten(0, 1).log_softmax(-1)
+            scores = filtered(scores, texts[some].flatten(0, 1), step, self.config, self.eos_id)
+            steered, token = best_of(scores if price is None else scores - price[some].repeat_interleave(k, 0), n_best)
+            parts.append((steered if price is None else scores.gather(1, token), steered, token))
+        score, steered, token = (torch.cat(part).view(n, k, n_best) for part in zip(*parts, strict=True))
+        score, steered = ((x + so_far[..., None]).flatten(1) for x in (score, steered))
+        index = (token + torch.arange(k)[:, None] * n_tokens).flatten(1)
+        steered, order = steered.topk(min(self.n_candidates + 1, k * n_best))  # one more, to see whether it is a tie
+        tied = ((steered[:, 1:] == steered[:, :-1]) & steered[:, 1:].isfinite()).any(1)
+        order = order[:, : self.n_candidates]
+        return Best(score.gather(1, order), steered[:, : self.n_candidates], index.gather(1, order)), tied
 
     def _merged(self, beams: Beams, new: Candidates, step: int) -> Pool:
         """The pools with what just finished, where they are open: the best stay."""
