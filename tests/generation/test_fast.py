@@ -199,3 +199,27 @@ def test_top_is_topk(n_all: int, n: int) -> None:
     assert torch.equal(scores.gather(1, where), told)
     for row in (0, 3, 4):
         assert len(set(where[row].tolist())) == n
+
+
+@pytest.mark.parametrize(
+    "fields", [{"beam": 4}, {"beam": 3, "min_new_tokens": 2}, {"beam": 2, "repetition_penalty": 1.4}]
+)
+def test_candidates_by_beam_are_those_of_all_beams(fields: dict[str, Any]) -> None:
+    """Also where sums round to the same number, and the order is whatever sorting all of them makes it."""
+    generator = torch.Generator().manual_seed(4)
+    config = GenerateConfig(**fields)
+    search = beam.Search(None, config, eos_id=2)  # type: ignore[arg-type]
+    n_tied = 0
+    for case in range(20):
+        logits = (torch.randn(6, config.beam, 9000, generator=generator) * 4).round() / 4  # many alike
+        logits[1:3] += torch.randn(2, config.beam, 9000, generator=generator)  # and some not
+        so_far = -300 * torch.rand(6, config.beam, generator=generator)
+        so_far[5, 1:] = -torch.inf
+        before = torch.randint(9000, (6, config.beam, 5), generator=generator)
+        got = search._candidates(logits, before, so_far, None, 1, 0)
+        told = search._all_beams(logits, before, so_far, None, 1)
+        _, tied = search._beam_by_beam(logits, before, so_far, None, 1)
+        n_tied += int(tied.sum())
+        assert torch.equal(got.beam * 9000 + got.token, told.place), case
+        assert torch.equal(got.score, told.score)
+    assert 0 < n_tied < 120

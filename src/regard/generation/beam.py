@@ -53,11 +53,11 @@ class Candidates(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The same before it is known what they are: ``index`` is beam · V + token."""
+    """The same before it is known what they are: ``place`` is beam · V + token."""
 
     score: Tensor
     steered: Tensor
-    index: Tensor
+    place: Tensor
 
 
 class Pool(NamedTuple):
@@ -176,7 +176,7 @@ class Search:
                 best = Best(*(x.index_copy(0, again, y) for x, y in zip(best, exact, strict=True)))
         else:
             best = self._all_beams(logits, texts, so_far, price, step)
-        beam, token = best.index // n_tokens, best.index % n_tokens
+        beam, token = best.place // n_tokens, best.place % n_tokens
         rows = torch.arange(n, device=beam.device)[:, None]
         looked_at = self.config.stop or self.strings is not None
         before = texts[rows, beam].flatten(0, 1) if looked_at else texts[:1, 0]

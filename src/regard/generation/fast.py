@@ -38,6 +38,8 @@ def why_not(engine: TextEngine | SourceEngine) -> str | None:
     model = engine.model
     if engine.static or model.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return "it is for CPUs, growing texts and no gradients"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast says in which numbers each layer computes"
     if taps._recorder is not None:
         return "what passes through its layers is recorded"
     if not isinstance(model, Decoder | EncoderDecoder) or model.config.attention_backend not in ("auto", "sdpa"):
