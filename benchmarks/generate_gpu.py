@@ -36,7 +36,7 @@ from regard.generation.steps import TorchParts
 from regard.models import Decoder
 
 BARS = {1: 3_000, 64: 90_000}
-PARTS = {"ours": 75, "peer": 40, "variants": 55, "compiled": 90}  # seconds each may take
+PARTS = {"ours": 120, "peer": 75, "variants": 60, "compiled": 90}  # seconds each may take
 SMALL: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128}
 
 
@@ -396,7 +396,7 @@ def verdict(found: dict[str, Any]) -> dict[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--budget", type=float, default=145.0, help="seconds all parts together may take")
+    parser.add_argument("--budget", type=float, default=330.0, help="seconds all parts together may take")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens: does it run at all?")

@@ -139,7 +139,7 @@ RECIPES: dict[str, Recipe] = {
         },
         "train": {
             **{"optimiser": "muon", "muon_lr": 0.01, "lr": 1e-3, "weight_decay": 0.05, "warmup": 200},
-            **{"steps": 4000, "batch_tokens": 16384, "label_smoothing": 0.1, "ema": 0.998, "beam": 5},
+            **{"steps": 3000, "batch_tokens": 16384, "label_smoothing": 0.1, "ema": 0.998, "beam": 5},
             **{"length_penalty": 0.6, "eval_every": 1000, "save_every": 1000},
         },
     },

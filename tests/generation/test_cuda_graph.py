@@ -370,15 +370,35 @@ def test_the_kernel_of_a_product(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-@pytest.mark.parametrize("added", [False, True])
-def test_the_kernel_of_residual_and_norm(device: str, dtype: torch.dtype, kind: str, added: bool) -> None:
-    x, y = (draw(5, 200, device=device, dtype=dtype, seed=s) for s in (1, 2))
+@pytest.mark.parametrize("added", [0, 1, 3])
+def test_the_kernel_of_residual_and_norm(device: str, dtype: torch.dtype, kind: str, added: int) -> None:
+    x, bias = (draw(*shape, device=device, dtype=dtype, seed=1) for shape in ((5, 200), (200,)))
+    y = draw(added, 5, 200, device=device, dtype=torch.float32 if added > 1 else dtype, seed=2) if added else None
     gain, shift = (draw(200, device=device, dtype=dtype, seed=s) for s in (3, 4))
     norm = (kind, gain, shift if kind == "layer" else None, 1e-5)
-    ours, plain = (parts.add_norm(x, y if added else None, norm) for parts in (kernels(), TorchParts))
-    assert torch.equal(ours[0], plain[0])
-    wide = (kind, *(None if p is None else p.double() for p in norm[1:3]), 1e-5)
-    near(ours[1], plain[1], TorchParts.add_norm(plain[0].double(), None, wide)[1])  # type: ignore[arg-type]
+    total, normed = kernels().add_norm(x, y, bias, norm)
+    plain = TorchParts.add_norm(x, None if y is None else y.to(dtype), bias, norm)
+    exact = x.double() if y is None else x.double() + y.double().sum(0) + bias.double()
+    near(total, plain[0], exact)
+    wide: Any = (kind, *(None if p is None else p.double() for p in norm[1:3]), 1e-5)
+    near(normed, plain[1], TorchParts.add_norm(total.double(), None, None, wide)[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize(("k", "n"), [(128, 96), (1536, 40), (64, 50), (256, 9000)])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "silu"])
+def test_the_kernel_of_a_product_of_many_rows(device: str, rows: int, k: int, n: int, activation: str | None) -> None:
+    if INTERPRETED and n > 1000:
+        pytest.skip("the interpreter takes minutes for that many")
+    dtype = DTYPES[-1]
+    x, weight = (draw(r, k, device=device, dtype=dtype, seed=r) for r in (rows, n))
+    weight, bias = weight / k**0.5, draw(n, device=device, dtype=dtype, seed=5)
+    exact = TorchParts.product(x.double(), weight.double(), bias.double(), activation)
+    ours, plain = (parts.product(x, weight, bias, activation) for parts in (kernels(), TorchParts))
+    near(ours, plain, exact)
+    pieces = kernels().product_in_parts(x, weight)
+    torch.testing.assert_close(pieces.double().sum(0), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -92,10 +92,8 @@ class GraphedEngine(TextEngine):
         self._untold = False  # whether the cache holds tokens that it has not counted
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
-        n_longest = longest(self.model.config)
-        places = min(max(len(row) for row in prompts.rows) + int(prompts.limit.max()), n_longest)
         try:
-            self.writer = writer_for(self, len(prompts) * copies, places)
+            self.writer = writer_for(self, len(prompts) * copies, self._places(prompts))
         except Exception as error:  # no memory, or a window: there is another way
             self._give_up(error)
             return super().prefill(prompts, copies)

@@ -18,7 +18,7 @@ from ..attention.cache import ModelCache
 from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
 from ..models.model import padding_mask
 from ..models.recurrent import RecurrentMemory
-from .prompts import Prompts, Sources
+from .prompts import Prompts, Sources, longest
 
 _NOT_BY_TOKEN = ("fourier", "linformer")  # mixers that need the whole text at once
 
@@ -34,14 +34,14 @@ class Engine:
         self.head, self.static = model.head, static
         self._model = model
         self._cache: ModelCache = model.new_cache()
+        self._last_place: int | None = None  # where rows that are done may run out of places while others go on
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         """Take in the prompts; logits (B · copies, V) of what follows, each prompt's copies side by side."""
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
         tokens, positions = prompts.tokens, prompts.positions
         if self.static:
-            n_places = max(len(row) for row in prompts.rows) + int(prompts.limit.max())
-            self._cache = self._model.new_cache(len(rows), n_places)
+            self._cache = self._model.new_cache(len(rows), self._places(prompts))
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
             self._repeat_source(rows)
         logits = self._logits(self._states(tokens, positions))
@@ -54,7 +54,11 @@ class Engine:
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Take in one token a row (R,); logits (R, V) of what follows."""
-        return self._logits(self._states(tokens[:, None], None))
+        positions = None
+        if self._last_place is not None:  # a row that is full takes in padding
+            lengths = self._cache.lengths.expand(len(tokens))
+            positions = torch.where(lengths < self._last_place, lengths, -1)[:, None]
+        return self._logits(self._states(tokens[:, None], positions))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Take in several tokens a row (R, T); logits (R, T, V) of what follows each."""
@@ -67,6 +71,13 @@ class Engine:
     def select(self, rows: Tensor) -> None:
         """Row r goes on from row rows[r]."""
         self._cache.reorder(rows)
+
+    def _places(self, prompts: Prompts) -> int:
+        """Places of a preallocated cache; the longest text and the one that may grow most need not be the same."""
+        most = longest(self._model.config, target=not isinstance(self._model, Decoder))
+        n_places = max(len(row) for row in prompts.rows) + int(prompts.limit.max())
+        self._last_place = most if n_places > most else None
+        return min(n_places, most)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Of the last state alone, and in float32 whatever the model computes in: (B, T, M) → (B, V)."""

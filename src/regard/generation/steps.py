@@ -5,7 +5,7 @@ lives longer than a step keeps its address. The parts are the model's own; only 
 
     plain   the model's modules one after the other, attention reading its cache up to the row's length
     few     norm, product, activation and residual of a part in one launch: five a layer      (a few rows)
-    many    the products are the library's, residual and norm between them one launch         (many rows)
+    many    bias and activation inside a product, residual and norm after it in one launch    (many rows)
 
 The functions in ``TorchParts`` say what the kernels in ``kernels.decoding`` compute, and run on every device.
 """
@@ -101,9 +101,28 @@ class TorchParts:
         return y if dtype is None else y.to(dtype)
 
     @staticmethod
-    def add_norm(x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        total = x if y is None else x + y
-        return total, normed(total, norm)
+    def makes_products(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
+        """Whether the next two are faster here than elsewhere; there is no elsewhere."""
+        return True
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+        if x.is_cuda and activation == "gelu_tanh" and bias is not None:  # the one torch has inside a product
+            return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        y = F.linear(x, weight, bias)
+        return y if activation is None else activation_function(activation)(y)
+
+    @staticmethod
+    def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
+        """x Wᵀ as parts of its sum (P, R, N): here it is one."""
+        return F.linear(x, weight)[None]
+
+    @staticmethod
+    def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x + y + bias and its norm, both (R, K), of y in parts (P, R, K); y None: x itself and its norm."""
+        if y is not None:
+            x = x + y.sum(0) if bias is None else x + (y.sum(0) + bias)
+        return x, normed(x, norm)
 
     @staticmethod
     def embed(
@@ -172,6 +191,9 @@ class OneToken:
         best: Form = "plain" if not joins else "few" if len(state.tokens) <= MOST_FEW else "many"
         self.form: Form = best if form is None else form
         self.held = [held_by(layer) for layer in cache.layers]
+        widths = {linear.in_features for linear in model.decoder.modules() if isinstance(linear, nn.Linear)}
+        ours = self.parts.makes_products(len(state.tokens), model.token.weight.dtype, widths)
+        self.products = self.parts if ours else TorchParts
 
     def logits(self) -> Tensor:
         x = self._embedded()  # (R, M)
@@ -215,17 +237,20 @@ class OneToken:
 
     def _many(self, x: Tensor) -> Tensor:
         assert self.decoder.norm is not None
-        y: Tensor | None = None  # what the part before adds to x
+        product, in_parts, add_norm = self.products.product, self.products.product_in_parts, self.parts.add_norm
+        y, bias = None, None  # what the part before adds to x
         for layer, (k, v) in enumerate(self.held):
             block = self.decoder.blocks[layer % len(self.decoder.blocks)]
             assert isinstance(block, Block)
             attention, ff = attention_of(block), block.ff
-            x, z = self.parts.add_norm(x, y, norm_of(block.attention_norm))
-            y = attention.w_o(self._attend(attention, attention.w_qkv(z), k, v))
-            x, z = self.parts.add_norm(x, y, norm_of(block.ff_norm))
-            y = ff.w_out(activated(ff, z))
-        _, z = self.parts.add_norm(x, y, norm_of(self.decoder.norm))
-        return spaced_product(self.head.hidden(z), self._output_weight(), self.head.bias)
+            x, z = add_norm(x, y, bias, norm_of(block.attention_norm))
+            z = self._attend(attention, product(z, attention.w_qkv.weight, attention.w_qkv.bias), k, v)
+            y, bias = in_parts(z, attention.w_o.weight), attention.w_o.bias
+            x, z = add_norm(x, y, bias, norm_of(block.ff_norm))
+            z = gated(ff, product(z, ff.w_in.weight, ff.w_in.bias, None if ff.gated else ff.activation))
+            y, bias = in_parts(z, ff.w_out.weight), ff.w_out.bias
+        _, z = add_norm(x, y, bias, norm_of(self.decoder.norm))
+        return product(self.head.hidden(z), self._output_weight(), self.head.bias)
 
     def _output_weight(self) -> Tensor:
         return self.token.weight if self.head.weight is None else self.head.weight
@@ -264,28 +289,12 @@ def norm_of(norm: nn.Module) -> Norm:
     return "rms", norm.weight, None, norm.eps
 
 
-def spaced_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + bias with rows that begin at round addresses: 50,257 numbers close together cost the fast kernels."""
-    n = len(weight)
-    out = torch.empty(len(x), -(-n // 64) * 64, dtype=x.dtype, device=x.device)[:, :n]
-    torch.mm(x, weight.t(), out=out)
-    return out if bias is None else out.add_(bias)
-
-
 def gated(ff: FeedForward, y: Tensor) -> Tensor:
     """What the gate lets through; a plain network's activation was part of its product."""
     if not ff.gated:
         return y
     gate, up = y.chunk(2, dim=-1)
     return ff.f(gate) * up
-
-
-def activated(ff: FeedForward, x: Tensor) -> Tensor:
-    """f(x W_in + b_in), the activation inside the product where torch has that: tanh's GELU on CUDA."""
-    if x.is_cuda and ff.activation == "gelu_tanh" and ff.w_in.bias is not None:
-        return torch.ops.aten._addmm_activation(ff.w_in.bias, x, ff.w_in.weight.t(), use_gelu=True)
-    y = ff.w_in(x)
-    return gated(ff, y) if ff.gated else ff.f(y)
 
 
 def why_not(model: nn.Module) -> str | None:

@@ -87,7 +87,7 @@ def _attend(
 
 def attention_tile(n_programs: int) -> tuple[int, int]:
     """Keys in a tile and warps: where programs are few, each has to keep many bytes on their way."""
-    return (256, 16) if n_programs < 264 else (64, 4)
+    return (512, 8) if n_programs < 264 else (64, 8)
 
 
 @torch.library.custom_op("regard::attend_one", mutates_args=("k_held", "v_held"))
@@ -204,7 +204,7 @@ def _linear(
 
 def linear_tile(n_outputs: int) -> tuple[int, int]:
     """Outputs of a program and its warps: enough programs for every multiprocessor, few enough to be worth starting."""
-    return (4, 4) if n_outputs <= 1024 else (8, 4) if n_outputs <= 8192 else (16, 8)
+    return (2, 4) if n_outputs <= 1024 else (4, 4) if n_outputs <= 8192 else (16, 8)
 
 
 def linear(
@@ -245,6 +245,101 @@ def linear(
     return out
 
 
+# ---- products with many rows
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    bias,
+    out,
+    M,
+    N,
+    out_m,
+    K: tl.constexpr,
+    PART: tl.constexpr,  # of K, for one program
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (block of outputs, block of rows, part of K): act(x Wᵀ + bias), or a part of the sum."""
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(2)
+    k = part * PART + tl.arange(0, BLOCK_K)
+    rows, columns = (m < M)[:, None], (n < N)[None, :]
+    x_at, weight_at = x + m[:, None].to(tl.int64) * K + k[None, :], weight + n[None, :].to(tl.int64) * K + k[:, None]
+    summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, PART, BLOCK_K):
+        lines = tl.load(x_at + start, mask=rows, other=0.0)
+        summed = tl.dot(lines, tl.load(weight_at + start, mask=columns, other=0.0), summed)
+    if HAS_BIAS:
+        summed += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    summed = _act(summed, ACT)
+    at = out + (part * M + m[:, None]).to(tl.int64) * out_m + n[None, :]
+    tl.store(at, summed.to(out.dtype.element_ty), mask=rows & columns)
+
+
+_BLOCK_M, _MOST_ROWS, _PROGRAMS = 64, 128, 132
+
+
+def makes_products(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
+    """Whether the kernel above is faster than the library for rows of these widths; full precision has the library."""
+    return dtype.itemsize == 2 and rows <= _MOST_ROWS and all(width % 64 == 0 for width in widths)
+
+
+def product_tile(n: int, k: int) -> tuple[int, int, int]:
+    """Outputs and numbers of a step in the sum, and how many steps are on their way: (BLOCK_N, BLOCK_K, stages)."""
+    if n > 8192:
+        return 128, 64, 4
+    return (32, 128, 5) if k % 128 == 0 and not (n <= k <= 1024) else (32, 64, 3)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, parts: int) -> None:
+    (rows, k), n = x.shape, weight.shape[0]
+    block_n, block_k, stages = product_tile(n, k)
+    _product[(triton.cdiv(n, block_n), triton.cdiv(rows, _BLOCK_M), parts)](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        rows,
+        n,
+        out.stride(-2),
+        K=k,
+        PART=k // parts,
+        ACT=ACTIVATIONS[activation],
+        HAS_BIAS=bias is not None,
+        BLOCK_M=_BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=stages,
+    )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """activation(x Wᵀ + bias) for many rows x (R, K), W (N, K)."""
+    # Rows that begin at round addresses are written faster: 50,257 numbers are not.
+    out = torch.empty(len(x), -(-len(weight) // 64) * 64, dtype=x.dtype, device=x.device)[:, : len(weight)]
+    _launch(x, weight, bias, activation, out, 1)
+    return out
+
+
+def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ as parts of its sum (P, R, N) that ``add_norm`` adds up: few outputs alone do not fill a device."""
+    (rows, k), n = x.shape, weight.shape[0]
+    block_n, block_k, _ = product_tile(n, k)
+    blocks = triton.cdiv(n, block_n) * triton.cdiv(rows, _BLOCK_M)
+    steps = k // block_k
+    parts = max(p for p in range(1, steps + 1) if steps % p == 0 and (p == 1 or p * blocks <= _PROGRAMS))
+    out = torch.empty(parts, rows, n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, None, out, parts)
+    return out
+
+
 # ---- between the products of many rows
 
 
@@ -252,14 +347,17 @@ def linear(
 def _add_norm(
     x,
     y,
+    bias,
     gain,
     shift,
     total,
     normed,
     eps,
+    M,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    HAS_Y: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -267,8 +365,11 @@ def _add_norm(
     inside = k < K
     value = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
-    if HAS_Y:
-        value += tl.load(y + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(PARTS):
+            value += tl.load(y + (part * M + row) * K + k, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            value += tl.load(bias + k, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * K + k, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -280,22 +381,27 @@ def _add_norm(
     tl.store(normed + row * K + k, value.to(normed.dtype.element_ty), mask=inside)
 
 
-def add_norm(x: Tensor, y: Tensor | None, norm: tuple[str, Tensor, Tensor | None, float]) -> tuple[Tensor, Tensor]:
-    """x + y and its norm, both (R, K); y None: x itself and its norm."""
+def add_norm(
+    x: Tensor, y: Tensor | None, bias: Tensor | None, norm: tuple[str, Tensor, Tensor | None, float]
+) -> tuple[Tensor, Tensor]:
+    """x + y + bias and its norm, both (R, K), of y in parts (P, R, K); y None: x itself and its norm."""
     (rows, k), (kind, gain, shift, eps) = x.shape, norm
     total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(k)
     _add_norm[(rows,)](
         x,
         x if y is None else y,
+        x if bias is None else bias,
         gain,
         x if shift is None else shift,
         total,
         normed,
         eps,
+        rows,
         K=k,
         NORM=NORMS[kind],
-        HAS_Y=y is not None,
+        PARTS=0 if y is None else len(y),
+        HAS_BIAS=bias is not None,
         HAS_SHIFT=shift is not None,
         BLOCK_K=block,
         num_warps=4 if block <= 2048 else 8,
