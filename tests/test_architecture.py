@@ -55,14 +55,16 @@ OWNERS: dict[str, set[str]] = {
     "ctranslate2": {"export"},
     "torchao": {"export"},
     "fastapi": {"web"},
+    "starlette": {"web"},
     "uvicorn": {"web"},
     "matplotlib": {"lens", "experiments", "training"},
     "sacrebleu": {"training"},
     "tensorboard": {"training"},
     "torch.utils.tensorboard": {"training"},
 }
-# Kernels are written in triton's own language, so inside kernels/ it stands at the top of the file.
-TOP_LEVEL_AT_HOME = {"triton"}
+# Kernels are written in triton's own language and routes in FastAPI's: at home these stand at the top of the file, and
+# the file itself is imported inside a function.
+TOP_LEVEL_AT_HOME = {"triton", "fastapi"}
 WITHOUT_TORCH = {"errors", "config"}
 
 # What `import regard` may add to `import torch`, in modules: a count does not depend on how busy the machine is.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .generation.stream import stream
     from .generation.texts import generate, translate
     from .io import load
+    from .lens.look import Look, look
     from .models import Model
     from .models.build import build
     from .presets import PRESETS, preset
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "AttentionMap": "attention",
     "Frame": "attention",
+    "Look": "lens",
     "Model": "models",
     "DataConfig": "config",
     "ModelConfig": "config",
@@ -46,13 +48,14 @@ _ROOMS = {
     "export": "export",
     "generate": "generation",
     "load": "io",
+    "look": "lens",
     "preset": "presets",
     "record": "attention",
     "stream": "generation",
     "translate": "generation",
 }
 # These take a model, or the directory of one.
-_OPENING = ("caption", "classify", "generate", "stream", "translate")
+_OPENING = ("caption", "classify", "generate", "look", "stream", "translate")
 
 __all__ = [
     "PRESETS",
@@ -60,6 +63,7 @@ __all__ = [
     "AttentionMap",
     "DataConfig",
     "Frame",
+    "Look",
     "Model",
     "ModelConfig",
     "MultiHeadAttention",
@@ -74,6 +78,7 @@ __all__ = [
     "export",
     "generate",
     "load",
+    "look",
     "preset",
     "record",
     "resume",
@@ -96,16 +101,16 @@ def __getattr__(name: str) -> Any:
 def _opening(run: Any) -> Any:
     """The same function for a model's directory too: where a model is asked for, a path is loaded."""
 
-    def opened(model: Any) -> Any:
+    def opened(model: Any, device: Any = None) -> Any:
         from .io import load
 
-        return load(model) if isinstance(model, str | Path) else model
+        return load(model, device=device) if isinstance(model, str | Path) else model
 
     @functools.wraps(run)
     def with_paths(model: Any, *inputs: Any, **fields: Any) -> Any:
         if "draft" in fields:
             fields["draft"] = opened(fields["draft"])
-        return run(opened(model), *inputs, **fields)
+        return run(opened(model, fields.get("device")), *inputs, **fields)
 
     return with_paths
 

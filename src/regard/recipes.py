@@ -43,7 +43,10 @@ RECIPES: dict[str, Recipe] = {
             **{"epoch_examples": 60_000},
         },
         "model": {**_TRANSLATOR, "d_model": 128, "n_layers": 2, "n_heads": 4, "d_ff": 512, "max_len": 64},
-        "train": {**_MUON, "steps": 1400, "batch_tokens": 2048, "warmup": 100, "eval_every": 350, "save_every": 350},
+        "train": {
+            **{**_MUON, "muon_lr": 0.03, "lr": 4e-3, "steps": 1700, "batch_tokens": 1024, "warmup": 100},
+            **{"eval_every": 850, "save_every": 850},
+        },
     },
     "stdlib": {
         "task": "lm",

@@ -274,11 +274,21 @@ def test_what_cannot_be_captured_is_written_all_the_same(
 
 
 @pytest.mark.usefixtures("graphed")
-def test_a_window_goes_the_other_way() -> None:
+def test_a_window_goes_the_other_way_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     model = decoder("gpt2", window=3).double()
-    told = generate(model, PROMPTS, max_new_tokens=8)
-    with pytest.warns(UserWarning, match="RingCache"):
-        same(generate(model, PROMPTS, max_new_tokens=8, cache="static"), told)
+    same(generate(model, PROMPTS, max_new_tokens=8, cache="static"), generate(model, PROMPTS, max_new_tokens=8))
+    assert not recwarn.list
+    assert model not in cuda_graph._refused  # a text shorter than the window may be captured yet
+
+
+@pytest.mark.parametrize("name", ["gpt2", "transformer-base"])
+def test_rows_that_are_full_wait_for_the_others(name: str) -> None:
+    """The longest prompt has the fewest places left; a static batch keeps it to the end."""
+    model = small(name)
+    rows = PROMPTS if name == "gpt2" else [[5, 6], [7, 8], [9, 5]]
+    target = None if name == "gpt2" else PROMPTS
+    fields: dict[str, Any] = {"max_new_tokens": 40, "target": target}
+    assert generate(model, rows, cache="static", **fields).tokens == generate(model, rows, **fields).tokens
 
 
 def test_nothing_is_captured_without_cuda() -> None:
@@ -496,7 +506,7 @@ class TestCuda:
                 writer.state.tokens.copy_(column)
                 out = writer.logits()()
                 assert out is not None
-                made.append(out.float())
+                made.append(out.float().clone())  # the next step writes there
         off, eager_off = ((x - told).square().mean().sqrt().item() for x in (torch.stack(made, 1), eager))
         assert off <= 2 * eager_off
 

@@ -163,7 +163,7 @@ def test_gradients_and_static_caches_are_for_the_plain_engine() -> None:
     assert why_not(TextEngine(model)) is not None  # gradients are on
     with torch.no_grad():
         assert why_not(TextEngine(model)) is None
-        assert why_not(TextEngine(model, static=True)) is not None
+        assert why_not(TextEngine(model, "static")) is not None
 
 
 def test_it_says_what_it_cannot_do() -> None:

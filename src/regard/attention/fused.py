@@ -49,6 +49,8 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if call.bias is None and sees_everything(call.mask, call.frame):
         return F.scaled_dot_product_attention(q, k, v, **options)
     if call.bias is None and is_square_causal(call.mask, call.frame):
+        if options["scale"] <= 0:  # torch hides the future before it scales, and -inf · 0 is NaN
+            q, options["scale"] = q * options["scale"], 1.0
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     allowed = call.allowed()
     blind = None

@@ -24,13 +24,13 @@ class Seen(NamedTuple):
 
     While decoding with a cache, k, v and frame are None: the cache has them, and to keep them for every step would be
     O(T²). ``edition`` says what the cache held then. A memory is the same at every step and kept: ``memory`` has the
-    keys of a CrossCache and their positions.
+    keys of a CrossCache and their positions. A recorder without ``values`` leaves out v and output.
     """
 
     q: Tensor
     k: Tensor | None
     v: Tensor | None
-    output: Tensor
+    output: Tensor | None
     mask: Mask | None
     bias: Bias | None
     mechanism: Mechanism

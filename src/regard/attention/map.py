@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -159,6 +159,24 @@ class AttentionMap:
     def dense(self) -> Tensor:
         """All of it, (B, H, T, S): the tile of everything. The one answer that is as large as the matrix."""
         return self.tile(ALL, ALL)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """All weights, a block after the other, as (rows, cols, weights (B, H, R, C)); those the mask empties are not
+        there. For whoever asks something of the whole matrix that is not asked here.
+        """
+        on = self._sweep
+        for rows, seen in on.stripes():
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                on.normalise(rows)
+                found = on.walk(rows, seen)
+            while True:  # the modes are the caller's own again while it has a block
+                with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                    block = next(found, None)
+                    if block is None:
+                        break
+                    cols, p, m = block
+                    weights = p.mul_(on.change(m, on.lse[:, :, rows, None]))
+                yield rows, cols, weights
 
     # ---- what can be said about all of it in O(T) memory
 

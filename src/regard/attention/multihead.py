@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.checks import need_positive
+from ..layers.pieces import PIECE, is_long
 from .backends import prepare, run
 from .biases import Bias
 from .cache import Cache, CrossCache
+from .edits import edited_call, edited_heads
 from .frame import Frame
 from .masks import Mask
 from .scores import Dot, Mechanism
@@ -138,7 +140,10 @@ class MultiHeadAttention(nn.Module):
             frame=frame,
             dropout=self.dropout if self.training else 0.0,
         )
-        output = tap_attention(self, call, run(call, self.backend).output, cache)
+        call = edited_call(self, call)
+        output = edited_heads(self, call, run(call, self.backend).output)
+        output = tap_attention(self, call, output, cache)
+        del q, k, v, call  # three times the width of what follows
         return self.w_o(output.transpose(1, 2).flatten(2))  # (B, T, H · D) → (B, T, M)
 
     def _to_itself(
@@ -152,7 +157,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(cache, CrossCache):
             raise TypeError("cache is a CrossCache, which never takes in new tokens; self-attention needs another")
         self._check_width("x", x, self.d_model)
-        q, k, v = self._heads(self.w_qkv(x), self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        q, k, v = self._projected(self.w_qkv, x, self.n_heads, self.n_kv_heads, self.n_kv_heads)
         q, k = self._normed(q, k)
         given = positions
         if positions is None:
@@ -179,7 +184,7 @@ class MultiHeadAttention(nn.Module):
         self._check_width("x", x, self.d_model)
         if cache is not None and not isinstance(cache, CrossCache):
             raise TypeError(f"cache is a {type(cache).__name__}, but cross-attention keeps its memory in a CrossCache")
-        (q,) = self._heads(self.w_query(x), self.n_heads)
+        (q,) = self._projected(self.w_query, x, self.n_heads)
         if cache is not None and cache.filled:
             k, v = cache.update()
             q = q if self.q_norm is None else self.q_norm(q)
@@ -187,11 +192,24 @@ class MultiHeadAttention(nn.Module):
             if memory is None:
                 raise ValueError("cross-attention needs memory (B, S, d_memory), or a cache that already holds it")
             self._check_width("memory", memory, self.d_memory)
-            k, v = self._heads(self.w_kv(memory), self.n_kv_heads, self.n_kv_heads)
+            k, v = self._projected(self.w_kv, memory, self.n_kv_heads, self.n_kv_heads)
             q, k = self._normed(q, k)
             if cache is not None:
                 cache.update(k, v)
         return q, k, v, Frame.of(q, k) if frame is None else frame
+
+    def _projected(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
+        """x (B, T, M) → for each count its heads (B, heads, T, D). Of a long text each in memory of its own: the
+        product of all would be there beside its parts, and as long as any of them."""
+        if not is_long(x):
+            return self._heads(project(x), *counts)
+        whole: list[Tensor] = []
+        for start in range(0, x.shape[1], PIECE):
+            parts = self._heads(project(x[:, start : start + PIECE]), *counts)
+            whole = whole or [part.new_empty(*part.shape[:2], x.shape[1], self.d_head) for part in parts]
+            for out, part in zip(whole, parts, strict=True):
+                out[:, :, start : start + PIECE] = part
+        return whole
 
     def _heads(self, x: Tensor, *counts: int) -> list[Tensor]:
         """(B, T, heads · D) → for each count its heads (B, heads, T, D), views of one product."""

@@ -44,7 +44,8 @@ class _Passed:
 class Recorder:
     """Keeps what the taps of one model show it, by the place where it was seen, in the order it came."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, values: bool = True) -> None:
+        self.values = values  # whether v, outputs and what ``tap`` shows are kept too
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
         self._places = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
         self._last = _Passed()
@@ -156,7 +157,7 @@ _recorder: Recorder | None = None
 
 def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Show ``x`` to the recorder, if there is one, under a name; ``owner`` is the module it belongs to. Returns x."""
-    if _recorder is not None:
+    if _recorder is not None and _recorder.values:
         _show(_recorder, owner, name, x.detach(), x)
     return x
 
@@ -164,18 +165,19 @@ def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
 def tap_attention(owner: nn.Module, call: Call, output: Tensor, cache: Cache | None = None) -> Tensor:
     """Show an attention computed by ``owner`` to the recorder, if there is one. Returns the output."""
     if _recorder is not None:
-        _show(_recorder, owner, "attention", _seen(call, output, cache), output)
+        _show(_recorder, owner, "attention", _seen(call, output, cache, _recorder.values), output)
     return output
 
 
-def _seen(call: Call, output: Tensor, cache: Cache | None) -> Seen:
-    k, v, frame = (None, None, None) if cache is not None else (call.k.detach(), call.v.detach(), call.frame)
+def _seen(call: Call, output: Tensor, cache: Cache | None, values: bool) -> Seen:
+    kept = torch.Tensor.detach if values else _own
+    k, frame = (None, None) if cache is not None else (kept(call.k), call.frame)
     q_pos = call.frame.q_pos.clone()  # its own memory: a view would keep alive, or be overwritten by, the cache's
     return Seen(
-        call.q.detach(),
+        kept(call.q),
         k,
-        v,
-        output.detach(),
+        call.v.detach() if values and cache is None else None,
+        output.detach() if values else None,
         call.mask,
         call.bias,
         call.mechanism,
@@ -185,6 +187,13 @@ def _seen(call: Call, output: Tensor, cache: Cache | None) -> Seen:
         None if cache is None else cache.edition,
         keys_now(cache) if isinstance(cache, CrossCache) else None,
     )
+
+
+def _own(x: Tensor) -> Tensor:
+    """x in memory of its own: a view would keep alive the whole product, v too, that q and k are parts of."""
+    x = x.detach()
+    alone = not torch.compiler.is_compiling() and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _show(recorder: Recorder, owner: nn.Module | None, name: str, what: Tensor | Seen, at: Tensor) -> None:
@@ -213,18 +222,19 @@ def _(at: Tensor) -> Tensor:
 
 
 @contextmanager
-def record(model: nn.Module) -> Iterator[Recorder]:
+def record(model: nn.Module, values: bool = True) -> Iterator[Recorder]:
     """Record every tap of ``model`` inside the ``with`` block; works on compiled models, switched on at any time.
 
     Of every call q, k, v and output are kept, O(T) numbers and never the matrix of weights; while decoding with a cache
     q and output, and the cache's keys once. These q, k and v may be parts of one product that stays in memory whole.
+    With ``values=False`` q and k alone are kept, in memory of their own: all that attention weights need.
     What was recorded can be read inside the block and after it: when the block ends, biases, mechanisms and keys are
     copied as they are then. Masks are kept by reference. Other models and other threads are not seen.
     """
     global _recorder
     if _recorder is not None:
         raise RuntimeError("record() is already on; one recorder looks at a time")
-    recorder = _recorder = Recorder(model)
+    recorder = _recorder = Recorder(model, values)
     try:
         with _checkpoints_may_record():
             yield recorder

@@ -17,7 +17,7 @@ import typer
 from regard import __version__
 from regard.errors import RegardError
 
-from . import bench, caption, classify, data, evaluate, export, generate, info, train, translate
+from . import bench, caption, classify, data, evaluate, export, generate, info, serve, train, translate
 from .common import Common, complain
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command("translate")(translate.translate)
 app.command("classify")(classify.classify)
 app.command("caption")(caption.caption)
 app.command("export")(export.export)
+app.command("serve")(serve.serve)
 app.add_typer(data.app, name="data")
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")

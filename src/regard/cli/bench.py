@@ -8,17 +8,16 @@ from typing import Annotated
 import typer
 
 from .common import AsJson, comma_words, progress, show
+from .reading import Device, device_of, open_model
 
-app = typer.Typer(help="Measure: time and memory against length.", no_args_is_help=True)
+app = typer.Typer(help="Measure: attention against length, generation by batch and beam.", no_args_is_help=True)
 
 
-def _lengths(text: str) -> list[int]:
+def _numbers(text: str, option: str) -> list[int]:
     """`512,1024` → [512, 1024]."""
     words = comma_words(text)
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise typer.BadParameter(
-            f"{text!r} is not a comma-separated list of positive whole numbers", param_hint="--lengths"
-        )
+        raise typer.BadParameter(f"{text!r} is not a comma-separated list of positive whole numbers", param_hint=option)
     return [int(word) for word in words]
 
 
@@ -42,7 +41,7 @@ def attention(
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of every attention mechanism against length, with the fitted exponent of each."""
-    wanted_lengths = _lengths(lengths)
+    wanted_lengths = _numbers(lengths, "--lengths")
     from regard.experiments.bench_attention import bench_attention as measure
     from regard.experiments.contenders import choose
 
@@ -62,6 +61,44 @@ def attention(
         causal=causal,
         backward=backward,
         out=out,
+        progress=progress,
+    )
+    show(result, as_json)
+
+
+@app.command("generate")
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run, a model directory, or a preset with random weights.")
+    ],
+    batch: Annotated[str, typer.Option(help="Prompts written at once, separated by commas.")] = "1,8",
+    beam: Annotated[str, typer.Option(help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",
+    weights: Annotated[str, typer.Option(help="fp32, bf16 or int8, separated by commas.")] = "fp32,int8",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt or a source.")] = 16,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 64,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How fast a model writes: time to the first token, time of each further one, tokens a second."""
+    batches, beams, kinds = _numbers(batch, "--batch"), _numbers(beam, "--beam"), comma_words(weights)
+    from regard import PRESETS, build
+    from regard.experiments.bench_generate import WEIGHTS, bench_generate
+
+    for kind in kinds:
+        if kind not in WEIGHTS:
+            raise typer.BadParameter(f"{kind!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
+    if model in PRESETS and not Path(model).exists():
+        opened = build(model).to(device_of(device))
+    else:
+        opened = open_model(model, device)
+    result = bench_generate(
+        opened.eval(),
+        model,
+        batches=batches,
+        beams=beams,
+        weights=kinds,  # type: ignore[arg-type]
+        n_prompt=prompt,
+        n_new=new,
         progress=progress,
     )
     show(result, as_json)

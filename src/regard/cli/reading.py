@@ -23,19 +23,24 @@ MaxNewTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most
 Truncate = Annotated[bool, typer.Option("--truncate", help="Cut too long a text short; otherwise it is an error.")]
 
 
-def open_model(path: str | Path, device: str = "auto") -> Model:
-    """The model of a directory, on the device asked for or the best there is."""
+def device_of(name: str) -> str:
+    """The device asked for, or the best there is."""
     from regard.config.words import UsageError
 
-    if device not in ("auto", "cpu", "cuda", "mps"):
-        raise UsageError(f"--device {device} is none of auto, cpu, cuda, mps")
+    if name not in ("auto", "cpu", "cuda", "mps"):
+        raise UsageError(f"--device {name} is none of auto, cpu, cuda, mps")
+    if name != "auto":
+        return name
     import torch
 
-    from regard.io import load
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+def open_model(path: str | Path, device: str = "auto") -> Model:
+    """The model of a directory, on the device asked for or the best there is."""
+    device = device_of(device)
     from regard.export.quantise import is_quantised, open_int8
+    from regard.io import load
 
     return open_int8(path).to(device) if is_quantised(path) else load(path, device=device)
 

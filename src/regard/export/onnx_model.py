@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.cache import ModelCache
+from ..attention.cache.slots import Numbers
 from ..attention.map import AttentionMap
 from ..config import ModelConfig
 from ..models import Decoder, Encoder, EncoderDecoder, Memory
@@ -71,7 +72,7 @@ class OnnxDecoder(OnnxModel, Decoder):
         self._open(sessions)
         self.head = GraphHead.instead_of(self.head)
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
+    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
         return new_cache(self.config, batch, max_len)
 
     def hidden(
@@ -145,7 +146,7 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         self._open(sessions)
         self.head = GraphHead.instead_of(self.head)
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
+    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
         return new_cache(self.config, batch, max_len)
 
     def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention.cache import ModelCache
+from ..attention.cache.slots import Numbers
 from ..attention.map import AttentionMap
 from ..config import ModelConfig
 from ..models import Memory, Recurrent
@@ -38,7 +39,7 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         self._open(sessions)
         self.head = GraphHead.instead_of(self.head)
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
+    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
         new_cache(self.config, batch, max_len)  # refuses to preallocate
         return ModelCache([StateCache()], [MemoryCache()])
 

@@ -26,7 +26,7 @@ from .prompts import Prompts
 from .sampling import filtered
 from .stop import StopStrings
 
-_NEAR = 2**18  # numbers that fit into a core's own cache
+_NEAR = 2**20  # numbers that fit into a core's own cache
 _STRING_ENDS = 6  # tokens of a beam that may complete a stop string at one step, before it has fewer continuations
 
 
@@ -205,7 +205,7 @@ class Search:
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for some in (slice(start, start + at_once) for start in range(0, n, at_once)):
             scores = logits[some].flatten(0, 1).log_softmax(-1)
-            scores = filtered(scores, texts[some].flatten(0, 1), step, self.config, self.eos_id)
+            scores = filtered(scores, texts[some].flatten(0, 1), step, self.config, self.eos_id, in_place=True)
             steered, token = best_of(scores if price is None else scores - price[some].repeat_interleave(k, 0), n_best)
             parts.append((steered if price is None else scores.gather(1, token), steered, token))
         score, steered, token = (torch.cat(part).view(n, k, n_best) for part in zip(*parts, strict=True))

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ..attention import taps
 from ..attention.cache import StaticCache
+from ..attention.edits import is_edited
 from ..models import Decoder, Model
+from ..models.parts import window_of
 from .captured import Captured, Writer, chooses
 from .config import GenerateConfig
 from .ending import GOING_ON, LENGTH, endings
@@ -47,10 +49,16 @@ _lock = threading.Lock()
 _refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()
 
 
-def writer_for(engine: GraphedEngine, rows: int, places: int) -> Writer:
-    """A writer with at least so many places: one that was captured before, if nothing has moved and nobody uses it."""
+def writer_for(engine: GraphedEngine, rows: int, places: int) -> Writer | None:
+    """A writer with at least so many places: one that was captured before, if nothing has moved and nobody uses it.
+
+    None where a layer's window is smaller than that: its ring of places is not written out.
+    """
     model = engine.model
-    rounded = min(-(-places // _ROUND) * _ROUND, max(longest(model.config), places))
+    windows = [size for n in range(model.config.n_layers) if (size := window_of(model.config, n)) is not None]
+    rounded = min(-(-places // _ROUND) * _ROUND, max(longest(model.config), places), *windows)
+    if rounded < places:
+        return None
     signature = hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
     with _lock:
         kept = _writers.setdefault(model, OrderedDict())
@@ -73,7 +81,7 @@ def forget(model: Model) -> None:
 
 def can_capture(model: Model) -> bool:
     """Whether decoding this model is captured: on CUDA, with a step that can be written out and nobody looking in."""
-    if model.device.type != "cuda" or model in _refused or taps._recorder is not None:
+    if model.device.type != "cuda" or model in _refused or taps._recorder is not None or is_edited(model):
         return False
     if torch.is_autocast_enabled("cuda"):  # its casts are cached from one step to the next
         return False
@@ -87,15 +95,16 @@ class GraphedEngine(TextEngine):
     """A decoder behind captured steps. Searches that only know ``decode_one_token`` profit too."""
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__(model, static=True)
+        super().__init__(model, "static")
         self.writer: Writer | None = None
         self._untold = False  # whether the cache holds tokens that it has not counted
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         try:
             self.writer = writer_for(self, len(prompts) * copies, self._places(prompts))
-        except Exception as error:  # no memory, or a window: there is another way
+        except Exception as error:  # no memory: there is another way
             self._give_up(error)
+        if self.writer is None:
             return super().prefill(prompts, copies)
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
         self._cache, self._untold = self.writer.cache, False

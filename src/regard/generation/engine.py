@@ -11,27 +11,35 @@ Searches know nothing more. A kind of model adds one method: from tokens to stat
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from ..attention.cache import ModelCache
+from ..attention.cache.slots import Numbers
 from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
 from ..models.model import padding_mask
 from ..models.recurrent import RecurrentMemory
 from .prompts import Prompts, Sources, longest
 
+CacheName = Literal["growing", "static", "static-bf16", "static-int8"]
+_NUMBERS: dict[CacheName, Numbers] = {
+    **{"growing": "model", "static": "model"},
+    **{"static-bf16": "bf16", "static-int8": "int8"},
+}
 _NOT_BY_TOKEN = ("fourier", "linformer")  # mixers that need the whole text at once
 
 
 class Engine:
-    """Base of both kinds. ``static`` preallocates the cache: then every step has one shape, and rows stay in place."""
+    """Base of both kinds. A ``static`` cache is preallocated: then every step has one shape, and rows stay in place."""
 
-    def __init__(self, model: Decoder | EncoderDecoder | Recurrent, static: bool = False) -> None:
+    def __init__(self, model: Decoder | EncoderDecoder | Recurrent, cache: CacheName = "growing") -> None:
         if model.head is None:
             raise ValueError(f"this model has head={model.config.head!r}; only with head='lm' does it know tokens")
         if model.config.mixer in _NOT_BY_TOKEN:
             raise ValueError(f"mixer={model.config.mixer!r} mixes a whole text at once and cannot go token by token")
-        self.head, self.static = model.head, static
+        self.head, self.static, self._numbers = model.head, cache != "growing", _NUMBERS[cache]
         self._model = model
         self._cache: ModelCache = model.new_cache()
         self._last_place: int | None = None  # where rows that are done may run out of places while others go on
@@ -41,7 +49,7 @@ class Engine:
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
         tokens, positions = prompts.tokens, prompts.positions
         if self.static:
-            self._cache = self._model.new_cache(len(rows), self._places(prompts))
+            self._cache = self._model.new_cache(len(rows), self._places(prompts), self._numbers)
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
             self._repeat_source(rows)
         logits = self._logits(self._states(tokens, positions))
@@ -96,8 +104,8 @@ class Engine:
 class TextEngine(Engine):
     """Decoder-only models: a text goes on."""
 
-    def __init__(self, model: Decoder, static: bool = False) -> None:
-        super().__init__(model, static)
+    def __init__(self, model: Decoder, cache: CacheName = "growing") -> None:
+        super().__init__(model, cache)
         self.model = model
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -110,8 +118,8 @@ class TextEngine(Engine):
 class SourceEngine(Engine):
     """Models that read a source first: translators, captioners, recurrent ones. The encoder runs once a source."""
 
-    def __init__(self, model: EncoderDecoder | Recurrent, sources: Sources, static: bool = False) -> None:
-        super().__init__(model, static)
+    def __init__(self, model: EncoderDecoder | Recurrent, sources: Sources, cache: CacheName = "growing") -> None:
+        super().__init__(model, cache)
         self.model, self._keep = model, sources.keep
         self._memory: Memory = model.encode(sources.values, keep=sources.keep)
 
@@ -139,10 +147,10 @@ class SourceEngine(Engine):
             self._memory = Memory(memory.states.index_select(0, rows), padding_mask(self._keep))
 
 
-def engine_for(model: Model, sources: Sources | None, static: bool = False) -> Engine:
+def engine_for(model: Model, sources: Sources | None, cache: CacheName = "growing") -> Engine:
     """The engine of a model's kind."""
     if isinstance(model, Decoder):
-        return TextEngine(model, static)
+        return TextEngine(model, cache)
     if isinstance(model, EncoderDecoder | Recurrent) and sources is not None:
-        return SourceEngine(model, sources, static)
+        return SourceEngine(model, sources, cache)
     raise TypeError(f"a model with architecture={model.config.architecture!r} writes no text")

@@ -18,13 +18,13 @@ _STEPS_OF_BEAMS = 16  # the same for several beams, who then drop what is nobody
 
 
 class BranchKeys:
-    """Keys and values of all layers in one tensor (layers, B, 2G, columns, D), for B prompts of ``size`` beams."""
+    """Keys and values of all layers in one tensor (layers, 2, B, G, columns, D), for B prompts of ``size`` beams."""
 
     def __init__(self, held: list[tuple[Tensor, Tensor]], real: Tensor | None, size: int) -> None:
         """Begin with prompts: of each layer k and v (B, G, P, D); ``real`` (B, P) where some of it is padding."""
         k, _ = held[0]
-        self.size, self.end, self._n_heads = size, k.shape[2], k.shape[1]
-        self._held = torch.stack([torch.cat(pair, 1) for pair in held])
+        self.size, self.end = size, k.shape[2]
+        self._held = torch.stack([torch.stack(pair) for pair in held])
         self._mask: Tensor | None = None  # (B, size, columns), added to scores: 0 or -inf
         if real is not None or size > 1:
             nothing = k.new_zeros(len(k), size, self.end)
@@ -35,24 +35,23 @@ class BranchKeys:
 
         The mask (B, 1, size, columns) that goes with them; None where all may be seen.
         """
-        if self.end + self.size > self._held.shape[3]:
+        if self.end + self.size > self._held.shape[4]:
             if self._mask is not None and self.size > 1:
                 self._gather((self._mask[:, :, : self.end] == 0).any(1))
             self._make_room(_STEPS if self.size == 1 else _STEPS_OF_BEAMS)
         start, self.end = self.end, self.end + self.size
-        seen = self._held[:, :, :, : self.end]
-        self._new = self._held[:, :, :, start : self.end].unbind()
-        self._k, self._v = (part.unbind() for part in seen.split(self._n_heads, 2))
+        self._new = self._held[..., start : self.end, :].unbind()
+        self._k, self._v = (part.unbind() for part in self._held[..., : self.end, :].unbind(1))
         return None if self._mask is None else self._mask[:, None, :, : self.end]
 
     def update(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor]:
         """Write a step's keys and values (B, 2G, size, D); all of the layer's, each (B, G, columns, D)."""
-        self._new[layer].copy_(new)
+        self._new[layer].copy_(new.unflatten(1, (2, -1)).transpose(0, 1))
         return self._k[layer], self._v[layer]
 
     def select(self, rows: Tensor) -> Tensor | None:
         """Row r goes on from row rows[r]. The prompts that are left, (B',), where they are not all in their places."""
-        n, k = self._held.shape[1], self.size
+        n, k = self._held.shape[2], self.size
         if k == 1:
             return self._keep(rows)
         if len(rows) % k:
@@ -72,8 +71,8 @@ class BranchKeys:
     def _keep(self, prompts: Tensor) -> Tensor:
         """Some prompts, in any order; only what is written is copied."""
         old = self._held
-        self._held = old.new_empty(len(old), len(prompts), *old.shape[2:])
-        self._held[:, :, :, : self.end] = old[:, :, :, : self.end].index_select(1, prompts)
+        self._held = old.new_empty(*old.shape[:2], len(prompts), *old.shape[3:])
+        self._held[..., : self.end, :] = old[..., : self.end, :].index_select(2, prompts)
         self._mask = None if self._mask is None else self._mask[prompts]
         return prompts
 
@@ -82,7 +81,7 @@ class BranchKeys:
         assert self._mask is not None
         prompts = rows // self.size
         self._mask = self._mask[prompts, rows % self.size, None]  # (R, 1, columns)
-        self._held, self.size = self._held.index_select(1, prompts), 1
+        self._held, self.size = self._held.index_select(2, prompts), 1
         self._gather(self._mask[:, 0, : self.end] == 0)
         if not self._mask.isinf().any():
             self._mask = None
@@ -93,18 +92,18 @@ class BranchKeys:
         assert self._mask is not None
         n_columns = int(alive.sum(1).max())
         columns = alive.byte().argsort(dim=1, descending=True, stable=True)[:, :n_columns]  # (B, n)
-        n_layers, n, heads, room, width = self._held.shape
-        first = torch.arange(n_layers * n * heads).view(n_layers, n, heads, 1) * room  # of each head's rows
+        *sizes, room, width = self._held.shape
+        first = torch.arange(math.prod(sizes)).view(*sizes, 1) * room  # of each head's rows
         rows = (first + columns[:, None]).flatten()
-        self._held = self._held.view(-1, width).index_select(0, rows).view(n_layers, n, heads, n_columns, width)
+        self._held = self._held.view(-1, width).index_select(0, rows).view(*sizes, n_columns, width)
         self._mask = self._mask.gather(2, columns[:, None].expand(-1, self._mask.shape[1], -1))
         self.end = n_columns
 
     def _make_room(self, n_steps: int) -> None:
         """For so many steps more."""
         old, n_columns = self._held, self.end + n_steps * self.size
-        self._held = old.new_empty(*old.shape[:3], n_columns, old.shape[4])
-        self._held[:, :, :, : self.end] = old[:, :, :, : self.end]
+        self._held = old.new_empty(*old.shape[:4], n_columns, old.shape[5])
+        self._held[..., : self.end, :] = old[..., : self.end, :]
         if self._mask is not None:
             others = ~torch.eye(self.size, dtype=torch.bool).repeat(1, n_steps)  # of a step's columns, not a beam's own
             later = self._mask.new_zeros(*self._mask.shape[:2], n_steps * self.size).masked_fill_(others, -math.inf)

@@ -56,9 +56,11 @@ def no_repeat_ngram(scores: Tensor, texts: Tensor, n: int) -> Tensor:
     return scores.masked_fill(_marked(torch.where(again, grams[..., -1], -1), scores), -math.inf)
 
 
-def forbidden(scores: Tensor, token: int) -> Tensor:
+def forbidden(scores: Tensor, token: int, in_place: bool = False) -> Tensor:
     """One token goes; the end token, while a text is too short."""
-    return scores.index_fill(1, torch.tensor([token], device=scores.device), -math.inf)
+    scores = scores if in_place else scores.clone()
+    scores[:, token].fill_(-math.inf)
+    return scores
 
 
 def forced(scores: Tensor, token: int) -> Tensor:
@@ -84,8 +86,13 @@ def _marked(tokens: Tensor, scores: Tensor) -> Tensor:
     return marks.scatter_(1, torch.where(tokens < 0, n_tokens, tokens), True)[:, :n_tokens]
 
 
-def filtered(scores: Tensor, texts: Tensor, step: int, config: GenerateConfig, eos_id: int | None) -> Tensor:
-    """All filters of a config on float32 scores (R, V) before token number ``step``, in the order transformers has."""
+def filtered(
+    scores: Tensor, texts: Tensor, step: int, config: GenerateConfig, eos_id: int | None, in_place: bool = False
+) -> Tensor:
+    """All filters of a config on float32 scores (R, V) before token number ``step``, in the order transformers has.
+
+    ``in_place``: nobody else needs these scores, and they may be written over.
+    """
     if config.logit_bias:
         scores = scores + bias_of(config.logit_bias, scores)
     if config.repetition_penalty != 1.0:
@@ -93,7 +100,7 @@ def filtered(scores: Tensor, texts: Tensor, step: int, config: GenerateConfig, e
     if config.no_repeat_ngram:
         scores = no_repeat_ngram(scores, texts, config.no_repeat_ngram)
     if eos_id is not None and step < config.min_new_tokens:
-        scores = forbidden(scores, eos_id)
+        scores = forbidden(scores, eos_id, in_place)
     if step < len(config.prefix):
         scores = forced(scores, config.prefix[step])
     if config.temperature is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..models import Decoder, Model
 from .config import GenerateConfig
 from .cuda_graph import GraphedEngine, can_capture
-from .engine import Engine, engine_for
+from .engine import CacheName, Engine, engine_for
 from .prompts import Prompts, Rows, prompts_of, rows_of, side_by_side, sources_of
 
 
@@ -49,14 +49,14 @@ def start(model: Model, given: Given, config: GenerateConfig) -> tuple[Engine, P
     """Run the encoder, if there is one, and stand before the first token."""
     name = "prompt" if given.sources is None else "target"
     prompts = prompts_of(given.rows, model.config, config, model.device, name)
-    return begin(model, given, config.cache == "static"), prompts
+    return begin(model, given, config.cache), prompts
 
 
-def begin(model: Model, given: Given, static: bool = False) -> Engine:
+def begin(model: Model, given: Given, cache: CacheName = "growing") -> Engine:
     """An engine that has read the sources, if there are any, and no token yet."""
-    if static and isinstance(model, Decoder) and can_capture(model):
+    if cache == "static" and isinstance(model, Decoder) and can_capture(model):
         return GraphedEngine(model)
-    return engine_for(model, None if given.sources is None else side_by_side(given.sources, model), static)
+    return engine_for(model, None if given.sources is None else side_by_side(given.sources, model), cache)
 
 
 def _begun(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:

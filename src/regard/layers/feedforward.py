@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import need_positive, unknown
+from .pieces import PIECE, is_long
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -76,6 +77,14 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not is_long(x):
+            return self._through(x)
+        out = torch.empty_like(x)  # a text's hidden layer would be the largest thing of a forward pass
+        for start in range(0, x.shape[1], PIECE):
+            out[:, start : start + PIECE] = self._through(x[:, start : start + PIECE])
+        return out
+
+    def _through(self, x: Tensor) -> Tensor:
         hidden = self.w_in(x)  # (…, d_ff), or gate and up side by side (…, 2 d_ff)
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)

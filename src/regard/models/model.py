@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import masks
 from ..attention.cache import CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
+from ..attention.cache.slots import Numbers
 from ..attention.masks import Mask
 from ..config import ModelConfig
 from . import parts
@@ -47,8 +48,11 @@ class Model(nn.Module):
         for stack in self.stacks():
             stack.checkpointing = on
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
-        """An empty cache for decoding: growing, or preallocated where batch and max_len are given."""
+    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
+        """An empty cache for decoding: growing, or preallocated where batch and max_len are given.
+
+        A preallocated one may round what it keeps of a text to bf16 or int8; what an encoder gave it stays as it is.
+        """
         config = self.config
         beside_encoder = config.architecture == "encoder-decoder"
         n_layers = config.n_decoder_layers or config.n_layers if beside_encoder else config.n_layers
@@ -57,13 +61,15 @@ class Model(nn.Module):
         if (batch is None) != (max_len is None):
             raise ValueError(f"batch={batch} and max_len={max_len}: give both to preallocate, neither to grow")
         if batch is None or max_len is None:
+            if numbers != "model":
+                raise ValueError(f"numbers={numbers!r} is for a preallocated cache; give batch and max_len")
             return ModelCache([GrowingCache() for _ in range(n_layers)], cross)
         n_kv_heads, d_head = config.n_kv_heads or n_heads, config.d_head or config.d_model // n_heads
         dtype = next(self.parameters()).dtype
         layers = [
-            StaticCache(batch, n_kv_heads, max_len, d_head, dtype, self.device)
+            StaticCache(batch, n_kv_heads, max_len, d_head, dtype, self.device, numbers)
             if size is None or size >= max_len
-            else RingCache(batch, n_kv_heads, size, d_head, dtype, self.device)
+            else RingCache(batch, n_kv_heads, size, d_head, dtype, self.device, numbers=numbers)
             for size in (parts.window_of(config, layer) for layer in range(n_layers))
         ]
         return ModelCache(layers, cross)

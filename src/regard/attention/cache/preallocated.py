@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...layers.checks import need_positive
 from .cache import View, flat
-from .slots import SlotCache, Slots
+from .slots import Numbers, SlotCache, Slots, slots_of
 
 
 class StaticCache(SlotCache):
@@ -25,9 +25,11 @@ class StaticCache(SlotCache):
         d_head: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        numbers: Numbers = "model",
     ) -> None:
         need_positive(batch=batch, n_kv_heads=n_kv_heads, max_len=max_len, d_head=d_head)
-        super().__init__(Slots(2, (batch, n_kv_heads, max_len, d_head), dtype, device), ("max_len", max_len))
+        slots = slots_of(2, (batch, n_kv_heads, max_len, d_head), dtype, device, numbers)
+        super().__init__(slots, ("max_len", max_len))
         self.max_len = max_len
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -66,15 +68,17 @@ class RingCache(SlotCache):
         device: torch.device | str | None = None,
         spare: int = 0,
         keep_keys: int = 0,
+        numbers: Numbers = "model",
     ) -> None:
         need_positive(batch=batch, n_kv_heads=n_kv_heads, window=window, d_head=d_head)
         for name, value in (("spare", spare), ("keep_keys", keep_keys)):
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative")
-        ring = Slots(2, (batch, n_kv_heads, window + spare, d_head), dtype, device)
+        ring = slots_of(2, (batch, n_kv_heads, window + spare, d_head), dtype, device, numbers)
         super().__init__(ring, ("keep_keys", keep_keys) if keep_keys else None)
         self.window, self.spare = window, spare
-        self._archive = Slots(1, (batch, n_kv_heads, keep_keys, d_head), dtype, device) if keep_keys else None
+        archived = (batch, n_kv_heads, keep_keys, d_head)
+        self._archive = slots_of(1, archived, dtype, device, numbers) if keep_keys else None
         self._holes = False  # whether slots may be empty among later ones
 
     def _all_slots(self) -> list[Slots]:

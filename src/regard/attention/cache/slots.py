@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ class Slots:
     """n places with a position each (-1: empty), holding the rows of one or more tensors (B, G, n, D).
 
     One more place lies behind them and is never read: padding is written there, so that no write depends on data.
-    How numbers are stored is known to ``write`` and ``read`` alone: a smaller storage type goes in here.
+    How numbers are stored is known to ``write`` and ``read`` alone, see ``RoundedSlots``.
     """
 
     def __init__(
@@ -24,8 +26,13 @@ class Slots:
     ) -> None:
         self.batch, n_kv_heads, self.n_slots, d_head = shape
         held = (self.batch, n_kv_heads, self.n_slots + 1, d_head)
-        self.data = [torch.zeros(held, dtype=dtype, device=device) for _ in range(n_tensors)]
+        self.like = torch.empty(self.batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
+        """What is written and read has this shape but for its length, this dtype and this device."""
+        self.data = self._room(n_tensors, held)
         self.pos = torch.full((1, self.n_slots + 1), -1, device=device)  # (1 or B, n + 1)
+
+    def _room(self, n_tensors: int, shape: tuple[int, ...]) -> list[Tensor]:
+        return [self.like.new_zeros(shape) for _ in range(n_tensors)]
 
     def write(self, slots: Tensor, positions: Tensor, *new: Tensor) -> None:
         """Put tensors (B, G, T, D) at ``positions`` (1 or B, T) into ``slots``; slot n is the one never read."""
@@ -62,6 +69,58 @@ class Slots:
         self.pos = self.pos[:1].fill_(-1)
 
 
+class RoundedSlots(Slots):
+    """The same in fewer bytes: bf16, or int8 with one scale a row, x ≈ s · q, s = max |x| / 127. Read as it came."""
+
+    def __init__(
+        self,
+        n_tensors: int,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        numbers: Literal["bf16", "int8"],
+    ) -> None:
+        self.numbers = numbers
+        super().__init__(n_tensors, shape, dtype, device)
+
+    def _room(self, n_tensors: int, shape: tuple[int, ...]) -> list[Tensor]:
+        if self.numbers == "bf16":
+            return [self.like.new_zeros(shape, dtype=torch.bfloat16) for _ in range(n_tensors)]
+        whole = [self.like.new_zeros(shape, dtype=torch.int8) for _ in range(n_tensors)]
+        return whole + [self.like.new_zeros((*shape[:3], 1), dtype=torch.float32) for _ in range(n_tensors)]
+
+    def write(self, slots: Tensor, positions: Tensor, *new: Tensor) -> None:
+        if self.numbers == "bf16":
+            super().write(slots, positions, *(x.bfloat16() for x in new))
+            return
+        scales = [(x.detach().float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30) for x in new]
+        whole = [(x.detach() / scale).round().to(torch.int8) for x, scale in zip(new, scales, strict=True)]
+        super().write(slots, positions, *whole, *scales)
+
+    def read(self) -> list[Tensor]:
+        held = super().read()
+        if self.numbers == "bf16":
+            return [x.to(self.like.dtype) for x in held]
+        n = len(held) // 2
+        return [(x * scale).to(self.like.dtype) for x, scale in zip(held[:n], held[n:], strict=True)]
+
+
+Numbers = Literal["model", "bf16", "int8"]
+"""In what a preallocated cache keeps keys and values: as the model computes them, or rounded."""
+
+
+def slots_of(
+    n_tensors: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    numbers: Numbers,
+) -> Slots:
+    if numbers == "model":
+        return Slots(n_tensors, shape, dtype, device)
+    return RoundedSlots(n_tensors, shape, dtype, device, numbers)
+
+
 class SlotCache(Cache):
     """Base of preallocated caches: tokens are counted in a tensor, rows may part ways, everything happens in place.
 
@@ -81,7 +140,7 @@ class SlotCache(Cache):
 
     def _arrive(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
         """Check new tokens, count them and return their positions (1 or B, T)."""
-        check_new(k, v, *self._slots.read())
+        check_new(k, v, self._slots.like, self._slots.like)
         given = None if positions is None else as_rows(positions, k)
         self._check_room(k.shape[2], given)
         rows = self._lengths[:, None] + torch.arange(k.shape[2], device=k.device) if given is None else given

@@ -15,6 +15,7 @@ from ...attention.backends import run
 from ...attention.cache import Cache
 from ...attention.call import Call
 from ...attention.dropout import draw_seed
+from ...attention.edits import edited_call, edited_heads, is_edited
 from ...attention.frame import ALL
 from ...attention.scores import Additive, Concat, Dot, General, Mechanism
 from ...attention.taps import tap_attention
@@ -74,6 +75,8 @@ class Alignment(nn.Module):
     def look(self, state: Tensor, view: View, closed: Tensor | None) -> Glimpse:
         """The attention of one state (B, M): the inside of a loop, so nothing here is checked or chosen anew."""
         q = self.mechanism.queries(state[None, None]).transpose(0, 2)  # (1, 1, B, D) → (B, 1, 1, D)
+        if is_edited(self):
+            return Glimpse(q, self._attended(q, view)[1][:, 0, 0])
         if self.checkpointing and self.training:
             context = checkpoint(self._weigh, q, view, closed, use_reentrant=False)
         else:
@@ -90,12 +93,16 @@ class Alignment(nn.Module):
         """The attention of all states (B, T, M) at once, where no step waits for another's: → (B, T, M)."""
         n_batch, n_queries, width = states.shape
         q = self.mechanism.queries(states.reshape(1, 1, -1, width)).view(n_batch, 1, n_queries, -1)
-        call = self._call(q, view, self.dropout if self.training else 0.0)
-        return tap_attention(self, call, run(call, self.backend).output)[:, 0]
+        return tap_attention(self, *self._attended(q, view))[:, 0]
+
+    def _attended(self, q: Tensor, view: View) -> tuple[Call, Tensor]:
+        """The attention of q (B, 1, T, D) as any other attention is computed, → (B, 1, T, M)."""
+        call = edited_call(self, self._call(q, view, self.dropout if self.training else 0.0))
+        return call, edited_heads(self, call, run(call, self.backend).output)
 
     def show(self, q: Tensor, contexts: Tensor, view: View, cache: Cache | None) -> None:
         """Let the recorder see looks made one by one as one attention: q (B, 1, T, D), contexts (B, T, M)."""
-        tap_attention(self, self._call(q, view), contexts[:, None], cache)
+        tap_attention(self, edited_call(self, self._call(q, view)), contexts[:, None], cache)
 
     def _call(self, q: Tensor, view: View, dropout: float = 0.0) -> Call:
         mask = None if view.real is None else masks.keep(view.real)

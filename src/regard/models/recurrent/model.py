@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...attention import masks
 from ...attention.cache import ModelCache
+from ...attention.cache.slots import Numbers
 from ...config import ModelConfig
 from .. import parts
 from ..block import Memory
@@ -100,8 +101,10 @@ class Recurrent(SourceToTarget):
         if self.decoder.cross_attention is not None:
             self.decoder.cross_attention.checkpointing = on
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None) -> ModelCache:
+    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
         """An empty cache for decoding. A state has one size for any length; batch and max_len keep it in place."""
+        if numbers != "model":
+            raise ValueError(f"numbers={numbers!r}: a recurrent model keeps one state, which is not rounded")
         return ModelCache([StateCache(in_place=batch is not None and max_len is not None)], [MemoryCache()])
 
     def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> RecurrentMemory:

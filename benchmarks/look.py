@@ -1,0 +1,113 @@
+"""What it costs to look: memory of a look at a long text, time of a tile and of an overview of a longer one.
+
+    OMP_NUM_THREADS=2 python benchmarks/look.py
+
+Memory is measured in a process of its own, as the growth of the peak resident set over what it was after the model had
+read a short text: q and k of 12 layers × 12 heads at 4,096 tokens are 302 MB of it, logits would be 823 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import regard
+from regard.lens import Look
+
+MB = 10**6
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes (Linux)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def model_for(length: int, layers: int, positions: str = "learned") -> regard.Model:
+    torch.manual_seed(0)
+    return regard.build("gpt2", n_layers=layers, max_len=length, positions=positions).eval()
+
+
+def measure_memory(length: int, layers: int) -> int:
+    model = model_for(length, layers)
+    ids = torch.randint(model.config.vocab_size, (length,)).tolist()
+    regard.look(model, ids[:64]).weights(0, 0)  # code and buffers that any first pass loads
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # the peak starts anew
+    before = resident("VmRSS")
+    look = regard.look(model, ids)
+    after_pass = resident("VmHWM") - before
+    kept = sum(
+        x.q.nbytes + x.k.nbytes for seen in look._taken.seen.attentions.values() for x in seen if x.k is not None
+    )
+    start = time.perf_counter()
+    look.pooled(layer=layers - 1, head=3, h=256, w=256)
+    shown = time.perf_counter() - start
+    grown = resident("VmHWM") - before
+    print(f"q and k {kept / MB:.0f} MB; peak growth {after_pass / MB:.0f} MB in the pass, {grown / MB:.0f} MB after")
+    print(f"a head's overview {shown:.2f} s")
+    return grown
+
+
+def median(ask: Callable[[], object], repeats: int) -> float:
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        ask()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def verdict(what: str, value: float, bar: float, unit: str) -> bool:
+    good = value <= bar
+    print(f"{what:58}{value:>10.1f} {unit:3}{bar:>8.0f} {unit:3} {'PASS' if good else 'FAIL'}", flush=True)
+    return good
+
+
+def measure_time(length: int) -> bool:
+    """One layer is enough: what is asked of a head does not depend on the others."""
+    model = model_for(length, 1, "rope")
+    look: Look = regard.look(model, torch.randint(model.config.vocab_size, (length,)).tolist())
+    last, middle = slice(length - 256, length), slice(length // 2, length // 2 + 256)
+    fresh = iter(range(12))
+    good = verdict(
+        "tile 256×256, last rows, one head, asked first",
+        1e3 * median(lambda: look.weights(0, next(fresh), last, middle), 3),
+        50,
+        "ms",
+    )
+    good &= verdict("the same tile again", 1e3 * median(lambda: look.weights(0, 0, last, middle), 5), 50, "ms")
+    good &= verdict(
+        "overview 256×256, one head, asked first",
+        1e3 * median(lambda: look.pooled(layer=0, head=next(fresh), h=256, w=256), 2),
+        3000,
+        "ms",
+    )
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory-length", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--length", type=int, default=16_384)
+    parser.add_argument("--memory-only", action="store_true", help="measure memory here, print, and leave")
+    options = parser.parse_args()
+    if options.memory_only:
+        return 0 if verdict("growth", measure_memory(options.memory_length, options.layers) / MB, 400, "MB") else 1
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"gpt2, {options.layers} layers × 12 heads, {options.memory_length:,} tokens")
+    sizes = ["--memory-length", str(options.memory_length), "--layers", str(options.layers)]
+    missed = subprocess.run([sys.executable, __file__, "--memory-only", *sizes]).returncode
+    print(f"\n12 heads, rope, causal, {options.length:,} tokens")
+    return 1 if not measure_time(options.length) or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""``regard bench generate``: how fast a model writes, by batch, beam and kind of weights, and what its cache holds.
+
+Prompts are random tokens: the time of a step does not depend on which they are. Texts do not end before they are full.
+The first token's time is that of a call for one token, prompt included; the rest is what each further token costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from ..generation.generate import generate
+from ..layers.int8 import quantise
+from ..models import Model
+from .table import Row, aligned
+
+Weights = Literal["fp32", "bf16", "int8"]
+WEIGHTS: tuple[Weights, ...] = ("fp32", "bf16", "int8")
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One case: the best of a few calls."""
+
+    weights: Weights
+    batch: int
+    beam: int
+    first_s: float
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class GenerateBench:
+    name: str
+    device: str
+    threads: int
+    n_prompt: int
+    n_new: int
+    cases: list[Speed]
+
+    def document(self) -> dict[str, Any]:
+        """Everything as JSON."""
+        return {**asdict(self), "torch": torch.__version__}
+
+    def table(self) -> str:
+        where = f"{self.device}, CPU threads: {self.threads}, torch {torch.__version__}"
+        head = Row("weights, batch, beam", ["first token, ms", "each further, ms"], "tokens/s")
+        rows = [
+            Row(
+                f"{case.weights}, {case.batch}, {case.beam}",
+                [f"{1e3 * case.first_s:,.1f}", f"{1e3 * case.step_s:,.2f}"],
+                f"{case.tokens_per_s:,.0f}",
+            )
+            for case in self.cases
+        ]
+        headline = f"{self.name} writes {self.n_new} tokens after {self.n_prompt}: {where}"
+        return f"{headline}\n\n{aligned([head, *rows])}"
+
+
+def bench_generate(
+    model: Model,
+    name: str,
+    *,
+    batches: Sequence[int] = (1, 8),
+    beams: Sequence[int] = (1, 4),
+    weights: Sequence[Weights] = ("fp32",),
+    n_prompt: int = 16,
+    n_new: int = 64,
+    rounds: int = _ROUNDS,
+    progress: Callable[[str], None] = lambda line: None,
+) -> GenerateBench:
+    """Tokens a second of every combination; the model is left as it was."""
+    config = model.config
+    if not getattr(model, "head", None) or config.source == "image" or config.head != "lm":
+        raise ValueError(f"{name} writes no text after text; this benchmark needs a model that does")
+    room = config.max_len if config.architecture == "decoder" else (config.max_target_len or config.max_len)
+    asked = n_prompt + n_new if config.architecture == "decoder" else n_new + 1
+    if asked > room or n_prompt > config.max_len:
+        raise ValueError(f"{n_prompt} tokens and {n_new} new ones do not fit into max_len={room} of {name}")
+    cases = []
+    for kind in weights:
+        ready = _with(model, kind)
+        for batch, beam in product(batches, beams):
+            progress(f"{kind}, batch {batch}, beam {beam}")
+            cases.append(_speed(ready, kind, batch, beam, n_prompt, n_new, rounds))
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    return GenerateBench(name, device, torch.get_num_threads(), n_prompt, n_new, cases)
+
+
+def _with(model: Model, weights: Weights) -> Any:
+    """The model, or a copy of it, with such weights."""
+    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+    if weights != "int8" and next(model.parameters()).dtype == dtype:
+        return model
+    own = copy.deepcopy(model).to(dtype)
+    return quantise(own) if weights == "int8" else own
+
+
+def _speed(model: Any, kind: Weights, batch: int, beam: int, n_prompt: int, n_new: int, rounds: int) -> Speed:
+    generator = torch.Generator().manual_seed(batch)
+    rows = torch.randint(3, model.config.vocab_size, (batch, n_prompt), generator=generator).tolist()
+    on_cuda = model.device.type == "cuda"
+
+    def seconds(n: int) -> float:
+        fields = {"cache": "static"} if on_cuda and beam == 1 else {}
+        if on_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        ends = {"min_new_tokens": n} if model.config.eos_id is not None else {}
+        generate(model, rows, beam=beam, max_new_tokens=n, **ends, **fields)  # type: ignore[arg-type]
+        if on_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(n_new)  # loads, packs and captures whatever there is
+    first, whole = (min(seconds(n) for _ in range(rounds)) for n in (1, n_new))
+    step = max(whole - first, 0.0) / max(1, n_new - 1)
+    return Speed(kind, batch, beam, first, step, batch * n_new / whole)

@@ -1,0 +1,110 @@
+"""Two looks side by side, head by head: two models, two checkpoints, two layers.
+
+Row by row the distributions are compared by the Jensen–Shannon divergence, in bits between 0 (the same) and 1 (no key
+in common), as Clark et al. 2019 (§6) compare heads:
+
+    JS(p, q) = ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ (p + q)
+
+It is a sum over keys, so it is summed up block by block: neither matrix is ever formed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionMap
+from ..attention.sweep import cut
+
+if TYPE_CHECKING:
+    from .look import Look
+
+_SIDE = 256  # rows and columns of a block
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """How far apart the heads of two looks are, for each pair of layers that was compared, (pairs, H)."""
+
+    kind: str
+    layers: list[tuple[int, int]]
+    divergence: Tensor
+    """Jensen–Shannon, in bits, averaged over rows."""
+    largest: Tensor
+    """The largest difference of any weight."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        numbers = {"divergence": self.divergence.tolist(), "largest": self.largest.tolist()}
+        return {"kind": self.kind, "layers": [list(pair) for pair in self.layers], **numbers}
+
+
+def compare(a: Look, b: Look, kind: str | None = None, layers: Sequence[tuple[int, int]] | None = None) -> Comparison:
+    """Head h of one look against head h of the other, in the same layers or in pairs of them (one of a, one of b)."""
+    kind = a._kind(kind)
+    if layers is None:
+        if a.layers(kind) != b.layers(kind):
+            raise ValueError(f"a has {a.layers(kind)} {kind} layers and b {b.layers(kind)}; say which pairs of layers")
+        layers = [(layer, layer) for layer in range(a.layers(kind))]
+    pairs = [(a._layer(kind, one), b._layer(b._kind(kind), other)) for one, other in layers]
+    found = [compare_maps(a.map(kind, one), b.map(kind, other)) for one, other in pairs]
+    return Comparison(kind, pairs, *(torch.stack(numbers) for numbers in zip(*found, strict=True)))
+
+
+def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:
+    """Jensen–Shannon divergence in bits, averaged over rows, and the largest difference of weights, (H,) each."""
+    _check(a, b, same_heads=True)
+    n_heads = a.shape[1]
+    total, largest = torch.zeros(n_heads, dtype=torch.float64), torch.zeros(n_heads)
+    for p, q in _blocks(a, b):
+        total += _js(p, q).sum((0, 2, 3)).double().cpu()
+        largest = torch.maximum(largest, (p - q).abs().amax((0, 2, 3)).float().cpu())
+    return (total / (_n_rows(a, b) * math.log(2))).clamp(0, 1).float(), largest
+
+
+def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
+    """Every head of a against every head of b, (H_a, H_b), Jensen–Shannon in bits: heads of different models have no
+    order in common, but may have twins."""
+    _check(a, b, same_heads=False)
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
+    for p, q in _blocks(a, b):
+        for head in range(p.shape[1]):
+            total[head] += _js(p[:, head : head + 1], q).sum((0, 2, 3)).double().cpu()
+    return (total / (_n_rows(a, b) * math.log(2))).clamp(0, 1).float()
+
+
+def _check(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
+    sizes = [(one.shape[0], *((one.shape[1],) if same_heads else ()), *one.shape[2:]) for one in (a, b)]
+    if sizes[0] != sizes[1]:
+        what = "batch, heads, rows and columns" if same_heads else "batch, rows and columns"
+        raise ValueError(f"the maps differ in {what}: {sizes[0]} and {sizes[1]}; both must look at the same tokens")
+
+
+def _n_rows(a: AttentionMap, b: AttentionMap) -> int:
+    """Rows that see something in both; one that sees nothing is no distribution."""
+    seen = (a.lse()[:, 0] != math.inf).cpu() & (b.lse()[:, 0] != math.inf).cpu()
+    return max(int(seen.sum()), 1)
+
+
+def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same block of both, (B, H, R, C)."""
+    n_batch, _, n_queries, n_keys = a.shape
+    pairs = n_batch * max(a.shape[1], b.shape[1])
+    width = min(n_keys, max(_SIDE, _AT_ONCE // (pairs * _SIDE)))
+    height = max(1, _AT_ONCE // (pairs * width))
+    for rows in cut(slice(0, n_queries), height):
+        for cols in cut(slice(0, n_keys), width):
+            p, q = a.tile(rows, cols), b.tile(rows, cols).to(a.device)
+            yield p, q.to(p.dtype)
+
+
+def _js(p: Tensor, q: Tensor) -> Tensor:
+    """What a pair of weights adds to the divergence, in nats: ½ (p log p + q log q) - m log m."""
+    m = (p + q) / 2
+    return (torch.xlogy(p, p) + torch.xlogy(q, q)) / 2 - torch.xlogy(m, m)

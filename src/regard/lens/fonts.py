@@ -1,0 +1,73 @@
+"""A font for every letter: matplotlib's own, and beside it installed ones that know what it does not."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import unicodedata
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FIRST = "DejaVu Sans"
+# Tried in this order; any other installed font that has the letters will do after them.
+_KNOWN = (
+    *("Noto Sans CJK KR", "Noto Sans KR", "Noto Sans CJK JP", "Noto Sans CJK SC", "NanumGothic", "Nanum Gothic"),
+    *("Malgun Gothic", "Apple SD Gothic Neo", "AppleGothic", "UnDotum", "Baekmuk Gulim", "Source Han Sans K"),
+    *("Noto Emoji", "Segoe UI Symbol", "Apple Symbols", "Symbola", "Noto Sans Symbols2"),
+    *("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai", "Arial Unicode MS"),
+)
+
+
+def families(text: str) -> tuple[list[str], str]:
+    """Fonts that together have every letter of a text, and the letters that none has."""
+    missing = {x for x in text if not x.isspace() and unicodedata.category(x) not in ("Mn", "Cf", "Cc")}
+    found = [_FIRST]
+    missing -= _letters(_FIRST)
+    for name in _candidates() if missing else ():
+        has = missing & _letters(name)
+        if has:
+            found.append(name)
+            missing -= has
+        if not missing:
+            break
+    return found, "".join(sorted(missing))
+
+
+@functools.cache
+def _candidates() -> tuple[str, ...]:
+    from matplotlib import font_manager
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    known = [name for name in _KNOWN if name in installed]
+    return (*known, *sorted(installed - {*known, _FIRST}))
+
+
+@functools.cache
+def _letters(name: str) -> frozenset[str]:
+    """The letters of an installed font."""
+    from matplotlib import font_manager
+
+    try:
+        file = font_manager.findfont(font_manager.FontProperties(family=name), fallback_to_default=False)
+        return frozenset(map(chr, font_manager.get_font(file).get_charmap()))
+    except (ValueError, OSError, RuntimeError):
+        return frozenset()
+
+
+@contextmanager
+def spelling(texts: Iterable[str], file: Path) -> Iterator[list[str]]:
+    """The fonts for some texts; letters that no font has become boxes, and one sentence says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+        found, missing = families("".join(texts))
+        yield found
+    if missing:
+        shown = missing[:8] + ("…" if len(missing) > 8 else "")
+        warnings.warn(
+            f"{file}: no installed font has {shown}, drawn as boxes; fonts-noto-cjk has Korean, Chinese and Japanese",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,211 @@
+"""One HTML file of a look: the explorer's own modules with the weights inside, for a reader without a server.
+
+Its modules are those of web/static, byte for byte, but for the names they import each other by: inside one file they
+are data: URLs under an import map. The file holds all heads where they fit, else one head, else an overview of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import posixpath
+import re
+import zlib
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from .patterns import patterns
+
+if TYPE_CHECKING:
+    from .labels import Label
+    from .look import Look
+
+LIMIT = 980_000  # bytes; what the server sends as one answer
+_OVERVIEW = 200
+_PREFIX = "regard/"
+_IMPORT = re.compile(r'(\bfrom\s+|\bimport\s+)"(\.{1,2}/[^"]+)"')
+_WITH_SERVER = {"main.js", "views/index.js", "views/walk.js", "views/next.js", "views/beams.js", "views/variant.js"}
+
+
+def write(look: Look, file: Path, **options: Any) -> None:
+    """Write the page; options are those of ``document``."""
+    Path(file).write_text(document(look, **options), encoding="utf-8", newline="\n")
+
+
+def document(
+    look: Look,
+    *,
+    kind: str | None = None,
+    layer: int = -1,
+    head: int | None = None,
+    view: str | None = None,
+    language: str | None = None,
+    theme: str | None = None,
+    limit: int = LIMIT,
+) -> str:
+    """The page as text, at most ``limit`` bytes.
+
+    kind, layer, head  what it opens with, and all it holds where the weights of every head do not fit
+    view               "heatmap", "sentence", "grid", "align" or "image"
+    language, theme    "en" or "ko", "light" or "dark"; otherwise as the reader's browser has them
+    """
+    kind = kind if kind is not None else ("cross" if "cross" in look.kinds else look.kinds[0])
+    look.weights(layer, head, slice(0, 1), slice(0, 1), kind)  # says what is wrong with a kind, a layer or a head
+    layer, head = layer % look.layers(kind), None if head is None else head % look.heads(kind)
+    content = _about(look)
+    opening = {"kind": kind, "layer": layer, "head": -1 if head is None else head}
+    opening |= {name: value for name, value in {"view": view, "lang": language, "theme": theme}.items() if value}
+    empty = _assembled(content, opening)
+    room = (limit - len(empty.encode())) * 3 // 4  # base64 makes 4 bytes of 3
+    content |= _weights(look, kind, layer, head, room)
+    page = _assembled(content, opening)
+    if len(page.encode()) > limit:
+        raise ValueError(f"the page would have {len(page.encode()):,} bytes, more than limit={limit:,}")
+    return page
+
+
+# ---- what is inside
+
+
+def _about(look: Look) -> dict[str, Any]:
+    """Everything but the weights."""
+    kinds = {}
+    for kind in look.kinds:
+        n_rows, n_cols = look.map(kind, 0).shape[2:]
+        kinds[kind] = {"layers": look.layers(kind), "heads": look.heads(kind), "n_rows": n_rows, "n_cols": n_cols}
+    about: dict[str, Any] = {"id": "0", "text": look.text, "target": look.target_text, "kinds": kinds}
+    if look.image is not None:
+        about["image"] = _picture(look)
+    labels = {
+        kind: {"rows": [_label(x) for x in look.rows(kind)], "cols": [_label(x) for x in look.cols(kind)]}
+        for kind in look.kinds
+    }
+    return {"model": {"id": "", "name": "", "kinds": kinds}, "look": about, "labels": labels}
+
+
+def _label(label: Label) -> list[Any]:
+    found: list[Any] = [label.text, int(label.special)]
+    return found if label.box is None else [*found, [round(x, 5) for x in label.box]]
+
+
+def _picture(look: Look) -> str:
+    assert look.image is not None
+    small = look.image.convert("RGB")
+    small.thumbnail((640, 640))
+    out = io.BytesIO()
+    small.save(out, "JPEG" if small.width > 160 else "PNG", quality=88)  # what is drawn in few pixels stays sharp
+    kind = "jpeg" if small.width > 160 else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def _weights(look: Look, kind: str, layer: int, head: int | None, room: int) -> dict[str, Any]:
+    """All heads, one head, or an overview of it: the first that fits."""
+    every = _all_heads(look, room - 60_000)  # patterns take a little of it
+    if every is not None:
+        return {"weights": every, "patterns": {each: patterns(look, each).document() for each in look.kinds}}
+    only = {"only": {"kind": kind, "layer": layer, "head": -1 if head is None else head}}
+    n_rows, n_cols = look.map(kind, layer).shape[2:]
+    if 4 * n_rows * n_cols < 8 * room:  # else it is not worth the attempt: weights shrink little
+        one = _packed(look.weights(layer, head, kind=kind))
+        if len(one["bytes"]) * 3 // 4 <= room:
+            return only | {"weights": one}
+    side = min(_OVERVIEW, math.isqrt(max(1, room // 4)))
+    return only | {"overview": _packed(look.pooled(kind, layer, head, side, side))}
+
+
+def _all_heads(look: Look, room: int) -> dict[str, list[dict[str, Any]]] | None:
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in look.kinds}
+    sizes = [4 * look.layers(kind) * _cells(look, kind) for kind in look.kinds]
+    if sum(sizes) > 8 * room:
+        return None
+    for kind in look.kinds:
+        for layer in range(look.layers(kind)):
+            found[kind].append(_packed(look.map(kind, layer).dense()[0]))
+            room -= len(found[kind][-1]["bytes"]) * 3 // 4
+            if room < 0:
+                return None
+    return found
+
+
+def _cells(look: Look, kind: str) -> int:
+    _, n_heads, n_rows, n_cols = look.map(kind, 0).shape
+    return n_heads * n_rows * n_cols
+
+
+def _packed(weights: Tensor) -> dict[str, Any]:
+    """float32 as they are, deflated: what a mask hides costs nothing."""
+    raw = np.ascontiguousarray(weights.detach().cpu().float().numpy(), dtype="<f4").tobytes()
+    return {"bytes": base64.b64encode(zlib.compress(raw, 9)).decode(), "shape": list(weights.shape)}
+
+
+# ---- the file
+
+
+def _assembled(content: dict[str, Any], opening: dict[str, Any]) -> str:
+    static = files("regard").joinpath("web", "static")
+    style = static.joinpath("style.css").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>regard</title>
+<style>
+{style}</style>
+<script type="importmap">{_json({"imports": dict(_modules(static))})}</script>
+</head>
+<body>
+<div id="app"></div>
+<script type="application/json" id="look">{_json(content)}</script>
+<script type="module">
+import {{ App }} from "{_PREFIX}app.js";
+import {{ Offline }} from "{_PREFIX}offline.js";
+const content = JSON.parse(document.getElementById("look").textContent);
+new App(document.getElementById("app"), new Offline(content), {_json(opening)}).start();
+</script>
+</body>
+</html>
+"""
+
+
+def _json(content: Any) -> str:
+    """JSON that cannot end the script it stands in."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _modules(static: Traversable) -> Iterator[tuple[str, str]]:
+    """Each module's name and its data: URL."""
+    for name in sorted(_names(static, "")):
+        if name in _WITH_SERVER:
+            continue
+        text = static.joinpath(*name.split("/")).read_text(encoding="utf-8")
+        # The page's list of views has another name than the server's, and takes its place.
+        target = "views/index.js" if name == "views/offline.js" else name
+        encoded = base64.b64encode(_absolute(text, posixpath.dirname(name)).encode()).decode()
+        yield _PREFIX + target, f"data:text/javascript;charset=utf-8;base64,{encoded}"
+
+
+def _names(folder: Traversable, prefix: str) -> Iterator[str]:
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _names(each, f"{prefix}{each.name}/")
+        elif each.name.endswith(".js"):
+            yield prefix + each.name
+
+
+def _absolute(text: str, folder: str) -> str:
+    """A data: URL has no folder: "../dom.js" becomes "regard/dom.js"."""
+
+    def named(found: re.Match[str]) -> str:
+        return f'{found[1]}"{_PREFIX}{posixpath.normpath(posixpath.join(folder, found[2]))}"'
+
+    return _IMPORT.sub(named, text)

@@ -1,0 +1,78 @@
+"""A merged view: sub-words to words, bytes to characters, special tokens out of sight, over the same exact weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..attention.frame import ALL
+from ..attention.map import Pick, as_span
+from .labels import Label, joined
+
+if TYPE_CHECKING:
+    from .look import Look
+
+
+class View:
+    """Rows and columns of a look, some of them joined: a word looks as its tokens do on average, and is looked at
+    as much as all of them together.
+    """
+
+    def __init__(self, look: Look, kind: str, words: bool, specials: bool) -> None:
+        self.look, self.kind = look, kind
+        self.rows = joined(look.rows(kind), words, specials)
+        self.cols = joined(look.cols(kind), words, specials)
+        self._hidden = _gaps(self.cols, len(look.cols(kind)))
+        self._plain = False
+
+    @classmethod
+    def plain(cls, look: Look, kind: str) -> View:
+        """Every token for itself."""
+        made = cls.__new__(cls)
+        made.look, made.kind, made.rows, made.cols = look, kind, look.rows(kind), look.cols(kind)
+        made._hidden, made._plain = [], True
+        return made
+
+    def weights(self, layer: int, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
+        """The weights (R, C) of some words on some words. Of a row that sees hidden columns alone nothing is left."""
+        if self._plain:
+            return self.look.weights(layer, head, rows, cols, self.kind)
+        picked_rows, picked_cols = _picked(self.rows, rows, "rows"), _picked(self.cols, cols, "cols")
+        if not picked_rows or not picked_cols:
+            return self.look.weights(layer, head, 0, 0, self.kind).new_zeros(len(picked_rows), len(picked_cols))
+        row_tokens, row_of = _spread(picked_rows)
+        col_tokens, col_of = _spread(picked_cols)
+        found = self.look.weights(layer, head, row_tokens, col_tokens, self.kind)
+        summed = found.new_zeros(len(found), len(picked_cols)).index_add_(1, col_of.to(found.device), found)
+        out = self._averaged(summed, row_of)
+        if not self._hidden:
+            return out
+        lost = self.look.weights(layer, head, row_tokens, self._hidden, self.kind).sum(1, keepdim=True)
+        left = 1 - self._averaged(lost, row_of)
+        # What is left after 1 - 1 is rounding, not attention.
+        return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)
+
+    def _averaged(self, x: Tensor, row_of: Tensor) -> Tensor:
+        row_of = row_of.to(x.device)
+        counts = row_of.bincount().to(x.dtype)
+        return x.new_zeros(len(counts), x.shape[1]).index_add_(0, row_of, x) / counts[:, None]
+
+
+def _picked(labels: list[Label], pick: Pick, name: str) -> list[Label]:
+    span = as_span(pick, len(labels), name, torch.device("cpu"))
+    return labels[span] if isinstance(span, slice) else [labels[n] for n in span.tolist()]
+
+
+def _spread(labels: Sequence[Label]) -> tuple[list[int], Tensor]:
+    """The tokens of some labels, and for each of them which label it belongs to."""
+    tokens = [token for label in labels for token in range(*label.span)]
+    return tokens, torch.tensor([n for n, label in enumerate(labels) for _ in range(*label.span)])
+
+
+def _gaps(labels: Sequence[Label], total: int) -> list[int]:
+    """Tokens that no label stands for."""
+    there = {token for label in labels for token in range(*label.span)}
+    return [token for token in range(total) if token not in there]

@@ -1,0 +1,77 @@
+// The server's answers as JavaScript values. offline.js has the same methods over data that came with the page.
+const HEAD = (head) => (head < 0 ? "mean" : String(head));
+
+export class Failure extends Error {}
+
+async function ask(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch {
+    throw new Failure("offline");
+  }
+  if (answer.ok) return answer;
+  let sentence = `${answer.status} ${answer.statusText}`;
+  try { sentence = (await answer.json()).error ?? sentence; } catch { /* not JSON: the status has to do */ }
+  throw new Failure(sentence);
+}
+
+const json = async (path, options) => (await ask(path, options)).json();
+const post = (body) => ({ method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+const query = (values) => new URLSearchParams(Object.entries(values).filter(([, v]) => v !== undefined && v !== null));
+
+async function floats(path) {
+  const answer = await ask(path);
+  const shape = (answer.headers.get("X-Shape") ?? "").split(",").map(Number);
+  return { shape, values: new Float32Array(await answer.arrayBuffer()) };
+}
+
+export class Server {
+  offline = false;
+
+  constructor(base = "") { this.base = `${base}/api`; }
+
+  models() { return json(`${this.base}/models`); }
+  look(request) { return json(`${this.base}/looks`, post(request)); }
+  at(look, what, values) { return `${this.base}/looks/${encodeURIComponent(look.id)}/${what}?${query(values)}`; }
+
+  labels(look, kind, axis, start, stop) { return json(this.at(look, "labels", { kind, axis, start, stop })); }
+  tile(look, kind, layer, head, r0, r1, c0, c1) {
+    return floats(this.at(look, "tile", { kind, layer, head: HEAD(head), r0, r1, c0, c1 }));
+  }
+  pooled(look, kind, layer, head, h, w, reduce = "mean") {
+    return floats(this.at(look, "pooled", { kind, layer, head: HEAD(head), h, w, reduce }));
+  }
+  thumbnails(look, kind, layer, size) { return floats(this.at(look, "thumbnails", { kind, layer, size })); }
+  top(look, kind, layer, head, row, k) {
+    return json(this.at(look, "top", { kind, layer, head: HEAD(head), row, k }));
+  }
+  walk(look, kind, layer, head, row, col) {
+    return json(this.at(look, "walk", { kind, layer, head: HEAD(head), row, col }));
+  }
+  patterns(look, kind) { return json(this.at(look, "patterns", { kind })); }
+  next(look, options) { return json(this.at(look, "next", options)); }
+  logitLens(look, position) { return json(this.at(look, "logit-lens", { position })); }
+  beams(look) { return json(this.at(look, "beams", {})); }
+  imageUrl(look) { return look.image; }
+  htmlUrl(look, options) { return this.at(look, "html", options); }
+
+  /** Tokens as the model writes them, then the look at what it wrote. */
+  async stream(request, onToken) {
+    const answer = await ask(`${this.base}/stream`, post(request));
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "", last = null;
+    for (;;) {
+      const { done, value } = await reader.read();
+      const lines = (rest + (value ?? "")).split("\n");
+      rest = done ? "" : lines.pop();
+      for (const line of lines.filter((text) => text.trim())) {
+        const event = JSON.parse(line);
+        if (event.error) throw new Failure(event.error);
+        if (event.look !== undefined) last = event;
+        else onToken(event);
+      }
+      if (done) return last;
+    }
+  }
+}

@@ -1,0 +1,71 @@
+// Small tools: make an element, show a number, show a token.
+export function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key in node && typeof value !== "string") node[key] = value;
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** A weight to read: six decimals, or an exponent where six decimals would show nothing. */
+export function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === Infinity || value === "inf") return "∞";
+  if (value === -Infinity || value === "-inf") return "−∞";
+  const size = Math.abs(value);
+  const text = size !== 0 && size < 1e-4 ? value.toExponential(3) : value.toFixed(size >= 1000 ? 2 : size >= 10 ? 4 : 6);
+  return text.replace("-", "−");
+}
+
+export const brief = (value) => {
+  if (!Number.isFinite(value)) return number(value);
+  const size = Math.abs(value);
+  return (size !== 0 && size < 0.005 ? value.toExponential(0) : value.toFixed(2)).replace("-", "−");
+};
+export const count = (n) => n.toLocaleString("en-US").replaceAll(",", "\u202f");
+
+const UNSEEN = { "": "∅", " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "⏎" };
+
+/** What a token looks like: white space gets a sign, the rest stays as it is. */
+export function shown(label) {
+  const text = typeof label === "string" ? label : label.text;
+  if (text.trim() !== "") return text.replace(/\s+/g, " ").trim();
+  return [...text].slice(0, 4).map((c) => UNSEEN[c] ?? "␣").join("") || UNSEEN[""];
+}
+
+export function segmented(name, options, value, onPick) {
+  return el("div", { class: "segmented", role: "radiogroup", "aria-label": name },
+    options.map(([id, text]) => el("button", {
+      type: "button", role: "radio", "aria-checked": String(id === value), "data-value": String(id),
+      onclick: () => onPick(id),
+    }, text)));
+}
+
+export function slider(name, props, value, show, onPick) {
+  const out = el("output", {}, show(value));
+  const input = el("input", { type: "range", "aria-label": name, ...props });
+  input.value = String(value);
+  input.addEventListener("input", () => { out.textContent = show(Number(input.value)); onPick(Number(input.value)); });
+  return el("label", { class: "slider" }, el("span", {}, name), input, out);
+}
+
+export function stepper(name, text, back, on) {
+  const step = (sign, go) => el("button", { type: "button", "aria-label": `${name} ${sign}`, onclick: go }, sign);
+  return el("div", { class: "stepper" }, el("span", { class: "name" }, name), step("‹", back),
+    el("output", {}, text), step("›", on));
+}
+
+export function check(name, value, onPick) {
+  const box = el("input", { type: "checkbox", onchange: () => onPick(box.checked) });
+  box.checked = value;
+  return el("label", { class: "check" }, box, el("span", {}, name));
+}
+
+export function after(ms, work) {
+  let timer = 0;
+  return (...args) => { clearTimeout(timer); timer = setTimeout(() => work(...args), ms); };
+}

@@ -1,0 +1,25 @@
+// Files of exactly what is on the screen.
+import { el } from "./dom.js";
+
+function save(name, content, type) {
+  const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+  const link = el("a", { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+const cell = (value) => {
+  const text = typeof value === "number" ? String(Math.fround(value)) : String(value ?? "");
+  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+};
+
+/** Rows of values as CSV; a byte-order mark, since spreadsheets read Korean wrongly without it. */
+export const csvOf = (rows) => `\ufeff${rows.map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`;
+
+export async function exported(kind, name, view) {
+  if (kind === "svg") save(`${name}.svg`, view.sheet.svg(), "image/svg+xml");
+  if (kind === "png") save(`${name}.png`, await view.sheet.png());
+  if (kind === "csv") save(`${name}.csv`, csvOf(await view.rows()), "text/csv");
+}

@@ -1,0 +1,35 @@
+// The reading beside the picture: the locked pair's weight, and where the locked token looks most.
+import { el, number, shown } from "./dom.js";
+
+export class Panel {
+  constructor(node, t, state) {
+    Object.assign(this, { node, t, state });
+    this.asked = 0;
+  }
+
+  async update(data, where) {
+    const mine = ++this.asked, { t } = this, { row, col, top } = this.state.now;
+    if (row < 0) {
+      this.node.replaceChildren(el("p", { class: "quiet" }, t("panel.hint")));
+      return;
+    }
+    const { kind, layer, head } = where;
+    const [rows, cols, best] = await Promise.all([
+      data.labels(kind, "rows"), data.labels(kind, "cols"), data.top(kind, layer, head, row, top),
+    ]);
+    const pair = col < 0 ? null : (await data.block(kind, layer, head, row, row + 1, col, col + 1)).values[0];
+    if (mine !== this.asked) return;
+    this.node.replaceChildren(
+      el("h2", {}, t("panel.looks")),
+      el("p", { class: "who" }, el("bdi", {}, shown(rows[row]))),
+      col < 0 ? "" : el("div", { class: "pair" },
+        el("div", { class: "quiet" }, el("bdi", {}, shown(rows[row])), " → ", el("bdi", {}, shown(cols[col]))),
+        el("div", { class: "num", "data-weight": `${row},${col}` }, number(pair))),
+      el("h2", {}, t("panel.most", { k: best.length })),
+      el("ol", {}, best.map((one) => el("li", { onclick: () => this.state.set({ col: one.index }) },
+        el("bdi", {}, shown(cols[one.index])), el("span", { class: "num", "data-weight": `${row},${one.index}` }, number(one.weight)),
+        el("i", {}, el("b", { style: `width:${100 * one.weight}%` }))))),
+      el("button", { type: "button", class: "plain", onclick: () => this.state.set({ row: -1, col: -1 }) }, t("panel.unlock")),
+    );
+  }
+}

@@ -1,0 +1,67 @@
+// What comes next: the likeliest tokens, before and after temperature, top-k and top-p.
+import { after, el, number, shown, slider } from "../dom.js";
+import { fitted } from "../pen.js";
+import { Surface } from "../surface.js";
+import { tip } from "../tip.js";
+
+const BARS = 16;
+const STEP = 32;
+
+class Next {
+  constructor(host, app) {
+    Object.assign(this, { app, shown: null, asked: 0 });
+    const { t, state } = app, { temperature, topk, topp } = state.now, set = after(60, (patch) => state.set(patch));
+    this.after = el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
+    host.append(el("p", { class: "caption" }, t("next.caption")), el("div", { class: "row sliders" },
+      el("label", {}, el("span", { class: "quiet" }, `${t("next.after")} `), this.after),
+      slider(t("next.temperature"), { min: 0.05, max: 3, step: 0.05, name: "temperature" }, temperature, (v) => v.toFixed(2), (v) => set({ temperature: v })),
+      slider(t("next.topk"), { min: 0, max: 50, step: 1, name: "topk" }, topk, (v) => v ? String(v) : t("next.all"), (v) => set({ topk: v })),
+      slider(t("next.topp"), { min: 0.05, max: 1, step: 0.01, name: "topp" }, topp, (v) => v.toFixed(2), (v) => set({ topp: v }))),
+    this.place = el("div"));
+    this.sheet = new Surface(this.place, {
+      vector: true, label: t("view.next"), draw: (pen) => this.draw(pen), height: () => 20 + STEP * (this.shown?.plain.length ?? 6),
+      hover: (hit, event) => hit ? tip.show(event, hit.now, shown(hit.text), `${t("variant.before")}: ${number(hit.plain)}`) : tip.hide(), leave: () => tip.hide(),
+    });
+  }
+
+  async update() {
+    const mine = ++this.asked, { data, state, look } = this.app, kind = "self" in look.kinds ? "self" : this.app.where().kind;
+    const labels = await data.labels(kind, "rows"), { temperature, topk, topp } = state.now;
+    const position = state.now.position >= 0 && state.now.position < labels.length ? state.now.position : labels.length - 1;
+    const changes = { temperature, ...(topk ? { top_k: topk } : {}), ...(topp < 1 ? { top_p: topp } : {}) };
+    const [plain, now] = await Promise.all([data.next({ position, k: BARS }), data.next({ position, k: 200, ...changes })]);
+    if (mine !== this.asked) return;
+    const chance = new Map(now.map((one) => [one.token, one.probability]));
+    this.shown = { plain: plain.map((one) => ({ ...one, now: chance.get(one.token) ?? 0 })) };
+    const near = 300, from = Math.max(0, position - near), some = labels.slice(from, position + near);
+    this.after.replaceChildren(...some.map((label, i) => el("option", { value: String(from + i), selected: from + i === position }, `${from + i}  ${shown(label)}`)));
+    this.sheet.redraw();
+  }
+
+  draw(pen) {
+    if (!this.shown) return;
+    const { t } = this.app, { accent, quiet, wash, line, ink } = pen.colours, left = Math.min(170, pen.width * 0.3), right = 86;
+    const wide = pen.width - left - right, top = Math.max(...this.shown.plain.map((one) => Math.max(one.now, one.probability)), 1e-9);
+    this.shown.plain.forEach((one, i) => {
+      const y = 10 + i * STEP, cut = one.now === 0;
+      pen.text(fitted(shown(one.text), left - 16, pen.font(15)), left - 12, y + STEP / 2, { size: 15, align: "right", fill: cut ? quiet : ink });
+      pen.rect(left, y + 7, wide, STEP - 14, { fill: wash, radius: 4 });
+      pen.rect(left, y + 7, Math.max(cut ? 0 : 2, (wide * one.now) / top), STEP - 14, { fill: accent, radius: 4 });
+      const mark = left + (wide * one.probability) / top; // where it stood before the sliders
+      pen.path([mark, y + 4, mark, y + STEP - 4], { stroke: ink, width: 1.5, opacity: 0.6 });
+      pen.text(cut ? t("next.cut") : number(one.now), pen.width, y + STEP / 2, { size: 13, align: "right", fill: cut ? quiet : ink });
+      pen.hit(0, y, pen.width, STEP, { text: one.text, now: one.now, plain: one.probability });
+    });
+    pen.path([left, 8, left, 12 + STEP * this.shown.plain.length], { stroke: line });
+  }
+
+  rows() { return [["token", "text", "probability", "changed"], ...this.shown.plain.map((one) => [String(one.token), one.text, one.probability, one.now])]; }
+
+  close() { this.sheet.close(); tip.hide(); }
+}
+
+export default {
+  id: "next", panel: false, controls: [],
+  fits: (app) => !app.source.offline && Boolean(app.model()?.generates),
+  open: (host, app) => new Next(host, app),
+};
