@@ -142,6 +142,17 @@ def test_wrong_words_for_a_run_that_goes_on(
     assert said.startswith("regard: " + sentence.format(run=run))
 
 
+def test_two_processes_do_not_train_in_one_directory(
+    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    with run.alone():
+        assert cli.main(["train", "--resume", str(run.root), "train.steps=5"]) == 1
+    assert capsys.readouterr().err == f"regard: {run.root} is being trained by another process\n"
+    assert cli.main(["train", "--resume", str(run.root), "train.steps=5"]) == 0
+
+
 def test_a_run_with_a_damaged_config_is_told_apart(trained: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(trained[0], tmp_path / "run")
     (tmp_path / "run/run.json").write_text('{"task": "translate", "train": {"stepz": 4}}')

@@ -351,6 +351,18 @@ def test_texts_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     assert max(int(batch.options["keep"].sum(1).max()) for batch in batches) == 6
 
 
+@pytest.mark.parametrize("name", ["classify", "caption"])
+def test_texts_and_captions_that_are_too_long_may_be_left_out(name: str, tmp_path: Path) -> None:
+    task = open_(name, tmp_path, "data.max_len=6", "data.too_long=drop")
+    tokenizer = task.processor.source or task.processor.target
+    assert isinstance(tokenizer, Tokenizer)
+    texts = [x.captions if name == "caption" else [x.text] for x in task.source.train]  # type: ignore[union-attr]
+    longer = [[len(tokenizer.encode(text)) > 6 for text in some] for some in texts]
+    batches = epoch_of(task)
+    assert task.left.text() == f"{sum(map(sum, longer))} examples longer than max_len=6 left out"
+    assert 0 < sum(len(batch.targets) for batch in batches) == sum(not all(some) for some in longer) < len(texts)
+
+
 def test_nothing_too_long_is_nothing_to_say(tmp_path: Path) -> None:
     task = open_("translate", tmp_path)
     task.batch(0)

@@ -102,9 +102,13 @@ class Tab:
 
     def __init__(self, page: Any, home: str) -> None:
         self.page, self.home, self.complaints = page, home, []  # type: ignore[var-annotated]
-        page.on("console", lambda message: message.type in ("error", "warning") and self.complaints.append(message.text))
+        page.on(
+            "console", lambda message: message.type in ("error", "warning") and self.complaints.append(message.text)
+        )
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("response", lambda answer: answer.status >= 400 and self.complaints.append(f"{answer.status} {answer.url}"))
+        page.on(
+            "response", lambda answer: answer.status >= 400 and self.complaints.append(f"{answer.status} {answer.url}")
+        )
 
     def open(self, **state: Any) -> Tab:
         """The page in a state, as a link would bring it."""

@@ -15,6 +15,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import regard
+from generation.spoken import translator
 from regard.attention import record
 from regard.lens import interventions
 from regard.lens.logit_lens import logit_lens
@@ -271,6 +272,18 @@ def test_a_stream_ends_with_a_look_at_what_was_written(client: TestClient, model
     assert last["look"] == last["id"]
     found = numbers(client, last, "tile", kind=kind, layer=0, head=0, r0=0, r1=size["n_rows"], c0=0, c1=size["n_cols"])
     torch.testing.assert_close(found, look.weights(0, 0, kind=kind), rtol=0, atol=1e-6)
+
+
+def test_a_model_that_says_nothing_has_looked_all_the_same(models: dict[str, Model]) -> None:
+    model = translator()
+    assert model.config.eos_id is not None
+    with torch.no_grad():
+        model.head.bias = torch.nn.Parameter(torch.zeros(model.config.output_vocab_size))  # type: ignore[union-attr]
+        model.head.bias[model.config.eos_id] = 1000.0  # type: ignore[union-attr,index]
+    with asking({"silent": model}) as client:
+        (last,) = lines(client, model="silent", text=TEXT)
+    assert last["kinds"]["cross"]["n_rows"] == 1
+    assert last["target"] == ""
 
 
 def test_a_stream_that_cannot_be_is_refused_before_it_begins(client: TestClient) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +20,22 @@ from regard.lens import Look, look
 from regard.models import Model
 
 pytest.importorskip("uvicorn", reason="the explorer needs the extra `serve`")
-playwright = pytest.importorskip("playwright.sync_api", reason="pages are tested with playwright: pip install playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="pages are tested with playwright: pip install playwright"
+)
 
 from web.browsing import ARGUMENTS, CHROMIUM, Tab, as_number, serving, small_models  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: apt-get install chromium")
 TEXT = "[formal] Did the ring shine?"
 CLOSE = {"abs": 2e-6, "rel": 2e-4}  # six decimals, or four digits of what is smaller
+
+
+LISTEN = """() => {
+  window.said = [];
+  new MutationObserver(() => window.said.push(document.querySelector(".live")?.textContent))
+    .observe(document.querySelector(".stage"), { subtree: true, childList: true, characterData: true });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +106,19 @@ def test_heat_map(tab: Tab, seen: Look) -> None:
     for across, down in ((0.35, 0.4), (0.5, 0.55)):
         tab.over(box["width"] * across, box["height"] * down)
         shown, _ = tab.tip()
+        tab.page.keyboard.press("Escape")
         tab.click(box["width"] * across, box["height"] * down)
         row, col = int(tab.state["row"]), int(tab.state["col"])
         assert shown == pytest.approx(float(weights[row, col]), **CLOSE)
     table = files_of(tab)
     assert [line[0] for line in table[1:]] == [label.text for label in seen.rows("cross")]
+    opening = re.search(r'id="opening">(.*?)</script>', tab.exported("html").decode())
+    assert opening is not None
+    same = json.loads(opening[1])
+    assert {name: same[name] for name in ("kind", "layer", "head", "row", "col", "view")} == {
+        **{"kind": "cross", "layer": 1, "head": 2, "view": "heatmap"},
+        **{"row": int(tab.state["row"]), "col": int(tab.state["col"])},
+    }
     assert torch.allclose(torch.tensor([[float(x) for x in line[1:]] for line in table[1:]]), weights, atol=1e-7)
 
 
@@ -166,9 +184,9 @@ def test_arithmetic(tab: Tab, seen: Look) -> None:
         exact = float(seen.weights(1, 3, kind="cross")[1, 4])
         weight = next(as_number(text) for text in texts if re.fullmatch(r"[\d.e−]+", text) and _near(text, exact))
         assert weight == pytest.approx(exact, **CLOSE)
-        score, lse = map(as_number, re.match(r"exp\((.+) − (.+)\) =", _one(texts, "exp(")).groups())  # type: ignore[union-attr]
+        score, lse = _one(texts, r"exp\((\S+) − (\S+)\) =")
         assert torch.tensor(score - lse).exp().item() == pytest.approx(exact, rel=1e-4)
-        dot, factor = map(as_number, re.match(r"(.+) × (.+) =", _one(texts, " =", " × ")).groups())  # type: ignore[union-attr]
+        dot, factor = _one(texts, r"(\S+) × (\S+) =")
         assert factor == pytest.approx(6**-0.5, abs=1e-6)
         assert dot * factor == pytest.approx(score, abs=1e-4)
 
@@ -186,8 +204,10 @@ def _near(text: str, exact: float) -> bool:
         return False
 
 
-def _one(texts: list[str], *parts: str) -> str:
-    return next(text for text in texts if all(part in text for part in parts) and "exp" not in text or text.startswith(parts[0]))
+def _one(texts: list[str], pattern: str) -> list[float]:
+    """The numbers in the one text that is of this form."""
+    found = next(match for text in texts if (match := re.fullmatch(pattern, text)))
+    return [as_number(group) for group in found.groups()]
 
 
 def test_alignment_is_drawn_and_written_again(tab: Tab, seen: Look) -> None:
@@ -199,10 +219,7 @@ def test_alignment_is_drawn_and_written_again(tab: Tab, seen: Look) -> None:
 
     in_both_languages(tab, ("Alignment", "단어 정렬"), check)
     assert float(files_of(tab)[1][3]) == pytest.approx(exact, abs=1e-7)
-    tab.page.evaluate(
-        """() => { window.said = []; new MutationObserver(() => window.said.push(document.querySelector(".live")?.textContent))
-             .observe(document.querySelector(".stage"), {subtree: true, childList: true, characterData: true}); }"""
-    )
+    tab.page.evaluate(LISTEN)
     with tab.page.expect_response("**/api/stream"):
         tab.page.click('[data-do="write"]')
     tab.page.wait_for_function("() => window.said.filter(Boolean).length > 0")
@@ -271,7 +288,9 @@ def test_beam_tree(tab: Tab, models: dict[str, Model]) -> None:
     nodes = files_of(tab)[1:]
     winner = [line for line in nodes if line[4] == "true"]
     assert len(winner) == 1 + len(best.tokens)
-    chances = [one.probability for n in range(len(best.tokens)) for one in found.next(n, k=1000) if one.token == best.tokens[n]]
+    chances = [
+        one.probability for n in range(len(best.tokens)) for one in found.next(n, k=1000) if one.token == best.tokens[n]
+    ]
     exact = float(torch.tensor(chances).log().sum())
     assert float(winner[-1][3]) == pytest.approx(exact, abs=1e-3)
     assert any(_near(text, float(winner[-1][3])) for text in tab.texts())
@@ -321,7 +340,8 @@ def test_image_overlay(tab: Tab, models: dict[str, Model], tmp_path: Path) -> No
         tab.over(520 * 0.3, 520 * 0.6)
         shown, about = tab.tip()
         inside = [
-            n for n, each in enumerate(found.cols("cross"))
+            n
+            for n, each in enumerate(found.cols("cross"))
             if each.box and each.box[0] <= 0.3 < each.box[2] and each.box[1] <= 0.6 < each.box[3]
         ]
         assert about[0].endswith(found.cols("cross")[inside[0]].text)
@@ -351,6 +371,10 @@ def test_a_link_brings_the_same_picture_back(tab: Tab, seen: Look) -> None:
     tab.page.wait_for_selector("nav button[aria-selected=true]")
     tab.settled()
     assert tab.page.input_value(".find") == "ring"
+    tab.page.evaluate("() => { location.hash = location.hash.replace('ring', 'tiger').replace('find=tiger', ''); }")
+    tab.page.wait_for_function("() => document.querySelector('textarea').value.includes('tiger')")
+    tab.settled()
+    assert (tab.state["head"], tab.state["layer"]) == ("1", "1")
     assert tab.page.inner_text(".stepper >> nth=1 >> output") == "1 / 3"
     tab.page.keyboard.press("?")
     assert tab.page.is_visible("dialog")
@@ -453,7 +477,9 @@ def test_a_page_without_a_server(browser: Any, seen: Look, tmp_path: Path) -> No
     page.close()
 
 
-def test_a_page_holds_one_head_or_an_overview_where_not_all_fit(browser: Any, models: dict[str, Model], tmp_path: Path) -> None:
+def test_a_page_holds_one_head_or_an_overview_where_not_all_fit(
+    browser: Any, models: dict[str, Model], tmp_path: Path
+) -> None:
     found = look(models["speaker"], "the cat sat on the mat. " * 25)
     exact = found.weights(1, 2)
     sizes = []

@@ -68,7 +68,7 @@ class DataConfig(Config):
     max_target_len: int | None = None
     """Most tokens of a target or caption; None: max_len."""
     too_long: Literal["auto", "drop", "truncate"] = "auto"
-    """What happens to longer examples, which are counted and reported; auto: pairs and captions go, others are cut."""
+    """What happens to longer examples, which are counted and reported; auto: pairs go, others are cut."""
     packing: Literal["auto", "documents", "blocks"] = "auto"
     """Rows of a language model: documents side by side, none seeing another, or blocks cut anywhere from the text;
     auto: blocks where there is one document, else documents."""

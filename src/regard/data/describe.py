@@ -160,7 +160,7 @@ def describe(
     train = [source.train[index] for index in range(n_train)]
     valid = [source.valid[index] for index in range(min(len(source.valid), n_train))]
     texts = _texts(train)
-    cut = too_long == "truncate" or (too_long == "auto" and source.kind not in ("pairs", "captions"))
+    cut = too_long == "truncate" or (too_long == "auto" and source.kind != "pairs")
     limits = None if max_len is None else (max_len, max_target_len)
     tokens, losses = _tokenised(texts, tokenizer, target_tokenizer, limits, cut)
     keys, wholes = [stable_key(key_of(x)) for x in train], [sha256_of([x]) for x in train]

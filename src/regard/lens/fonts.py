@@ -39,7 +39,14 @@ def families(text: str) -> tuple[list[str], str]:
 def _candidates() -> tuple[str, ...]:
     from matplotlib import font_manager
 
-    installed = {font.name for font in font_manager.fontManager.ttflist}
+    manager = font_manager.fontManager
+    known_files = {font.fname for font in manager.ttflist}
+    for file in set(font_manager.findSystemFonts()) - known_files:  # installed since matplotlib last looked
+        try:
+            manager.addfont(file)
+        except (RuntimeError, OSError, ValueError):  # not every file is a font it can read
+            continue
+    installed = {font.name for font in manager.ttflist}
     known = [name for name in _KNOWN if name in installed]
     return (*known, *sorted(installed - {*known, _FIRST}))
 

@@ -166,11 +166,12 @@ def _assembled(content: dict[str, Any], opening: dict[str, Any]) -> str:
 <body>
 <div id="app"></div>
 <script type="application/json" id="look">{_json(content)}</script>
+<script type="application/json" id="opening">{_json(opening)}</script>
 <script type="module">
 import {{ App }} from "{_PREFIX}app.js";
 import {{ Offline }} from "{_PREFIX}offline.js";
-const content = JSON.parse(document.getElementById("look").textContent);
-new App(document.getElementById("app"), new Offline(content), {_json(opening)}).start();
+const given = (id) => JSON.parse(document.getElementById(id).textContent);
+new App(document.getElementById("app"), new Offline(given("look")), given("opening")).start();
 </script>
 </body>
 </html>

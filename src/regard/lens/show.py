@@ -25,7 +25,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """A matrix to be drawn. ``pooled`` says that a cell is the mean of several weights: its label is its first's."""
+    """A matrix to be drawn. ``pooled`` says that a cell is the mean of several weights."""
 
     values: Tensor  # (R, C), on the CPU
     rows: list[Label]
@@ -72,7 +72,7 @@ class Chosen:
             values = self.look.pooled(self.kind, self.layer, self.head, h, w)
         else:
             values = self._means(h, w)
-        return Sheet(values.float().cpu(), _firsts(rows, h), _firsts(cols, w), self.title, pooled=True)
+        return Sheet(values.float().cpu(), _counted(self.rows, rows, h), _counted(self.cols, cols, w), self.title, True)
 
     def portions(self, most: int = 1 << 21) -> Iterator[tuple[int, Tensor]]:
         """The weights some rows at a time, with the number of the first."""
@@ -145,8 +145,10 @@ def check_picture(file: Path) -> None:
         raise ValueError(f"{file} ends in {file.suffix or 'nothing'!r}; a picture ends in {', '.join(PICTURES)}")
 
 
-def _firsts(labels: list[Label], count: int) -> list[Label]:
-    """The first label of each of ``count`` cells."""
+def _counted(span: slice, labels: list[Label], count: int) -> list[Label]:
+    """Cells of an overview are called by the number of the first in them: one token of many would say nothing."""
+    if count == len(labels):
+        return labels
     size, larger = divmod(len(labels), count)
-    starts = [n * size + min(n, larger) for n in range(count)]
-    return [labels[start] for start in starts]
+    first = labels[0].span[0] if span == ALL else (span.start or 0)
+    return [Label(f"{first + n * size + min(n, larger):,}") for n in range(count)]

@@ -12,11 +12,13 @@ model/          at the end: the model to ship, as ``model.save`` writes it
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +29,7 @@ import torch
 from ..config import RunConfig
 from ..data.sources import Source
 from ..data.tokenizers import Tokenizer
-from ..errors import BadModelFile
+from ..errors import BadModelFile, RegardError
 from ..hub import ImageProcessor, Processor
 from ..hub.files import parse_json, to_json, write_file
 from ..hub.tokens import IMAGE, ONE, SOURCE, TARGET
@@ -37,6 +39,11 @@ from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .lora import add_lora, merge
 from .parallel import Group
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["RUN_FILE", "RunDirectory", "provenance"]
 
@@ -76,6 +83,24 @@ class RunDirectory:
             for path in folder.glob(".*"):
                 if _HALF_WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else trains here meanwhile; however this process ends, the next one may."""
+        if fcntl is None:  # a machine without such locks
+            yield
+            return
+        place = os.open(self.root, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RegardError(f"{self.root} is being trained by another process") from None
+            except OSError:  # a file system without such locks
+                pass
+            yield
+        finally:
+            os.close(place)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

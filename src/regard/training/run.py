@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def train(config: RunConfig, *, style: Style = "auto", command: Sequence[str] = 
             RunDirectory.create(Path(out), config, task.processor, provenance(source, command, group.world))
         config = group.broadcast_object(config)
         assert config.train.out is not None
-        return _run(config, source, group, style, RunDirectory(Path(config.train.out)))
+        run = RunDirectory(Path(config.train.out))
+        with run.alone() if group.is_main else nullcontext():
+            return _run(config, source, group, style, run)
     finally:
         group.close()
 
@@ -118,10 +121,11 @@ def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainR
                 f"{known[:12]}…"
             )
         shared = config.with_(train=_shared(changed, run.facts["machine"]["processes"], group.world))
-        if group.is_main:
-            run.tidy()
-            run.write(config)
-        return _run(shared, source, group, style, RunDirectory(run.root))
+        with run.alone() if group.is_main else nullcontext():
+            if group.is_main:
+                run.tidy()
+                run.write(config)
+            return _run(shared, source, group, style, RunDirectory(run.root))
     finally:
         group.close()
 

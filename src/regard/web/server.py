@@ -42,7 +42,6 @@ def _application(models: list[Served], limits: Limits) -> Any:
     from fastapi import FastAPI
     from fastapi.staticfiles import StaticFiles
 
-    from .. import __version__
     from .api import Explorer, router
 
     here = Explorer(models, limits)
@@ -56,7 +55,6 @@ def _application(models: list[Served], limits: Limits) -> Any:
     # The interactive documentation that FastAPI offers loads its scripts from elsewhere: it is left out.
     app = FastAPI(
         title="regard",
-        version=__version__,
         docs_url=None,
         redoc_url=None,
         openapi_url="/api/openapi.json",

@@ -49,7 +49,8 @@ def _written(served: Served, body: StreamBody, sessions: Sessions, limits: Limit
         if words.goes_on:
             made = look(model, [*(rows or ()), *new])
         else:
-            made = look(model, image if rows is None else body.text, new)
+            # Where nothing was written there still is the look at the source from which that was decided.
+            made = look(model, image if rows is None else body.text, new or [served.config.bos_id])
     session = sessions.add(Session(made, served, under))
     yield {"look": session.id, **document(session)}
 

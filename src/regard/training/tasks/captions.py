@@ -57,7 +57,21 @@ class Caption(Task):
     def _order(self) -> BatchPlan:
         train = self.config.train
         at_once = images_at_once(self.config.model, train.batch_tokens, train.batch_size)
-        return BatchPlan.by_examples(len(self.source.train), at_once, seed=train.seed)
+        return BatchPlan.by_examples(len(self._kept), at_once, seed=train.seed)
+
+    @cached_property
+    def _kept(self) -> list[tuple[int, Sequence[str]]]:
+        """The images to learn from, by number, and their captions; too long ones may have to go."""
+        examples = cast(Sequence[ImageExample], self.source.train)
+        if self.config.data.too_long != "drop":
+            return [(i, x.captions) for i, x in enumerate(examples)]
+        fits = [[len(row) <= self._most for row in self._tokens.encode_all(x.captions)] for x in examples]
+        self.left = Left(n_dropped=sum(not one for some in fits for one in some), max_len=self._most)
+        kept = [
+            [text for text, one in zip(x.captions, some, strict=True) if one]
+            for x, some in zip(examples, fits, strict=True)
+        ]
+        return [(i, texts) for i, texts in enumerate(kept) if texts]
 
     @property
     def batches_per_epoch(self) -> int:
@@ -65,10 +79,9 @@ class Caption(Task):
 
     def batch(self, number: int) -> Batch:
         epoch, place = self._order.at(number)
-        index, data = [int(i) for i in self._order.batch(epoch, place)], self.config.data
-        examples = cast(Sequence[ImageExample], self.source.train)
-        seen = [examples[i].captions for i in index]
-        captions = [texts[(epoch + i) % len(texts)] for texts, i in zip(seen, index, strict=True)]
+        chosen, data = [self._kept[int(i)] for i in self._order.batch(epoch, place)], self.config.data
+        examples, index = cast(Sequence[ImageExample], self.source.train), [i for i, _ in chosen]
+        captions = [texts[(epoch + i) % len(texts)] for i, texts in chosen]
         seed = self.config.train.seed
         pixels = self._pixels(examples, index, shift=data.shift, flip=data.flip, seed=seed, epoch=epoch)
         return self._collate(pixels, captions)

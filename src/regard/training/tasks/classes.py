@@ -18,7 +18,7 @@ from ...hub import ImageProcessor, Processor
 from ...models import Model
 from .. import metrics
 from ..batch import Batch
-from .task import Row, Task, by_length, padded, shortened, uneven
+from .task import Left, Row, Task, by_length, padded, shortened, uneven
 
 __all__ = ["Classes", "Classify", "ClassifyImages"]
 
@@ -90,11 +90,15 @@ class Classify(Classes):
     @cached_property
     def _encoded(self) -> list[list[int]]:
         rows = self._tokens.encode_all(cast(Labelled, x).text for x in self.source.train)
-        return self._cut(rows, self.config.data.max_len)
+        data = self.config.data
+        if data.too_long != "drop":
+            return self._cut(rows, data.max_len)
+        self.left = Left(n_dropped=sum(len(row) > data.max_len for row in rows), max_len=data.max_len)
+        return rows
 
     @cached_property
     def _order(self) -> BatchPlan:
-        return self._plan([len(row) for row in self._encoded])
+        return self._plan([len(row) for row in self._encoded], max_len=self.config.data.max_len)
 
     @property
     def batches_per_epoch(self) -> int:

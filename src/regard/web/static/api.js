@@ -54,7 +54,13 @@ export class Server {
   logitLens(look, position) { return json(this.at(look, "logit-lens", { position })); }
   beams(look) { return json(this.at(look, "beams", {})); }
   imageUrl(look) { return look.image; }
-  htmlUrl(look, options) { return this.at(look, "html", options); }
+
+  /** The look as one file that opens in the same state. */
+  async html(look, { kind, layer, head }, state) {
+    const text = await (await ask(this.at(look, "html", { kind, layer, head: HEAD(head) }))).text();
+    const opening = JSON.stringify(state).replaceAll("<", "\\u003c");
+    return text.replace(/(id="opening">)[^<]*/, (_, start) => start + opening);
+  }
 
   /** Tokens as the model writes them, then the look at what it wrote. */
   async stream(request, onToken) {

@@ -18,7 +18,7 @@ export class App {
   constructor(root, source, initial = {}) {
     Object.assign(this, { root, source, look: null, data: null, view: null, models: [] });
     this.state = new State(initial);
-    this.state.on((changed) => this.changed(changed));
+    this.state.on((changed, outside) => this.changed(changed, outside));
     this.relabel = after(120, () => this.showControls());
     listen(this);
   }
@@ -173,15 +173,13 @@ export class App {
   showFooter() {
     const { t, view } = this, name = `regard-${this.opened.id}`;
     const save = (kind) => el("button", { type: "button", class: "plain", "data-export": kind,
-      onclick: () => this.guarded(() => exported(kind, name, this.view)) }, kind.toUpperCase());
-    const page = this.source.offline ? "" : el("a", { class: "plain", "data-export": "html", download: "regard.html",
-      href: this.source.htmlUrl(this.look, {}) }, "HTML");
+      onclick: () => this.guarded(() => exported(kind, name, this)) }, kind.toUpperCase());
     const link = el("button", { type: "button", class: "plain", onclick: async () => {
       await navigator.clipboard?.writeText(location.href);
       link.textContent = t("copied");
     } }, t("copy"));
     this.parts.footer.replaceChildren(el("span", {}, t("export")), ...(view.sheet ? [save("svg"), save("png")] : []),
-      view.rows ? save("csv") : "", page, el("span", { class: "room" }), this.source.offline ? "" : link);
+      view.rows ? save("csv") : "", this.source.offline ? "" : save("html"), el("span", { class: "room" }), this.source.offline ? "" : link);
   }
 
   refresh(changed) {
@@ -192,8 +190,13 @@ export class App {
     });
   }
 
-  changed(changed) {
+  changed(changed, outside) {
     const has = (...names) => names.some((name) => changed.has(name));
+    if (outside && !this.source.offline && has("model", "text", "target", "beam")) {
+      if (!this.model()) this.state.now.model = this.models[0]?.id ?? "";
+      this.composer.update(this.model());
+      this.guarded(() => this.run());
+    }
     if (has("lang", "theme")) {
       this.dress();
       if (has("lang")) { this.build(); if (this.model()) this.composer.update(this.model()); if (this.look) this.composer.wrote(this.look); }

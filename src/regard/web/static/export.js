@@ -18,8 +18,13 @@ const cell = (value) => {
 /** Rows of values as CSV; a byte-order mark, since spreadsheets read Korean wrongly without it. */
 export const csvOf = (rows) => `\ufeff${rows.map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`;
 
-export async function exported(kind, name, view) {
+export async function exported(kind, name, app) {
+  const { view } = app;
   if (kind === "svg") save(`${name}.svg`, view.sheet.svg(), "image/svg+xml");
   if (kind === "png") save(`${name}.png`, await view.sheet.png());
   if (kind === "csv") save(`${name}.csv`, csvOf(await view.rows()), "text/csv");
+  if (kind === "html") {
+    const { model, text, target, ...state } = app.state.now; // what it says is inside
+    save(`${name}.html`, await app.source.html(app.look, app.where(), { ...state, ...app.where() }), "text/html");
+  }
 }

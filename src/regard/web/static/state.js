@@ -6,8 +6,8 @@ export const DEFAULTS = {
   causal: true, scale: 1, off: "", lang: "", theme: "",
 };
 
-export function parse(hash) {
-  const out = { ...DEFAULTS };
+export function parse(hash, start = DEFAULTS) {
+  const out = { ...start };
   for (const [key, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
     if (!(key in DEFAULTS)) continue;
     const kind = typeof DEFAULTS[key];
@@ -28,21 +28,22 @@ export function written(state) {
 /** The state and those who want to know when it changes. */
 export class State {
   constructor(initial = {}) {
-    this.now = { ...parse(location.hash), ...initial };
+    this.now = parse(location.hash, { ...DEFAULTS, ...initial });
     this.listeners = new Set();
     this.mine = location.hash;
     addEventListener("hashchange", () => {
-      if (location.hash !== this.mine) this.set(parse(location.hash));
+      if (location.hash !== this.mine) this.set(parse(location.hash), true);
     });
   }
 
-  set(patch) {
+  /** `outside`: somebody followed a link, rather than used the page. */
+  set(patch, outside = false) {
     const changed = Object.keys(patch).filter((key) => patch[key] !== this.now[key]);
     if (!changed.length) return;
     this.now = { ...this.now, ...patch };
     this.mine = `#${written(this.now)}`;
     try { history.replaceState(null, "", this.mine); } catch { /* too many a second: the next one carries it all */ }
-    for (const listen of [...this.listeners]) listen(new Set(changed));
+    for (const listen of [...this.listeners]) listen(new Set(changed), outside);
   }
 
   on(listen) {
