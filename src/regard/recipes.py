@@ -44,8 +44,8 @@ RECIPES: dict[str, Recipe] = {
         },
         "model": {**_TRANSLATOR, "d_model": 128, "n_layers": 2, "n_heads": 4, "d_ff": 512, "max_len": 64},
         "train": {
-            **{**_MUON, "muon_lr": 0.03, "lr": 4e-3, "steps": 1550, "batch_tokens": 1024, "warmup": 100},
-            **{"eval_every": 775, "save_every": 775},
+            **{**_MUON, "muon_lr": 0.03, "lr": 4e-3, "steps": 1700, "batch_tokens": 1024, "warmup": 100},
+            **{"eval_every": 850, "save_every": 850},
         },
     },
     "stdlib": {
@@ -130,7 +130,7 @@ RECIPES: dict[str, Recipe] = {
         "train": {
             **{"optimiser": "muon", "muon_lr": 0.012, "lr": 1.2e-3, "weight_decay": 0.05, "warmup": 150},
             **{"steps": 1700, "batch_tokens": 16384, "label_smoothing": 0.1, "ema": 0.997, "beam": 5},
-            **{"eval_every": 775, "save_every": 775},
+            **{"eval_every": 850, "save_every": 850},
         },
     },
     "software-en-ko": {

@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def tab(browser: Any, home: str) -> Iterator[Tab]:
     page = browser.new_page(viewport={"width": 1180, "height": 900}, locale="en-US", accept_downloads=True)
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)  # machines are busy at times
     here = Tab(page, home)
     yield here
     page.close()

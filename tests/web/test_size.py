@@ -1,10 +1,9 @@
-"""Long texts through the running server: what it takes in memory, how long an answer takes, how large it is."""
+"""Long texts through the running server: what it takes in memory, how large an answer is. Times are in benchmarks/."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,19 +34,17 @@ def long_model(folder: Path, length: int, n_layers: int, n_heads: int) -> Path:
 
 
 class Asking:
-    """One connection to a server, as a browser keeps it; every answer is weighed and timed."""
+    """One connection to a server, as a browser keeps it; every answer is weighed."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
-        self.largest, self.seconds = 0, 0.0
+        self.largest = 0
 
     def __call__(self, path: str, body: Any = None) -> bytes:
         content = None if body is None else json.dumps(body)
-        start = time.perf_counter()
         self._connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
         answer = self._connection.getresponse()
         found = answer.read()
-        self.seconds = time.perf_counter() - start
         assert answer.status == 200, found
         self.largest = max(self.largest, len(found))
         return found
@@ -71,12 +68,9 @@ def test_4096_tokens_of_12_layers_and_12_heads(tmp_path: Path) -> None:
         grown = resident(process.pid, "VmHWM") - before
         assert grown < 400, f"opening the look took {grown:.0f} MB"
         at = f"/api/looks/{sent['id']}"
-        for layer, head in ((0, 0), (5, 7), (11, 11), (3, "mean")):  # never asked for before: nothing is known of them
-            start = time.perf_counter()
+        for layer, head in ((0, 0), (5, 7), (11, 11), (3, "mean")):
             ask(f"{at}/pooled?kind=self&layer={layer}&head={head}&h=320&w=320")
             ask(f"{at}/tile?kind=self&layer={layer}&head={head}&r0=3840&r1=4096&c0=0&c1=256")
-            seconds = time.perf_counter() - start
-            assert seconds < (1 if head != "mean" else 4), f"layer {layer} head {head} took {seconds:.2f} s"
         ask(f"{at}/thumbnails?kind=self&layer=8&size=32")
         for start in (0, 2048):
             ask(f"{at}/labels?kind=self&axis=rows&start={start}&stop={start + 2048}")
@@ -96,14 +90,8 @@ def test_16384_tokens(tmp_path: Path) -> None:
         ask = Asking(url)
         sent = json.loads(ask("/api/looks", {"model": "long", "text": text}))
         at = f"/api/looks/{sent['id']}"
-        tile = at + "/tile?kind=self&layer=0&head=0&r0={0}&r1={1}&c0={2}&c1={3}"
-        ask(tile.format(0, 256, 0, 256))
-        for row, col in ((16_128, 0), (15_000, 14_000), (12_345, 111), (9_000, 8_900)):
-            taken = []
-            for up in (0, 256, 512):  # rows that nobody has asked for yet, each time
-                ask(tile.format(row - up, row - up + 256, col, col + 256))
-                taken.append(ask.seconds)
-            assert min(taken) < 0.05, f"a tile at {row}, {col} took {min(taken):.3f} s"
-        ask(f"{at}/pooled?kind=self&layer=0&head=1&h=500&w=500")
-        assert ask.seconds < 3, f"the overview took {ask.seconds:.2f} s"
+        for row, col in ((0, 0), (16_128, 0), (15_000, 14_000)):
+            found = ask(f"{at}/tile?kind=self&layer=0&head=0&r0={row}&r1={row + 256}&c0={col}&c1={col + 256}")
+            assert len(found) == 256 * 256 * 4
+        assert len(ask(f"{at}/pooled?kind=self&layer=0&head=1&h=500&w=500")) == 500 * 500 * 4
         assert ask.largest <= MB

@@ -17,7 +17,7 @@ import typer
 from regard import __version__
 from regard.errors import RegardError
 
-from . import bench, caption, classify, data, evaluate, export, generate, info, serve, train, translate
+from . import bench, caption, classify, data, evaluate, export, generate, info, look, serve, train, translate
 from .common import Common, complain
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("generate")(generate.generate)
 app.command("translate")(translate.translate)
 app.command("classify")(classify.classify)
 app.command("caption")(caption.caption)
+app.command("look")(look.look)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.add_typer(data.app, name="data")

@@ -30,7 +30,7 @@ def save(figure: Any, file: Path) -> None:
     import matplotlib
 
     # Text of an SVG is drawn as paths, so that it looks the same without the font; PDFs carry their fonts.
-    with matplotlib.rc_context({"svg.fonttype": "path", "pdf.fonttype": 42, "svg.hashsalt": "regard"}):
+    with matplotlib.rc_context({"svg.fonttype": "path", "pdf.fonttype": 3, "svg.hashsalt": "regard"}):
         made: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         metadata = made.get(file.suffix.lower())
         figure.savefig(file, format=file.suffix[1:].lower(), dpi=200, facecolor="white", metadata=metadata)
@@ -38,12 +38,13 @@ def save(figure: Any, file: Path) -> None:
 
 def _figure(sheet: Sheet, fonts: list[str], title: str, said: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     n_rows, n_cols = sheet.values.shape
     cell = max(0.006, min(0.46, 9.0 / max(n_rows, n_cols)))
     width, height = max(1.6, n_cols * cell), max(0.4, n_rows * cell)
-    size = _letter_size(cell)
+    size = _letter_size(cell * -(-max(n_rows, n_cols) // _MOST_LABELS))
     left = _longest(sheet.rows) * size / 72 * 0.62 + 0.35
     above = _longest(sheet.cols) * size / 72 * 0.62 + 0.25
     head, right, below = 0.75, 1.0, 0.3
@@ -51,13 +52,13 @@ def _figure(sheet: Sheet, fonts: list[str], title: str, said: str) -> Any:
     figure = Figure(figsize=whole, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((left / whole[0], below / whole[1], width / whole[0], height / whole[1]))
-    top = float(sheet.values.max()) or 1.0
-    image = axes.imshow(sheet.values.numpy(), cmap=MAP, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    norm = PowerNorm(0.5 if sheet.crowded else 1.0, 0, sheet.top, clip=True)
+    image = axes.imshow(sheet.values.numpy(), cmap=MAP, norm=norm, aspect="auto", interpolation="nearest")
     _ticks(axes, sheet, fonts, size)
     if max(n_rows, n_cols) <= _WITH_VALUES and not sheet.pooled:
-        _values(axes, sheet, top, fonts, cell)
+        _values(axes, sheet, fonts, cell)
     bar = figure.add_axes(((left + width + 0.18) / whole[0], below / whole[1], 0.1 / whole[0], height / whole[1]))
-    _scale(figure, image, bar, fonts)
+    _scale(figure, image, bar, sheet.crowded)
     x, y = 0.25 / whole[0], 1 - 0.3 / whole[1]
     figure.text(x, y, title, fontsize=12, weight="bold", color=INK, family=fonts, va="center")
     figure.text(x, y - 0.24 / whole[1], said, fontsize=8.5, color=QUIET, family=fonts, va="center")
@@ -83,29 +84,32 @@ def _ticks(axes: Any, sheet: Sheet, fonts: list[str], size: float) -> None:
         spine.set(color="#c9d1d9", linewidth=0.6)
 
 
-def _values(axes: Any, sheet: Sheet, top: float, fonts: list[str], cell: float) -> None:
-    size = min(8.0, cell * 72 * 0.26)
+def _values(axes: Any, sheet: Sheet, fonts: list[str], cell: float) -> None:
+    size, shares = min(8.0, cell * 72 * 0.26), sheet.scale()
     for y, row in enumerate(sheet.values.tolist()):
         for x, value in enumerate(row):
             if value == 0:  # hidden by a mask: the white cell says it
                 continue
-            colour = "white" if value > 0.55 * top else INK
+            colour = "white" if shares(value) > 0.55 else INK
             said = "1" if value >= 0.995 else f"{value:.2f}"[1:]
             axes.text(x, y, said, ha="center", va="center", fontsize=size, color=colour, family=fonts)
 
 
-def _scale(figure: Any, image: Any, axes: Any, fonts: list[str]) -> None:
+def _scale(figure: Any, image: Any, axes: Any, crowded: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     bar = figure.colorbar(image, cax=axes)
     bar.outline.set_visible(False)
     bar.locator = MaxNLocator(4)
     bar.update_ticks()
+    if crowded:
+        axes.set_title("root scale,\nclipped", fontsize=7, color=QUIET, loc="left", pad=6)
     axes.tick_params(length=0, labelsize=8, labelcolor=QUIET)
 
 
-def _letter_size(cell: float) -> float:
-    return max(3.5, min(10.0, cell * 72 * 0.55))
+def _letter_size(room: float) -> float:
+    """Points, for labels so many inches apart."""
+    return max(4.0, min(10.0, room * 72 * 0.6))
 
 
 def _longest(labels: list[Label]) -> int:

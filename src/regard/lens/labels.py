@@ -60,6 +60,8 @@ class Piece:
     first: int
     last: int
     special: bool = False
+    silent: bool = False
+    """Whether the decoded text has nothing of it: special tokens, and those that stand for an unknown word."""
 
 
 def visible(text: str) -> str:
@@ -76,9 +78,9 @@ def token_labels(ids: Sequence[int], tokenizer: Any, config: ModelConfig) -> lis
     place, before = 0, ""
     for piece in pieces(ids, tokenizer, config):
         n_tokens = piece.last - piece.first
-        size = 0 if piece.special else len(piece.text)
+        size = 0 if piece.silent else len(piece.text)
         for n in range(n_tokens):
-            text = piece.text if piece.special else visible(piece.text)
+            text = visible(piece.text)
             text += str(n + 1).translate(_SMALL) if n_tokens > 1 else ""
             labels.append(
                 Label(
@@ -129,10 +131,10 @@ def pieces(ids: Sequence[int], tokenizer: Any, config: ModelConfig) -> list[Piec
     """The tokens of a text, those that hold parts of one character together."""
     if tokenizer is None:
         ends = {config.pad_id, config.bos_id, config.eos_id}
-        return [Piece(f" {index}", n, n + 1, index in ends) for n, index in enumerate(ids)]
+        return [Piece(f" {index}", n, n + 1, index in ends, index in ends) for n, index in enumerate(ids)]
     if isinstance(tokenizer, OwnTokenizer):
         return [
-            Piece(x.text, x.first, x.last, x.last - x.first == 1 and ids[x.first] in _ENDS)
+            Piece(x.text, x.first, x.last, x.start == x.end and ids[x.first] in _ENDS, x.start == x.end)
             for x in tokenizer.pieces(ids)
         ]
     return list(_grouped(ids, _speller(tokenizer)))
@@ -167,7 +169,7 @@ def _grouped(ids: Sequence[int], spell: Spell) -> Iterator[Piece]:
             decoder.reset()
             if first < n:
                 yield Piece(held, first, n)
-            yield Piece(raw, n, n + 1, special)
+            yield Piece(raw, n, n + 1, special, silent=True)
             first, held, at_start = n + 1, "", at_start and special
             continue
         held, at_start = held + decoder.decode(raw), False
@@ -195,7 +197,7 @@ def _speller(tokenizer: Any) -> Spell:
         if text is None:
             return f"<{index}>", False
         if text in special:
-            return text, not _IN_PLACE_OF_WORDS.search(text)
+            return (f" {text}", False) if _IN_PLACE_OF_WORDS.search(text) else (text, True)
         return add(text, at_start), False
 
     return spell

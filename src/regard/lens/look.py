@@ -6,42 +6,29 @@ recomputed from them, exactly, when it is asked for; no matrix is ever stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attention.frame import ALL
-from ..attention.map import AttentionMap, Pick, as_span
+from ..attention.map import AttentionMap, Pick
 from ..attention.readings import flow_to, rollout
 from ..generation import Generated, sampling
 from ..models import Model
 from ..models.translating import SourceToTarget
 from .labels import Label, token_text
+from .shown import Shown
 from .taking import Generating, Taken, take
-from .view import View
+from .view import Looks, View
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from rich.console import Console
 
     from .patterns import HeadPatterns
 
 _MOST_AT_ONCE = 1 << 22  # weights held at a time by what goes over all of them
-
-
-class Looks(NamedTuple):
-    """Where one token looks: ``print(looks)`` says it in words."""
-
-    row: Label
-    at: list[tuple[Label, float]]
-
-    def __str__(self) -> str:
-        there = ", ".join(f"{label.text!r} {weight:.3f}" for label, weight in self.at) or "nothing"
-        return f"{self.row.text!r} looks at {there}"
 
 
 class Next(NamedTuple):
@@ -69,7 +56,7 @@ def look(
     return Look(model, take(model, what, target, generate))
 
 
-class Look:
+class Look(Shown):
     """One pass of a model, seen from inside. A layer or head counts from 0, from the end if negative.
 
     ``kind`` is "self", "cross" or "encoder"; None means the only one there is, or else "self". ``head`` None is the
@@ -169,17 +156,7 @@ class Look:
         kind: str | None = None,
     ) -> list[Looks]:
         """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
-        kind = self._kind(kind)
-        names, columns, found = self.rows(kind), self.cols(kind), self.map(kind, layer)
-        k = min(_positive("k", k), len(columns))
-        chosen = _indices(as_span(rows, len(names), "rows", found.device))
-        answer: list[Looks] = []
-        for part in self._portions(chosen, found):
-            best = self.weights(layer, head, part, kind=kind).topk(k)
-            for row, values, where in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
-                at = [(columns[j], weight) for j, weight in zip(where, values, strict=True) if weight > 0]
-                answer.append(Looks(names[row], at))
-        return answer
+        return View.plain(self, self._kind(kind)).top(k, layer, head, rows)
 
     def entropy(self, kind: str | None = None, layer: int = -1) -> Tensor:
         """How spread out each row's attention is, in nats, (H, T)."""
@@ -193,8 +170,10 @@ class Look:
         kind, found = self._kind(kind), self.map(kind, layer)
         places = self._coordinates(kind).to(found.device, found.dtype)  # (T, 1 or 2)
         out = torch.zeros(found.shape[1:3], dtype=found.dtype, device=found.device)
-        for rows in self._portions(list(range(found.shape[2])), found, found.shape[1]):
-            here = slice(rows[0], rows[-1] + 1)
+        _, n_heads, n_rows, n_cols = found.shape
+        size = max(1, _MOST_AT_ONCE // (n_heads * n_cols))
+        for start in range(0, n_rows, size):
+            here = slice(start, min(start + size, n_rows))
             far = torch.cdist(places[here], places).nan_to_num_(0.0)
             out[:, here] = (found.tile(here)[0] * far).sum(-1)
         return out
@@ -284,83 +263,6 @@ class Look:
         target = None if processor is None else processor.target or processor.source
         return token_text(index, target, self.model.config)
 
-    # ---- pictures and files
-
-    def print(
-        self,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        *,
-        words: bool = False,
-        specials: bool = True,
-        console: Console | None = None,
-    ) -> None:
-        """A heat map in the terminal."""
-        from . import show
-
-        show.to_terminal(show.chosen(self, layer, head, kind, words, specials), console)
-
-    def heatmap(
-        self,
-        file: str | Path,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        *,
-        rows: slice = ALL,
-        cols: slice = ALL,
-        words: bool = False,
-        specials: bool = True,
-        title: str | None = None,
-    ) -> Path:
-        """A heat map as a PNG, SVG or PDF file, by its name: values in the cells where they fit."""
-        from . import show
-
-        return show.to_picture(show.chosen(self, layer, head, kind, words, specials, rows, cols), Path(file), title)
-
-    def overlay(
-        self,
-        file: str | Path,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        *,
-        rows: slice = ALL,
-        words: bool = False,
-        title: str | None = None,
-    ) -> Path:
-        """The weights laid over the image, a small picture for each word; as a PNG, SVG or PDF file."""
-        from . import overlay, show
-
-        kind = "cross" if kind is None and "cross" in self.kinds else kind
-        overlay.draw(show.chosen(self, layer, head, kind, words, not words, rows), Path(file), title)
-        return Path(file)
-
-    def csv(
-        self,
-        file: str | Path,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        *,
-        rows: slice = ALL,
-        cols: slice = ALL,
-        words: bool = False,
-        specials: bool = True,
-    ) -> Path:
-        """The weights as a CSV file, a line for each: kind, layer, head, row, row_text, col, col_text, weight."""
-        from . import show
-
-        return show.to_table(show.chosen(self, layer, head, kind, words, specials, rows, cols), Path(file))
-
-    def html(self, file: str | Path, **options: Any) -> Path:
-        """One self-contained page that needs no network; options are those of ``lens.page.write``."""
-        from . import page
-
-        page.write(self, Path(file), **options)
-        return Path(file)
-
     # ---- what is asked for, checked
 
     def _kind(self, kind: str | None) -> str:
@@ -381,11 +283,6 @@ class Look:
         if not -n <= position < n:
             raise ValueError(f"position={position}: there are {n:,} tokens, 0 … {n - 1:,}")
         return position % n
-
-    def _portions(self, rows: list[int], found: AttentionMap, heads: int = 1) -> Iterator[list[int]]:
-        """Rows, as many at a time as may be held."""
-        size = max(1, _MOST_AT_ONCE // (found.shape[3] * heads))
-        yield from (rows[n : n + size] for n in range(0, len(rows), size))
 
     @cached_property
     def _grid(self) -> bool:
@@ -420,7 +317,3 @@ def _positive(name: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
     return value
-
-
-def _indices(span: slice | Tensor) -> list[int]:
-    return list(range(span.start, span.stop)) if isinstance(span, slice) else span.tolist()

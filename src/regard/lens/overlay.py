@@ -76,21 +76,17 @@ def _figure(
 
 
 def _panel(axes: Any, image: NDArray[np.uint8], weights: Tensor, cols: list[Label]) -> None:
-    """The image in grey, and over it the weights, the heaviest patch in full colour."""
-    axes.imshow(image.mean(-1), cmap="gray", vmin=-60, vmax=255, extent=(0, 1, 1, 0), aspect="auto")
-    top = max((float(w) for w, label in zip(weights, cols, strict=True) if label.box), default=0.0) or 1.0
+    """The image under a veil, the thinner the more a patch is looked at; the heaviest in a frame."""
     from matplotlib.patches import Rectangle
 
-    for weight, label in zip(weights.tolist(), cols, strict=True):
-        if label.box is None:
-            continue
-        x0, y0, x1, y1 = label.box
-        axes.add_patch(
-            Rectangle((x0, y0), x1 - x0, y1 - y0, facecolor="#1668dc", alpha=0.78 * weight / top, linewidth=0)
-        )
-    axes.set_xlim(0, 1)
-    axes.set_ylim(1, 0)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.imshow(image, extent=(0, 1, 1, 0), aspect="auto")
+    places = [(label.box, weight) for label, weight in zip(cols, weights.tolist(), strict=True) if label.box]
+    top = max(weight for _, weight in places) or 1.0
+    for (x0, y0, x1, y1), weight in places:
+        veil = {"facecolor": "#0b1220", "alpha": 0.82 * (1 - weight / top), "linewidth": 0, "antialiased": False}
+        axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, **veil))
+    (x0, y0, x1, y1), _ = max(places, key=lambda place: place[1])
+    axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor="#1668dc", linewidth=1.6))
+    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(color="#c9d1d9", linewidth=0.6)

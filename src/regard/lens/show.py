@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,27 @@ class Sheet:
     cols: list[Label]
     title: str
     pooled: bool = False
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are too many cells to read one by one."""
+        return max(self.values.shape) > 48
+
+    @property
+    def top(self) -> float:
+        """The weight that gets the full colour: the largest, or of many that which all but a few stay below.
+
+        The first rows of a long text look at few tokens, and would leave all others in the dark.
+        """
+        seen = self.values[self.values > 0]
+        if not len(seen):
+            return 1.0
+        return float(seen.sort().values[int(0.995 * (len(seen) - 1))] if self.crowded else seen.max())
+
+    def scale(self) -> Callable[[float], float]:
+        """How much of the full colour a weight gets; of many by its root, so that small ones can be told apart."""
+        top, power = self.top, 0.5 if self.crowded else 1.0
+        return lambda value: min(1.0, value / top) ** power
 
 
 @dataclass(frozen=True)

@@ -58,14 +58,14 @@ class Taken:
 
 def take(model: Model, what: Any, target: Any, generate: Generating | None) -> Taken:
     """Read, write on, run."""
+    if not isinstance(model, Decoder | Encoder | EncoderDecoder | Recurrent):
+        raise TypeError(f"regard.look takes a model of regard's or its directory, not {type(model).__name__}")
     with at_rest(model):
         if isinstance(model, Decoder):
             return _of_text(model, what, target, generate)
         if isinstance(model, Encoder):
             return _of_encoder(model, what, target, generate)
-        if isinstance(model, EncoderDecoder | Recurrent):
-            return _of_both(model, what, target, generate)
-    raise TypeError(f"regard.look takes a model of regard's, not {type(model).__name__}")
+        return _of_both(model, what, target, generate)
 
 
 @contextmanager

@@ -26,28 +26,29 @@ def draw(what: Chosen, console: Console | None = None) -> None:
     from rich.text import Text
 
     console = NewConsole() if console is None else console
-    names = [_cut(label.text, _WIDEST_LABEL) for label in what.row_labels]
+    many = f"{len(what.view.rows):,}"  # an overview counts its rows
+    names = [_cut(x.text, _WIDEST_LABEL) for x in what.row_labels] if len(what.row_labels) <= _MOST_ROWS else [many]
     margin = max((cell_len(name) for name in names), default=0) + 1
     room = max(8, console.width - margin)
     sheet = what.sheet(_MOST_ROWS, room // 2)
     widest = max(cell_len(label.text) for label in sheet.cols) + 1
     width = max(2, min(room // len(sheet.cols), max(_WITH_VALUES, min(widest, 8))))
-    top = float(sheet.values.max()) or 1.0
-    colour = console.color_system is not None
+    colour, shares = console.color_system is not None, sheet.scale()
     console.print(Text(sheet.title, style="bold"))
     for line in _header(sheet.cols, width, widest):
         console.print(Text(" " * margin + line), no_wrap=True, overflow="crop")
     for label, values in zip(sheet.rows, sheet.values.tolist(), strict=True):
         row = Text(_right(_cut(label.text, _WIDEST_LABEL), margin - 1) + " ")
         for value in values:
-            _cell(row, value, top, width, colour)
+            _cell(row, value, shares(value), width, colour)
         console.print(row, no_wrap=True, overflow="crop")
-    console.print(_legend(sheet, top, margin, colour), no_wrap=True, overflow="crop")
+    console.print(_legend(sheet, margin, colour), no_wrap=True, overflow="crop")
+    if sheet.pooled:
+        console.print(Text(" " * margin + "each block is the mean of several weights", style="italic"))
 
 
-def _cell(line: Text, value: float, top: float, width: int, colour: bool) -> None:
+def _cell(line: Text, value: float, share: float, width: int, colour: bool) -> None:
     """One block. What may not be seen at all stays without colour."""
-    share = value / top
     said = short(value) if width >= _WITH_VALUES and value > 0 else ""
     if not colour:
         shade = _SHADES[0 if value == 0 else 1 + min(len(_SHADES) - 2, int(share * (len(_SHADES) - 1)))]
@@ -109,7 +110,7 @@ def _letters(text: str) -> list[str]:
     return found
 
 
-def _legend(sheet: Sheet, top: float, margin: int, colour: bool) -> Text:
+def _legend(sheet: Sheet, margin: int, colour: bool) -> Text:
     from rich.text import Text
 
     line = Text(" " * margin + "0 ")
@@ -117,9 +118,7 @@ def _legend(sheet: Sheet, top: float, margin: int, colour: bool) -> Text:
         red, green, blue = ramp(n / 19)
         shade = _SHADES[1 + n * (len(_SHADES) - 2) // 19]
         line.append(" " if colour else shade, style=f"on rgb({red},{green},{blue})" if colour else "")
-    line.append(f" {top:.3g}")
-    if sheet.pooled:
-        line.append("   each block is the mean of several weights", style="italic")
+    line.append(f" {'≥ ' if sheet.crowded else ''}{sheet.top:.3g}")
     return line
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ from .labels import Label, joined
 
 if TYPE_CHECKING:
     from .look import Look
+
+
+_MOST_AT_ONCE = 1 << 22  # weights held at a time by what goes over all of them
+
+
+class Looks(NamedTuple):
+    """Where one token looks: ``print(looks)`` says it in words."""
+
+    row: Label
+    at: list[tuple[Label, float]]
+
+    def __str__(self) -> str:
+        there = ", ".join(f"{label.text!r} {weight:.3f}" for label, weight in self.at) or "nothing"
+        return f"{self.row.text!r} looks at {there}"
 
 
 class View:
@@ -54,6 +68,22 @@ class View:
         left = 1 - self._averaged(lost, row_of)
         # What is left after 1 - 1 is rounding, not attention.
         return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)
+
+    def top(self, k: int = 3, layer: int = -1, head: int | None = None, rows: Pick = ALL) -> list[Looks]:
+        """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
+        if k < 1:
+            raise ValueError(f"k={k} must be at least 1")
+        span = as_span(rows, len(self.rows), "rows", torch.device("cpu"))
+        picked = list(range(span.start, span.stop)) if isinstance(span, slice) else span.tolist()
+        size = max(1, _MOST_AT_ONCE // max(1, len(self.cols)))
+        answer: list[Looks] = []
+        for start in range(0, len(picked), size):
+            part = picked[start : start + size]
+            best = self.weights(layer, head, part).topk(min(k, len(self.cols)))
+            for row, values, where in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                at = [(self.cols[j], weight) for j, weight in zip(where, values, strict=True) if weight > 0]
+                answer.append(Looks(self.rows[row], at))
+        return answer
 
     def _averaged(self, x: Tensor, row_of: Tensor) -> Tensor:
         row_of = row_of.to(x.device)

@@ -30,10 +30,10 @@ export class App {
       this.models = await this.source.models();
       if (!this.model()) this.state.now.model = this.models[0]?.id ?? "";
       this.showHead();
-      this.composer.update(this.model());
       if (!this.state.now.text) this.state.now.text = example(this.model());
       this.composer.update(this.model());
       if (this.source.offline || !this.composer.missing()) await this.run();
+      else this.forget();
     });
   }
 
@@ -92,7 +92,9 @@ export class App {
   }
 
   change(model) {
+    this.look = null; // nothing is asked of the old one any more
     this.state.set({ model, kind: "", layer: 0, head: -1, row: -1, col: -1, target: "", zoom: "", off: "", from: 0 });
+    if (!this.state.now.text) this.state.now.text = example(this.model());
     this.composer.update(this.model());
     this.forget();
     if (!this.composer.missing()) this.guarded(() => this.run());
@@ -119,6 +121,8 @@ export class App {
     this.view?.close();
     this.view = this.look = null;
     for (const part of ["nav", "controls", "stage", "aside", "footer"]) this.parts[part].replaceChildren();
+    const missing = this.composer.missing();
+    if (missing) this.parts.stage.append(el("p", { class: "caption" }, this.t(missing)));
   }
 
   /** Views that have something to show of this look. */
@@ -167,7 +171,9 @@ export class App {
 
   showControls() {
     if (!this.look || document.activeElement?.closest?.(".controls input")) return;
+    const held = document.activeElement?.closest?.(".controls [aria-label]")?.getAttribute("aria-label");
     this.parts.controls.replaceChildren(...controls(this, this.opened.controls ?? []));
+    if (held) this.parts.controls.querySelector(`[aria-label="${CSS.escape(held)}"]`)?.focus(); // the keyboard stays where it was
   }
 
   showFooter() {

@@ -6,7 +6,7 @@ const BEAMS = [1, 2, 4, 8];
 /** An example that suits the model, so that the first page is not an empty one. */
 export function example(model) {
   if (model.image) return "";
-  return model.source ? "the teacher gave the student a book" : "The cat sat on the mat because it was warm.";
+  return model.source ? "The teacher gave the student a book." : "The cat sat on the mat because it was warm.";
 }
 
 const base64 = (file) => new Promise((done, failed) => {

@@ -9,7 +9,8 @@ export class Panel {
 
   async update(data, where) {
     const mine = ++this.asked, { t } = this, { row, col, top } = this.state.now;
-    if (row < 0) {
+    const size = data.size(where.kind);
+    if (row < 0 || row >= size.rows) {
       this.node.replaceChildren(el("p", { class: "quiet" }, t("panel.hint")));
       return;
     }
@@ -17,12 +18,13 @@ export class Panel {
     const [rows, cols, best] = await Promise.all([
       data.labels(kind, "rows"), data.labels(kind, "cols"), data.top(kind, layer, head, row, top),
     ]);
-    const pair = col < 0 ? null : (await data.block(kind, layer, head, row, row + 1, col, col + 1)).values[0];
+    const isPair = col >= 0 && col < size.cols;
+    const pair = !isPair ? null : (await data.block(kind, layer, head, row, row + 1, col, col + 1)).values[0];
     if (mine !== this.asked) return;
     this.node.replaceChildren(
       el("h2", {}, t("panel.looks")),
       el("p", { class: "who" }, el("bdi", {}, shown(rows[row]))),
-      col < 0 ? "" : el("div", { class: "pair" },
+      !isPair ? "" : el("div", { class: "pair" },
         el("div", { class: "quiet" }, el("bdi", {}, shown(rows[row])), " → ", el("bdi", {}, shown(cols[col]))),
         el("div", { class: "num", "data-weight": `${row},${col}` }, number(pair))),
       el("h2", {}, t("panel.most", { k: best.length })),

@@ -1,5 +1,4 @@
 // Source above, translation below, and the lines of cross-attention; tokens appear as the model writes them.
-import { css, heat } from "../colour.js";
 import { el, shown } from "../dom.js";
 import { fitted, textWidth } from "../pen.js";
 import { Surface } from "../surface.js";
@@ -80,13 +79,13 @@ class Align {
   draw(pen) {
     if (!this.shown) return;
     const at = this.layout(pen.width), { colLabels, matrix } = this.shown, { find } = this.app.state.now;
-    const rowLabels = this.written ?? this.shown.rowLabels, { accent, ink, quiet, theme } = pen.colours;
+    const rowLabels = this.written ?? this.shown.rowLabels, { accent, ink, quiet } = pen.colours;
     const row = this.over?.row ?? this.app.state.now.row, col = this.over?.col ?? (this.over ? -1 : this.app.state.now.col);
     if (!this.written) this.lines(pen, at, row, col);
     const chosen = !this.written && row >= 0 && row < matrix.rows, weight = (r, c) => matrix.values[r * matrix.cols + c];
     const token = (label, { x, y, w, h, align = "center" }, on, payload, shade) => {
       const edge = { center: 0, right: w / 2 - 8, left: 8 - w / 2 }[align];
-      if (shade > 0.01) pen.rect(x - w / 2, y - 14, w, 28, { fill: css(heat(shade, theme)), radius: 8, opacity: 0.6 });
+      if (shade > 0.01) pen.rect(x - w / 2, y - 14, w, 28, { fill: accent, radius: 8, opacity: 0.04 + 0.36 * shade });
       const found = find && shown(label).toLowerCase().includes(find.toLowerCase());
       pen.text(fitted(shown(label), at.room, pen.font(SIZE)), x + edge, y, { size: SIZE, align, weight: on ? 600 : 400, fill: on || found ? accent : label.special ? quiet : ink });
       pen.hit(x - w / 2, y - h / 2, w, h, payload);

@@ -22,7 +22,7 @@ export function arranged(nodes, font) {
     const children = below.get(node.id).sort((a, b) => b.best - a.best || b.score - a.score);
     const ys = children.map((child) => place(child, depth + 1));
     const y = ys.length ? ys[0] : line++ * STEP + STEP;
-    places.set(node.id, { depth, y });
+    places.set(node.id, { depth, y, own: Math.min(120, textWidth(shown(node.text), font)) });
     return y;
   };
   place(root, 0);
@@ -66,14 +66,14 @@ class Beams {
     for (const node of this.nodes) {
       const at = places.get(node.id), from = places.get(node.parent);
       if (!from) { pen.rect(at.x, at.y - 3, 6, 6, { fill: accent, radius: 3 }); continue; }
-      const x = from.depth === 0 ? from.x + 8 : from.x + from.w + 2, half = (at.x - 6 - x) / 2;
+      const x = from.depth === 0 ? from.x + 8 : from.x + from.own + 8, half = (at.x - 6 - x) / 2;
       pen.path([x, from.y, x + half, from.y, at.x - 6 - half, at.y, at.x - 6, at.y], { stroke: node.best ? accent : line, width: node.best ? 2 : 1.3 });
     }
     for (const node of this.nodes) {
       const at = places.get(node.id);
       if (!places.has(node.parent)) continue;
       pen.text(fitted(shown(node.text), at.w, pen.font(SIZE)), at.x, at.y, { size: SIZE, weight: node.best ? 600 : 400, fill: node.best ? accent : ink });
-      if (node.final !== undefined) pen.text(number(node.score), at.x + at.w + 6, at.y, { size: 12, fill: quiet });
+      if (node.final !== undefined) pen.text(number(node.score), at.x + at.own + 14, at.y, { size: 12, fill: quiet });
       pen.hit(at.x - 6, at.y - STEP / 2, at.w + 16, STEP, node);
     }
   }

@@ -1,5 +1,5 @@
 // The image with the weights of one token laid over its patches.
-import { css, heat, inkOn, scaled } from "../colour.js";
+import { css, heat, scaled } from "../colour.js";
 import { brief, el, shown, slider } from "../dom.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -52,7 +52,7 @@ class ImageOverlay {
       if (!label.box) return;
       const t = scaled(weights[c], max, log), colour = heat(t, theme), box = place(label.box), fill = css(colour);
       pen.rect(...box, { fill, opacity: this.shade * (0.18 + 0.82 * t) });
-      if (box[2] > 44 && t > 0.25) pen.text(brief(weights[c]), box[0] + box[2] / 2, box[1] + box[3] / 2, { size: 12, align: "center", fill: inkOn(colour) });
+      if (box[2] > 44 && t > 0.25 && this.shade > 0) this.value(pen, brief(weights[c]), box[0] + box[2] / 2, box[1] + box[3] / 2);
       if (c === col || c === this.over) pen.rect(box[0] + 1, box[1] + 1, box[2] - 2, box[3] - 2, { stroke: accent, width: 2 });
       pen.hit(...box, c);
     });
@@ -62,6 +62,12 @@ class ImageOverlay {
     }
     const off = colLabels.reduce((sum, label, c) => sum + (label.box ? 0 : weights[c]), 0);
     if (off > 0) pen.text(`${colLabels.filter((label) => !label.box).map(shown).join(" ")}  ${brief(off)}`, 0, tall + 18, { size: 12, fill: quiet });
+  }
+
+  /** A number that can be read on any picture. */
+  value(pen, text, x, y) {
+    pen.rect(x - 19, y - 10, 38, 20, { fill: "#1d1915", radius: 6, opacity: 0.62 });
+    pen.text(text, x, y, { size: 12, align: "center", fill: "#ffffff" });
   }
 
   hover(hit, event) {

@@ -81,7 +81,7 @@ class Sentence {
     const { part: [r0, r1, c0, c1], matrix, rowLabels, colLabels } = this.shown, { find } = this.app.state.now;
     const at = this.columns(pen.width), row = this.over?.row ?? this.shown.row, colOver = this.over?.col ?? -1;
     const y = (i) => 8 + STEP * (i + 0.5), weight = (r, c) => matrix.values[(r - r0) * matrix.cols + c - c0];
-    const chosen = row >= r0 && row < r1, { theme, accent, ink, quiet } = pen.colours;
+    const chosen = row >= r0 && row < r1, { accent, ink, quiet } = pen.colours;
     this.lines(pen, at, y, chosen ? row : -1, colOver);
     const found = (label) => find && shown(label).toLowerCase().includes(find.toLowerCase());
     const name = (label, x, i, align, on, payload) => {
@@ -91,7 +91,7 @@ class Sentence {
     };
     for (let c = c0; c < c1; c++) {
       const w = chosen ? weight(row, c) : 0;
-      if (chosen) pen.rect(at.right + 2, y(c - c0) - 12, at.text - 4, 24, { fill: css(heat(scaled(w, 1, false), theme)), radius: 6, opacity: 0.55 });
+      if (chosen) pen.rect(at.right + 2, y(c - c0) - 12, at.text - 4, 24, { fill: accent, radius: 6, opacity: 0.04 + 0.4 * w });
       name(colLabels[c], at.right + 10, c - c0, "left", c === colOver, { col: c });
     }
     for (let r = r0; r < r1; r++) name(rowLabels[r], at.left - 10, r - r0, "right", r === row, { row: r });

@@ -31,9 +31,23 @@ class Variant {
 
   showSettings() {
     const { t, state } = this.app, { causal, scale } = state.now;
+    this.after ??= el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
+    const place = this.app.model().generates ? el("label", {}, el("span", { class: "quiet" }, `${t("view.next")}: ${t("next.after")} `), this.after) : "";
     this.settings.replaceChildren(check(t("variant.causal"), causal, (on) => state.set({ causal: on })),
       slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => number(2 ** v).replace(/0+$/, "").replace(/\.$/, ""), (v) => this.set({ scale: 2 ** v })),
-      el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")));
+      el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")), place);
+  }
+
+  /** The token after which the next one is asked for. */
+  position(labels) {
+    const { position } = this.app.state.now;
+    return position >= 0 && position < labels.length ? position : labels.length - 1;
+  }
+
+  fill(labels) {
+    const at = this.position(labels), from = Math.max(0, at - 300);
+    this.after.replaceChildren(...labels.slice(from, at + 300).map((label, i) =>
+      el("option", { value: String(from + i), selected: from + i === at }, `${from + i}  ${shown(label)}`)));
   }
 
   off() { return this.app.state.now.off.split(" ").filter(Boolean); }
@@ -69,9 +83,9 @@ class Variant {
     const then = await this.changed(), n = Math.min(CELLS, data.size(kind).rows, then.size(kind).rows);
     const next = async (from) => {
       if (!app.model().generates) return null;
-      const labels = await from.labels("self", "rows");
-      return from.next({ position: labels.length - 1, k: WORDS });
+      return from.next({ position: this.position(await from.labels("self", "rows")), k: WORDS });
     };
+    if (app.model().generates) this.fill(await data.labels("self", "rows"));
     const [rows, cols, a, b, nextA, nextB] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols"),
       data.overview(kind, layer, head, CELLS, CELLS), then.overview(kind, layer, head, CELLS, CELLS), next(data), next(then)]);
     if (mine !== this.asked) return;
@@ -141,12 +155,10 @@ class Variant {
     });
   }
 
-  tableRows() {
+  rows() {
     const { sides: [a, b], rows, cols } = this.shown;
     return [["row", "column", "before", "after"], ...Array.from(a.values, (v, i) => [shown(rows[Math.floor(i / a.cols)]), shown(cols[i % a.cols]), v, b.values[i]])];
   }
-  rows() { return this.tableRows(); }
-
   close() { this.board.close(); this.sheet.close(); tip.hide(); }
 }
 

@@ -1,0 +1,168 @@
+"""`regard look`: where a model looks, in the terminal, as a picture, a table or a page, and how far to believe it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import AsJson, emit, progress
+from .reading import Beam, Device, MaxNewTokens, ModelPath, check_out, given, open_model
+
+if TYPE_CHECKING:
+    from regard.lens import Look
+    from regard.models import Model
+
+_FILES = (".png", ".svg", ".pdf", ".csv", ".html")
+
+
+def look(
+    model: ModelPath,
+    what: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="A text, or an image file.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What is written about it; else the model's.", show_default=False)
+    ] = None,
+    beam: Beam = None,
+    max_new_tokens: MaxNewTokens = None,
+    kind: Annotated[str | None, typer.Option(help="self, cross or encoder.", show_default=False)] = None,
+    layer: Annotated[int, typer.Option(metavar="N", help="From 0; -1 is the last.")] = -1,
+    head: Annotated[
+        int | None, typer.Option(metavar="N", help="From 0; else the mean of all.", show_default=False)
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Say the K tokens each one looks at.", show_default=False)
+    ] = None,
+    words: Annotated[bool, typer.Option("--words", help="Sub-words as words.")] = False,
+    specials: Annotated[bool, typer.Option("--specials/--no-specials", help="Show special tokens.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(metavar="F", help=f"Write a file: {', '.join(_FILES)}.", show_default=False)
+    ] = None,
+    score: Annotated[bool, typer.Option("--score", help="How often attention is right where that is known.")] = False,
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Compare its heads with another's.", show_default=False)
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Where a model looks. A language model reads TEXT (and goes on, with --beam or --max-new-tokens); a translator or
+    captioner writes its own answer unless --target gives one."""
+    from regard.config.words import UsageError
+
+    if what is None and not score:
+        raise UsageError("there is nothing to look at: give a text, an image file, or --score")
+    if out is not None and out.suffix.lower() not in _FILES:
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FILES)}")
+    check_out(out)
+    opened = open_model(model, device)
+    if score:
+        _score(opened, as_json)
+        if what is None:
+            return
+    from regard.lens import look as take
+
+    options = given(beam=beam, max_new_tokens=max_new_tokens) or None
+    seen = take(opened, what, target, generate=options)
+    kind = kind if kind is not None or "cross" not in seen.kinds else "cross"
+    if compare is not None:
+        _compare(seen, compare, what, target, options, kind, device, as_json)
+        return
+    if out is not None:
+        _write(seen, out, layer, head, kind, words, specials)
+        progress(f"wrote {out}")
+    if as_json:
+        emit(_document(seen, model, layer, head, kind, words, specials, top or 3))
+    elif top is not None:
+        for line in _view(seen, kind, words, specials).top(top, layer, head):
+            print(line)
+    elif out is None and not score:
+        seen.print(layer, head, kind, words=words, specials=specials)
+
+
+def _view(seen: Look, kind: str | None, words: bool, specials: bool) -> Any:
+    from regard.lens.show import chosen
+
+    return chosen(seen, kind=kind, words=words, specials=specials).view
+
+
+def _write(seen: Look, out: Path, layer: int, head: int | None, kind: str | None, words: bool, specials: bool) -> None:
+    match out.suffix.lower():
+        case ".csv":
+            seen.csv(out, layer, head, kind, words=words, specials=specials)
+        case ".html":
+            seen.html(out, layer=layer, head=head, kind=kind)
+        case _ if any(label.box for label in seen.cols(kind)) and seen.image is not None:
+            seen.overlay(out, layer, head, kind, words=words)
+        case _:
+            seen.heatmap(out, layer, head, kind, words=words, specials=specials)
+
+
+def _document(
+    seen: Look, model: str, layer: int, head: int | None, kind: str | None, words: bool, specials: bool, top: int
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    view = _view(seen, kind, words, specials)
+    kinds = {
+        name: {
+            "layers": seen.layers(name),
+            "heads": seen.heads(name),
+            "rows": len(seen.rows(name)),
+            "cols": len(seen.cols(name)),
+        }
+        for name in seen.kinds
+    }
+    places = {id(label): n for n, label in enumerate(view.cols)}
+    rows = [
+        {
+            "index": n,
+            "text": looks.row.text,
+            "special": looks.row.special,
+            "looks_at": [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in looks.at],
+        }
+        for n, looks in enumerate(view.top(top, layer, head))
+    ]
+    return {
+        **{"model": model, "text": seen.text, "target": seen.target_text, "kinds": kinds},
+        **{"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head, "rows": rows},
+    }
+
+
+def _score(model: Model, as_json: bool) -> None:
+    from regard.lens.scoring import score
+
+    found = score(model)
+    table = found.pop("table", None)
+    if as_json:
+        emit(found)
+    else:
+        print(table)
+
+
+def _compare(
+    seen: Look,
+    other: str,
+    what: Any,
+    target: str | None,
+    options: dict[str, Any] | None,
+    kind: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """The same text through another model, head by head."""
+    from regard.lens import look as take
+    from regard.lens.compare import compare
+
+    said: Any = target
+    if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
+        said, options = seen.inputs[1][0].tolist(), None
+    found = compare(seen, take(open_model(other, device), what, said, generate=options), kind)
+    if as_json:
+        emit(found.document())
+        return
+    print(f"{found.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
+    print("layer  " + "  ".join(f"head {h:<2}" for h in range(found.divergence.shape[1])))
+    for (one, two), row in zip(found.layers, found.divergence.tolist(), strict=True):
+        name = str(one) if one == two else f"{one}/{two}"
+        print(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))
