@@ -58,7 +58,8 @@ def model_with_something_to_say() -> regard.Model:
                 p.sub_(p.mean(1, keepdim=True)).mul_(20)
             elif name.startswith("decoder") and name.endswith("w_o.weight"):
                 p.mul_(0.3)
-        assert model.token is not None and model.config.eos_id is not None
+        assert model.token is not None
+        assert model.config.eos_id is not None
         model.token.weight[model.config.eos_id] = 0  # no text ends before it is full, whatever a runtime forbids
     return model
 

@@ -70,7 +70,7 @@ RECIPES: dict[str, Recipe] = {
             **{PRESET: "captioner", "image_size": 64, "patch_size": 8, "max_len": 32, "d_model": 128, "d_ff": 512},
             **{"dropout": 0.0, "embedding_dropout": 0.0},
         },
-        "train": {**_MUON, "steps": 2000, "batch_tokens": 4096, "warmup": 100},
+        "train": {**_MUON, "muon_lr": 0.03, "lr": 4e-3, "steps": 4500, "batch_tokens": 2048, "warmup": 100},
     },
     # A file of one's own.
     "labels": {

@@ -339,6 +339,50 @@ def test_gradients_of_a_compiled_model_under_a_recorder() -> None:
     assert [len(seen) for seen in rec.attentions.values()] == [1, 1]
 
 
+# ---- q and k alone
+
+
+def test_without_values_only_q_and_k_stay_each_in_memory_of_its_own() -> None:
+    model, inputs = Model(), batch()
+    with record(model, values=False) as rec:
+        model(*inputs)
+    wanted = wanted_of(model, *inputs)
+    assert rec.tensors == {}
+    for place, (seen,) in rec.attentions.items():
+        assert seen.v is None
+        assert seen.output is None
+        for kept, name in ((seen.q, "q"), (seen.k, "k")):
+            close(kept, wanted[place][name])
+            assert kept is not None
+            assert kept.untyped_storage().nbytes() == kept.nbytes, "no view into the product of q, k and v"
+        close(rec.map(place).dense(), wanted[place]["weights"])
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_without_values_decoding_is_one_map_too(kind: str) -> None:
+    model, (x, memory), caches = Model(), batch(), new_caches(kind)
+    with record(model, values=False) as rec:
+        decode(model, x, memory, caches, [3, 1, 2, 1])
+    wanted = wanted_of(model, x, memory)
+    for place in PLACES:
+        width = wanted[place]["weights"].shape[-1]
+        close(rec.map(place).dense()[..., :width], wanted[place]["weights"])
+        assert all(seen.output is None for seen in rec.attentions[place])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_without_values_on_a_compiled_model() -> None:
+    model, inputs = Model(cross=False), batch()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), record(compiled, values=False) as rec:
+        compiled(*inputs)
+    wanted = wanted_of(model, *inputs)
+    assert rec.tensors == {}
+    for place, (seen,) in rec.attentions.items():
+        assert seen.v is None
+        close(rec.map(place).dense(), wanted[place]["weights"])
+
+
 # ---- checkpointed: computed twice, seen once
 
 

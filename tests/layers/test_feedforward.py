@@ -120,3 +120,12 @@ def test_unknown_names_offer_the_nearest(name: str, nearest: str) -> None:
 def test_bad_sizes_are_named() -> None:
     with pytest.raises(ValueError, match="d_ff=0 must be at least 1"):
         FeedForward(12, 0, "relu")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("length", [2047, 2048, 2500])
+def test_a_long_text_in_pieces_is_the_same(activation: str, length: int) -> None:
+    layer, x = FeedForward(8, 16, activation), torch.randn(1, length, 8)
+    whole = layer(x).detach()  # with gradients nothing is cut
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), whole)

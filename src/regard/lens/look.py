@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.frame import ALL
-from ..attention.map import AttentionMap, Pick
+from ..attention.frame import ALL, span_length
+from ..attention.map import AttentionMap, Pick, as_span
 from ..attention.readings import flow_to, rollout
 from ..generation import Generated, sampling
 from ..models import Model
@@ -141,7 +141,13 @@ class Look(Shown):
         found = self.map(kind, layer)
         if head is not None:
             return found.head(0, self._head(kind, head)).tile(rows, cols)[0, 0]
-        n_heads = found.shape[1]
+        _, n_heads, n_rows, n_cols = found.shape
+        sizes = (
+            span_length(as_span(rows, n_rows, "rows", found.device), n_rows),
+            span_length(as_span(cols, n_cols, "cols", found.device), n_cols),
+        )
+        if n_heads * sizes[0] * sizes[1] <= _MOST_AT_ONCE:
+            return found.tile(rows, cols)[0].mean(0)
         total = found.head(0, 0).tile(rows, cols)[0, 0]
         for h in range(1, n_heads):  # one head at a time: what is T × T is held twice, not H times
             total += found.head(0, h).tile(rows, cols)[0, 0]
