@@ -21,7 +21,7 @@ from ...models import Model
 from .. import metrics
 from ..batch import Batch, shifted
 from .classes import _image_processor, images_at_once, shown_image
-from .task import Left, Row, Task, padded, shortened
+from .task import Left, Row, Task, shortened
 
 __all__ = ["Caption"]
 
@@ -109,7 +109,7 @@ class Caption(Task):
         if longer:
             self.left = Left(n_cut=self.left.n_cut + longer, max_len=self._most)
         model, pad_id = self.config.model, self._tokens.pad_id
-        said = padded(rows, pad_id, max(self._most, model.max_target_len or model.max_len))
+        said = self._padded(rows, pad_id, max(self._most, model.max_target_len or model.max_len))
         read, wanted = shifted(F.pad(said, (1, 0), value=self._tokens.bos_id), pad_id)
         patches = len(rows) * (model.image_size // model.patch_size) ** 2
         return Batch((pixels, read), wanted, n_tokens=patches + sum(len(row) + 1 for row in rows))

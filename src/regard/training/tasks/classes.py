@@ -18,7 +18,7 @@ from ...hub import ImageProcessor, Processor
 from ...models import Model
 from .. import metrics
 from ..batch import Batch
-from .task import Left, Row, Task, by_length, padded, shortened, uneven
+from .task import Left, Row, Task, by_length, shortened, uneven
 
 __all__ = ["Classes", "Classify", "ClassifyImages"]
 
@@ -119,7 +119,7 @@ class Classify(Classes):
 
     def _of(self, rows: list[list[int]], labels: list[int]) -> Batch:
         pad_id = self._tokens.pad_id
-        tokens = padded(rows, pad_id, max(self.config.data.max_len, self.config.model.max_len))
+        tokens = self._padded(rows, pad_id, max(self.config.data.max_len, self.config.model.max_len))
         return Batch((tokens,), torch.tensor(labels), {"keep": tokens != pad_id}, sum(map(len, rows)))
 
     def _shown(self, example: Example) -> str:

@@ -18,7 +18,7 @@ from ...hub import Processor
 from ...models import Model
 from .. import metrics
 from ..batch import Batch, shifted
-from .task import Left, Row, Task, by_length, padded, shortened
+from .task import Left, Row, Task, by_length, shortened
 
 __all__ = ["Translate"]
 
@@ -119,9 +119,9 @@ class Translate(Task):
             sources = [row if len(row) <= data.max_len else [*row[: data.max_len - 1], row[-1]] for row in sources]
             targets = [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in targets]
         most_source, most_target = self._readable
-        source = padded(sources, self._source.pad_id, most_source)
+        source = self._padded(sources, self._source.pad_id, most_source)
         # <bos> apart: the decoder reads all but the last token, so that is what has a width to choose.
-        said = padded([row[1:] for row in targets], self._target.pad_id, most_target)
+        said = self._padded([row[1:] for row in targets], self._target.pad_id, most_target)
         read, wanted = shifted(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
         return Batch((source, read), wanted, {"source_keep": source != self._source.pad_id}, n_tokens)

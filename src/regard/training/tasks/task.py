@@ -161,6 +161,17 @@ class Task(ABC):
             max_examples=train.batch_size,
         )
 
+    def _padded(self, rows: Sequence[Sequence[int]], pad_id: int, most: int) -> torch.Tensor:
+        """tokens (B, T). T is a round number, which makes for fewer shapes, unless the model's positions end before.
+
+        A GPU takes eight columns as quickly as one; a processor pays for each, and of short texts they are a quarter.
+        """
+        device = self.config.train.device
+        multiple = 2 if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else 8
+        longest = max(map(len, rows))
+        width = max(longest, min(-(-longest // multiple) * multiple, most))
+        return pad([*rows, [pad_id] * width], pad_id)[:-1]
+
     def _cut(self, rows: list[list[int]], max_len: int) -> list[list[int]]:
         """Rows of at most max_len tokens; what was cut keeps its last token, which ends it."""
         self.left = Left(n_cut=sum(len(row) > max_len for row in rows), max_len=max_len)
@@ -235,17 +246,6 @@ def shortened(rows: list[list[int]], most: int) -> tuple[list[list[int]], int]:
     """Rows of at most ``most`` tokens, the last one of each kept as it ends the text, and how many had to be cut."""
     n_longer = sum(len(row) > most for row in rows)
     return [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in rows], n_longer
-
-
-def padded(rows: Sequence[Sequence[int]], pad_id: int, most: int) -> torch.Tensor:
-    """tokens (B, T). T is a round number, which makes for fewer shapes, unless the model's positions end before.
-
-    A GPU takes eight columns as quickly as one; a processor pays for each, and of short texts they are a quarter.
-    """
-    multiple = 8 if torch.cuda.is_available() else 2
-    longest = max(map(len, rows))
-    width = max(longest, min(-(-longest // multiple) * multiple, most))
-    return pad([*rows, [pad_id] * width], pad_id)[:-1]
 
 
 def uneven(n_rows: int, at_once: int) -> bool:
