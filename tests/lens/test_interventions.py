@@ -448,3 +448,19 @@ def test_kinds_of_every_family(model: Model) -> None:
     wanted = {"decoder": ["self"], "encoder": ["encoder"], "encoder-decoder": ["encoder", "self", "cross"]}
     assert list(found) == wanted[architecture]
     assert all(sizes == (2, 4) for sizes in found.values())
+
+
+def test_edits_of_two_threads_may_end_in_any_order() -> None:
+    """Whoever ends last leaves compiled models compiled again."""
+    import torch._dynamo  # noqa: F401  what is compiled has loaded it
+    from torch._dynamo import eval_frame
+
+    model, before = small("gpt2"), eval_frame._stance
+    first, second = switch_off(model, [("self", 0, 0)]), switch_off(model, [("self", 1, 1)])
+    first.__enter__()
+    second.__enter__()
+    assert eval_frame._stance.stance == "force_eager"
+    first.__exit__(None, None, None)
+    assert eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert eval_frame._stance == before

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -83,19 +83,22 @@ def _about(owner: nn.Module) -> Iterator[Edit]:
 @contextmanager
 def editing(edit: Edit) -> Iterator[None]:
     """Let an edit act inside the ``with`` block. Several may: they act in the order in which they were begun."""
-    global _edits
-    with _eagerly():
-        with _changing:
-            _edits = (*_edits, edit)
-        try:
-            yield
-        finally:
-            with _changing:
-                _edits = tuple(other for other in _edits if other is not edit)
+    _change(lambda edits: (*edits, edit))
+    try:
+        yield
+    finally:
+        _change(lambda edits: tuple(other for other in edits if other is not edit))
 
 
-def _eagerly() -> AbstractContextManager[object]:
+_eager = ExitStack()  # held open while there are edits, by whichever thread's: they may end in any order
+
+
+def _change(how: Callable[[tuple[Edit, ...]], tuple[Edit, ...]]) -> None:
     """Compiled graphs know nothing of edits: while there are some, what was compiled runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    global _edits
+    with _changing:
+        before, _edits = _edits, how(_edits)
+        if _edits and not before and "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it is slow
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        if before and not _edits:
+            _eager.close()
