@@ -73,8 +73,10 @@ def spelling(texts: Iterable[str], file: Path) -> Iterator[list[str]]:
         yield found
     if missing:
         shown = missing[:8] + ("…" if len(missing) > 8 else "")
+        asian = any("\u1100" <= x <= "\u11ff" or "\u2e80" <= x <= "\ud7ff" for x in missing)
+        hint = "; fonts-noto-cjk has Korean, Chinese and Japanese" if asian else ""
         warnings.warn(
-            f"{file}: no installed font has {shown}, drawn as boxes; fonts-noto-cjk has Korean, Chinese and Japanese",
+            f"{file}: no installed font has {shown}, drawn as boxes{hint}",
             UserWarning,
             stacklevel=2,
         )
