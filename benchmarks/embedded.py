@@ -1,6 +1,6 @@
 """What the embedded corpora teach in a few minutes on two cores: exact sentences on what was held out.
 
-    python benchmarks/embedded.py [en-ko] [shapes]
+    python benchmarks/embedded.py [en-ko] [shapes] [--keep FOLDER]
 
 en-ko    a word lookup, an LSTM without attention and the Transformer of the preset, each on held-out predicate–argument
          combinations and on longer sentences. Bar: the Transformer ≥ 95 % exact on combinations in under 3 minutes of
@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The embedded corpora, learned.")
     parser.add_argument("corpora", nargs="*", default=["en-ko", "shapes"])
     parser.add_argument("--no-lstm", action="store_true", help="leave the LSTM out")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the runs, to look at afterwards; without it they are removed"
+    )
     asked = parser.parse_args()
     checks: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with nullcontext(asked.keep) if asked.keep else tempfile.TemporaryDirectory() as name:
         if "en-ko" in asked.corpora:
             checks |= en_ko(Path(name), not asked.no_lstm)
         if "shapes" in asked.corpora:
