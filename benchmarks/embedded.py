@@ -71,9 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The embedded corpora, learned.")
     parser.add_argument("corpora", nargs="*", default=["en-ko", "shapes"])
     parser.add_argument("--no-lstm", action="store_true", help="leave the LSTM out")
-    parser.add_argument(
-        "--keep", type=Path, help="folder for the runs, to look at afterwards; without it they are removed"
-    )
+    parser.add_argument("--keep", type=Path, help="a folder for the runs; without it they are removed")
     asked = parser.parse_args()
     checks: dict[str, Any] = {}
     with nullcontext(asked.keep) if asked.keep else tempfile.TemporaryDirectory() as name:

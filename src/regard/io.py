@@ -16,10 +16,9 @@ from torch import Tensor
 from . import hub
 from .config import ModelConfig
 from .errors import BadModelFile
-from .export.quantise import is_quantised, open_int8
+from .export.quantise import Int8Directory, check_int8, is_quantised, open_int8
 from .hub.files import to_json
-from .hub.manifest import NAME as MANIFEST
-from .hub.manifest import file_names
+from .hub.manifest import need_ours
 from .hub.weights import INDEX
 from .models import Model
 from .training.directory import RUN_FILE, RunDirectory
@@ -140,6 +139,8 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
         if not run[0].model_folder.is_dir():
             raise BadModelFile(f"{path} is a run that has not come to its end: it has no model yet, only checkpoints")
         path = run[0].model_folder
+    if is_quantised(path):
+        return _describe_int8(check_int8(path, verify=verify))
 
     def read() -> Description:
         opened = _open(path, allow_pickle, verify)
@@ -149,12 +150,23 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
             opened.provenance,
             opened.understood.config,
             opened.fitting.model.n_parameters,
-            tuple(sorted({str(x.dtype).removeprefix("torch.") for x in opened.weights.layout.values()})),
+            _dtypes(opened.weights),
             opened.directory.files(),
             processor,
         )
 
     return _from_one_directory(path, read)
+
+
+def _describe_int8(found: Int8Directory) -> Description:
+    model = found.model
+    assert model.provenance is not None
+    dtypes, files = _dtypes(found.weights), found.directory.files()
+    return Description(model.provenance, model.config, found.n_parameters, dtypes, files, model.processor)
+
+
+def _dtypes(weights: hub.Weights) -> tuple[str, ...]:
+    return tuple(sorted({str(x.dtype).removeprefix("torch.") for x in weights.layout.values()}))
 
 
 def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_BYTES) -> Path:
@@ -166,7 +178,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to save")
     target = Path(path)
-    _need_ours(target)
+    need_ours(target, "saving")
     written = _written(model)
     if written.obstacles:
         _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
@@ -265,25 +277,6 @@ def _float_type(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _attach(model: Model, **facts: Any) -> None:
     for name, fact in facts.items():
         setattr(model, name, fact)
-
-
-def _need_ours(target: Path) -> None:
-    """Replacing a directory deletes what is in it, so that must all be known to come from here."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise FileExistsError(f"{target} is a file; a model is saved as a directory")
-    try:
-        manifest = hub.Manifest.read(target)
-    except BadModelFile:
-        manifest = None
-    known = set() if manifest is None else {*manifest.files, MANIFEST}
-    strange = sorted(set(file_names(target)) - known)
-    if strange:
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
-        raise FileExistsError(
-            f"{target} holds {', '.join(strange[:3])}{more}, not written by regard; saving there would delete it"
-        )
 
 
 def _written(model: Model) -> hub.Written:

@@ -16,7 +16,9 @@ from regard.errors import BadModelFile
 from regard.export.quantise import MARK, int8_files, is_quantised, open_int8, quantise
 from regard.generation import generate
 from regard.hub import Manifest
+from regard.io import describe
 from regard.layers.int8 import Int8Linear
+from regard.models import build
 from regard.presets import PRESETS
 
 from .translators import learned, pairs, translator
@@ -180,3 +182,12 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(BadModelFile, match=r"model\.safetensors"):
         open_int8(folder)
+
+
+def test_info_knows_an_int8_directory(tmp_path: Path) -> None:
+    folder = written("gpt2", tmp_path / "int8")
+    said, model = describe(folder), open_int8(folder)
+    assert "int8" in said.dtypes
+    assert said.config == model.config
+    assert said.n_parameters == build(model.config, device="meta").n_parameters
+    assert said.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from regard.errors import BadModelFile, RegardError
-from regard.training import checkpoint, shards
+from regard.hub.files import hold
+from regard.training import shards
 from regard.training.checkpoint import Checkpoint, Checkpoints, first_non_finite
 from regard.training.shards import Box, Index, Reader, write_tensors
 
@@ -499,7 +500,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     for name in (".step-000005.0a1b2c3d.saving", ".step-000007.0a1b2c3d.saving"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    alive = checkpoint._lock(tmp_path / ".step-000007.0a1b2c3d.saving", wait=False)
+    alive = hold(tmp_path / ".step-000007.0a1b2c3d.saving", wait=False)
     assert alive is not None
     Checkpoints(tmp_path, keep=1)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000007.0a1b2c3d.saving"}

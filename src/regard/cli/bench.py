@@ -96,7 +96,7 @@ def generate(
         model,
         batches=batches,
         beams=beams,
-        weights=kinds,  # type: ignore[arg-type]
+        weights=kinds,  # type: ignore[arg-type]  # checked against WEIGHTS above
         n_prompt=prompt,
         n_new=new,
         progress=progress,

@@ -104,7 +104,7 @@ def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenize
                 texts.extend(captions)
     size = config.vocab_size if kind in ("bpe", "unigram") else None
     template = _TEMPLATES.get(source.kind, "eos")
-    made = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]
+    made = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]  # _tokenizer_kind
     return made[0], made[1] if len(made) > 1 else None
 
 

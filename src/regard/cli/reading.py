@@ -39,10 +39,9 @@ def device_of(name: str) -> str:
 def open_model(path: str | Path, device: str = "auto") -> Model:
     """The model of a directory, on the device asked for or the best there is."""
     device = device_of(device)
-    from regard.export.quantise import is_quantised, open_int8
     from regard.io import load
 
-    return open_int8(path).to(device) if is_quantised(path) else load(path, device=device)
+    return load(path, device=device)
 
 
 def text_of(file: Path | None) -> str:

@@ -129,7 +129,7 @@ class IdxImages(Sequence[ImageExample]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> ImageExample:  # type: ignore[override]
+    def __getitem__(self, index: int) -> ImageExample:  # type: ignore[override]  # rows, no slices
         row = self.rows[index]
         return ImageExample(self.images[row], label=int(self.labels[row]))
 

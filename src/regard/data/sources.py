@@ -58,7 +58,7 @@ class CorpusView(Sequence[Example]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # no slices
         if index < 0:
             index += self.size
         if not 0 <= index < self.size:

@@ -110,12 +110,13 @@ def _speed(model: Any, kind: Weights, batch: int, beam: int, n_prompt: int, n_ne
     on_cuda = model.device.type == "cuda"
 
     def seconds(n: int) -> float:
-        fields = {"cache": "static"} if on_cuda and beam == 1 else {}
+        fields: dict[str, Any] = {"cache": "static"} if on_cuda and beam == 1 else {}
         if on_cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        ends = {"min_new_tokens": n} if model.config.eos_id is not None else {}
-        generate(model, rows, beam=beam, max_new_tokens=n, **ends, **fields)  # type: ignore[arg-type]
+        if model.config.eos_id is not None:
+            fields["min_new_tokens"] = n
+        generate(model, rows, beam=beam, max_new_tokens=n, **fields)
         if on_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start

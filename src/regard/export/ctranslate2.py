@@ -38,7 +38,7 @@ _ACTIVATIONS = {
 _GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
 _ALWAYS = {
     **{"source": "text", "head": "lm", "d_embed": None, "n_segments": 0, "positions_skip_padding": False},
-    **{"residual": True, "mixer": "dot", "causal": True, "head_transform": False},
+    **{"residual": True, "mixer": "dot", "sparsity": "none", "causal": True, "head_transform": False},
 }
 """Fields that must be so; CTranslate2 knows nothing else."""
 
@@ -110,7 +110,7 @@ def _free(name: str, taken: set[str]) -> str:
 def need_ctranslate2() -> None:
     """Raise where the library is not installed."""
     try:
-        import ctranslate2  # noqa: F401
+        import ctranslate2  # noqa: F401 - is it there?
     except ImportError:
         raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
 

@@ -17,10 +17,9 @@ from typing import Literal, get_args
 import torch
 
 from .. import hub
-from ..errors import BadModelFile
 from ..hub.files import to_json
 from ..hub.manifest import NAME as MANIFEST
-from ..hub.manifest import file_names
+from ..hub.manifest import need_ours
 from ..models import Model
 from .certificate import NAME as CERTIFICATE
 from .certificate import BoundBroken, Bounds, certify
@@ -55,7 +54,7 @@ def export(
     kinds = _kinds(kind)
     target = Path(path)
     _need_possible(model, kinds)
-    _need_free(target)
+    need_ours(target, "exporting")
     own = _plain(model)
     with hub.replacing(target) as folder:
         if "int8" in kinds:
@@ -103,21 +102,6 @@ def _need_possible(model: Model, kinds: tuple[Kind, ...]) -> None:
         need_ctranslate2()
         if found := tuple(obstacles(model.config)):
             raise ValueError(f"CTranslate2 cannot run a model with {', '.join(found)}")
-
-
-def _need_free(target: Path) -> None:
-    """An earlier export or model may be replaced; a directory with anything else in it would lose it."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise FileExistsError(f"{target} is a file; a model is exported as a directory")
-    try:
-        manifest = hub.Manifest.read(target)
-    except BadModelFile:
-        manifest = None
-    known = set() if manifest is None else {*manifest.files, MANIFEST}
-    if strange := sorted(set(file_names(target)) - known):
-        raise FileExistsError(f"{target} holds {strange[0]}, not written by regard; exporting there would delete it")
 
 
 def _plain(model: Model) -> Model:

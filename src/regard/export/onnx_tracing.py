@@ -65,7 +65,7 @@ def tokens_like(vocab_size: int, *shape: int) -> Tensor:
 def write_graph(graph: Graph, path: Path) -> list[str]:
     """Trace a graph and write it; its outputs' names. Nothing in the file says on which machine it was made."""
     try:
-        import onnxscript  # noqa: F401
+        import onnxscript  # noqa: F401 - is it there?
     except ImportError:
         raise RegardError(
             'ONNX files are written by onnxscript, which is not installed: pip install "regard[export]"'

@@ -7,6 +7,7 @@ are still tapped where they are made, so the attention maps of an int8 model are
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,21 +66,45 @@ def is_quantised(path: str | Path) -> bool:
     return config.is_file() and MARK in parse_json(config.read_bytes(), config)
 
 
+@dataclass(frozen=True)
+class Int8Directory:
+    """A directory of an int8 model that has passed every check short of reading its numbers."""
+
+    directory: hub.Directory
+    weights: hub.Weights
+    model: Model
+    """On the meta device, with ``.config``, ``.processor`` and ``.provenance``."""
+    n_parameters: int
+    """Of the model it was rounded from."""
+
+    def load(self) -> Model:
+        """With its numbers, on the CPU."""
+        fitting = hub.Fitting(self.model, {name: name for name in self.weights.layout})
+        model = hub.fill(fitting, (), self.weights, torch.device("cpu"), None).requires_grad_(False)
+        model.processor, model.provenance = self.model.processor, self.model.provenance
+        return model
+
+
 def open_int8(path: str | Path, *, verify: bool = True) -> Model:
     """The int8 model in a directory, with ``.config`` and ``.processor``. Anything wrong is a BadModelFile."""
+    return check_int8(path, verify=verify).load()
+
+
+def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
+    """What a directory says of its int8 model, checked; the numbers themselves are not read yet."""
     directory = hub.Directory(path, verify=verify)
     fields = directory.config()
     if fields.get(MARK) != _HOW:
         raise BadModelFile(f"{directory.root}: config.json has {MARK}={fields.get(MARK)!r}; regard reads {_HOW}")
     understood, weights = hub.read_config(fields), directory.weights()
     _need_layers(directory, understood.config, len(weights.layout))
-    model = cast(Model, round_in_place(build(understood.config, device="meta")))
+    model = build(understood.config, device="meta")
+    n_parameters = model.n_parameters
+    model = cast(Model, round_in_place(model))
     _need_fit(directory.root, model, weights)
-    fitting = hub.Fitting(model, {name: name for name in weights.layout})
-    model = hub.fill(fitting, (), weights, torch.device("cpu"), None).requires_grad_(False)
     model.processor = hub.read_processor(directory, fields, understood.config)
     model.provenance = hub.Provenance(directory.root, understood.model_type, directory.verified)
-    return model
+    return Int8Directory(directory, weights, model, n_parameters)
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:

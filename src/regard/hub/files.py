@@ -19,7 +19,7 @@ from ..errors import BadModelFile
 try:
     import fcntl
 except ImportError:  # Windows; leftovers of a crash are then left alone
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module otherwise
 
 
 def inside(root: Path, name: str) -> Path:
@@ -126,15 +126,18 @@ def _new_directory(target: Path) -> tuple[Path, int | None]:
     while True:
         new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.saving")
         new.mkdir()
-        lock = _lock(new, wait=True)
+        lock = hold(new, wait=True)
         if new.is_dir():  # another process may have taken it for a leftover before it was locked
             return new, lock
         if lock is not None:
             os.close(lock)
 
 
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """A handle that holds the folder's lock; None where someone else holds it or there are no locks."""
+def hold(folder: Path, *, wait: bool) -> int | None:
+    """A handle that holds the folder's lock until it is closed, which the end of this process does in any case.
+
+    None where there are no locks, or no such folder. Where someone else holds it: wait, or raise BlockingIOError.
+    """
     if fcntl is None:
         return None
     try:
@@ -143,18 +146,27 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held, or a file system without locks
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:  # a file system without locks
         os.close(handle)
         return None
     return handle
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Remove what a killed writer left; a live one holds the lock on it."""
+    with suppress(BlockingIOError):
+        handle = hold(folder, wait=False)
+        if handle is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
 def _remove_leftovers(target: Path) -> None:
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.saving"):
-        handle = _lock(leftover, wait=False)
-        if handle is not None:
-            shutil.rmtree(leftover, ignore_errors=True)
-            os.close(handle)
+        remove_abandoned(leftover)
 
 
 def _swap(new: Path, target: Path) -> Path:

@@ -65,6 +65,25 @@ def file_names(root: Path) -> Iterator[str]:
     return (path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())
 
 
+def need_ours(target: Path, doing: str) -> None:
+    """Replacing a directory deletes what is in it, so that must all be known to come from here."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; {doing} a model makes a directory")
+    try:
+        manifest = Manifest.read(target)
+    except BadModelFile:
+        manifest = None
+    known = set() if manifest is None else {*manifest.files, NAME}
+    strange = sorted(set(file_names(target)) - known)
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise FileExistsError(
+            f"{target} holds {', '.join(strange[:3])}{more}, not written by regard; {doing} there would delete it"
+        )
+
+
 def _parse(text: bytes, path: Path) -> dict[str, Entry]:
     match parse_json(text, path):
         case {"regard_manifest": 1, "files": dict(files)}:

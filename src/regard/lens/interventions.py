@@ -109,11 +109,14 @@ def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterato
 
 
 def _heads(heads: Iterable[Head]) -> list[Head]:
-    found = [tuple(head) for head in heads]
-    for head in found:
-        if len(head) != 3 or not isinstance(head[0], str) or not all(type(number) is int for number in head[1:]):
-            raise ValueError(f"a head is (kind, layer, number), such as ('self', 0, 3), got {head}")
-    return found  # type: ignore[return-value]
+    found: list[Head] = []
+    for head in map(tuple, heads):
+        match head:
+            case (str() as kind, int() as layer, int() as number) if bool not in (type(layer), type(number)):
+                found.append((kind, layer, number))
+            case _:
+                raise ValueError(f"a head is (kind, layer, number), such as ('self', 0, 3), got {head}")
+    return found
 
 
 @contextmanager

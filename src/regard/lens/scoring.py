@@ -130,7 +130,7 @@ def pointing(model: Model, n: int = N, split: str = "valid", language: str | Non
     from ..data.corpora.shapes import Shapes
 
     sums, right, total, skipped = _Halves(), 0, 0, 0
-    corpus = Shapes(_language(model) if language is None else language, model.config.image_size)  # type: ignore[arg-type]
+    corpus = Shapes(_language(model) if language is None else language, model.config.image_size)  # type: ignore[arg-type]  # caption() checks it
     for index in range(_positive(n)):
         picture = corpus.example(split, index)
         seen = _look(model, picture.pillow(), picture.caption)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BadModelFile, RegardError
-from ..hub.files import _lock, inside, parse_json, replacing, sync, to_json, write_file
+from ..hub.files import inside, parse_json, remove_abandoned, replacing, sync, to_json, write_file
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Entry, Manifest
 from .parallel import Group
@@ -242,12 +242,9 @@ class Checkpoints:
         return pieces, {file: write_tensors(folder / file, held) for file, held in files.items()}
 
     def _remove_leftovers(self) -> None:
-        """What killed writers left. A live one holds the lock on its directory."""
+        """What killed writers left."""
         for leftover in self.root.glob(".step-*.saving"):
-            lock = _lock(leftover, wait=False)
-            if lock is not None:
-                shutil.rmtree(leftover, ignore_errors=True)
-                os.close(lock)
+            remove_abandoned(leftover)
         for previous in self.root.glob(".step-*.previous"):  # where a directory cannot be exchanged in one step
             target = self.root / previous.name.removeprefix(".").removesuffix(".previous")
             if target.exists():

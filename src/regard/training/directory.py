@@ -31,7 +31,7 @@ from ..data.sources import Source
 from ..data.tokenizers import Tokenizer
 from ..errors import BadModelFile, RegardError
 from ..hub import ImageProcessor, Processor
-from ..hub.files import parse_json, to_json, write_file
+from ..hub.files import hold, parse_json, to_json, write_file
 from ..hub.tokens import IMAGE, ONE, SOURCE, TARGET
 from ..models import Model
 from ..models.build import build
@@ -39,11 +39,6 @@ from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .lora import add_lora, merge
 from .parallel import Group
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["RUN_FILE", "RunDirectory", "provenance"]
 
@@ -87,20 +82,15 @@ class RunDirectory:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody else trains here meanwhile; however this process ends, the next one may."""
-        if fcntl is None:  # a machine without such locks
-            yield
-            return
-        place = os.open(self.root, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RegardError(f"{self.root} is being trained by another process") from None
-            except OSError:  # a file system without such locks
-                pass
+            handle = hold(self.root, wait=False)
+        except BlockingIOError:
+            raise RegardError(f"{self.root} is being trained by another process") from None
+        try:
             yield
         finally:
-            os.close(place)
+            if handle is not None:
+                os.close(handle)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         return self._joined.get(param, (param.shape[0],))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch declares overloads
         loss = None
         if closure is not None:
             with torch.enable_grad():

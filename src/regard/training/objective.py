@@ -38,7 +38,7 @@ class Objective(nn.Module):
 
 def _hidden(model: Model, batch: Batch) -> Tensor:
     assert isinstance(model, Decoder | Encoder | SourceToTarget)
-    return model.hidden(*batch.inputs, **batch.options)  # type: ignore[arg-type]
+    return model.hidden(*batch.inputs, **batch.options)  # type: ignore[arg-type]  # as many as it takes
 
 
 def _table(model: Model) -> Tensor:

@@ -149,10 +149,9 @@ def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch
         ids = [group.device.index] if group.device.type == "cuda" else None
         # Buffers here are tables of fixed numbers, the same everywhere: nothing to send with every step.
         known = inspect.signature(DistributedDataParallel).parameters
-        unsent = {
-            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-        }  # torch 2.13
-        return DistributedDataParallel(objective, device_ids=ids, gradient_as_bucket_view=True, **unsent)  # type: ignore[arg-type]
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
+        unsent: dict[str, Any] = {name: False}
+        return DistributedDataParallel(objective, device_ids=ids, gradient_as_bucket_view=True, **unsent)
     for x in [*objective.parameters(), *objective.buffers()]:
         dist.broadcast(x.data, src=0)
     return _shard(objective, group, dtype)
@@ -271,7 +270,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], largest: float | None) -> Tenso
     with_grad = [p for p in parameters if p.grad is not None]
     grads = [p.grad for p in with_grad if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
-    norm = norm.full_tensor() if _is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    norm = norm.full_tensor() if _is_dtensor(norm) else norm  # type: ignore[attr-defined]  # of a DTensor
     if largest is not None:
         # As 0 a norm that is not finite scales nothing, and to look at it here would have the GPU wait.
         torch.nn.utils.clip_grads_with_norm_(with_grad, largest, torch.where(norm.isfinite(), norm, 0.0))

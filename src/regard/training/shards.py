@@ -91,7 +91,7 @@ def is_sharded(x: Tensor) -> bool:
 
 def local(x: Tensor) -> Tensor:
     """The numbers this process holds."""
-    return x.detach() if _placement(x) is None else x.detach().to_local()  # type: ignore[attr-defined]
+    return x.detach() if _placement(x) is None else x.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
 
 
 def box_of(x: Tensor) -> Box:
@@ -101,7 +101,7 @@ def box_of(x: Tensor) -> Box:
         return Box.whole(x.shape)
     if not placed.is_shard():
         raise ValueError(f"a tensor placed as {placed} cannot be stored: it is a sum not yet taken")
-    mesh, dim = x.device_mesh, placed.dim  # type: ignore[attr-defined]
+    mesh, dim = x.device_mesh, placed.dim  # type: ignore[attr-defined]  # a DTensor, since it is placed
     length = -(-x.shape[dim] // mesh.size())
     start = min(mesh.get_local_rank() * length, x.shape[dim])
     offset, size = [0] * x.dim(), list(x.shape)
@@ -243,10 +243,10 @@ class Reader:
         here = self.read(name, box_of(like)).to(like.device)
         if _placement(like) is None:
             return here
-        return type(like).from_local(  # type: ignore[attr-defined]
+        return type(like).from_local(  # type: ignore[attr-defined]  # a DTensor, since it is placed
             here,
-            like.device_mesh,  # type: ignore[attr-defined]
-            like.placements,  # type: ignore[attr-defined]
+            like.device_mesh,  # type: ignore[attr-defined]  # likewise
+            like.placements,  # type: ignore[attr-defined]  # likewise
             run_check=False,
             shape=like.shape,
             stride=like.stride(),
