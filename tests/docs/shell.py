@@ -1,0 +1,180 @@
+"""A shell in which `regard` starts at once: a process that has imported everything forks for each command.
+
+The commands of the documents run in a real bash, with its globs, pipes and loops. On the PATH stands a client named
+`regard`; it hands its words, its folder and its three streams to the process that waits, and ends as the fork ends.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# -S -E: the client needs the standard library alone, and starts in a fiftieth of a second.
+_CLIENT = """#!{python} -SE
+import array, json, os, signal, socket, sys
+link = socket.socket(socket.AF_UNIX)
+link.connect({path!r})
+said = json.dumps({{"words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
+link.sendmsg([len(said).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+link.sendall(said)
+process = int.from_bytes(link.recv(4), "big")
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: os.kill(process, number))
+answer = b""
+while not answer:
+    answer = link.recv(1)
+sys.exit(answer[0])
+"""
+# Imported once: what the commands of the documents need, heavy things first. Nothing here may start a thread.
+_WARM = (
+    *("torch", "torch._dynamo", "torch.onnx", "torch.utils.tensorboard", "matplotlib.pyplot", "sacrebleu", "rich.live"),
+    *("onnx", "onnxscript", "onnxruntime", "transformers", "fastapi", "uvicorn", "PIL.Image", "tokenizers"),
+    *("regard.cli", "regard.io", "regard.training.run", "regard.training.evaluating", "regard.lens.look"),
+    *("regard.lens.page", "regard.lens.scoring", "regard.export.export", "regard.export.engines"),
+    *("regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
+)
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Where commands are run."""
+
+    path: Path
+
+    def environment(self) -> dict[str, str]:
+        quiet = {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "REGARD_DEBUG": "1"}
+        path = os.pathsep.join([str(self.path), str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, **quiet, "PATH": path}
+
+    def run(self, command: str, folder: Path, seconds: float = 400) -> subprocess.CompletedProcess[str]:
+        """One command, or several lines of them, as typed into bash; the first that fails ends it."""
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=folder,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+
+    def start(self, words: list[str], folder: Path, exported: list[str]) -> subprocess.Popen[str]:
+        """A command that does not end by itself."""
+        named = dict(shlex.split(line)[1].split("=", 1) for line in exported)
+        return subprocess.Popen(
+            [str(self.path / "regard"), *words],
+            cwd=folder,
+            env={**self.environment(), **named},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@contextlib.contextmanager
+def shell(folder: Path) -> Iterator[Shell]:
+    """The process that waits, for as long as the block lasts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = str(folder / "s")
+    if len(path) > 100:  # what a socket's name may have
+        raise ValueError(f"the folder's name is too long for a socket: {path}")
+    client = folder / "regard"
+    client.write_text(_CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
+    client.chmod(0o755)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    # -P: what lies beside this file is not to be imported for something else of the same name.
+    waiting = subprocess.Popen([sys.executable, "-P", __file__, path], env=environment)
+    try:
+        while not os.path.exists(path):
+            if waiting.poll() is not None:
+                raise RuntimeError(f"the waiting process ended with {waiting.returncode}")
+            time.sleep(0.02)
+        yield Shell(folder)
+    finally:
+        waiting.terminate()
+        waiting.wait()
+
+
+# ------------------------------------------------------------------------------------- in the process that waits
+
+
+def _serve(path: str) -> None:
+    import importlib
+
+    for name in _WARM:
+        importlib.import_module(name)
+    link = socket.socket(socket.AF_UNIX)
+    link.bind(f"{path}.new")
+    link.listen()
+    os.rename(f"{path}.new", path)  # there once it can answer
+    while True:
+        connection, _ = link.accept()
+        if os.fork() == 0:
+            link.close()
+            _answer(connection)
+        connection.close()
+        _bury()
+
+
+def _bury() -> None:
+    """Ask for those that have ended, so that none of them stays behind and their time is counted."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _answer(connection: socket.socket) -> None:
+    """In the first fork: a second one becomes the command, this one tells how it ended."""
+    head, ancillary, *_ = connection.recvmsg(4, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    streams = array.array("i")
+    streams.frombytes(ancillary[0][2])
+    said = b""
+    while len(said) < int.from_bytes(head, "big"):
+        said += connection.recv(1 << 16)
+    process = os.fork()
+    if process == 0:
+        connection.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _become(json.loads(said))
+    for stream in streams:
+        os.close(stream)
+    connection.sendall(process.to_bytes(4, "big"))
+    _, status = os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    connection.sendall(bytes([code if code >= 0 else 128 - code]))
+    os._exit(0)
+
+
+def _become(asked: dict[str, Any]) -> None:
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(stream, mode) for stream, mode in enumerate("rww"))
+    code = 1
+    try:
+        from regard.cli import main
+
+        code = main(asked["words"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

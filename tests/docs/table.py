@@ -1,0 +1,167 @@
+"""How the documents' commands are run here: what makes them small, and what is checked where they cannot run.
+
+A command that no entry of these tables knows fails the test.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# ------------------------------------------------------------------------------------- run, but smaller
+
+_FEW_STEPS = "train.steps=3 train.warmup=1 train.samples=0 train.eval_examples=2 train.log_every=1"
+_ON_ONE_CORE = "train.precision=fp32 train.compile=off train.device=cpu"
+_NARROW = "model.d_model=32 model.n_heads=2 model.d_ff=48 model.n_layers=1"
+_SHORT = "data.max_len=48 model.max_len=64 train.batch_tokens=256"
+_TEXT = f"{_FEW_STEPS} {_ON_ONE_CORE} {_NARROW} {_SHORT}"
+_IMAGES = f"{_FEW_STEPS} {_ON_ONE_CORE} {_NARROW} train.batch_tokens=512"
+
+# The beginning of a command → words it is run with; a word that is there already is replaced, others are appended.
+SMALLER: dict[str, str] = {
+    "regard train --list": "",
+    "regard train --fields": "",
+    "regard train --resume": "",
+    "regard train translate": f"{_TEXT} data.epoch_examples=200 data.valid_rows=8 data.vocab_size=320",
+    "regard train lm": f"{_TEXT} data.vocab_size=320 train.eval_batches=2",
+    "regard train mlm": f"{_TEXT} data.vocab_size=320 train.eval_batches=2",
+    "regard train classify-images": _IMAGES,
+    "regard train classify": f"{_TEXT} data.vocab_size=320",
+    "regard train caption": f"{_IMAGES} model.max_len=32 data.max_len=32 data.valid_rows=4 data.epoch_examples=64",
+    "regard eval": "--limit 4",
+    "regard export": "--shapes 2 --no-compile --same-text 0",
+    "regard bench attention": "--lengths 64,128 --mechanisms sdpa --heads 2 --width 16 --out runs/bench",
+    "regard bench generate": "--batch 1 --beam 1 --weights fp32 --new 4",
+    "regard generate": "--max-new-tokens 8",
+    "regard translate": "",
+    "regard classify": "",
+    "regard caption": "",
+    "regard look": "",
+    "regard look runs/captioner": "--max-new-tokens 3",
+    "regard data describe": "",
+    "regard info": "",
+    "regard doctor": "",
+    "regard cost": "",
+    "regard --help": "",
+    "for seed in": "",
+    "done": "",
+    "cat": "",
+    "head": "",
+    "ls": "",
+}
+
+# What a single command is changed to, and why.
+CHANGED: tuple[tuple[str, str, str], ...] = (
+    (r"for seed in 0 1 2;", "for seed in 0;", "one seed says as much about the command as three"),
+    (r"--stride 64", "--stride 16", "the context is shorter here"),
+    (r"data\.source=data/(nsmc/binary_train.tsv|fashion-mnist)", r"\g<0> data.valid_rows=8", "a few lines stand there"),
+)
+
+
+def smaller(command: str) -> str | None:
+    """The command as it is run here; None where no entry knows it."""
+    beginning = beginning_of(command)
+    if beginning is None:
+        return None
+    for pattern, instead, _ in CHANGED:
+        command = re.sub(pattern, instead, command)
+    words = SMALLER[beginning].split()
+    place = command.find(" | ") if " | " in command else len(command)
+    body, rest = command[:place], command[place:]
+    for key, value in _pairs(words):
+        given = re.compile(rf"(?<=\s){re.escape(key)}[= ]\S+")
+        if "=" in value:
+            body = given.sub(value, body) if given.search(body) else f"{body} {value}"
+        elif not given.search(body):
+            body = f"{body} {value}"
+    return body + rest
+
+
+def beginning_of(command: str) -> str | None:
+    """The entry that knows most of the command."""
+    return max((known for known in SMALLER if _begins(command, known)), key=len, default=None)
+
+
+def _begins(command: str, known: str) -> bool:
+    return command == known or command.startswith((f"{known} ", f"{known};"))
+
+
+def _pairs(words: list[str]) -> list[tuple[str, str]]:
+    """Words as (field, word), options as (name, name and value)."""
+    found: list[tuple[str, str]] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append((word, word))
+        elif "=" in word:
+            found.append((word.partition("=")[0], word))
+        else:
+            name, so_far = found[-1]
+            found[-1] = (name, f"{so_far} {word}")
+    return found
+
+
+# ------------------------------------------------------------------------------------- not run, but checked
+
+
+@dataclass(frozen=True)
+class Instead:
+    """Why a command is not run as it stands, and the commands that are run in its place."""
+
+    why: str
+    run: Callable[[str], list[str]]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _make(command: str) -> list[str]:
+    return [f"make -C {ROOT} -n {' '.join(shlex.split(command)[1:])}"]
+
+
+def _script(command: str) -> list[str]:
+    """A script is there, and every option given to it stands in its text."""
+    _, script, *words = shlex.split(command)
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    checks = [f"grep -q -e {shlex.quote(option)} {ROOT / script}" for option in options]
+    return [f"test -f {ROOT / script}", *checks]
+
+
+def _in_one_process(command: str) -> list[str]:
+    words = command.partition("-m ")[2]
+    made = smaller(words.replace("train.parallel=fsdp", "").replace("train.parallel=ddp", ""))
+    assert made is not None, f"no entry knows how to run: {words}"
+    return [made]
+
+
+def _prepared(command: str) -> list[str]:
+    """Read, checked, laid out and reported, with no time to train anything."""
+    if "--list" in command or "--report-only" in command:
+        return [command]
+    return [re.sub(r" --(minutes|jobs) \S+", "", command) + " --minutes 0 --jobs 1"]
+
+
+INSTEAD: dict[str, Instead] = {
+    "make": Instead("builds an environment, or runs everything", _make),
+    "source .venv/bin/activate": Instead(
+        "what `make install` built", lambda _: [f"grep -q 'VENV.*\\.venv' {ROOT}/Makefile"]
+    ),
+    "torchrun": Instead("several processes: tests/training/test_torchrun.py", _in_one_process),
+    "python benchmarks/": Instead("measures for minutes", _script),
+    "python examples/": Instead("tests/test_examples.py runs them", _script),
+    "regard look runs/captioner --score": Instead(
+        "draws 200 scenes: tests/lens/test_scoring.py", lambda _: ["regard look --help"]
+    ),
+    "regard ablate": Instead("trains for minutes: tests/experiments", _prepared),
+    "tensorboard": Instead("serves until it is stopped", lambda _: ["python -c 'import tensorboard'"]),
+}
+# Pieces of a program that are read but not run, by what stands in them, and why.
+READ = {"regard.ablate(": "ten runs, each in a process of its own: tests/experiments"}
+# Servers: started on a free port, asked for a page, and stopped as Ctrl-C stops them.
+SERVERS = ("regard serve",)
+
+
+def instead(command: str) -> Instead | None:
+    return next((entry for known, entry in INSTEAD.items() if command == known or command.startswith(known)), None)

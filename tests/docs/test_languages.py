@@ -1,0 +1,99 @@
+"""Links lead somewhere, commands between backticks exist, and what there is in English is there in Korean."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import typer
+
+from regard.cli import app
+
+from . import markdown
+
+ROOT = markdown.ROOT
+ENGLISH = [ROOT / "README.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
+PAGES = [pytest.param(file, id=markdown.name_of(file)) for file in markdown.documents()]
+
+
+def korean(file: Path) -> Path:
+    """README.md → README.ko.md, docs/learn/x.md → docs/ko/learn/x.md."""
+    if file.parent == ROOT:
+        return file.with_suffix(".ko.md")
+    return ROOT / "docs" / "ko" / file.relative_to(ROOT / "docs")
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_links_and_images_lead_somewhere(file: Path) -> None:
+    lost = []
+    for link in markdown.links(file):
+        if re.match(r"[a-z]+://|mailto:", link):
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        there = (file.parent / path).resolve() if path else file
+        found = there.exists() and (not anchor or there.suffix != ".md" or anchor in markdown.anchors(there))
+        if not found:
+            lost.append(link)
+    assert not lost, f"{markdown.name_of(file)} links to what is not there: {lost}"
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_commands_between_backticks_exist(file: Path) -> None:
+    strange = [f"`{said}`: {wrong}" for said in markdown.inline(file) if (wrong := unknown_word(said))]
+    assert not strange, strange
+
+
+def unknown_word(said: str) -> str | None:
+    """The word of a `regard …` that the command line does not know."""
+    if not said.startswith("regard ") or "|" in said or "…" in said:
+        return None
+    command = typer.main.get_command(app)
+    words = shlex.split(said)[1:]
+    while words and hasattr(command, "commands"):
+        if words[0].startswith("-"):
+            break
+        if words[0] not in command.commands:
+            return words[0]
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    return next((word for word in words if word.startswith("--") and word.partition("=")[0] not in known), None)
+
+
+def test_the_check_of_commands_sees_strangers() -> None:
+    assert unknown_word("regard lok") == "lok"
+    assert unknown_word("regard look RUN --scores") == "--scores"
+    assert unknown_word("regard data describe F --json") is None
+    assert unknown_word("pip install regard") is None
+
+
+def test_there_are_eight_chapters_in_both_languages() -> None:
+    chapters = sorted(file.name for file in (ROOT / "docs" / "learn").glob("[1-8]-*.md"))
+    assert [name[0] for name in chapters] == list("12345678")
+    assert sorted(file.name for file in (ROOT / "docs" / "ko" / "learn").glob("[1-8]-*.md")) == chapters
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, id=markdown.name_of(file)) for file in ENGLISH])
+def test_a_translation_has_the_same_code(file: Path) -> None:
+    """Comments may be translated; what is typed and what is answered is the same, and so are the pictures."""
+    there = korean(file)
+    one, two = ([(x.language, x.code()) for x in markdown.blocks(page)] for page in (file, there))
+    if file.name == "README.md":  # whose tree is described in words
+        one, two = ([x for x in found if x[0] != "text"] for found in (one, two))
+    assert [language for language, _ in one] == [language for language, _ in two]
+    for (_, here), (_, other) in zip(one, two, strict=True):
+        assert here == other
+    assert _pictures(file) == _pictures(there)
+
+
+def _pictures(file: Path) -> list[str]:
+    return [Path(link).name for link in markdown.links(file) if link.endswith(".png")]
+
+
+def test_a_translation_is_korean() -> None:
+    for file in ENGLISH:
+        letters = re.sub(r"`[^`]*`|\$[^$]*\$|\([^)]*\)|[^\w]", "", markdown.prose(korean(file)))
+        hangul = len(re.findall(r"[가-힣]", letters))
+        assert hangul > 0.5 * len(letters), f"{korean(file)}: {hangul} of {len(letters)} letters are Hangul"
