@@ -55,10 +55,11 @@ format: $(STAMP)  ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
-demo: $(STAMP)  ## what already works, shown
-	rm -rf runs/demo
-	$(BIN)/regard train translate train.steps=300 train.out=runs/demo
-	$(BIN)/regard translate runs/demo "[polite] The teacher read a book."
+# Stopped and called again, it goes on where it stopped. SERVE=0 ends by itself; WORDS="train.steps=20" makes it short.
+SERVE ?= 1
+WORDS ?=
+demo: $(STAMP)  ## everything once, in three minutes: train, test, look inside, ship, explore (SERVE=0: ends by itself)
+	@$(BIN)/regard demo $(if $(filter 0 no false,$(SERVE)),--no-serve) $(WORDS)
 
 bench: $(STAMP)  ## time and memory of every attention mechanism against length; table and PNG in benchmarks/out
 	$(BIN)/regard bench attention --out benchmarks/out

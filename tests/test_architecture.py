@@ -35,7 +35,8 @@ LEFT_OF: dict[str, set[str]] = {
     "experiments": {"export"},
     "io": {"experiments"},
     "web": {"experiments", "io"},
-    "cli": {"__init__", "web", "io"},
+    "demo": {"web", "io"},
+    "cli": {"__init__", "demo"},
     "__main__": {"cli"},
 }
 # The steps to the right: model.save() delegates to io.save when it is called, train.init loads what a run starts from,
@@ -70,7 +71,7 @@ WITHOUT_TORCH = {"errors", "config"}
 # What `import regard` may add to `import torch`, in modules: a count does not depend on how busy the machine is.
 MOST_MODULES_ADDED = 40
 # And what it may add once every exported name has been touched.
-MOST_MODULES_ADDED_IN_USE = 280
+MOST_MODULES_ADDED_IN_USE = 300
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from . import export
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
     from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from .experiments import ablate
+    from .experiments.costs import Cost, cost
     from .generation import caption, classify
     from .generation.stream import stream
     from .generation.texts import generate, translate
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 # Each name's room, imported when the name is first asked for: `import regard` stays light.
 _ROOMS = {
     "AttentionMap": "attention",
+    "Cost": "experiments.costs",
     "Frame": "attention",
     "Look": "lens",
     "Model": "models",
@@ -40,10 +43,12 @@ _ROOMS = {
     "train": "training",
     "MultiHeadAttention": "attention",
     "PRESETS": "presets",
+    "ablate": "experiments",
     "attend": "attention",
     "build": "models",
     "caption": "generation",
     "classify": "generation",
+    "cost": "experiments.costs",
     "explain": "attention",
     "export": "export",
     "generate": "generation",
@@ -61,6 +66,7 @@ __all__ = [
     "PRESETS",
     "RECIPES",
     "AttentionMap",
+    "Cost",
     "DataConfig",
     "Frame",
     "Look",
@@ -69,10 +75,12 @@ __all__ = [
     "MultiHeadAttention",
     "RunConfig",
     "TrainConfig",
+    "ablate",
     "attend",
     "build",
     "caption",
     "classify",
+    "cost",
     "evaluate",
     "explain",
     "export",

@@ -42,6 +42,32 @@ def inputs(
     return heads(sizes.h, sizes.t), heads(sizes.g, sizes.s), heads(sizes.g, sizes.s)
 
 
+class Distance(nn.Module, Mechanism):
+    """A mechanism as a reader would write one: s_ij = -t |q_i - k_j|², t learned, one for each head."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.rand(n_heads) + 0.5)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k.repeat_interleave(len(self.t) // k.shape[1], dim=1)
+
+    def operands(self, frame: Frame) -> tuple[Tensor, ...]:
+        return (self.t[frame.heads],)
+
+    def tile(self, q: Tensor, k: Tensor, operands: tuple[Tensor, ...]) -> Tensor:
+        return -operands[0][:, None, None] * (q[:, :, :, None] - k[:, :, None]).square().sum(-1)
+
+
+class Squares(Dot):
+    """Another: weights s / Σ s of s_ij = (q_i · k_j)² / D. Its own tile makes it a sharer, whatever it derives from."""
+
+    normaliser = "linear"
+
+    def tile(self, q: Tensor, k: Tensor, operands: tuple[Tensor, ...] = ()) -> Tensor:
+        return super().tile(q, k, operands).square()
+
+
 MECHANISMS: dict[str, Callable[[Sizes], Mechanism]] = {
     "dot": lambda n: Dot(),
     "general": lambda n: General(n.h, n.d),
@@ -50,6 +76,8 @@ MECHANISMS: dict[str, Callable[[Sizes], Mechanism]] = {
     "linear": lambda n: Linear(),
     "performer": lambda n: Performer(n.d, n_features=16),
     "linformer": lambda n: Linformer(n.s, rank=max(1, n.s // 2)),
+    "distance": lambda n: Distance(n.h),
+    "squares": lambda n: Squares(),
 }
 
 
@@ -135,6 +163,10 @@ def naive_scores(mechanism: Mechanism, q: Tensor, k: Tensor) -> Tensor:
         of_q, of_k = _favor(mechanism, q), _favor(mechanism, k)
         of_q = of_q / of_q.detach().amax(-1, keepdim=True) + mechanism._query_floor  # the one liberty it takes
         return torch.einsum("bhim,bhjm->bhij", of_q, of_k)
+    if isinstance(mechanism, Distance):
+        return -torch.einsum("h,bhij->bhij", mechanism.t, torch.cdist(q, k).square())
+    if isinstance(mechanism, Squares):
+        return torch.einsum("bhid,bhjd->bhij", q, k).square() / q.shape[-1]
     assert isinstance(mechanism, Dot)
     scale = 1 / math.sqrt(q.shape[-1]) if mechanism.scale is None else mechanism.scale
     return torch.einsum("bhid,bhjd->bhij", q, k) * scale

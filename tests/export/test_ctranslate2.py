@@ -121,6 +121,7 @@ def test_beam_search_follows_the_same_rules(fields: dict[str, Any], tmp_path: Pa
         ("gpt2", {"positions": "t5"}, "positions='t5'"),
         ("transformer-tiny", {"positions": "alibi"}, "positions='alibi'"),
         ("gpt2", {"mixer": "additive"}, "mixer='additive'"),
+        ("gpt2", {"sparsity": "bigbird"}, "sparsity='bigbird'"),
         ("gpt2", {"qk_norm": True}, "qk_norm=True, norm='layer'"),
         ("llama-1b", {"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "rope_scaling="),
         ("transformer-tiny", {"residual": False}, "residual=False"),

@@ -60,6 +60,7 @@ SLOW: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("swin-tiny", {}),
     "additive": ("transformer-tiny", {"mixer": "additive", "n_layers": 1}),
     "linear": ("transformer-tiny", {"mixer": "linear"}),
+    "bigbird": ("gpt2", {"sparsity": "bigbird", "sparsity_size": 2}),
     "performer": ("gpt2", {"mixer": "performer", "mixer_size": 16}),
     "linformer": ("sentiment", {"mixer": "linformer", "mixer_size": 8}),
     "fourier": ("sentiment", {"mixer": "fourier"}),

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from regard.generation import PAPER, GenerateConfig, Search
+from regard.generation.generate import generate
 
 from .scripted import Script, ScriptEngine, by_hand, prompts, search
+from .spoken import translator
 
 EOS = 2
 
@@ -135,3 +137,26 @@ def test_limits_are_each_rows_own() -> None:
             found = Search(ScriptEngine(script, static), config, EOS).run(prompts(texts, limits))
             for text, limit, got in zip(texts, limits, found, strict=True):
                 close(got, by_hand(script, text, **{**fields, "limit": limit}))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_steps_hold_all_that_the_search_had(groups: int) -> None:
+    """Every text is found again in the steps, with its score; so is what was given up, of which there is more."""
+    model, texts = translator(), [[5, 9, 4], [7]]
+    apart = 0.5 if groups > 1 else 0.0
+    config = GenerateConfig(beam=4, n_best=4, max_new_tokens=6, groups=groups, diversity_penalty=apart)
+    made = generate(model, texts, config)
+    assert made.steps is not None
+    for prompt, hypotheses in enumerate(made.hypotheses):
+        reached: dict[tuple[int, ...], float] = {}
+        beams: dict[int, tuple[int, ...]] = {}
+        for step in made.steps:
+            kept = list(step.of(prompt))
+            texts_now = [(*beams.get(parent, ()), token) for _, parent, token, _ in kept]
+            reached |= {text: score for text, (*_, score) in zip(texts_now, kept, strict=True)}
+            beams = {beam: text for text, (beam, *_) in zip(texts_now, kept, strict=True) if beam is not None}
+        for text in hypotheses:
+            whole = reached[tuple(text.tokens)]
+            assert whole / config.penalty(len(text.tokens)) == pytest.approx(text.score, abs=1e-5)
+        ways = {tuple(text.tokens[:n]) for text in hypotheses for n in range(1, len(text.tokens) + 1)}
+        assert ways < set(reached)

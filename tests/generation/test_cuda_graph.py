@@ -134,6 +134,7 @@ def test_other_layers_keep_their_own_order(which: str) -> None:
         {"positions": "xl"},
         {"mixer": "additive"},
         {"mixer": "linear"},
+        {"sparsity": "strided", "sparsity_size": 4},
         {"positions": "rope", "rope_scaling": RopeScalingConfig(kind="dynamic", factor=4.0)},
     ],
     ids=str,

@@ -30,6 +30,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     **{mixer: {"mixer": mixer} for mixer in ("additive", "linear", "performer")},
     "window": {"window": 3},
     "mixed windows": {"window": 2, "window_layers": (0,)},
+    "strided": {"sparsity": "strided", "sparsity_size": 2},
+    "bigbird": {"sparsity": "bigbird", "sparsity_size": 2},
     "grouped heads": {"n_kv_heads": 2},
     "shared layers": {"share_layers": True},
     "dynamic": {"positions": "rope", "max_len": 6, "rope_scaling": RopeScalingConfig(kind="dynamic", factor=4.0)},

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import multihead, record
-from regard.config import ModelConfig
+from regard.config import ModelConfig, mixers
 from regard.models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, build
 from regard.models.block import Surroundings
 from regard.models.heads import Pooler
@@ -23,9 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "decoder": {"architecture": "decoder"},
     "encoder-decoder": {"architecture": "encoder-decoder"},
 }
-MIXERS = ("dot", "additive", "linear", "performer", "linformer", "fourier")
+MIXERS = tuple(mixers.MIXERS)
 POSITIONS = ("none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl")
-CAUSAL_MIXERS = MIXERS[:4]
+CAUSAL_MIXERS = tuple(name for name, entry in mixers.MIXERS.items() if entry.causal)
 
 
 def config_of(**fields: Any) -> ModelConfig:
@@ -270,7 +270,7 @@ def test_every_mixer_trains(mixer: str, kind: str) -> None:
             config_of(**KINDS[kind], mixer=mixer)
         return
     torch.manual_seed(0)
-    model = build(config_of(**KINDS[kind], mixer=mixer, mixer_size=8 if mixer in ("performer", "linformer") else None))
+    model = build(config_of(**KINDS[kind], mixer=mixer, mixer_size=8 if mixers.MIXERS[mixer].size else None))
     assert fall(model) > 0.05
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
@@ -293,6 +293,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window, xl": {"window": 3, "positions": "xl"},
     "window, t5": {"window": 3, "positions": "t5"},
     "window, additive": {"window": 3, "mixer": "additive"},
+    "strided": {"sparsity": "strided", "sparsity_size": 3, "positions": "rope"},
+    "bigbird": {"sparsity": "bigbird", "sparsity_size": 2, "sparsity_random": 30.0},
+    "bigbird, additive": {"sparsity": "bigbird", "sparsity_size": 2, "mixer": "additive", "positions": "alibi"},
+    "strided, linear": {"sparsity": "strided", "sparsity_size": 3, "mixer": "linear"},
     "grouped heads": {"n_kv_heads": 2, "positions": "rope"},
     "grouped heads, xl": {"n_kv_heads": 1, "positions": "xl"},
     "grouped heads, performer": {"n_kv_heads": 2, "mixer": "performer", "mixer_size": 8},

@@ -69,6 +69,15 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "mixer='linformer' mixes all tokens at once, so window cannot narrow it": {
         **{"architecture": "encoder", "head": "none", "mixer": "linformer", "window": 4},
     },
+    "mixer='linformer' mixes all tokens at once, so sparsity cannot narrow it": {
+        **{"architecture": "encoder", "head": "none", "mixer": "linformer", "sparsity": "bigbird"},
+    },
+    "sparsity='strided' and window=4 both say who is seen": {"sparsity": "strided", "window": 4},
+    "sparsity_size=0 must be at least 1": {"sparsity": "strided", "sparsity_size": 0},
+    "sparsity_random=101.0 must lie between 0 and 100": {"sparsity": "bigbird", "sparsity_random": 101},
+    "mixer='performr' is none of dot, additive, linear, performer, linformer, fourier; did you mean 'performer'?": {
+        "mixer": "performr"
+    },
     "mixer='fourier' mixes all tokens at once, so shifted_windows cannot narrow it": {
         **{"architecture": "encoder", "head": "none", "source": "image", "mixer": "fourier", "shifted_windows": 2},
     },

@@ -588,14 +588,14 @@ def test_operations_are_those_that_torch_counts(changes: dict[str, Any], source_
     lengths = [32] if source_length is None else [source_length, 32]
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*(torch.randint(3, 70, (2, length)) for length in lengths))
-    ours = flops_per_token(config, model.n_parameters, 32, source_length=source_length) * 2 * sum(lengths)
+    ours = flops_per_token(config, 32, source_length=source_length) * 2 * sum(lengths)
     assert ours == pytest.approx(3 * counter.get_total_flops())  # backward costs twice the forward
 
 
 def test_hidden_futures_and_windows_halve_and_bound_attention() -> None:
     def attention(length: int, **changes: Any) -> float:
         config = ModelConfig(**{**SMALL, "architecture": "decoder", **changes})
-        return flops_per_token(config, 0, length) - flops_per_token(config.with_(mixer="linear"), 0, length)
+        return flops_per_token(config, length) - flops_per_token(config.with_(mixer="linear"), length)
 
     linear = 12 * 3 * 64 * 16
     full = attention(1000, causal=False) + linear
@@ -612,7 +612,7 @@ def test_every_kind_of_model_has_a_cost(preset: str) -> None:
     from regard.presets import PRESETS
 
     config = ModelConfig(**PRESETS[preset])
-    assert 1e6 < flops_per_token(config, 60_000_000, 64) < 1e10
+    assert 1e6 < flops_per_token(config, 64) < 1e10
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
+import pytest
 import torch
 import uvicorn
 from torch import Tensor
@@ -21,12 +25,14 @@ from regard.data.tokenizers import train_tokenizer
 from regard.generation.pictures import pixels
 from regard.hub import ImageProcessor, Processor
 from regard.models import Model
+from regard.web.served import Served
 from regard.web.server import explorer
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PAIRS = 48
 STEPS = 70
+EVERY_SENTENCE = "async () => (await import('/static/i18n.js')).everySentence()"
 
 
 def learnt(model: Model, source: Tensor, target: Tensor, steps: int = STEPS) -> Model:
@@ -79,7 +85,7 @@ def small_models() -> dict[str, Model]:
 
 
 @contextmanager
-def serving(models: dict[str, Model]) -> Iterator[str]:
+def serving(models: dict[str, Model] | list[Served]) -> Iterator[str]:
     """The explorer at an address of its own, while the block runs."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -101,14 +107,18 @@ class Tab:
     """One page of the explorer; whatever it complains about in the console is kept."""
 
     def __init__(self, page: Any, home: str) -> None:
-        self.page, self.home, self.complaints = page, home, []  # type: ignore[var-annotated]
+        self.page, self.home, self.largest = page, home, 0
+        self.complaints: list[str] = []
         page.on(
             "console", lambda message: message.type in ("error", "warning") and self.complaints.append(message.text)
         )
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on(
-            "response", lambda answer: answer.status >= 400 and self.complaints.append(f"{answer.status} {answer.url}")
-        )
+        page.on("response", self._weigh)
+
+    def _weigh(self, answer: Any) -> None:
+        if answer.status >= 400:
+            self.complaints.append(f"{answer.status} {answer.url}")
+        self.largest = max(self.largest, int(answer.headers.get("content-length", 0)))
 
     def open(self, **state: Any) -> Tab:
         """The page in a state, as a link would bring it."""
@@ -135,15 +145,18 @@ class Tab:
         node.scroll_into_view_if_needed()
         return node.bounding_box()
 
+    def _place(self, selector: str, x: float, y: float) -> tuple[int, int]:
+        """On a whole pixel: a browser moves the pointer in parts of one, but clicks on whole ones."""
+        box = self.box(selector)
+        return round(box["x"] + x), round(box["y"] + y)
+
     def over(self, x: float, y: float, selector: str = ".stage .sheet") -> None:
         """The pointer at a place of the sheet."""
-        box = self.box(selector)
-        self.page.mouse.move(box["x"] + x, box["y"] + y)
+        self.page.mouse.move(*self._place(selector, x, y))
         self.settled()
 
     def click(self, x: float, y: float, selector: str = ".stage .sheet") -> None:
-        box = self.box(selector)
-        self.page.mouse.click(box["x"] + x, box["y"] + y)
+        self.page.mouse.click(*self._place(selector, x, y))
         self.settled()
 
     def tip(self) -> tuple[float, list[str]]:
@@ -169,6 +182,57 @@ class Tab:
         self.page.click('[data-do="language"]')
         self.settled()
 
+    def every_view(self) -> list[str]:
+        """Open each view, put the pointer on it, and find nothing wrong."""
+        for view in self.tabs():
+            self.page.click(f'nav [data-view="{view}"]')
+            self.settled()
+            assert self.page.inner_text(".message") == "", view
+            box = self.box()
+            assert box["width"] > 100, view
+            self.over(box["width"] * 0.3, min(box["height"] * 0.5, 200))
+        return self.tabs()
+
+    def in_both_languages(self, name: tuple[str, str], check: Callable[[], None]) -> None:
+        """The same numbers under English and under Korean names."""
+        for language in name:
+            if language != name[0]:
+                self.speak_korean()
+            assert self.page.inner_text("nav button[aria-selected=true]") == language
+            check()
+
+    def table(self) -> list[list[str]]:
+        """What is on the screen as the button CSV gives it."""
+        return list(csv.reader(io.StringIO(self.exported("csv").decode("utf-8-sig"))))
+
+    def files(self) -> list[list[str]]:
+        """What the export buttons give: pictures that are pictures, and the table."""
+        assert self.exported("png").startswith(b"\x89PNG")
+        assert self.exported("svg").startswith(b"<svg")
+        return self.table()
+
+    def show(self, file: Path, view: str = "image", **state: Any) -> None:
+        """Give an image to a model that reads one."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.home}/#{urlencode({'lang': 'en', 'theme': 'light', 'view': view, **state})}")
+        self.page.wait_for_selector('input[name="image"]')
+        self.page.set_input_files('input[name="image"]', str(file))
+        self.page.wait_for_selector("nav button[aria-selected=true]")
+        self.settled()
+
 
 def as_number(text: str) -> float:
     return float(text.replace("−", "-").replace("∞", "inf"))
+
+
+def near(text: str, exact: float) -> bool:
+    try:
+        return as_number(text) == pytest.approx(exact, abs=2e-6, rel=2e-4)
+    except ValueError:
+        return False
+
+
+def numbers_in(texts: list[str], pattern: str) -> list[float]:
+    """The numbers in the one text that is of this form."""
+    found = next(match for text in texts if (match := re.fullmatch(pattern, text)))
+    return [as_number(group) for group in found.groups()]

@@ -7,7 +7,8 @@ import io
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import regard
-from generation.spoken import translator
+from generation.spoken import language_model, translator
 from regard.attention import record
 from regard.lens import interventions
+from regard.lens.labels import token_text
 from regard.lens.logit_lens import logit_lens
 from regard.lens.patterns import patterns
 from regard.lens.places import attention_at
@@ -25,6 +27,7 @@ from regard.models import Model
 from regard.web.answers import plain
 from regard.web.limits import Limits
 from regard.web.opening import picture as read_picture
+from regard.web.served import example_of
 
 from .served import TEXT, asked, asking, numbers, opened, picture, refusal, small_models
 
@@ -67,6 +70,7 @@ def test_the_models_are_described(client: TestClient) -> None:
         "generates": True,
         "image": False,
         "source": True,
+        "example": None,
     }
     assert found["recurrent"]["kinds"] == {"cross": {"layers": 1, "heads": 1}}
     assert [found[name]["task"] for name in ("speaker", "captioner", "classifier", "images")] == [
@@ -77,6 +81,19 @@ def test_the_models_are_described(client: TestClient) -> None:
     ]
     assert [name for name in found if found[name]["image"]] == ["captioner", "images"]
     assert [name for name in found if not found[name]["generates"]] == ["classifier", "images"]
+
+
+def test_a_run_of_an_embedded_corpus_comes_with_an_example(tmp_path: Path) -> None:
+    for source in ("en-ko", "shapes", "data/pairs.tsv"):
+        (tmp_path / "run.json").write_text(json.dumps({"data": {"source": source}}))
+        found = example_of(f"{tmp_path}@1200")
+        if source == "shapes":
+            assert read_picture(found, Limits()).size == (64, 64)
+        else:
+            assert (found is None) == (source != "en-ko")
+    assert example_of(tmp_path / "nothing") is None
+    (tmp_path / "run.json").write_text("[]")
+    assert example_of(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -132,6 +149,62 @@ def test_overviews_and_thumbnails(client: TestClient, models: dict[str, Model]) 
     )
     small = numbers(client, sent, "thumbnails", kind="cross", layer=1, size=3)
     torch.testing.assert_close(small, look.map("cross", 1).pooled(3, 3)[0])
+
+
+def test_as_many_cells_as_fit_into_a_megabyte(models: dict[str, Model]) -> None:
+    """512 × 512 may be asked for: the answer says in X-Shape that it has 500 × 500."""
+    model = language_model(kind="chars", max_len=520)
+    text = (TEXT * 30)[:520]
+    look = regard.look(model, text)
+    with asking({"speaker": model}) as client:
+        sent = opened(client, "speaker", text=text)
+        for asked_for, sent_back in (((512, 512), (500, 500)), ((512, 488), (512, 488)), ((490, 512), (489, 511))):
+            found = numbers(client, sent, "pooled", kind="self", layer=0, head=1, h=asked_for[0], w=asked_for[1])
+            assert found.shape == sent_back
+            torch.testing.assert_close(found, look.pooled("self", 0, 1, *sent_back))
+        small = numbers(client, sent, "thumbnails", kind="self", layer=0, size=512)
+        assert small.shape == (4, 250, 250)
+
+
+MERGED = ({"words": True, "specials": True}, {"words": True, "specials": False}, {"words": False, "specials": False})
+
+
+@pytest.mark.parametrize("name", ["speaker", "translator", "captioner", "classifier", "images"])
+@pytest.mark.parametrize("reading", MERGED, ids=["words", "words alone", "no specials"])
+def test_words_and_hidden_special_tokens(
+    client: TestClient, models: dict[str, Model], name: str, reading: dict[str, bool]
+) -> None:
+    sent, look = pair(client, models, name)
+    sizes = client.get(f"/api/looks/{sent['id']}", params=reading).json()["kinds"]
+    for kind in look.kinds:
+        view = look.merged(kind, **reading)
+        n_rows, n_cols = len(view.rows), len(view.cols)
+        assert (sizes[kind]["n_rows"], sizes[kind]["n_cols"]) == (n_rows, n_cols)
+        labels = asked(client, sent, "labels", kind=kind, axis="cols", **reading)
+        assert [label["text"] for label in labels] == [label.text for label in view.cols]
+        place = {"kind": kind, "layer": 1, **reading}
+        whole = {"r0": 0, "r1": n_rows, "c0": 0, "c1": n_cols}
+        for head in (2, None):
+            exact, at = view.weights(1, head), {**place, "head": "mean" if head is None else head}
+            torch.testing.assert_close(numbers(client, sent, "tile", **at, **whole), exact, rtol=0, atol=1e-6)
+            pooled = numbers(client, sent, "pooled", **at, h=2, w=3)
+            blocks = [[b.mean() for b in a.tensor_split(min(3, n_cols), 1)] for a in exact.tensor_split(min(2, n_rows))]
+            torch.testing.assert_close(pooled, torch.tensor(blocks), rtol=0, atol=1e-6)
+            best = asked(client, sent, "top", **at, row=n_rows - 1, k=1)[0]
+            assert best["weight"] == pytest.approx(float(exact[-1].max()), abs=1e-6)
+            assert best["text"] == view.cols[best["index"]].text
+        small = numbers(client, sent, "thumbnails", **place, size=2)
+        torch.testing.assert_close(small[3], view.pooled(1, 3, 2, 2), rtol=0, atol=1e-6)
+        table = client.get(f"/api/looks/{sent['id']}/csv", params={**place, "head": 0}).content.decode("utf-8-sig")
+        last = list(csv.reader(io.StringIO(table)))[-1]
+        assert float(last[1]) == pytest.approx(float(view.weights(1, 0)[-1, 0]), abs=1e-6)
+
+
+def test_where_nothing_but_special_tokens_was_looked_at(models: dict[str, Model]) -> None:
+    with asking({"translator": models["translator"]}) as client:
+        sent = opened(client, "translator", target="")
+        hidden = client.get(f"/api/looks/{sent['id']}", params={"specials": False})
+        assert "leaves nothing of the self attention" in refusal(hidden, 422)
 
 
 def test_where_a_row_looks_most(client: TestClient, models: dict[str, Model]) -> None:
@@ -204,8 +277,9 @@ def test_a_long_text_has_no_v(models: dict[str, Model]) -> None:
 
 def test_the_next_token(client: TestClient, models: dict[str, Model]) -> None:
     sent, look = pair(client, models, "speaker")
-    for options in ({}, {"position": 2, "k": 4}, {"temperature": 0.5, "top_k": 3}, {"top_p": 0.2}):
-        expected = look.next(**options)  # type: ignore[arg-type]
+    asked_for: list[dict[str, Any]] = [{}, {"position": 2, "k": 4}, {"temperature": 0.5, "top_k": 3}, {"top_p": 0.2}]
+    for options in asked_for:
+        expected = look.next(**options)
         found = asked(client, sent, "next", **options)
         assert [(x["token"], x["text"]) for x in found] == [(x.token, x.text) for x in expected]
         assert [x["probability"] for x in found] == pytest.approx([x.probability for x in expected], abs=1e-6)
@@ -215,8 +289,22 @@ def test_the_next_token(client: TestClient, models: dict[str, Model]) -> None:
 
 def test_patterns_and_the_logit_lens_are_the_lens_s(client: TestClient, models: dict[str, Model]) -> None:
     sent, look = pair(client, models, "speaker")
-    assert asked(client, sent, "patterns", kind="self") == plain(patterns(look, "self"))
+    found = asked(client, sent, "patterns", kind="self")
+    exact = patterns(look, "self")
+    assert found == json.loads(json.dumps(exact.document()))
+    assert found["labels"][1][0] == exact.label(1, 0)
     assert asked(client, sent, "logit-lens", position=3) == json.loads(json.dumps(plain(logit_lens(look, 3))))
+
+
+def depth(nodes: dict[int, dict[str, Any]], node: dict[str, Any]) -> int:
+    return 0 if node["parent"] is None else 1 + depth(nodes, nodes[node["parent"]])
+
+
+def test_of_a_large_tree_what_was_given_up_is_left_out(models: dict[str, Model]) -> None:
+    with asking({"translator": models["translator"]}, Limits(beam_nodes=10)) as client:
+        found = asked(client, opened(client, "translator", generate={"beam": 3, "max_new_tokens": 6}), "beams")
+    assert found["left_out"] > 0
+    assert all(node["kept"] for node in found["nodes"])
 
 
 def test_a_beam_search_is_a_tree(client: TestClient, models: dict[str, Model]) -> None:
@@ -235,6 +323,19 @@ def test_a_beam_search_is_a_tree(client: TestClient, models: dict[str, Model]) -
     for rank, hypothesis in enumerate(made.hypotheses[0]):
         assert leaves[rank]["final"] == pytest.approx(hypothesis.score, abs=1e-5)
         assert leaves[rank]["score"] == pytest.approx(hypothesis.score * len(hypothesis.tokens), abs=1e-4)
+    given_up = [node for node in nodes if not node["kept"]]
+    assert given_up, "a search of three beams gives up something on the way"
+    assert not any(node["best"] or "rank" in node for node in given_up)
+    of = {node["id"]: node for node in nodes}
+    for node in nodes[1:]:
+        assert node["parent"] in of
+        assert node["kept"] <= of[node["parent"]]["kept"]
+    assert made.steps is not None
+    for t, step in enumerate(made.steps):  # every beam the search had stands in the tree, with the search's score
+        for _, parent, token, score in step.of(0):
+            text = token_text(token, models["translator"].processor.source, models["translator"].config)
+            same = [n for n in nodes if n["text"] == text and depth(of, n) == t + 1]
+            assert any(node["score"] == pytest.approx(score, abs=1e-5) for node in same), (t, parent, token)
     path = [leaves[0]]
     while path[0]["parent"] is not None:
         path.insert(0, nodes[path[0]["parent"]])
@@ -274,12 +375,68 @@ def test_a_stream_ends_with_a_look_at_what_was_written(client: TestClient, model
     torch.testing.assert_close(found, look.weights(0, 0, kind=kind), rtol=0, atol=1e-6)
 
 
-def test_a_model_that_says_nothing_has_looked_all_the_same(models: dict[str, Model]) -> None:
-    model = translator()
-    assert model.config.eos_id is not None
+@pytest.mark.parametrize("name", ["translator", "recurrent", "captioner"])
+@pytest.mark.parametrize("head", [0, None])
+def test_where_the_model_looks_is_told_while_it_writes(
+    client: TestClient, models: dict[str, Model], name: str, head: int | None
+) -> None:
+    """Rows of the recorder on the cached path are the look's at the finished text."""
+    given: dict[str, Any] = {"image": picture()} if models[name].config.source == "image" else {"text": TEXT}
+    layer = 0 if name == "recurrent" else 1
+    watch = {"layer": layer, "head": head}
+    *told, last = lines(client, model=name, generate={"max_new_tokens": 9}, watch=watch, **given)
+    if "text" in given:
+        assert told.pop(0)["source"] == asked(client, last, "labels", kind="cross", axis="cols")
+    plain_told = lines(client, model=name, generate={"max_new_tokens": 9}, **given)[:-1]
+    said = [line for line in told if line["token"] != models[name].config.eos_id]
+    assert [(line["token"], line["text"]) for line in said] == [(line["token"], line["text"]) for line in plain_told]
+    size = last["kinds"]["cross"]
+    place = {"kind": "cross", "layer": layer, "head": "mean" if head is None else head}
+    exact = numbers(client, last, "tile", **place, r0=0, r1=size["n_rows"], c0=0, c1=size["n_cols"])
+    rows = torch.tensor([line["weights"] for line in told])
+    assert len(rows) >= 4
+    torch.testing.assert_close(rows, exact[: len(rows)], rtol=0, atol=1e-5)
+    labels = asked(client, last, "labels", kind="cross", axis="rows")
+    for line, label in zip(told, labels, strict=False):
+        if "\ufffd" not in label["text"]:  # nonsense is no character, however many tokens of it there are
+            assert line["label"]["text"] == label["text"]
+
+
+def silent() -> Model:
+    """A translator that ends before it has begun."""
+    model: Any = translator()
     with torch.no_grad():
-        model.head.bias = torch.nn.Parameter(torch.zeros(model.config.output_vocab_size))  # type: ignore[union-attr]
-        model.head.bias[model.config.eos_id] = 1000.0  # type: ignore[union-attr,index]
+        model.head.bias = torch.nn.Parameter(torch.zeros(model.config.output_vocab_size))
+        model.head.bias[model.config.eos_id] = 1000.0
+    return cast(Model, model)
+
+
+def test_the_end_is_watched_too() -> None:
+    model = silent()
+    with asking({"silent": model}) as client:
+        _, end, last = lines(client, model="silent", text=TEXT, watch={"layer": 1, "head": 2})
+        found = numbers(client, last, "tile", kind="cross", layer=1, head=2, r0=0, r1=1, c0=0, c1=len(end["weights"]))
+    assert end["token"] == model.config.eos_id
+    assert end["label"]["special"]
+    torch.testing.assert_close(torch.tensor([end["weights"]]), found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "watch", "words"),
+    [
+        ("speaker", {}, "model 'speaker' has no cross-attention to watch"),
+        ("translator", {"layer": 2}, "watch.layer=2: cross attention has 2 layers, 0 … 1"),
+        ("translator", {"head": 4}, "watch.head=4: cross attention has 4 heads, 0 … 3"),
+        ("translator", {"head": -1}, "watch.head: input should be greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_watched(client: TestClient, model: str, watch: dict[str, Any], words: str) -> None:
+    asked_for = {"model": model, "text": TEXT, "watch": watch}
+    assert words in refusal(client.post("/api/stream", json=asked_for), 422)
+
+
+def test_a_model_that_says_nothing_has_looked_all_the_same() -> None:
+    model = silent()
     with asking({"silent": model}) as client:
         (last,) = lines(client, model="silent", text=TEXT)
     assert last["kinds"]["cross"]["n_rows"] == 1
@@ -428,7 +585,7 @@ def test_looks_are_kept_by_their_bytes(models: dict[str, Model]) -> None:
         ("pooled", {"h": 3, "w": 3, "reduce": "sum"}, "reduce: input should be 'mean' or 'max'"),
         ("top", {"row": 700}, "row=700 does not lie within 0 …"),
         ("walk", {"row": 1, "col": 999}, "col=999 does not lie within 0 …"),
-        ("walk", {"row": 1, "col": 1, "head": 9}, "head=9 does not lie within 0 … 3"),
+        ("walk", {"row": 1, "col": 1, "head": 9}, "head=9: self attention has 4 heads, 0 … 3"),
         ("next", {"temperature": "nan"}, "temperature: input should be a finite number"),
         ("next", {"temperature": "1e400"}, "temperature: input should be a finite number"),
         ("next", {"position": 500}, "position=500"),

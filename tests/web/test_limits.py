@@ -15,7 +15,8 @@ import regard.web.opening
 from generation.spoken import language_model
 from regard.models import Model
 from regard.web import explorer
-from regard.web.limits import Guard, Limits, Refused
+from regard.web.guard import Guard
+from regard.web.limits import Limits, Refused
 from regard.web.served import named
 from regard.web.workers import Workers
 
@@ -93,7 +94,7 @@ def test_a_body_without_a_length_is_counted(client: TestClient) -> None:
         for _ in range(9):
             yield b" " * 1_000_000
 
-    assert "more than the 8,000,000 bytes" in refusal(client.post("/api/looks", content=pieces()), 413)
+    assert "is more than the 8,000,000 allowed" in refusal(client.post("/api/looks", content=pieces()), 413)
 
 
 def ask_guard(guard: Guard, *messages: dict[str, Any], wait: float = 0.0) -> list[dict[str, Any]]:
@@ -258,7 +259,7 @@ def test_a_stream_stops_when_nobody_listens() -> None:
 
         stream = workers.stream(pieces)
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         heard.set()
         assert await workers.run(lambda: len(made)) < 100  # behind the stream in the same thread
         workers.close()
@@ -290,8 +291,8 @@ def test_no_answer_is_larger_than_a_megabyte() -> None:
         for path in (
             "tile?kind=self&layer=0&head=mean&r0=0&r1=256&c0=0&c1=256",
             "pooled?kind=self&layer=0&head=0&h=500&w=500",
-            "pooled?kind=self&layer=0&head=0&h=488&w=512",
-            "thumbnails?kind=self&layer=0&size=250",
+            "pooled?kind=self&layer=0&head=0&h=512&w=512",
+            "thumbnails?kind=self&layer=0&size=512",
             "labels?kind=self&axis=rows",
             "csv?kind=self&layer=0&head=0&r0=300&r1=556&c0=0&c1=256",
             "patterns?kind=self",
@@ -302,8 +303,7 @@ def test_no_answer_is_larger_than_a_megabyte() -> None:
             assert answer.status_code == 200, (path, answer.text)
             assert len(answer.content) <= 1_000_000
         for path, words in (
-            ("pooled?kind=self&layer=0&head=0&h=512&w=512", "more than 1,000,000 bytes"),
-            ("thumbnails?kind=self&layer=0&size=251", "size=251 is too large for 4 heads"),
+            ("pooled?kind=self&layer=0&head=0&h=512&w=513", "w: input should be less than or equal to 512"),
             ("tile?kind=self&layer=0&head=0&r0=0&r1=257&c0=0&c1=1", "at most 256 are sent at once"),
             ("csv?kind=self&layer=0&head=0&r0=0&r1=257&c0=0&c1=1", "at most 256 are sent at once"),
         ):

@@ -172,7 +172,7 @@ def _direction(call: Call) -> str:
 def choose(call: Call, weights: bool = False) -> str:
     """The fastest backend that can do what is asked."""
     wanted, device = features_of(call, weights), call.q.device.type
-    can = able(call.mechanism.name, device, _direction(call), wanted)
+    can = able(call.mechanism.kind, device, _direction(call), wanted)
     if not can:
         raise ValueError(f"no backend can do {_asked(call, sorted(wanted), device)}")
     if "linear" in can:
@@ -200,9 +200,9 @@ def _require(backend: str, call: Call, weights: bool) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}, auto{hint}")
     wanted, device = features_of(call, weights), call.q.device.type
-    lacking = missing(backend, call.mechanism.name, device, _direction(call), wanted)
+    lacking = missing(backend, call.mechanism.kind, device, _direction(call), wanted)
     if lacking:
-        can = able(call.mechanism.name, device, _direction(call), wanted)
+        can = able(call.mechanism.kind, device, _direction(call), wanted)
         asked = _asked(call, lacking, device)
         raise ValueError(f"backend={backend!r} cannot do {asked}; these can: {', '.join(can) or 'none'}")
 

@@ -76,7 +76,7 @@ class Scoring:
 
     def _block(self, height: int, width: int) -> tuple[int, int]:
         """A block of at most this size whose tile, over batch and heads, is no larger than the mechanism wants."""
-        while height * width * self._pairs > self.mechanism.largest_tile and height > 32:
+        while height * width * self._pairs > self.largest_tile and height > 32:
             height, width = (height // 2, width) if height >= width else (height, width // 2)
         return height, width
 
@@ -87,9 +87,14 @@ class Scoring:
         """
         scores_in_block = blocks.block[0] * blocks.block[1] * self._pairs
         scores_in_rows = [n * scores_in_block for n in (blocks.kinds != EMPTY).sum(1).tolist()]
-        largest = scores_in_block if self.bias is not None else self.mechanism.largest_tile
+        largest = scores_in_block if self.bias is not None else self.largest_tile
         n_tiles = sum(-(-n // largest) for n in scores_in_rows)
         return sum(scores_in_rows) + (n_tiles << 16)
+
+    @property
+    def largest_tile(self) -> int:
+        """Pairs in a tile. What fits a processor's cache would leave a GPU waiting for the next one to start."""
+        return max(self.mechanism.largest_tile, 1 << 20) if self.q.is_cuda else self.mechanism.largest_tile
 
     @property
     def _pairs(self) -> int:

@@ -11,9 +11,9 @@ FEATURES = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT, "weights")
 """plain: nothing special · causal, padding, mask (any) · bias (fixed), trainable bias, content bias (reads q and k) ·
 gqa: fewer key than query heads · dropout on the weights, fixed by a seed · weights: returns them."""
 
-DOT = ("dot", "general")
-ADDITIVE = ("additive", "concat")
-KERNEL = ("linear", "performer")
+KINDS = ("dot", "scores", "kernel", "shares", "summary")
+"""Of mechanisms, as ``Mechanism.kind`` has it: dot products · any scores under a softmax · products of feature maps ·
+any positive scores, divided by their sum · dot products with a summary of the keys."""
 DEVICES = ("cpu", "cuda", "mps")
 OTHER = "mps"  # devices not listed (meta, xpu …) are taken to do what this one does: torch's own operations
 DIRECTIONS = ("forward", "backward")
@@ -21,7 +21,7 @@ DIRECTIONS = ("forward", "backward")
 
 class Capability(NamedTuple):
     backend: str
-    mechanism: str
+    kind: str
     device: str
     direction: str
     feature: str
@@ -29,29 +29,29 @@ class Capability(NamedTuple):
 
 class _Row(NamedTuple):
     backend: str
-    mechanisms: tuple[str, ...]
+    kinds: tuple[str, ...]
     devices: tuple[str, ...]
     directions: tuple[str, ...]
     features: tuple[str, ...]
 
 
 _ROWS = (
-    _Row("reference", DOT + ADDITIVE, DEVICES, DIRECTIONS, FEATURES),
-    _Row("reference", KERNEL, DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT, "weights")),
-    _Row("reference", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT, "weights")),
-    _Row("tiled", DOT + ADDITIVE, DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
-    _Row("tiled", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT)),
-    _Row("sdpa", DOT, DEVICES, DIRECTIONS, ("plain", *MASKS, "bias", "trainable bias", "gqa", "dropout")),
-    _Row("sdpa", ("linformer",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
-    _Row("flex", DOT, ("cuda",), DIRECTIONS, ("plain", *MASKS, "bias", "trainable bias", "gqa")),
-    _Row("flex", DOT, ("cpu",), ("forward",), ("plain", *MASKS, "bias", "trainable bias", "gqa")),
-    _Row("linear", KERNEL, DEVICES, DIRECTIONS, ("plain", "causal", "padding", "gqa")),
+    _Row("reference", ("dot", "scores"), DEVICES, DIRECTIONS, FEATURES),
+    _Row("reference", ("kernel", "shares"), DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT, "weights")),
+    _Row("reference", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT, "weights")),
+    _Row("tiled", ("dot", "scores"), DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
+    _Row("tiled", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT)),
+    _Row("sdpa", ("dot",), DEVICES, DIRECTIONS, ("plain", *MASKS, "bias", "trainable bias", "gqa", "dropout")),
+    _Row("sdpa", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
+    _Row("flex", ("dot",), ("cuda",), DIRECTIONS, ("plain", *MASKS, "bias", "trainable bias", "gqa")),
+    _Row("flex", ("dot",), ("cpu",), ("forward",), ("plain", *MASKS, "bias", "trainable bias", "gqa")),
+    _Row("linear", ("kernel",), DEVICES, DIRECTIONS, ("plain", "causal", "padding", "gqa")),
 )
 
 CAPABILITIES = frozenset(
-    Capability(row.backend, mechanism, device, direction, feature)
+    Capability(row.backend, kind, device, direction, feature)
     for row in _ROWS
-    for mechanism in row.mechanisms
+    for kind in row.kinds
     for device in row.devices
     for direction in row.directions
     for feature in row.features
@@ -60,13 +60,13 @@ CAPABILITIES = frozenset(
 BACKENDS = tuple(dict.fromkeys(row.backend for row in _ROWS))
 
 
-def missing(backend: str, mechanism: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
-    """The features a backend lacks for this mechanism on this device, in the table's order."""
+def missing(backend: str, kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
+    """The features a backend lacks for this kind of mechanism on this device, in the table's order."""
     device = device if device in DEVICES else OTHER
     asked = [f for f in FEATURES if f in features]
-    return [f for f in asked if Capability(backend, mechanism, device, direction, f) not in CAPABILITIES]
+    return [f for f in asked if Capability(backend, kind, device, direction, f) not in CAPABILITIES]
 
 
-def able(mechanism: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
+def able(kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The backends that can do all of it."""
-    return [b for b in BACKENDS if not missing(b, mechanism, device, direction, features | {"plain"})]
+    return [b for b in BACKENDS if not missing(b, kind, device, direction, features | {"plain"})]

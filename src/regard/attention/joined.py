@@ -15,7 +15,6 @@ from .call import Scoring
 from .frame import Frame, Site
 from .masks import Mask
 from .masks.mask import Bounds, Box, block_range
-from .mixing import Linformer
 from .scores import Mechanism
 
 
@@ -55,8 +54,10 @@ def same_memory(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> Scoring:
     """One Scoring for all steps. While decoding only queries are kept: the keys are the cache's, asked for once."""
     first, (k, k_pos) = steps[0], keys
-    if isinstance(first.mechanism, Linformer):
-        raise ValueError("mechanism 'linformer' sums up its keys anew at every step; there is no map of them all")
+    if first.mechanism.kind == "summary":
+        raise ValueError(
+            f"mechanism {first.mechanism.name!r} sums up its keys anew at every step; there is no map of them all"
+        )
     if any(step.bias is not first.bias for step in steps):
         raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
     q_pos = _beside([step.q_pos for step in steps])

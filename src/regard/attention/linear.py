@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import ModelConfig
 from .call import Call
 from .checks import check_heads
 from .frame import Frame
@@ -31,6 +32,7 @@ class Kernel(Mechanism):
     """s_ij = φ(q_i)·φ(k_j) with φ > 0, and weights s / Σ s. ``queries`` and ``keys`` are φ, applied once, O(T)."""
 
     normaliser = "linear"
+    kind = "kernel"
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
         if q.shape[-1] != k.shape[-1]:
@@ -48,6 +50,10 @@ class Linear(Kernel):
     """
 
     name = "linear"
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Linear:
+        return cls()
 
     def queries(self, q: Tensor) -> Tensor:
         return _elu_plus_one(q)
@@ -92,6 +98,10 @@ class Performer(nn.Module, Kernel):
         self.scale = 1 / math.sqrt(d_head) if scale is None else scale
         self.register_buffer("omega", torch.empty(n_features, d_head))
         self.redraw(seed)
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Performer:
+        return cls(d_head, config.mixing.size_of(config.mixer_size), config.attention_scale)
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..config import ModelConfig
 from .backends import attend
 from .frame import Frame
 from .linear import visible_keys
@@ -27,6 +28,7 @@ class Linformer(nn.Module, Dot):
     """
 
     name = "linformer"
+    kind = "summary"
 
     def __init__(self, length: int, rank: int, n_heads: int | None = None, scale: float | None = None) -> None:
         """``n_heads``: E and F of its own for each key head; None: one pair, shared by all."""
@@ -39,6 +41,11 @@ class Linformer(nn.Module, Dot):
         self.f = nn.Parameter(torch.empty(shape))
         for weight in (self.e, self.f):
             nn.init.normal_(weight, std=1 / math.sqrt(length))  # summaries then vary as much as keys do
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Linformer:
+        rank = min(config.mixing.size_of(config.mixer_size), config.max_len)
+        return cls(config.max_len, rank, scale=config.attention_scale)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
         self._check(q, k, mask)
@@ -87,6 +94,10 @@ class Fourier(nn.Module):
     """
 
     name = "fourier"
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Fourier:
+        return cls()
 
     def forward(self, x: Tensor) -> Tensor:
         return fourier_mix(x)

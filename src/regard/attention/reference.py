@@ -29,16 +29,23 @@ class Steps(NamedTuple):
 
 def steps(call: Call) -> Steps:
     """All steps of an attention, dropout left out: it acts on the weights only while training."""
+    scaled, biased, masked, weights = _weights(call)
+    scores = scaled
+    if isinstance(call.mechanism, Dot):
+        scores = Dot(scale=1.0).tile(_exact(call.q), _exact(call.k))
+    return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
+
+
+def _weights(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scaled, biased and masked scores, and the weights they become."""
     (own, of_bias), q, k = call.operands(), _exact(call.q), _exact(call.k)
     scaled = call.mechanism.tile(q, k, own)
-    scores = Dot(scale=1.0).tile(q, k) if isinstance(call.mechanism, Dot) else scaled
     biased = scaled
     if call.bias is not None:
         biased = scaled + call.bias.tile(ALL, ALL, call.frame, of_bias, q, k)
     allowed = call.allowed()
     masked = biased if allowed is None else biased.masked_fill(~allowed, call.nothing)
-    weights = normalise(masked, call.mechanism.normaliser).to(call.v.dtype)
-    return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
+    return scaled, biased, masked, normalise(masked, call.mechanism.normaliser).to(call.v.dtype)
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -48,12 +55,12 @@ def _exact(x: Tensor) -> Tensor:
 
 def reference(call: Call) -> tuple[Tensor, Tensor]:
     """Output and weights (before dropout), O(T · S) memory."""
-    *_, weights, output = steps(call)
-    if call.dropout > 0:
-        seed = draw_seed(call.q.device) if call.seed is None else call.seed
-        kept = weights * keep_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
-        output = weigh(kept, call.v)
-    return output, weights
+    weights = _weights(call)[-1]  # what came before need not outlive it
+    if call.dropout == 0:
+        return weigh(weights, call.v), weights
+    seed = draw_seed(call.q.device) if call.seed is None else call.seed
+    kept = weights * keep_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
+    return weigh(kept, call.v), weights
 
 
 def normalise(scores: Tensor, normaliser: str) -> Tensor:

@@ -8,11 +8,12 @@ and k as they come out of the first half, so every weight can be recomputed from
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..config import ModelConfig
 from .checks import check_projection
 from .frame import Frame
 from .masks import Mask
@@ -35,17 +36,35 @@ class Mechanism:
 
     ``normaliser`` says how a row of scores becomes weights: "softmax" exp(s) / Σ exp(s), "linear" s / Σ s.
     ``operands`` are the parameters ``tile`` reads; backends that recompute tiles pass them explicitly and return
-    their gradients.
+    their gradients. ``kind`` is what backends go by: "dot" products, other "scores" under a softmax, "kernel" products,
+    other "shares" of a sum, a "summary" of the keys. Whoever writes a ``tile`` gets the kind every tile can serve.
     """
 
     name: ClassVar[str]
+    kind: ClassVar[str] = "scores"
     normaliser: ClassVar[str] = "softmax"
     largest_tile: ClassVar[int] = 1 << 20  # (query, key) pairs in a tile, over batch and heads: stay inside the cache
 
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__.lower()
+        if (
+            "tile" in cls.__dict__ and "kind" not in cls.__dict__
+        ):  # a score of its own is no longer what it was a kind of
+            cls.kind = "scores" if cls.normaliser == "softmax" else "shares"
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
+        """One for a layer of a model. Whoever is built from something else than its heads says so here."""
+        return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base itself has nothing to build
+
     def queries(self, q: Tensor) -> Tensor:
+        """What a query becomes before it is scored, (B, H, T, D)."""
         return q
 
     def keys(self, k: Tensor) -> Tensor:
+        """What a key becomes before it is scored, (B, G, S, D)."""
         return k
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
@@ -97,9 +116,17 @@ class Dot(Mechanism):
     """
 
     name = "dot"
+    kind = "dot"
+    scale: float | None = None
 
     def __init__(self, scale: float | None = None) -> None:
         self.scale = scale
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
+        if cls is Dot:
+            return cls(config.attention_scale)
+        return super().for_model(config, n_heads, d_head)
 
     def factor(self, d_head: int) -> float:
         return 1.0 / math.sqrt(d_head) if self.scale is None else self.scale

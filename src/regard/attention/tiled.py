@@ -134,7 +134,7 @@ def _tiles(call: Call, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterato
     if call.bias is not None:  # a bias is read as diagonals, which neither wide nor gathered tiles do well
         yield from blocks
         return
-    widest = call.mechanism.largest_tile // ((rows.stop - rows.start) * call.q.shape[0] * call.q.shape[1])
+    widest = call.largest_tile // ((rows.stop - rows.start) * call.q.shape[0] * call.q.shape[1])
     keys = torch.arange(call.k.shape[2], device=call.k.device)
     parts: list[slice] = []
     masked = False

@@ -17,15 +17,34 @@ import typer
 from regard import __version__
 from regard.errors import RegardError
 
-from . import bench, caption, classify, data, evaluate, export, generate, info, look, serve, train, translate
+from . import (
+    ablate,
+    bench,
+    caption,
+    classify,
+    cost,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    examples,
+    export,
+    generate,
+    info,
+    look,
+    serve,
+    train,
+    translate,
+)
 from .common import Common, complain
 
 app = typer.Typer(
     help="Build a Transformer, train it, see inside it, ship it.",
+    epilog=examples.epilog("regard"),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
@@ -33,11 +52,15 @@ app.command("translate")(translate.translate)
 app.command("classify")(classify.classify)
 app.command("caption")(caption.caption)
 app.command("look")(look.look)
+app.command("ablate")(ablate.ablate)
+app.command("cost")(cost.cost)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.add_typer(data.app, name="data")
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")
+app.command("doctor")(doctor.doctor)
+examples.add_to(app)  # after the last of them
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,6 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.debug:
             traceback.print_exc()
         else:
-            complain(failure)
+            complain(failure, options.command)
         return failure.exit_code if isinstance(failure, RegardError) else 1
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from . import completing
 from .common import AsJson, comma_words, progress, show
 from .reading import Device, device_of, open_model
 
@@ -69,7 +70,12 @@ def attention(
 @app.command("generate")
 def generate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run, a model directory, or a preset with random weights.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run, a model directory, or a preset with random weights.",
+            autocompletion=completing.presets_or_models,
+        ),
     ],
     batch: Annotated[str, typer.Option(help="Prompts written at once, separated by commas.")] = "1,8",
     beam: Annotated[str, typer.Option(help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",

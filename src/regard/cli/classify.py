@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .common import AsJson, emit
-from .reading import Device, ModelPath, TextFile, Truncate, lines_of, open_model
+from .reading import Device, ModelPath, TextFile, Truncate, lines_of, need_text, open_model
 
 
 def classify(
@@ -29,6 +29,7 @@ def classify(
 
     opened = open_model(model, device)
     check_classifies(opened)
+    need_text(opened, given)
     found = run(opened, given, truncate=truncate) if given else []
     if as_json:
         results = [

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 import typer
 
+from . import advice, completing
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")]
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="WORDS", help="Fields as section.field=value: `regard train --fields`.", show_default=False),
+    typer.Argument(
+        metavar="WORDS",
+        help="Fields as section.field=value: `regard train --fields`.",
+        show_default=False,
+        autocompletion=completing.words,
+    ),
 ]
 
 
@@ -51,11 +59,11 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def complain(failure: Exception) -> None:
+def complain(failure: Exception, typed: Sequence[str] = ()) -> None:
     """One line whatever the message holds, as logs and scripts read line by line; bad lines of data get one each."""
     lines = [str(line) for line in getattr(failure, "lines", ())]
-    said = str(failure).split("\n", 1)[0] if lines else str(failure)
-    progress(f"regard: {' '.join(said.split()) or type(failure).__name__}")
+    said = advice.as_typed(str(failure).split("\n", 1)[0] if lines else str(failure))
+    progress(f"regard: {' '.join(said.split()) or type(failure).__name__}{advice.advise(typed, failure)}")
     for line in lines:
         progress(" ".join(line.split()))
     if (hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from . import completing
 from .common import AsJson, Words, progress, show
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ _MOST_DRAWN = 5_000
 
 @app.command("describe")
 def describe(
-    source: Annotated[str, typer.Argument(help="An embedded corpus, a file, two files a,b, a folder, or hf:name.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="An embedded corpus, a file, two files a,b, a folder, or hf:name.", autocompletion=completing.sources
+        ),
+    ],
     words: Words = None,
     tokenizer: Annotated[
         str | None,

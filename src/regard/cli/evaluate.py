@@ -7,14 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completing
 from .common import AsJson, Words, show
 
 
 def evaluate(
-    path: Annotated[str, typer.Argument(metavar="RUN_OR_DIR", help="A run, RUN@STEP, or a model directory.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_DIR", help="A run, RUN@STEP, or a model directory.", autocompletion=completing.models
+        ),
+    ],
     words: Words = None,
     against: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Compare with this run or directory by paired bootstrap.")
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Compare with this run or directory by paired bootstrap.",
+            autocompletion=completing.models,
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder for the output of every example and the worst cases.")

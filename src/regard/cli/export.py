@@ -9,7 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completing
 from .common import AsJson, comma_words, progress, show
+
+KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,19 @@ class Exported:
 
 
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, RUN@STEP, or a model directory.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A run, RUN@STEP, or a model directory.", autocompletion=completing.models
+        ),
+    ],
     kind: Annotated[
         str,
-        typer.Argument(metavar="KIND", help="onnx, hf, ctranslate2, int8, safetensors; several with commas between."),
+        typer.Argument(
+            metavar="KIND",
+            help="onnx, hf, ctranslate2, int8, safetensors; several with commas between.",
+            autocompletion=completing.choices(*KINDS),
+        ),
     ],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory to write; whole or not at all.")],
     check: Annotated[
@@ -54,11 +66,16 @@ def export(
 
     Where a bound is broken the exit code is 1 and nothing is written.
     """
+    from regard.config.words import UsageError, nearest
+
+    kinds: Any = comma_words(kind)
+    for one in kinds:
+        if one not in KINDS:
+            raise UsageError(f"there is no kind {one!r}{nearest(one, KINDS)} (all: {', '.join(KINDS)})")
     from regard.export import BoundBroken, Bounds, table
     from regard.export import export as run
     from regard.io import load
 
-    kinds: Any = comma_words(kind)
     limits = Bounds(max_abs=bound, same_text=same_text, delta=delta)
     progress(f"comparing on {shapes} random shapes")
     try:

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from . import completing
 from .common import AsJson, show
 
 
 def info(
-    directory: Annotated[Path, typer.Argument(help="A model directory, of regard or of Hugging Face.")],
+    directory: Annotated[
+        Path, typer.Argument(help="A model directory, of regard or of Hugging Face.", autocompletion=completing.models)
+    ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with manifest.json.")] = True,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")

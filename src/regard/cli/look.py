@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import completing
 from .common import AsJson, emit, progress
-from .reading import Beam, Device, MaxNewTokens, ModelPath, check_out, given, open_model
+from .reading import Beam, Device, MaxNewTokens, ModelPath, check_out, given, need_text, open_model
 
 if TYPE_CHECKING:
     from regard.lens import Look
@@ -27,7 +28,14 @@ def look(
     ] = None,
     beam: Beam = None,
     max_new_tokens: MaxNewTokens = None,
-    kind: Annotated[str | None, typer.Option(help="self, cross or encoder.", show_default=False)] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="self, cross or encoder.",
+            show_default=False,
+            autocompletion=completing.choices("self", "cross", "encoder"),
+        ),
+    ] = None,
     layer: Annotated[int, typer.Option(metavar="N", help="From 0; -1 is the last.")] = -1,
     head: Annotated[
         int | None, typer.Option(metavar="N", help="From 0; else the mean of all.", show_default=False)
@@ -42,7 +50,13 @@ def look(
     ] = None,
     score: Annotated[bool, typer.Option("--score", help="How often attention is right where that is known.")] = False,
     compare: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare its heads with another's.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Compare its heads with another's.",
+            show_default=False,
+            autocompletion=completing.models,
+        ),
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -61,6 +75,7 @@ def look(
         _score(opened, as_json)
         if what is None:
             return
+    need_text(opened, [what or ""])
     from regard.lens import look as take
 
     options = given(beam=beam, max_new_tokens=max_new_tokens) or None

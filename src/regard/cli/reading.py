@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import completing
+
 if TYPE_CHECKING:
     from regard.models import Model
 
-ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A model directory or a run.", show_default=False)]
+ModelPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model directory or a run.", show_default=False, autocompletion=completing.models
+    ),
+]
 TextFile = Annotated[
     Path | None, typer.Option("--file", metavar="F", help="Read from this file instead.", show_default=False)
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", autocompletion=completing.choices(*DEVICES))]
 Beam = Annotated[int | None, typer.Option(min=1, metavar="K", help="Beams followed at a time.", show_default=False)]
 LengthPenalty = Annotated[float | None, typer.Option(metavar="A", help="α in log P / length^α.", show_default=False)]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most new tokens.", show_default=False)]
@@ -27,7 +36,7 @@ def device_of(name: str) -> str:
     """The device asked for, or the best there is."""
     from regard.config.words import UsageError
 
-    if name not in ("auto", "cpu", "cuda", "mps"):
+    if name not in DEVICES:
         raise UsageError(f"--device {name} is none of auto, cpu, cuda, mps")
     if name != "auto":
         return name
@@ -99,6 +108,15 @@ def check_out(out: Path | None) -> None:
         raise RegardError(f"--out {out} is a directory; a file is needed")
     if not out.parent.is_dir():
         raise RegardError(f"--out {out} cannot be written: there is no directory {out.parent}")
+
+
+def need_text(model: Model, inputs: Sequence[str]) -> None:
+    """Refuse the name of an image where text is read: it would be taken for a sentence."""
+    from regard.config.words import UsageError
+
+    for name in inputs if model.config.source == "text" else ():
+        if name.lower().endswith(_PICTURES) and Path(name).is_file():
+            raise UsageError(f"{name} is an image file, and this model reads text")
 
 
 def one_line(text: str) -> str:

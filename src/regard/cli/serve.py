@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
+from . import completing
 from .common import progress
 from .reading import Device
 
 
 def serve(
-    models: Annotated[list[str], typer.Argument(metavar="RUN", help="Runs or model directories.", show_default=False)],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN", help="Runs or model directories.", show_default=False, autocompletion=completing.models
+        ),
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8017,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     open_: Annotated[

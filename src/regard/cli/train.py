@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from . import completing
 from .common import AsJson, Result, Words, emit, show
 
 Style = Literal["auto", "json", "quiet"]
@@ -19,12 +20,20 @@ def train(
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="TASK", help="translate, lm, mlm, classify, classify-images or caption.", show_default=False
+            metavar="TASK",
+            help="translate, lm, mlm, classify, classify-images or caption.",
+            show_default=False,
+            autocompletion=completing.tasks,
         ),
     ] = None,
     words: Words = None,
-    preset: Annotated[str | None, typer.Option(help="Start from this recipe; --list shows them.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from this recipe; --list shows them.", autocompletion=completing.recipes)
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with the run in this directory.", autocompletion=completing.models),
+    ] = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the answer at the end.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Show tasks, presets and models, and leave.")] = False,

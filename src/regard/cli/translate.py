@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completing
 from .common import AsJson, emit, progress
 from .reading import (
     Device,
@@ -39,7 +40,9 @@ def translate(
     length_penalty: LengthPenalty = None,
     max_new_tokens: MaxNewTokens = None,
     truncate: Truncate = False,
-    engine: Annotated[str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.")] = "torch",
+    engine: Annotated[
+        str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.", autocompletion=completing.choices(*_ENGINES))
+    ] = "torch",
     out: Annotated[
         Path | None, typer.Option(metavar="F", help="Write the lines to this file.", show_default=False)
     ] = None,

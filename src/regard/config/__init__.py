@@ -5,16 +5,17 @@ No torch here: a config can be read, checked and shown without loading anything.
 
 from .base import Config
 from .data import DataConfig, Format, Kind
+from .mixers import MIXERS, Mixer
 from .model import (
     ACTIVATIONS,
     Architecture,
     Backend,
     Head,
-    Mixer,
     ModelConfig,
     Positions,
     RopeScalingConfig,
     Source,
+    Sparsity,
 )
 from .run import RunConfig, Task, TrainConfig
 
@@ -27,12 +28,14 @@ __all__ = [
     "Format",
     "Head",
     "Kind",
+    "MIXERS",
     "Mixer",
     "ModelConfig",
     "Positions",
     "RopeScalingConfig",
     "RunConfig",
     "Source",
+    "Sparsity",
     "Task",
     "TrainConfig",
 ]

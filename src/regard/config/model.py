@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from .base import Config
+from .mixers import Mixer, mixer
 
 Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
 Source = Literal["text", "image", "regions"]
@@ -18,7 +19,7 @@ Head = Literal["none", "lm", "masked-lm", "classify"]
 Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"]
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu")
 Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "linear"]
-Mixer = Literal["dot", "additive", "linear", "performer", "linformer", "fourier"]
+Sparsity = Literal["none", "strided", "bigbird"]
 
 
 class RopeScalingConfig(Config):
@@ -130,8 +131,8 @@ class ModelConfig(Config):
     residual: bool = True
     """Residual connections around sub-layers; without them is an ablation."""
 
-    mixer: Mixer = "dot"
-    """What mixes tokens: scaled dot product, additive, linear, Performer, Linformer, or a Fourier transform (FNet)."""
+    mixer: str = "dot"
+    """What mixes tokens: dot, additive, linear, performer, linformer, fourier (FNet), or your own, module:Class."""
     mixer_size: int | None = None
     """Random features of Performer or rank of Linformer; None: the mechanism's own default."""
     attention_scale: float | None = None
@@ -142,6 +143,12 @@ class ModelConfig(Config):
     """Keys each query sees, itself included (Mistral), and in an encoder as many after it; None: all."""
     window_layers: tuple[int, ...] | None = None
     """Layers whose attention has that window; None: every layer."""
+    sparsity: Sparsity = "none"
+    """A sparse pattern in every layer: strided (Sparse Transformer) or bigbird (neighbours, global tokens, chance)."""
+    sparsity_size: int = 64
+    """The stride, or the tokens in one of BigBird's blocks; the first block sees all and is seen by all."""
+    sparsity_random: float = 10.0
+    """Per cent of BigBird's other pairs of blocks that are open, drawn anew in each layer."""
     qkv_bias: bool = True
     """Bias on the query, key and value projections."""
     out_bias: bool = True
@@ -228,9 +235,14 @@ class ModelConfig(Config):
         if self.architecture == "recurrent":
             _check_recurrent(self)
             return self
-        for check in (_check_heads, _check_source, _check_output, _check_mixer, _check_windows):
+        for check in (_check_heads, _check_source, _check_output, _check_mixer, _check_windows, _check_sparsity):
             check(self)
         return self
+
+    @property
+    def mixing(self) -> Mixer:
+        """What the mixer is able to do."""
+        return mixer(self.mixer)
 
     @property
     def head_width(self) -> int:
@@ -274,7 +286,9 @@ _POSITIVE = (
     *("vocab_size", "target_vocab_size", "d_model", "n_layers", "n_decoder_layers", "n_heads", "n_decoder_heads"),
     *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
     *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
+    "sparsity_size",
 )
+_BIASES = ("alibi", "t5", "xl")
 
 
 def _check_heads(config: ModelConfig) -> None:
@@ -310,17 +324,25 @@ def _check_output(config: ModelConfig) -> None:
 
 def _check_mixer(config: ModelConfig) -> None:
     """What a mixer cannot do is said here, not by the first batch."""
-    mixer, positions = config.mixer, config.positions
-    if mixer in ("linformer", "fourier"):
+    mixing, positions, said = config.mixing, config.positions, f"mixer={config.mixer!r}"
+    if not mixing.causal:
         if config.has_decoder and config.causal:
-            raise ValueError(f"mixer={mixer!r} mixes all tokens at once, so it cannot hide the future from a decoder")
-        for name in ("window", "shifted_windows"):
-            if getattr(config, name) is not None:
-                raise ValueError(f"mixer={mixer!r} mixes all tokens at once, so {name} cannot narrow it")
-    if mixer in ("linear", "performer", "linformer") and positions in ("alibi", "t5", "xl"):
-        raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which mixer={mixer!r} has not")
-    if mixer == "fourier" and positions in ("rope", "alibi", "t5", "xl"):
-        raise ValueError(f"positions={positions!r} acts inside attention, which mixer='fourier' has not")
+            raise ValueError(f"{said} mixes all tokens at once, so it cannot hide the future from a decoder")
+        for name in ("window", "shifted_windows", "sparsity"):
+            if getattr(config, name) != ModelConfig.model_fields[name].default:
+                raise ValueError(f"{said} mixes all tokens at once, so {name} cannot narrow it")
+    if not mixing.weights and positions in ("rope", *_BIASES):
+        raise ValueError(f"positions={positions!r} acts inside attention, which {said} has not")
+    if not mixing.pairs and positions in _BIASES:
+        raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which {said} has not")
+
+
+def _check_sparsity(config: ModelConfig) -> None:
+    if not 0 <= config.sparsity_random <= 100:
+        raise ValueError(f"sparsity_random={config.sparsity_random} must lie between 0 and 100")
+    for name in ("window", "shifted_windows"):
+        if config.sparsity != "none" and getattr(config, name) is not None:
+            raise ValueError(f"sparsity={config.sparsity!r} and {name}={getattr(config, name)} both say who is seen")
 
 
 def _check_windows(config: ModelConfig) -> None:
@@ -338,7 +360,17 @@ def _check_windows(config: ModelConfig) -> None:
 
 
 _NOT_RECURRENT = (
-    *("mixer", "window", "causal", "residual", "share_layers", "embedding_norm", "n_segments", "head_transform"),
+    *(
+        "mixer",
+        "window",
+        "sparsity",
+        "causal",
+        "residual",
+        "share_layers",
+        "embedding_norm",
+        "n_segments",
+        "head_transform",
+    ),
 )
 
 

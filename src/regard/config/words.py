@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..errors import RegardError
 from .base import Config
 from .data import DataConfig
+from .mixers import register
 from .model import ModelConfig
 from .run import TrainConfig
 
@@ -54,6 +55,8 @@ def parse_words(words: Sequence[str], *, sections: Mapping[str, type[Config]] = 
         seen[section, field] = word
         alone = field == PRESET and section == "model"
         value = text if alone else _value(sections[section].model_fields[field].annotation, text, word)
+        if (section, field) == ("model", "mixer") and ":" in text:
+            _import_mixer(text, word)
         found.setdefault(section, {})[field] = value
     return found
 
@@ -107,6 +110,14 @@ def _parts(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, s
             raise UsageError(f"{word}: {name} is a section; its fields are written {name}.field=value")
         raise UsageError(f"there is no {name}{nearest(name, known)}")
     return section, field, text
+
+
+def _import_mixer(name: str, word: str) -> None:
+    """A mechanism of the reader's own, module:Class: they typed it, so it may be imported."""
+    try:
+        register(name)
+    except ValueError as error:
+        raise UsageError(f"{word}: {str(error).removeprefix(f'mixer={name!r}: ')}") from None
 
 
 def _value(annotation: Any, text: str, word: str) -> Any:

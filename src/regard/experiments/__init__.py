@@ -1,1 +1,5 @@
 """From configs to tables: what things cost, measured."""
+
+from .ablating import ablate
+
+__all__ = ["ablate"]

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Additive, attend
+from regard.attention import attend
 from regard.attention.biases import T5Bias
-from regard.attention.linear import Linear, Performer
 from regard.attention.masks import Mask, bigbird, causal, strided, window
-from regard.attention.mixing import Linformer, fourier_mix
+from regard.config import ModelConfig
+from regard.config.mixers import Mixer, Work, mixer, mixers, register
+from regard.models.parts import mechanism, mixing
 
 from .measure import measure
 
@@ -105,27 +106,37 @@ def _sparse(name: str) -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
     return lambda setup: _attention(setup, "tiled", sparse_mask(name, setup.causal))
 
 
-def _additive(setup: Setup) -> tuple[Forward, list[Tensor]]:
-    mechanism = Additive(setup.n_heads, setup.d_head)
-    return _attention(setup, "tiled", setup.mask, mechanism, mechanism=mechanism)
+def _mixer(name: str, backend: str = "auto") -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+    """A mechanism of the table as a model's layer would build it."""
+
+    def build(setup: Setup) -> tuple[Forward, list[Tensor]]:
+        entry, width = mixer(name), setup.n_heads * setup.d_head
+        config = ModelConfig(
+            architecture="encoder", head="none", d_model=width, n_heads=setup.n_heads, mixer=name, max_len=setup.length
+        )
+        if not entry.weights:
+            layer = mixing(config, setup.n_heads, None)
+            x = torch.randn(1, setup.length, width, requires_grad=setup.backward)
+            return lambda: layer(x), [x, *layer.parameters()]
+        made = mechanism(config, setup.n_heads, setup.d_head, cross=False)
+        module = made if isinstance(made, nn.Module) else None
+        return _attention(setup, backend, setup.mask if entry.causal else None, module, mechanism=made)
+
+    return build
 
 
-def _linear(setup: Setup) -> tuple[Forward, list[Tensor]]:
-    return _attention(setup, "linear", setup.mask, mechanism=Linear())
-
-
-def _performer(setup: Setup) -> tuple[Forward, list[Tensor]]:
-    return _attention(setup, "linear", setup.mask, mechanism=Performer(setup.d_head))
-
-
-def _linformer(setup: Setup) -> tuple[Forward, list[Tensor]]:
-    mechanism = Linformer(setup.length, rank=min(256, setup.length))
-    return _attention(setup, "sdpa", None, mechanism, mechanism=mechanism)
-
-
-def _fourier(setup: Setup) -> tuple[Forward, list[Tensor]]:
-    x = torch.randn(1, setup.length, setup.n_heads * setup.d_head, requires_grad=setup.backward)
-    return lambda: fourier_mix(x), [x]
+def _from_table(name: str, entry: Mixer) -> Contender:
+    """What nothing is known about but its entry: the time it takes grows with the work it says it does."""
+    near, far = (entry.flops(Work(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
+    return Contender(
+        name,
+        entry.summary or name,
+        "own",
+        _mixer(name),
+        grows=2 if far > near else 1,
+        matrices=(3.2, 6.5) if entry.weights and entry.family.kind == "shares" else (0, 0),
+        causal=None if entry.causal else False,
+    )
 
 
 CONTENDERS = {
@@ -135,26 +146,40 @@ CONTENDERS = {
         Contender("sdpa", "sdpa, torch's fused kernel", "exact", _plain("sdpa")),
         Contender("tiled", "tiled", "exact", _plain("tiled")),
         Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5),
-        Contender("additive", "additive (Bahdanau), tiled", "exact", _additive, most_seconds=3.0),
+        Contender("additive", "additive (Bahdanau), tiled", "exact", _mixer("additive", "tiled"), most_seconds=3.0),
         Contender("window", "window of 256, tiled", "sparse", _sparse("window"), grows=1),
         Contender("strided", "strided by 128, tiled", "sparse", _sparse("strided"), causal=True),
         Contender("bigbird", "bigbird, tiled", "sparse", _sparse("bigbird")),
-        Contender("linear", "linear, elu + 1", "approximate", _linear, grows=1, rows=(14, 26)),
-        Contender("performer", "performer, 256 features", "approximate", _performer, grows=1, rows=(36, 75)),
-        Contender("linformer", "linformer, rank 256", "approximate", _linformer, grows=1, causal=False),
-        Contender("fourier", "fourier mixing", "approximate", _fourier, grows=1, causal=False),
+        Contender("linear", "linear, elu + 1", "approximate", _mixer("linear", "linear"), grows=1, rows=(14, 26)),
+        Contender(
+            "performer", "performer, 256 features", "approximate", _mixer("performer", "linear"), grows=1, rows=(36, 75)
+        ),
+        Contender(
+            "linformer", "linformer, rank 256", "approximate", _mixer("linformer", "sdpa"), grows=1, causal=False
+        ),
+        Contender("fourier", "fourier mixing", "approximate", _mixer("fourier"), grows=1, causal=False),
     )
 }
 
 
+def contenders() -> dict[str, Contender]:
+    """Those below, and whatever else stands in the table of mechanisms; plain dot products are there by backend."""
+    own = {name: _from_table(name, entry) for name, entry in mixers().items() if name not in (*CONTENDERS, "dot")}
+    return {**CONTENDERS, **own}
+
+
 def choose(names: list[str] | None) -> list[Contender]:
-    """The contenders by name, all of them unless told."""
+    """The contenders by name, all of them unless told; module:Class is one of the reader's own."""
     for name in names or ():
-        if name not in CONTENDERS:
-            near = difflib.get_close_matches(name, CONTENDERS, 1)
+        if ":" in name:
+            register(name)
+    known = contenders()
+    for name in names or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"mechanism {name!r} is none of {', '.join(CONTENDERS)}{hint}")
-    return [CONTENDERS[name] for name in dict.fromkeys(names or CONTENDERS)]
+            raise ValueError(f"mechanism {name!r} is none of {', '.join(known)}{hint}")
+    return [known[name] for name in dict.fromkeys(names or known)]
 
 
 def measure_cell(name: str, setup: dict[str, Any], enough_s: float, most_runs: int = 20) -> dict[str, Any]:
@@ -168,16 +193,16 @@ def measure_cell(name: str, setup: dict[str, Any], enough_s: float, most_runs: i
 
 def ready(name: str, setup: Setup) -> Callable[[], object]:
     """One run of a contender, its inputs made: forward, or forward and backward."""
-    forward, leaves = CONTENDERS[name].build(setup)
+    (contender,) = choose([name])
+    forward, leaves = contender.build(setup)
     if not setup.backward:
         return torch.no_grad()(forward)
     d_output = torch.randn(1, setup.n_heads, setup.length, setup.d_head)
-    if name == "fourier":
-        d_output = d_output.view(1, setup.length, -1)
 
     def both() -> None:
         for leaf in leaves:
             leaf.grad = None
-        forward().backward(d_output)
+        output = forward()
+        output.backward(d_output.view_as(output))
 
     return both

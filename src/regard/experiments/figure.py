@@ -27,8 +27,8 @@ COLOURS = {
     "linformer": "#009E73",
     "fourier": "#7A7A7A",
 }
-STYLES = {"exact": "-", "sparse": (0, (4, 1.6)), "approximate": (0, (1, 1.3))}
-MARKERS = {"exact": "o", "sparse": "s", "approximate": "D"}
+STYLES = {"exact": "-", "sparse": (0, (4, 1.6)), "approximate": (0, (1, 1.3)), "own": "-."}
+MARKERS = {"exact": "o", "sparse": "s", "approximate": "D", "own": "*"}
 INK, FAINT = "#222222", "#DDDDDD"
 
 
@@ -87,7 +87,7 @@ def _panel(panel: Any, found: Bench, what: str, unit: float, title: str) -> None
 
 def _line(contender: Contender) -> dict[str, Any]:
     return {
-        "color": COLOURS[contender.name],
+        "color": COLOURS.get(contender.name, INK),
         "linestyle": STYLES[contender.family],
         "linewidth": 2.0,
         "marker": MARKERS[contender.family],
@@ -107,7 +107,7 @@ def _label(panel: Any, found: Bench, what: str, ends: list[tuple[Contender, floa
     wanted = [(math.log10(y) - low) / (high - low) for _, _, y in ends]
     for (contender, x, y), height in zip(ends, spread(wanted, 0.049), strict=True):
         at = ((math.log2(x) - x_low) / (x_high - x_low), (math.log10(y) - low) / (high - low))
-        colour = COLOURS[contender.name]
+        colour = COLOURS.get(contender.name, INK)
         panel.plot(
             [at[0] + 0.012, 1.0, 1.035],
             [at[1], height, height],
@@ -152,6 +152,7 @@ def _families(figure: Any, present: set[str]) -> None:
         "exact": "exact",
         "sparse": "sparse, exact on what it looks at",
         "approximate": "other mixing, nearly linear",
+        "own": "yours",
     }
     handles = [
         Line2D([], [], color="#555555", linestyle=STYLES[family], marker=MARKERS[family], markersize=5, label=label)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -220,7 +220,7 @@ def _own_paths(
     ]
     if isinstance(model, Encoder):
         rows.append(_skipped("cached", "an encoder reads everything at once"))
-    elif model.config.mixer in ("fourier", "linformer") or not model.config.causal:
+    elif not model.config.mixing.by_token or not model.config.causal:
         rows.append(_skipped("cached", "every token sees those after it, so there is nothing to keep"))
     else:
         rows.append(_row("cached", cached, model, cases, measure, bounds))
@@ -235,7 +235,7 @@ def _compiled(model: Model, cases: list[Case], measure: list[Tensor], bounds: Bo
     graph = torch.compile(model, dynamic=True, fullgraph=True)
 
     def run(_: Model, case: Case) -> Tensor:
-        return plain(graph, case)  # type: ignore[arg-type]
+        return plain(cast(Model, graph), case)  # torch.compile returns a function of the same call
 
     # Every size of one is a graph of its own, and some of a minute to compile; one graph serves all other sizes.
     pairs = [pair for pair in zip(cases, measure, strict=True) if not pair[0].has_size_one]

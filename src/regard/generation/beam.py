@@ -11,6 +11,7 @@ the other at every step, each steered away from the tokens of those before it (V
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +53,28 @@ class Candidates(NamedTuple):
         return Candidates(*(x.gather(-1, index) for x in self))
 
 
+class Step(NamedTuple):
+    """What one step kept of each prompt (B,) still searched for: the beams that go on, and the texts that ended.
+
+    Each field (B, beam); a score is log P so far, -inf where there is no such beam or text.
+    """
+
+    prompt: Tensor  # (B,) its number
+    parent: Tensor  # which beam it goes on from
+    token: Tensor
+    score: Tensor
+    ended_parent: Tensor
+    ended_token: Tensor
+    ended_score: Tensor
+
+    def of(self, prompt: int) -> Iterator[tuple[int | None, int, int, float]]:
+        """What is there of one prompt: (beam, or None of a text that ended, parent, token, score)."""
+        for row in (self.prompt == prompt).nonzero()[:, 0].tolist():
+            going, ended = (zip(*(x[row].tolist() for x in part), strict=True) for part in (self[1:4], self[4:]))
+            found = [*((None, *text) for text in ended), *((beam, *text) for beam, text in enumerate(going))]
+            yield from (each for each in found if each[-1] > -math.inf)
+
+
 class Best(NamedTuple):
     """The same before it is known what they are: ``place`` is beam · V + token."""
 
@@ -87,7 +110,7 @@ class Beams:
 
 
 class Search:
-    """One search over all prompts; ``parents`` and ``tokens`` (steps, B, beam) are the table."""
+    """One search over all prompts; ``parents`` and ``tokens`` (steps, B, beam) are the table, ``steps`` all it kept."""
 
     def __init__(
         self, engine: Engine, config: GenerateConfig, eos_id: int | None, strings: StopStrings | None = None
@@ -104,20 +127,24 @@ class Search:
         n, k, device = len(prompts), self.config.beam, prompts.tokens.device
         self.parents = torch.zeros(int(prompts.limit.max()), n, k, dtype=torch.int64, device=device)
         self.tokens = torch.zeros_like(self.parents)
+        self.steps: list[Step] = []
         beams = self._first(prompts)
         found: list[list[Found]] = [[] for _ in range(n)]
         logits = self.engine.prefill(prompts, copies=k)
         for step in range(len(self.parents)):
-            nexts = self._step(beams, logits, step)
+            nexts, ended = self._step(beams, logits, step)
             parent, token = (torch.cat([getattr(c, name) for c in nexts], -1) for name in ("beam", "token"))  # (B, k)
             self.parents[step, beams.prompt], self.tokens[step, beams.prompt] = parent, token
+            score = torch.stack([c.score for c in nexts], 1)
+            texts = (x.flatten(1) for x in (score, ended.beam, ended.token, ended.score))
+            self.steps.append(Step(beams.prompt, parent, token, *texts))
             done = ~beams.open.any(-1)
             if done.all() or (done.any() and not self.engine.static):
                 self._collect(beams.rows(done), found)
             if done.all():
                 break
             rows = torch.arange(len(done), device=device)[:, None] * k + parent
-            beams.score = torch.stack([c.score for c in nexts], 1)
+            beams.score = score
             beams.texts = torch.cat([beams.texts.flatten(0, 1)[rows], token[..., None]], -1)
             if not self.engine.static:
                 beams, rows, token = beams.rows(~done), rows[~done], token[~done]
@@ -135,8 +162,8 @@ class Search:
         open_ = torch.ones(shape[:2], dtype=torch.bool, device=device)
         return Beams(torch.arange(len(prompts), device=device), prompts.limit, texts, score, open_, pool)
 
-    def _step(self, beams: Beams, logits: Tensor, step: int) -> list[Candidates]:
-        """Each group's next beams; finished texts go to the pools."""
+    def _step(self, beams: Beams, logits: Tensor, step: int) -> tuple[list[Candidates], Candidates]:
+        """Each group's next beams, and the texts that ended, which go to the pools."""
         n, n_groups, k = beams.score.shape
         logits, texts = (x.reshape(n, n_groups, k, -1) for x in (logits, beams.texts))
         price = torch.zeros_like(logits[:, 0, 0]) if n_groups > 1 else None  # (B, V)
@@ -160,7 +187,7 @@ class Search:
         beams.pool = self._merged(beams, new, step)
         best_going = torch.stack([c.score.amax(-1) for c in nexts], 1)  # (B, groups)
         beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going, step + 1)
-        return nexts
+        return nexts, new
 
     def _candidates(
         self, logits: Tensor, texts: Tensor, so_far: Tensor, price: Tensor | None, step: int, group: int

@@ -28,7 +28,6 @@ _NUMBERS: dict[CacheName, Numbers] = {
     **{"growing": "model", "static": "model"},
     **{"static-bf16": "bf16", "static-int8": "int8"},
 }
-_NOT_BY_TOKEN = ("fourier", "linformer")  # mixers that need the whole text at once
 
 
 class Engine:
@@ -37,7 +36,7 @@ class Engine:
     def __init__(self, model: Decoder | EncoderDecoder | Recurrent, cache: CacheName = "growing") -> None:
         if model.head is None:
             raise ValueError(f"this model has head={model.config.head!r}; only with head='lm' does it know tokens")
-        if model.config.mixer in _NOT_BY_TOKEN:
+        if not model.config.mixing.by_token:
             raise ValueError(f"mixer={model.config.mixer!r} mixes a whole text at once and cannot go token by token")
         self.head, self.static, self._numbers = model.head, cache != "growing", _NUMBERS[cache]
         self._model = model

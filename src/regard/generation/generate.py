@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models import Model
-from .beam import Found, Search
+from .beam import Found, Search, Step
 from .config import GenerateConfig
 from .cuda_graph import walk_ahead
 from .ending import Finish, finish_of
@@ -57,6 +57,8 @@ class Generated:
     With cache="static" the model's batch row of a beam is prompt · beam + k at every step, so that what a recorder saw
     can be followed along a hypothesis: the query of its token t is in row prompt · beam + beams[t] of call t.
     """
+    steps: list[Step] | None = None
+    """Of a beam search, all that it kept at each step: also the texts that it gave up on later."""
     drafted: Drafted | None = None
     """What a draft model was worth, where one helped."""
 
@@ -128,7 +130,7 @@ def _texts(model: Model, given: Given, config: GenerateConfig, strings: StopStri
     found = search.run(prompts)
     hypotheses = [[_hypothesis(text, config) for text in texts] for texts in found]
     n_steps = max(len(text.tokens) for texts in found for text in texts)
-    return Generated(prompts.rows, hypotheses, search.parents[:n_steps])
+    return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 
 
 def _speculation(
@@ -158,10 +160,17 @@ def _joined(n_prompts: int, parts: list[tuple[list[int], Generated]]) -> Generat
     if all(part.parents is not None for _, part in parts):
         columns = [part.parents[:, row] for part, row in order if part.parents is not None]  # each (steps, beam)
         parents = torch.nn.utils.rnn.pad_sequence(columns).contiguous()
+    steps = (
+        None if parents is None else [_renumbered(step, index) for index, part in parts for step in part.steps or ()]
+    )
     counts = [part.drafted for _, part in parts if part.drafted is not None]
     drafted = sum(counts, Drafted()) if counts else None
     rows, texts = [part.prompts[row] for part, row in order], [part.hypotheses[row] for part, row in order]
-    return Generated(rows, texts, parents, drafted)
+    return Generated(rows, texts, parents, steps or None, drafted)
+
+
+def _renumbered(step: Step, index: list[int]) -> Step:
+    return step._replace(prompt=torch.tensor(index, device=step.prompt.device)[step.prompt])
 
 
 def stream_tokens(

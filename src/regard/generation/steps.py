@@ -312,6 +312,8 @@ def why_not(model: nn.Module) -> str | None:
             return "its attention is not the scaled dot product"
         if attention.position_bias is not None or block.cross_attention is not None:
             return "its attention has a bias or a memory"
+        if model.config.sparsity != "none":
+            return "its attention is sparse"
     return None
 
 

@@ -60,8 +60,10 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("max_len", "max_target_len"), lambda c: _has_length(c)),
     (("norm_eps",), lambda c: c.norm != "none"),
     (("norm_bias",), lambda c: c.norm == "layer"),
-    (("mixer_size",), lambda c: c.mixer in ("performer", "linformer")),
+    (("mixer_size",), lambda c: c.mixing.size is not None),
     (("window_layers",), lambda c: c.window is not None),
+    (("sparsity_size",), lambda c: c.sparsity != "none"),
+    (("sparsity_random",), lambda c: c.sparsity == "bigbird"),
     (("tie_head", "head_bias", "head_transform", "logit_scale"), _has_token_head),
     (("head_activation",), lambda c: _has_token_head(c) and c.head_transform),
     (("n_classes",), lambda c: c.head == "classify"),
@@ -75,7 +77,7 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
 def _has_length(config: ModelConfig) -> bool:
     """Whether a length is built into the model; elsewhere max_len is advice."""
     table = config.positions == "learned" and _reads_tokens(config)
-    return table or config.rope_scaling is not None or config.mixer == "linformer"
+    return table or config.rope_scaling is not None or config.mixing.built_for_length
 
 
 def behaviour(config: ModelConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One HTML file of a look: the explorer's own modules with the weights inside, for a reader without a server.
 
-Its modules are those of web/static, byte for byte, but for the names they import each other by: inside one file they
-are data: URLs under an import map. The file holds all heads where they fit, else one head, else an overview of it.
+Its page and its modules are those of web/static, but for the names by which they link to each other: inside one file
+modules are data: URLs under an import map. It holds all heads where they fit, else one head, else an overview of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .patterns import patterns
+from .view import View
 
 if TYPE_CHECKING:
     from .labels import Label
@@ -32,7 +34,7 @@ LIMIT = 980_000  # bytes; what the server sends as one answer
 _OVERVIEW = 200
 _PREFIX = "regard/"
 _IMPORT = re.compile(r'(\bfrom\s+|\bimport\s+)"(\.{1,2}/[^"]+)"')
-_WITH_SERVER = {"main.js", "views/index.js", "views/walk.js", "views/next.js", "views/beams.js", "views/variant.js"}
+_WITH_SERVER = {"views/index.js", "views/walk.js", "views/next.js", "views/beams.js", "views/variant.js"}
 
 
 def write(look: Look, file: Path, **options: Any) -> None:
@@ -49,6 +51,8 @@ def document(
     view: str | None = None,
     language: str | None = None,
     theme: str | None = None,
+    words: bool = False,
+    specials: bool = True,
     limit: int = LIMIT,
 ) -> str:
     """The page as text, at most ``limit`` bytes.
@@ -56,16 +60,20 @@ def document(
     kind, layer, head  what it opens with, and all it holds where the weights of every head do not fit
     view               "heatmap", "sentence", "grid", "align" or "image"
     language, theme    "en" or "ko", "light" or "dark"; otherwise as the reader's browser has them
+    words, specials    sub-words joined to words, special tokens hidden, as ``Look.merged`` does it
     """
     kind = kind if kind is not None else ("cross" if "cross" in look.kinds else look.kinds[0])
     look.weights(layer, head, slice(0, 1), slice(0, 1), kind)  # says what is wrong with a kind, a layer or a head
     layer, head = layer % look.layers(kind), None if head is None else head % look.heads(kind)
-    content = _about(look)
+    views = {each: _view(look, each, words, specials) for each in look.kinds}
+    content = _about(look, views)
+    if words or not specials:
+        content["reading"] = {"words": words, "specials": specials}
     opening = {"kind": kind, "layer": layer, "head": -1 if head is None else head}
     opening |= {name: value for name, value in {"view": view, "lang": language, "theme": theme}.items() if value}
     empty = _assembled(content, opening)
     room = (limit - len(empty.encode())) * 3 // 4  # base64 makes 4 bytes of 3
-    content |= _weights(look, kind, layer, head, room)
+    content |= _weights(views, kind, layer, head, room)
     page = _assembled(content, opening)
     if len(page.encode()) > limit:
         raise ValueError(f"the page would have {len(page.encode()):,} bytes, more than limit={limit:,}")
@@ -75,18 +83,25 @@ def document(
 # ---- what is inside
 
 
-def _about(look: Look) -> dict[str, Any]:
+def _view(look: Look, kind: str, words: bool, specials: bool) -> View:
+    view = look.merged(kind, words=words, specials=specials) if words or not specials else View.plain(look, kind)
+    if not view.rows or not view.cols:
+        raise ValueError(f"specials=False leaves nothing of the {kind} attention: all its tokens are special")
+    return view
+
+
+def _about(look: Look, views: dict[str, View]) -> dict[str, Any]:
     """Everything but the weights."""
-    kinds = {}
-    for kind in look.kinds:
-        n_rows, n_cols = look.map(kind, 0).shape[2:]
-        kinds[kind] = {"layers": look.layers(kind), "heads": look.heads(kind), "n_rows": n_rows, "n_cols": n_cols}
+    kinds = {
+        kind: {"layers": look.layers(kind), "heads": look.heads(kind), "n_rows": len(x.rows), "n_cols": len(x.cols)}
+        for kind, x in views.items()
+    }
     about: dict[str, Any] = {"id": "0", "text": look.text, "target": look.target_text, "kinds": kinds}
     if look.image is not None:
         about["image"] = _picture(look)
     labels = {
-        kind: {"rows": [_label(x) for x in look.rows(kind)], "cols": [_label(x) for x in look.cols(kind)]}
-        for kind in look.kinds
+        kind: {"rows": [_label(label) for label in x.rows], "cols": [_label(label) for label in x.cols]}
+        for kind, x in views.items()
     }
     return {"model": {"id": "", "name": "", "kinds": kinds}, "look": about, "labels": labels}
 
@@ -106,38 +121,34 @@ def _picture(look: Look) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def _weights(look: Look, kind: str, layer: int, head: int | None, room: int) -> dict[str, Any]:
+def _weights(views: dict[str, View], kind: str, layer: int, head: int | None, room: int) -> dict[str, Any]:
     """All heads, one head, or an overview of it: the first that fits."""
-    every = _all_heads(look, room - 60_000)  # patterns take a little of it
+    every = _all_heads(views, room - 60_000)  # patterns take a little of it
     if every is not None:
-        return {"weights": every, "patterns": {each: patterns(look, each).document() for each in look.kinds}}
+        return {"weights": every, "patterns": {each: patterns(x.look, each).document() for each, x in views.items()}}
     only = {"only": {"kind": kind, "layer": layer, "head": -1 if head is None else head}}
-    n_rows, n_cols = look.map(kind, layer).shape[2:]
-    if 4 * n_rows * n_cols < 8 * room:  # else it is not worth the attempt: weights shrink little
-        one = _packed(look.weights(layer, head, kind=kind))
+    view = views[kind]
+    if 4 * len(view.rows) * len(view.cols) < 8 * room:  # else it is not worth the attempt: weights shrink little
+        one = _packed(view.weights(layer, head))
         if len(one["bytes"]) * 3 // 4 <= room:
             return only | {"weights": one}
     side = min(_OVERVIEW, math.isqrt(max(1, room // 4)))
-    return only | {"overview": _packed(look.pooled(kind, layer, head, side, side))}
+    return only | {"overview": _packed(view.pooled(layer, head, side, side))}
 
 
-def _all_heads(look: Look, room: int) -> dict[str, list[dict[str, Any]]] | None:
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in look.kinds}
-    sizes = [4 * look.layers(kind) * _cells(look, kind) for kind in look.kinds]
-    if sum(sizes) > 8 * room:
+def _all_heads(views: dict[str, View], room: int) -> dict[str, list[dict[str, Any]]] | None:
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in views}
+    cells = {kind: x.look.heads(kind) * len(x.rows) * len(x.cols) for kind, x in views.items()}
+    if sum(4 * x.look.layers(kind) * cells[kind] for kind, x in views.items()) > 8 * room:
         return None
-    for kind in look.kinds:
-        for layer in range(look.layers(kind)):
-            found[kind].append(_packed(look.map(kind, layer).dense()[0]))
+    for kind, view in views.items():
+        for layer in range(view.look.layers(kind)):
+            heads = range(view.look.heads(kind))
+            found[kind].append(_packed(torch.stack([view.weights(layer, head) for head in heads])))
             room -= len(found[kind][-1]["bytes"]) * 3 // 4
             if room < 0:
                 return None
     return found
-
-
-def _cells(look: Look, kind: str) -> int:
-    _, n_heads, n_rows, n_cols = look.map(kind, 0).shape
-    return n_heads * n_rows * n_cols
 
 
 def _packed(weights: Tensor) -> dict[str, Any]:
@@ -150,32 +161,22 @@ def _packed(weights: Tensor) -> dict[str, Any]:
 
 
 def _assembled(content: dict[str, Any], opening: dict[str, Any]) -> str:
+    """The explorer's page with all that it links to inside."""
     static = files("regard").joinpath("web", "static")
-    style = static.joinpath("style.css").read_text(encoding="utf-8")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>regard</title>
-<style>
-{style}</style>
-<script type="importmap">{_json({"imports": dict(_modules(static))})}</script>
-</head>
-<body>
-<div id="app"></div>
-<script type="application/json" id="look">{_json(content)}</script>
-<script type="application/json" id="opening">{_json(opening)}</script>
-<script type="module">
-import {{ App }} from "{_PREFIX}app.js";
-import {{ Offline }} from "{_PREFIX}offline.js";
-const given = (id) => JSON.parse(document.getElementById(id).textContent);
-new App(document.getElementById("app"), new Offline(given("look")), given("opening")).start();
-</script>
-</body>
-</html>
-"""
+    page, style = (static.joinpath(name).read_text(encoding="utf-8") for name in ("index.html", "style.css"))
+    scripts = f"""<script type="importmap">{_json({"imports": dict(_modules(static))})}</script>
+  <script type="application/json" id="look">{_json(content)}</script>
+  <script type="application/json" id="opening">{_json(opening)}</script>
+  <script type="module">import "{_PREFIX}main.js";</script>"""
+    inside = {
+        '<link rel="icon" href="static/icon.svg" type="image/svg+xml">': "",
+        '<link rel="stylesheet" href="static/style.css">': f"<style>\n{style}</style>",
+        '<script type="module" src="static/main.js"></script>': scripts,
+    }
+    for link, instead in inside.items():
+        assert page.count(link) == 1, link
+        page = page.replace(link, instead)
+    return page
 
 
 def _json(content: Any) -> str:

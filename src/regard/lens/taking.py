@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import record
 from ..attention.taps import Recorder
@@ -69,7 +69,7 @@ def take(model: Model, what: Any, target: Any, generate: Generating | None) -> T
 
 
 @contextmanager
-def _recording(model: Model, n_tokens: int) -> Iterator[Recorder]:
+def recording(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
     """q and k of what runs inside; a recorder is one for the whole process, so a second look waits."""
     with _one_at_a_time, giving_back(n_tokens), record(model, values=False) as seen:
         yield seen
@@ -86,7 +86,7 @@ def _of_text(model: Decoder, what: Any, target: Any, generate: Generating | None
         made = _written(model, [ids], None, generate)
         ids = [*made.prompts[0], *made.best[0].content]
     tokens = torch.tensor([ids], device=model.device)
-    with _recording(model, len(ids)) as seen:
+    with recording(model, len(ids)) as seen:
         states = model.hidden(tokens)[0]
     tokenizer = _tokenizers(model)[0]
     labels = token_labels(ids, tokenizer, model.config)
@@ -100,7 +100,7 @@ def _of_encoder(model: Encoder, what: Any, target: Any, generate: Generating | N
         given = "target" if target is not None else "generate"
         raise ValueError(f"{given} is for models that write text; one with architecture='encoder' only reads")
     source = _read_source(model, what)
-    with _recording(model, len(source.labels)) as seen:
+    with recording(model, len(source.labels)) as seen:
         states = model.hidden(source.values)[0]
     labels = {"encoder": source.labels}
     places = {"encoder": _places(model.encoder, "encoder", "attention")}
@@ -121,7 +121,7 @@ def _of_both(model: EncoderDecoder | Recurrent, what: Any, target: Any, generate
     else:
         fed, ended = _target_ids(model, target), model.config.eos_id is not None
     tokens = torch.tensor([fed], device=model.device)
-    with _recording(model, max(len(source.labels), len(fed))) as seen:
+    with recording(model, max(len(source.labels), len(fed))) as seen:
         states = model.hidden(source.values, tokens)[0]
     return _taken_of_both(model, source, fed, ended, tokens, states, seen, target, made)
 

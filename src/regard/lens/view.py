@@ -69,6 +69,31 @@ class View:
         # What is left after 1 - 1 is rounding, not attention.
         return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)
 
+    def pooled(self, layer: int, head: int | None = None, h: int = 64, w: int = 64, reduce: str = "mean") -> Tensor:
+        """An overview (h, w), or as many as there are rows or columns: as ``Look.pooled``, of what is shown here."""
+        if self._plain:
+            return self.look.pooled(self.kind, layer, head, h, w, reduce)
+        h, w = min(h, len(self.rows)), min(w, len(self.cols))
+        how = {"mean": "mean", "max": "amax"}[reduce]
+        block_of = torch.cat([torch.full((len(part),), n) for n, part in enumerate(_cut(len(self.cols), w))])
+        size, found = max(1, _MOST_AT_ONCE // len(self.cols)), []
+        for rows in _cut(len(self.rows), h):
+            parts = []
+            for part in rows.split(size):
+                weights = self.weights(layer, head, part)
+                there = block_of.to(weights.device).expand(weights.shape)
+                parts.append(weights.new_zeros(len(part), w).scatter_reduce(1, there, weights, how, include_self=False))
+            block = torch.cat(parts)
+            found.append(block.mean(0) if reduce == "mean" else block.amax(0))
+        return torch.stack(found)
+
+    def overviews(self, layer: int, h: int, w: int) -> Tensor:
+        """Every head of a layer, small: (H, h, w)."""
+        if self._plain:
+            found = self.look.map(self.kind, layer)
+            return found.pooled(min(h, found.shape[2]), min(w, found.shape[3]))[0]
+        return torch.stack([self.pooled(layer, head, h, w) for head in range(self.look.heads(self.kind))])
+
     def top(self, k: int = 3, layer: int = -1, head: int | None = None, rows: Pick = ALL) -> list[Looks]:
         """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
         if k < 1:
@@ -89,6 +114,11 @@ class View:
         row_of = row_of.to(x.device)
         counts = row_of.bincount().to(x.dtype)
         return x.new_zeros(len(counts), x.shape[1]).index_add_(0, row_of, x) / counts[:, None]
+
+
+def _cut(total: int, n: int) -> tuple[Tensor, ...]:
+    """The numbers below ``total`` in n parts: the first are one longer where they cannot be alike."""
+    return torch.arange(total).tensor_split(n)
 
 
 def _picked(labels: list[Label], pick: Pick, name: str) -> list[Label]:

@@ -16,7 +16,6 @@ from ..attention.biases import Bias
 from ..attention.cache import Cache
 from ..attention.edits import edited_states
 from ..attention.masks import Mask
-from ..attention.mixing import Fourier
 from ..attention.taps import tap
 from ..config import ModelConfig
 from ..layers import Rope
@@ -56,7 +55,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.pre_norm, self.residual, self.mask = config.norm_place == "pre", config.residual, mask
-        self.attention: nn.Module = Fourier() if config.mixer == "fourier" else parts.attention(config, n_heads, rope)
+        self.attention = parts.mixing(config, n_heads, rope)
+        self.attends = config.mixing.weights
         self.attention_norm = parts.norm(config)
         self.cross_attention = parts.attention(config, n_heads, cross=True) if cross else None
         self.cross_norm = parts.norm(config) if cross else None
@@ -80,7 +80,7 @@ class Block(nn.Module):
         return y if self.pre_norm else norm(y)
 
     def _attend(self, x: Tensor, around: Surroundings, cache: Cache | None) -> Tensor:
-        if isinstance(self.attention, Fourier):
+        if not self.attends:
             return self.attention(x if around.mask is None else hide_padding(x, around.mask))
         mask = around.mask if self.mask is None else self.mask if around.mask is None else around.mask & self.mask
         return self.attention(

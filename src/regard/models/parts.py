@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
 
 from ..attention import MultiHeadAttention
 from ..attention.biases import Alibi, Bias, T5Bias, XLRelative
-from ..attention.linear import Linear, Performer
-from ..attention.masks import Mask, grid_windows, window
-from ..attention.mixing import Linformer
-from ..attention.scores import Additive, Dot, Mechanism
+from ..attention.masks import Mask, bigbird, grid_windows, strided, window
+from ..attention.scores import Dot, Mechanism
 from ..config import ModelConfig
 from ..layers import Embeddings, FeedForward, Learned, Rope, RopeScaling, Sinusoidal, TokenEmbedding, make_norm
 
@@ -50,16 +49,28 @@ def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross
 
 
 def mechanism(config: ModelConfig, n_heads: int, d_head: int, cross: bool) -> Mechanism:
-    """How a query scores a key. Linformer sums up one text; across two texts plain attention stands in for it."""
-    if config.mixer == "additive":
-        return Additive(n_heads, d_head)
-    if config.mixer == "linear":
-        return Linear()
-    if config.mixer == "performer":
-        return Performer(d_head, config.mixer_size or 256, config.attention_scale)
-    if config.mixer == "linformer" and not cross:
-        return Linformer(config.max_len, min(config.mixer_size or 256, config.max_len), scale=config.attention_scale)
-    return Dot(config.attention_scale)
+    """How a query scores a key. Where a mechanism sums up one text, plain attention stands in for it across two."""
+    if cross and not config.mixing.cross:
+        return Dot(config.attention_scale)
+    made = _made(config, n_heads, d_head)
+    if not isinstance(made, Mechanism):
+        raise TypeError(f"mixer={config.mixer!r} is a {type(made).__name__}, not an attention.Mechanism")
+    return made
+
+
+def mixing(config: ModelConfig, n_heads: int, rope: Rope | None) -> nn.Module:
+    """What mixes a layer's tokens: attention, or the module that takes its place."""
+    if config.mixing.weights:
+        return attention(config, n_heads, rope)
+    made = _made(config, n_heads, config.d_model // n_heads if config.d_head is None else config.d_head)
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"mixer={config.mixer!r} is a {type(made).__name__}, not a module that takes attention's place")
+    return made
+
+
+def _made(config: ModelConfig, n_heads: int, d_head: int) -> Any:
+    family = config.mixing.family
+    return getattr(family, "for_model", lambda _, *sizes: family(*sizes))(config, n_heads, d_head)
 
 
 def rope(config: ModelConfig, n_heads: int) -> Rope | None:
@@ -92,7 +103,7 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
 
 
 def layer_mask(config: ModelConfig, layer: int, causal: bool, cross: bool) -> Mask | None:
-    """What a layer's own pattern lets it see: a window over text, or windows over an image that shift in turn.
+    """What a layer's own pattern lets it see: a window or a sparse pattern over text, windows over an image.
 
     A decoder beside an encoder (``cross``) reads no image. A window that is not ``causal`` looks both ways.
     """
@@ -100,6 +111,10 @@ def layer_mask(config: ModelConfig, layer: int, causal: bool, cross: bool) -> Ma
         side = config.shifted_windows
         shift = side // 2 if layer % 2 else 0
         return grid_windows(config.image_size // config.patch_size, side, shift, n_before=1)
+    if config.sparsity == "strided":
+        return strided(config.sparsity_size, both_ways=not causal)
+    if config.sparsity == "bigbird":
+        return bigbird(config.sparsity_size, config.sparsity_size, config.sparsity_random, seed=layer)
     size = window_of(config, layer)
     return None if size is None else window(size, ahead=0 if causal else size - 1)
 

@@ -24,6 +24,7 @@ _ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.poole
 _MEANINGS = (
     *("n_heads", "n_kv_heads", "positions", "sinusoid_layout", "position_offset", "rope_base", "rope_fraction"),
     *("scale_embeddings", "norm", "norm_place", "residual", "mixer", "attention_scale", "causal", "window"),
+    *("sparsity", "sparsity_size", "sparsity_random"),
     *("activation", "logit_scale", "cell", "alignment", "input_feeding"),
 )
 

@@ -15,6 +15,7 @@ from torch import nn
 from ..config import RunConfig, TrainConfig
 from ..data.sources import Source, open_source
 from ..errors import RegardError
+from ..hub import Processor
 from ..hub.files import parse_json, to_json, write_file
 from ..models import Model
 from ..models.build import build
@@ -74,15 +75,17 @@ class TrainResult:
         return "\n".join([head, *rows])
 
 
-def train(config: RunConfig, *, style: Style = "auto", command: Sequence[str] = ()) -> TrainResult:
-    """Train as the config says, in a new directory."""
+def train(
+    config: RunConfig, *, style: Style = "auto", command: Sequence[str] = (), processor: Processor | None = None
+) -> TrainResult:
+    """Train as the config says, in a new directory; ``processor``: tokenizers made before, where runs share them."""
     group = open_group(_device(config.train.device))
     try:
         source = open_source(config.data)
         if group.is_main:
             out = config.train.out or f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(config.train.seed, "weights")
-            task = open_task(config, source)
+            task = open_task(config, source, processor)
             config = config.with_(model=task.model_config, train=config.train.with_(out=out))
             RunDirectory.create(Path(out), config, task.processor, provenance(source, command, group.world))
         config = group.broadcast_object(config)
@@ -197,7 +200,7 @@ def _put_together(
         log_every=recipe.log_every,
         style=style if group.is_main else "off",
         start_step=0 if found is None else found.step,
-        flops_per_token=flops_per_token(config.model, model.n_parameters, first.inputs[-1].shape[-1]),
+        flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
         peak_flops=None if peak is None else peak * group.world,
     )
     loop = Loop(

@@ -64,11 +64,20 @@ class LookBody(Body):
     variant: Variant | None = None
 
 
+class Watch(Body):
+    """Whose cross-attention is told while a text is written."""
+
+    layer: Index = 0
+    head: Index | None = None
+    """None: the mean of all heads."""
+
+
 class StreamBody(Body):
     model: Name
     text: Text = ""
     image: Annotated[str, Field(max_length=_MOST.body_bytes)] | None = None
     generate: Search = Search()
+    watch: Watch | None = None
     variant: Variant | None = None
 
 

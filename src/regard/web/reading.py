@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..attention import AttentionMap, record
+from ..attention import record
 from ..generation.generate import at_rest
 from ..lens.places import attention_at
+from ..lens.view import View
 from .limits import Limits, Refused
 from .sessions import Session
 from .walk import walk
 
 if TYPE_CHECKING:
-    from ..lens import Look
     from ..lens.labels import Label
 
 MEAN = "mean"
+Part = tuple[int, int | None]
+"""First, and one past the last; None: as far as is sent at once."""
 
 
-def document(session: Session) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """Which attention of a look, and whether token by token."""
+
+    kind: str
+    layer: int
+    head: int | None = None
+    """None: the mean of all heads."""
+    words: bool = False
+    specials: bool = True
+
+
+def document(session: Session, words: bool = False, specials: bool = True) -> dict[str, Any]:
     """What the page needs to know of a look before it asks for weights."""
     look = session.look
     found = {
@@ -31,92 +47,104 @@ def document(session: Session) -> dict[str, Any]:
         "model": session.served.id,
         "text": look.text,
         "target": look.target_text,
-        "kinds": {kind: sizes(look, kind) for kind in look.kinds},
+        "kinds": {kind: _sizes(view(session, Place(kind, 0, None, words, specials))) for kind in look.kinds},
         "beams": session.search is not None,
     }
     return found if look.image is None else found | {"image": f"/api/looks/{session.id}/image"}
 
 
-def sizes(look: Look, kind: str) -> dict[str, int]:
-    n_rows, n_cols = look.map(kind, 0).shape[2:]
-    return {"layers": look.layers(kind), "heads": look.heads(kind), "n_rows": n_rows, "n_cols": n_cols}
+def _sizes(seen: View) -> dict[str, int]:
+    layers, heads = seen.look.layers(seen.kind), seen.look.heads(seen.kind)
+    return {"layers": layers, "heads": heads, "n_rows": len(seen.rows), "n_cols": len(seen.cols)}
 
 
-def maps(session: Session, kind: str, layer: int, head: str = MEAN) -> AttentionMap:
-    """The map of one head, or of all heads of a layer."""
-    look = session.look
+def view(session: Session, at: Place) -> View:
+    """The rows and columns that are asked for; the place is checked."""
+    look, kind = session.look, at.kind
     if kind not in look.kinds:
         raise Refused(422, f"kind={kind[:40]!r} is not one of this look's: {', '.join(look.kinds) or 'it has none'}")
-    have = look.layers(kind)
-    if layer >= have:
-        raise Refused(422, f"layer={layer}: {kind} attention has {have} layers, 0 … {have - 1}")
-    whole = session.once(("map", kind, layer), lambda: look.map(kind, layer))
-    if head == MEAN:
-        return whole
-    if int(head) >= whole.shape[1]:
-        raise Refused(422, f"head={head}: {kind} attention has {whole.shape[1]} heads, 0 … {whole.shape[1] - 1}")
-    return whole.head(0, int(head))
+    have, heads = look.layers(kind), look.heads(kind)
+    if at.layer >= have:
+        raise Refused(422, f"layer={at.layer}: {kind} attention has {have} layers, 0 … {have - 1}")
+    if at.head is not None and at.head >= heads:
+        raise Refused(422, f"head={at.head}: {kind} attention has {heads} heads, 0 … {heads - 1}")
+    if not at.words and at.specials:
+        return session.once(("view", kind), lambda: View.plain(look, kind))
+    found = session.once(
+        ("view", kind, at.words, at.specials), lambda: look.merged(kind, words=at.words, specials=at.specials)
+    )
+    if not found.rows or not found.cols:
+        raise Refused(422, f"specials=false leaves nothing of the {kind} attention: all its tokens are special")
+    return found
 
 
 def labels(
-    session: Session, kind: str, axis: str, start: int, stop: int | None, limits: Limits
+    session: Session, at: Place, axis: str, start: int, stop: int | None, limits: Limits
 ) -> list[dict[str, Any]]:
-    maps(session, kind, 0)
-    every = session.once((axis, kind), lambda: getattr(session.look, axis)(kind))
-    stop = min(len(every), start + limits.labels) if stop is None else stop
-    _check_range(axis, start, stop, len(every), limits.labels)
-    return [_label(label) for label in every[start:stop]]
+    every: list[Label] = getattr(view(session, at), axis)
+    return [label_document(label) for label in every[_checked(axis, (start, stop), len(every), limits.labels)]]
 
 
-def _label(label: Label) -> dict[str, Any]:
+def label_document(label: Label) -> dict[str, Any]:
     found = {"text": label.text, "special": label.special}
     return found if label.box is None else found | {"box": list(label.box)}
 
 
-def tile(
-    session: Session, kind: str, layer: int, head: str, rows: tuple[int, int], cols: tuple[int, int], limits: Limits
-) -> Tensor:
+def tile(session: Session, at: Place, rows: Part, cols: Part, limits: Limits) -> Tensor:
     """Exact weights (R, C)."""
-    seen = maps(session, kind, layer, head)
-    for name, (start, stop), total in (("rows", rows, seen.shape[2]), ("cols", cols, seen.shape[3])):
-        _check_range(name, start, stop, total, limits.tile)
-    return seen.tile(slice(*rows), slice(*cols))[0].mean(0)
+    seen = view(session, at)
+    picked = _checked_parts(seen, rows, cols, limits)
+    return seen.weights(at.layer, at.head, *picked)
 
 
-def _check_range(name: str, start: int, stop: int, total: int, most: int) -> None:
+def _checked_parts(seen: View, rows: Part, cols: Part, limits: Limits) -> tuple[slice, slice]:
+    here = _checked("rows", rows, len(seen.rows), limits.tile)
+    return here, _checked("cols", cols, len(seen.cols), limits.tile)
+
+
+def _checked(name: str, part: Part, total: int, most: int) -> slice:
+    start, stop = part[0], min(total, part[0] + most) if part[1] is None else part[1]
     if not 0 <= start < stop <= total:
         raise Refused(422, f"{name} {start} … {stop} do not lie within 0 … {total}")
     if stop - start > most:
         raise Refused(422, f"{name} {start} … {stop} are {stop - start}; at most {most} are sent at once")
+    return slice(start, stop)
 
 
-def pooled(session: Session, kind: str, layer: int, head: str, h: int, w: int, reduce: str, limits: Limits) -> Tensor:
-    """The whole matrix in (h, w) cells, or fewer where it has no more."""
-    seen = maps(session, kind, layer, head)
-    h, w = min(h, seen.shape[2]), min(w, seen.shape[3])
-    if 4 * h * w > limits.response_bytes:
-        raise Refused(422, f"h={h} times w={w} cells are more than {limits.response_bytes:,} bytes")
-    return seen.pooled(h, w, reduce)[0].mean(0)  # up to 1 MB a head: the browser keeps it, not the server
+def pooled(session: Session, at: Place, h: int, w: int, reduce: str, limits: Limits) -> Tensor:
+    """The whole matrix in (h, w) cells, or fewer where it has no more or no more can be sent.
+
+    Up to 1 MB a head: the browser keeps it, not the server.
+    """
+    seen = view(session, at)
+    return seen.pooled(at.layer, at.head, *_fitting(seen, h, w, 1, limits), reduce)
 
 
-def thumbnails(session: Session, kind: str, layer: int, size: int, limits: Limits) -> Tensor:
+def thumbnails(session: Session, at: Place, size: int, limits: Limits) -> Tensor:
     """Every head of a layer, small: (heads, size, size)."""
-    seen = maps(session, kind, layer)
-    h, w = min(size, seen.shape[2]), min(size, seen.shape[3])
-    if 4 * seen.shape[1] * h * w > limits.response_bytes:
-        raise Refused(422, f"size={size} is too large for {seen.shape[1]} heads in {limits.response_bytes:,} bytes")
-    return session.once(("thumbnails", kind, layer, h, w), lambda: seen.pooled(h, w)[0])
+    seen = view(session, at)
+    h, w = _fitting(seen, size, size, seen.look.heads(at.kind), limits)
+    return session.once(("thumbnails", at, h, w), lambda: seen.overviews(at.layer, h, w))
 
 
-def top(session: Session, kind: str, layer: int, head: str, row: int, k: int) -> list[dict[str, Any]]:
+def _fitting(seen: View, h: int, w: int, heads: int, limits: Limits) -> tuple[int, int]:
+    """As many cells as are asked for, as there are, and as can be sent at once."""
+    h, w = min(h, len(seen.rows)), min(w, len(seen.cols))
+    most = limits.response_bytes // (4 * heads)
+    if h * w <= most:
+        return h, w
+    h = max(1, min(h, math.isqrt(most * h // w)))
+    return h, max(1, min(w, most // h))
+
+
+def top(session: Session, at: Place, row: int, k: int) -> list[dict[str, Any]]:
     """Where a row looks most."""
-    seen = maps(session, kind, layer, head)
-    _check_index("row", row, seen.shape[2])
-    weights = seen.row(row)[0].mean(0)
+    seen = view(session, at)
+    _check_index("row", row, len(seen.rows))
+    weights = seen.weights(at.layer, at.head, [row])[0]
     best = weights.topk(min(k, len(weights)))
-    every = session.once(("cols", kind), lambda: session.look.cols(kind))
     return [
-        {"index": index, "text": every[index].text, "weight": weight}
+        {"index": index, "text": seen.cols[index].text, "weight": weight}
         for index, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         if weight > 0
     ]
@@ -130,20 +158,22 @@ def _check_index(name: str, index: int, total: int) -> None:
 # ---- the arithmetic of one weight
 
 
-def arithmetic(
-    session: Session, kind: str, layer: int, head: int, row: int, col: int, limits: Limits
-) -> dict[str, Any]:
+def arithmetic(session: Session, at: Place, row: int, col: int, limits: Limits) -> dict[str, Any]:
     """``walk``, with v where the text is short enough to run the model again."""
-    seen = maps(session, kind, layer)
-    _check_index("head", head, seen.shape[1])
-    _check_index("row", row, seen.shape[2])
-    _check_index("col", col, seen.shape[3])
-    values = values_of(session, kind, layer, limits)
-    found = walk(seen, head, row, col, values)
+    seen, head = view(session, at), at.head or 0
+    _check_index("row", row, len(seen.rows))
+    _check_index("col", col, len(seen.cols))
+    values = values_of(session, at.kind, at.layer, limits)
+    found = walk(session.look.map(at.kind, at.layer), head, row, col, values)
     if values is None:
-        longest = max(sizes(session.look, each)["n_rows"] for each in session.look.kinds)
+        longest = _longest(session)
         found["v_absent"] = f"v is shown for texts of at most {limits.walk_tokens} tokens; this one has {longest}"
     return found
+
+
+def _longest(session: Session) -> int:
+    look = session.look
+    return max(max(look.map(kind, 0).shape[2:]) for kind in look.kinds)
 
 
 def values_of(session: Session, kind: str, layer: int, limits: Limits) -> Tensor | None:
@@ -151,16 +181,14 @@ def values_of(session: Session, kind: str, layer: int, limits: Limits) -> Tensor
 
     None where the text is too long to do that while somebody waits.
     """
-    look = session.look
-    longest = max(max(look.map(each, 0).shape[2:]) for each in look.kinds)
-    if longest > limits.walk_tokens:
+    if _longest(session) > limits.walk_tokens:
         return None
 
     def again() -> Tensor:
         module = attention_at(session.served.model, kind, layer)
         model: Any = session.served.model
         with at_rest(model), session.under(), record(module) as recorder:
-            model.hidden(*look.inputs)
+            model.hidden(*session.look.inputs)
         calls = recorder.attentions["attention"]
         # Layers that share a module are recorded one after the other.
         found = calls[layer if len(calls) > 1 else 0].v
@@ -173,17 +201,15 @@ def values_of(session: Session, kind: str, layer: int, limits: Limits) -> Tensor
 # ---- as a table
 
 
-def as_csv(
-    session: Session, kind: str, layer: int, head: str, rows: tuple[int, int], cols: tuple[int, int], limits: Limits
-) -> str:
+def as_csv(session: Session, at: Place, rows: Part, cols: Part, limits: Limits) -> str:
     """Weights with their labels: a column for each key, a line for each query."""
-    weights = tile(session, kind, layer, head, rows, cols, limits)
-    look = session.look
-    above, beside = look.cols(kind)[slice(*cols)], look.rows(kind)[slice(*rows)]
+    seen = view(session, at)
+    here, there = _checked_parts(seen, rows, cols, limits)
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(["", *_texts(above)])
-    for text, line in zip(_texts(beside), weights.tolist(), strict=True):
+    lines.writerow(["", *_texts(seen.cols[there])])
+    weights = seen.weights(at.layer, at.head, here, there).tolist()
+    for text, line in zip(_texts(seen.rows[here]), weights, strict=True):
         lines.writerow([text, *(f"{weight:.9g}" for weight in line)])
     return out.getvalue()
 

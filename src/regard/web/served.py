@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ class Served:
     id: str
     name: str
     model: Model
+    example: str | None = None
+    """What the page begins with: a text, or base64 of an image; None: what it finds suitable."""
 
     @property
     def config(self) -> ModelConfig:
@@ -35,6 +40,12 @@ class Served:
         """Whether what it reads and what it writes are two texts."""
         return self.config.architecture in ("encoder-decoder", "recurrent")
 
+    @property
+    def writes_with(self) -> Any:
+        """The tokenizer of what it writes; None where it was given none."""
+        processor = self.model.processor
+        return None if processor is None else processor.target or processor.source
+
     def document(self) -> dict[str, Any]:
         config = self.config
         return {
@@ -46,6 +57,7 @@ class Served:
             "generates": self.generates,
             "image": config.source == "image",
             "source": self.has_source,
+            "example": self.example,
         }
 
 
@@ -69,6 +81,27 @@ def kinds_of(model: Model) -> dict[str, dict[str, int]]:
     }
 
 
+_TEXTS = {
+    "en-ko": "[polite] Did the kind teacher read a new book yesterday?",
+    "stdlib": "for line in file: print(line) for line in",
+}
+
+
+def example_of(path: str | Path) -> str | None:
+    """What suits a run of an embedded corpus: a text of its grammar, or one of its pictures; None for any other."""
+    try:
+        source = json.loads((Path(str(path).partition("@")[0]) / "run.json").read_text("utf-8"))["data"]["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not a run of ours
+    if source != "shapes":
+        return _TEXTS.get(str(source))
+    from ..data.corpora import open_corpus
+
+    out = io.BytesIO()
+    open_corpus("shapes").example("valid", 5).pillow().save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
 def open_all(paths: Sequence[str | Path], device: str = "auto") -> list[Served]:
     """Every model, each under the name of its directory; of two alike the second is called …-2."""
     import torch
@@ -87,7 +120,7 @@ def named(models: Sequence[tuple[str, Model]]) -> list[Served]:
         name = Path(path).name or Path(path).resolve().name or "model"
         taken = {each.id for each in found}
         unique = next(x for n in range(1, len(models) + 1) if (x := name if n == 1 else f"{name}-{n}") not in taken)
-        found.append(Served(unique, unique, model))
+        found.append(Served(unique, unique, model, example_of(path)))
     return found
 
 

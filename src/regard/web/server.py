@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
-from .limits import App, Guard, Limits, Refused, is_local
+from .guard import App, Guard, is_local
+from .limits import Limits, Refused
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -42,7 +43,8 @@ def _application(models: list[Served], limits: Limits) -> Any:
     from fastapi import FastAPI
     from fastapi.staticfiles import StaticFiles
 
-    from .api import Explorer, router
+    from .api import router
+    from .asking import Explorer
 
     here = Explorer(models, limits)
 
@@ -149,7 +151,7 @@ def serve(
     Requests get a few seconds to come to their end; work that is still going on then ends with the process.
     """
     try:
-        import fastapi  # noqa: F401
+        import fastapi  # noqa: F401 - only to say here, in one sentence, that it is missing
         import uvicorn
     except ImportError:
         raise RegardError("the explorer needs fastapi and uvicorn: pip install 'regard[serve]'") from None

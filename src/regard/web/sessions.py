@@ -39,7 +39,7 @@ class Session:
     def search(self) -> Generated | None:
         """The beam search that wrote the text, if one did."""
         made = self.look.generated
-        return None if made is None or made.parents is None else made
+        return None if made is None or made.steps is None else made
 
     def once(self, key: Any, work: Callable[[], Answer]) -> Answer:
         """What ``work`` says, asked only the first time. Of two who ask at once, the second waits for the first."""

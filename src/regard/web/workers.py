@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from .limits import Limits, Refused
 
@@ -56,7 +56,7 @@ class Workers:
             hint = "ask for less, or look at a shorter text"
             raise Refused(422, f"this takes longer than {seconds:g} s; {hint}") from None
 
-    async def stream(self, make: Callable[[], Iterator[Answer]]) -> AsyncIterator[Answer]:
+    async def stream(self, make: Callable[[], Iterator[Answer]]) -> AsyncGenerator[Answer, None]:
         """What a model writes, as it writes it; it stops when nobody listens any more."""
         self._enter()
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[object]()
@@ -83,7 +83,7 @@ class Workers:
             while (piece := await asyncio.wait_for(pieces.get(), until - loop.time())) is not _END:
                 if isinstance(piece, Exception):
                     raise piece
-                yield piece  # type: ignore[misc]
+                yield cast(Answer, piece)
         except TimeoutError:
             raise Refused(422, f"the text is not finished after {self._limits.stream_seconds:g} s") from None
         finally:

@@ -1,18 +1,23 @@
-"""A text as it is written, token by token, and at its end the look at all of it."""
+"""A text as it is written, token by token and with where the model looked, and at its end the look at all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import Tensor, nn
 
 from ..generation.generate import stream_tokens
 from ..generation.pictures import pixels
 from ..generation.pieces import Decode, after, text_pieces
 from ..generation.words import Words
-from .bodies import LookBody, StreamBody
+from ..lens.labels import token_labels
+from ..lens.places import attentions, heads_of
+from ..lens.taking import recording
+from .bodies import LookBody, StreamBody, Watch
 from .limits import Limits, Refused
 from .opening import changed, check_text, picture, planned_bytes, search_fields
-from .reading import document
+from .reading import document, label_document
 from .served import Served
 from .sessions import Session, Sessions
 
@@ -20,6 +25,8 @@ from .sessions import Session, Sessions
 def write(served: Served, body: StreamBody, sessions: Sessions, limits: Limits) -> Iterator[dict[str, Any]]:
     """{"token", "text"} for each token, then {"look": id} with what the page has to know of it.
 
+    Where a layer is watched, the labels of the "source" come first, and each token has its "label" and the "weights"
+    of its cross-attention; the end of the text too.
     Everything is checked before the first token: an error comes instead of a text, not in the middle of one.
     """
     if not served.generates:
@@ -28,11 +35,57 @@ def write(served: Served, body: StreamBody, sessions: Sessions, limits: Limits) 
         raise Refused(422, f"beam={body.generate.beam} has no text before all is done; a stream needs beam=1")
     asked = LookBody(model=body.model, text=body.text, image=body.image, generate=body.generate)
     check_text(served, asked, limits)
+    watching = None if body.watch is None else Watching(served, body.watch, limits)
     sessions.make_room(planned_bytes(served, asked, search_fields(body.generate), limits))
-    return _written(served, body, sessions, limits)
+    return _written(served, body, watching, sessions, limits)
 
 
-def _written(served: Served, body: StreamBody, sessions: Sessions, limits: Limits) -> Iterator[dict[str, Any]]:
+class Watching:
+    """The cross-attention of one layer, row by row while the model decodes: its recorder is on for a step at a time."""
+
+    def __init__(self, served: Served, watch: Watch, limits: Limits) -> None:
+        self._served, self._n_cols, self._left = served, limits.tile, limits.response_bytes // 12  # digits of a weight
+        modules = attentions(served.model).get("cross", [])
+        if not modules:
+            raise Refused(422, f"model {served.id!r} has no cross-attention to watch")
+        sizes = {"layer": (watch.layer, len(modules)), "head": (watch.head or 0, heads_of(modules[0]))}
+        for name, (asked, have) in sizes.items():
+            if asked >= have:
+                raise Refused(422, f"watch.{name}={asked}: cross attention has {have} {name}s, 0 … {have - 1}")
+        self._module, self._head = nn.ModuleList([modules[watch.layer]]), watch.head
+        self._call = sum(module is modules[watch.layer] for module in modules[: watch.layer])  # layers may share one
+        self.written: list[int] = []
+        self.rows: list[Tensor] = []
+
+    def tokens(self, start: Callable[[], Iterator[int]]) -> Iterator[int]:
+        """The same tokens; for each there is a row."""
+        tokens: Iterator[int] | None = None
+        while True:
+            with recording(self._module, 1) as seen:
+                tokens = start() if tokens is None else tokens
+                token = next(tokens, None)
+            if token is None:
+                return
+            heads = seen.map("0", self._call).tile()[0, :, -1]  # (H, S)
+            self.written.append(token)
+            self.rows.append(heads.mean(0) if self._head is None else heads[self._head])
+            yield token
+
+    def line(self, n: int) -> dict[str, Any]:
+        """A token as it is called in the look at the whole text, and where the model looked when it wrote it.
+
+        As much of a row as a page shows, and as many rows as one answer may be long.
+        """
+        label = token_labels(self.written, self._served.writes_with, self._served.config)[n]
+        row = self.rows[n][: self._n_cols].tolist()
+        self._left -= len(row)
+        weights = {"weights": [round(weight, 7) for weight in row]} if self._left >= 0 else {}
+        return {"label": label_document(label), **weights}
+
+
+def _written(
+    served: Served, body: StreamBody, watching: Watching | None, sessions: Sessions, limits: Limits
+) -> Iterator[dict[str, Any]]:
     from ..lens import look
 
     model, words = served.model, Words(served.model)
@@ -40,12 +93,22 @@ def _written(served: Served, body: StreamBody, sessions: Sessions, limits: Limit
     image = picture(body.image, limits) if served.config.source == "image" else None
     rows = None if image is not None else words.rows([body.text], "prompt" if words.goes_on else "source")[0]
     decode = after(words.decode, rows) if words.goes_on and rows is not None else words.decode
+
+    def start() -> Iterator[int]:
+        return stream_tokens(model, pixels(model, image) if rows is None else rows, **body.generate.fields())
+
     new: list[int] = []
+    if watching is not None and rows is not None:
+        labels = token_labels(rows, words.source, served.config)
+        yield {"source": [label_document(label) for label in labels[: limits.tile]]}
     with under():
-        tokens = stream_tokens(model, pixels(model, image) if rows is None else rows, **body.generate.fields())
-        for token, text in _told(tokens, served.config.eos_id, decode):
+        told = _told(start() if watching is None else watching.tokens(start), served.config.eos_id, decode)
+        for token, text in told:
             new += [] if token is None else [token]
-            yield {"token": token, "text": text}
+            line = {"token": token, "text": text}
+            yield line if watching is None or token is None else line | watching.line(len(new) - 1)
+        if watching is not None and len(watching.written) > len(new):  # where it looked when it chose to end
+            yield {"token": watching.written[-1], "text": "", **watching.line(-1)}
         if words.goes_on:
             made = look(model, [*(rows or ()), *new])
         else:

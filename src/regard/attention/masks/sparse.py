@@ -34,16 +34,22 @@ class Dilated(Mask):
 @dataclass(frozen=True)
 class Strided(Mask):
     stride: int
+    both_ways: bool = False
 
     def allows(self, at: Site) -> Tensor:
         back = at.i - at.j
+        if self.both_ways:
+            return (back.abs() < self.stride) | (back % self.stride == 0)
         return (back >= 0) & ((back < self.stride) | (back % self.stride == 0))
 
     def bounds(self, box: Box) -> Bounds:
-        causal_some, causal_every = Causal().bounds(box)
-        near_some, near_every = Window(self.stride, 0).bounds(box)
+        near_some, near_every = Window(self.stride, self.stride - 1 if self.both_ways else 0).bounds(box)
         step_some, step_every = _multiple_of(self.stride, box.i_min - box.j_max, box.i_max - box.j_min)
-        return causal_some & (near_some | step_some), causal_every & (near_every | step_every)
+        some, every = near_some | step_some, near_every | step_every
+        if self.both_ways:
+            return some, every
+        causal_some, causal_every = Causal().bounds(box)
+        return causal_some & some, causal_every & every
 
 
 def _multiple_of(step: int, low: Tensor, high: Tensor) -> Bounds:
@@ -158,10 +164,13 @@ def dilated(size: int, step: int) -> Mask:
     return Dilated(size, step)
 
 
-def strided(stride: int) -> Mask:
-    """The last ``stride`` keys and every ``stride``-th before them (Sparse Transformer, Child et al. 2019, eq. 4)."""
+def strided(stride: int, both_ways: bool = False) -> Mask:
+    """The last ``stride`` keys and every ``stride``-th before them (Sparse Transformer, Child et al. 2019, eq. 4).
+
+    ``both_ways``: the same after the query, for encoders.
+    """
     at_least_one("stride", stride)
-    return Strided(stride)
+    return Strided(stride, both_ways)
 
 
 def fixed(stride: int, summary: int = 1) -> Mask:

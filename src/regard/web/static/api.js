@@ -33,7 +33,12 @@ export class Server {
 
   models() { return json(`${this.base}/models`); }
   look(request) { return json(`${this.base}/looks`, post(request)); }
-  at(look, what, values) { return `${this.base}/looks/${encodeURIComponent(look.id)}/${what}?${query(values)}`; }
+  /** The same look with sub-words joined or special tokens hidden. */
+  async read(look, reading) { return { ...(await json(this.at({ ...look, reading }, "", {}))), reading }; }
+  at(look, what, values) {
+    const path = [this.base, "looks", encodeURIComponent(look.id), what].filter(Boolean).join("/");
+    return `${path}?${query({ ...values, ...look.reading })}`;
+  }
 
   labels(look, kind, axis, start, stop) { return json(this.at(look, "labels", { kind, axis, start, stop })); }
   tile(look, kind, layer, head, r0, r1, c0, c1) {
@@ -62,8 +67,8 @@ export class Server {
     return text.replace(/(id="opening">)[^<]*/, (_, start) => start + opening);
   }
 
-  /** Tokens as the model writes them, then the look at what it wrote. */
-  async stream(request, onToken) {
+  /** Lines as the model writes, a token each, then the look at what it wrote. */
+  async stream(request, onLine) {
     const answer = await ask(`${this.base}/stream`, post(request));
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "", last = null;
@@ -75,7 +80,7 @@ export class Server {
         const event = JSON.parse(line);
         if (event.error) throw new Failure(event.error);
         if (event.look !== undefined) last = event;
-        else onToken(event);
+        else onLine(event);
       }
       if (done) return last;
     }

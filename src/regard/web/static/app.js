@@ -2,21 +2,19 @@
 import { Failure } from "./api.js";
 import { Composer, example } from "./composer.js";
 import { controls, placed } from "./controls.js";
-import { Data } from "./data.js";
+import { Data, Readings } from "./data.js";
 import { after, el } from "./dom.js";
-import { exported } from "./export.js";
+import { footer, head, said } from "./frame.js";
 import { LANGUAGES, speaker } from "./i18n.js";
-import { help, listen } from "./keys.js";
+import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
 import { State, kept } from "./state.js";
 import { tip } from "./tip.js";
 import { VIEWS } from "./views/index.js";
 
-const EYE = '<svg viewBox="0 0 32 32" aria-hidden="true"><path d="M3 16C8 7 24 7 29 16C24 25 8 25 3 16Z" fill="none" stroke="var(--accent)" stroke-width="2.4" stroke-linejoin="round"/><circle cx="16" cy="16" r="4.4" fill="var(--accent)"/></svg>';
-
 export class App {
   constructor(root, source, initial = {}) {
-    Object.assign(this, { root, source, look: null, data: null, view: null, models: [] });
+    Object.assign(this, { root, source, look: null, data: null, view: null, models: [], shows: 0 });
     this.state = new State(initial);
     this.state.on((changed, outside) => this.changed(changed, outside));
     this.relabel = after(120, () => this.showControls());
@@ -66,34 +64,17 @@ export class App {
     this.composer = new Composer({ t, state, picture, onLook: (values) => { state.set(values); this.guarded(() => this.run()); } });
     this.panel = new Panel(this.parts.aside, t, state);
     const { head, message, nav, main, footer } = this.parts;
-    const writing = this.source.offline ? [this.said()] : [this.composer.node];
-    this.root.replaceChildren(head, ...writing, message, nav, this.parts.controls, main, footer);
+    const writing = this.source.offline ? said(this) : this.composer.node;
+    this.root.replaceChildren(head, writing, message, nav, this.parts.controls, main, footer);
     this.showHead();
   }
 
-  /** What was looked at, on a page that cannot look again. */
-  said() {
-    const { text, target } = this.source.content.look;
-    return el("div", { class: "said" }, text ? el("bdi", { dir: "auto" }, text) : "", target ? el("bdi", { class: "quiet", dir: "auto" }, target) : "");
-  }
-
-  showHead() {
-    const { t, state } = this, theme = document.documentElement.dataset.theme;
-    const mark = el("h1", { class: "mark" });
-    mark.innerHTML = `${EYE}regard`;
-    const choice = el("select", { "aria-label": t("model"), onchange: () => this.change(choice.value) },
-      this.models.map((m) => el("option", { value: m.id, selected: m.id === state.now.model }, m.name)));
-    this.parts.head.replaceChildren(mark, this.models.length > 1 ? choice : el("span", { class: "quiet" }, this.models[0]?.name ?? ""), el("span", { class: "room" }),
-      el("button", { class: "plain", type: "button", title: t("help"), "aria-label": t("help"), onclick: () => help(t) }, "?"),
-      el("button", { class: "plain", type: "button", title: t("theme"), "aria-label": t("theme"), "data-do": "theme",
-        onclick: () => { const to = theme === "dark" ? "light" : "dark"; kept.set("theme", to); state.set({ theme: to }); } }, theme === "dark" ? "☀︎" : "☾"),
-      el("button", { class: "plain", type: "button", "data-do": "language",
-        onclick: () => { const to = this.language() === "ko" ? "en" : "ko"; kept.set("lang", to); state.set({ lang: to }); } }, t("language")));
-  }
+  showHead() { this.parts.head.replaceChildren(...head(this)); }
 
   change(model) {
     this.look = null; // nothing is asked of the old one any more
-    this.state.set({ model, kind: "", layer: 0, head: -1, row: -1, col: -1, target: "", zoom: "", off: "", from: 0 });
+    const { text } = this.state.now, own = text !== example(this.model()); // an example was not the reader's own
+    this.state.set({ model, text: own ? text : "", kind: "", layer: -1, head: -1, row: -1, col: -1, target: "", zoom: "", off: "", from: 0 });
     if (!this.state.now.text) this.state.now.text = example(this.model());
     this.composer.update(this.model());
     this.forget();
@@ -101,20 +82,50 @@ export class App {
   }
 
   /** Look at what is written. */
-  async run(variant) {
+  async run() {
     const missing = this.source.offline ? null : this.composer.missing();
     if (missing) throw new Failure(this.t(missing));
+    if (this.look && this.view?.write && this.composer.streams()) { // a view that shows how it is written
+      this.composer.busy(this.t("writing"));
+      await this.view.write();
+      return;
+    }
     this.composer.busy(this.t("looking"));
     this.parts.stage.classList.add("waiting");
-    const look = await this.source.look(this.source.offline ? null : this.composer.request(variant));
-    this.open(look);
+    const look = await this.source.look(this.source.offline ? null : this.composer.request());
+    await this.open(look);
   }
 
-  open(look) {
+  async open(look) {
     this.look = look;
-    this.data = new Data(this.source, look);
+    this.tokens = new Data(this.source, look);
+    this.readings = new Readings(this.source, look);
     this.composer.wrote(look);
-    this.show();
+    await this.present();
+  }
+
+  /** Whether tokens are joined or hidden, in views that can. */
+  isMerged(view) {
+    const { words, specials } = this.state.now;
+    return view.controls.includes("words") && !this.source.offline && (words || !specials);
+  }
+
+  /** The look's numbers as a view reads them: token by token, or with words joined and special tokens hidden. */
+  reading(view) {
+    const { words, specials } = this.state.now;
+    return this.isMerged(view) ? this.readings.of({ words, specials }) : this.tokens;
+  }
+
+  /** What a reader has to know of joined words and hidden tokens. */
+  readingNote() {
+    const { words = false, specials = true } = this.data.look.reading ?? this.source.reading ?? {};
+    return [words && this.t("words.joined"), !specials && this.t("specials.hidden")].filter(Boolean).join(" ");
+  }
+
+  /** To another view; rows of words are not rows of tokens, so nothing stays held between the two. */
+  go(id, values = {}) {
+    const view = VIEWS.find((one) => one.id === id), held = this.isMerged(view) === this.isMerged(this.opened) ? {} : { row: -1, col: -1 };
+    this.state.set({ ...held, ...values, view: id });
   }
 
   forget() {
@@ -151,21 +162,27 @@ export class App {
 
   where() { return this.source.only ?? placed(this.look, this.state.now, this.opened?.kind); }
 
-  show() {
+  show() { this.guarded(() => this.present()); }
+
+  async present() {
+    const mine = ++this.shows, views = this.views(), kind = views.find((view) => view.id === this.state.now.view) ?? views[0];
+    const data = await this.reading(kind);
+    if (mine !== this.shows || !this.look) return;
     tip.hide();
     this.view?.close();
     this.parts.stage.replaceChildren();
-    const views = this.views(), kind = views.find((view) => view.id === this.state.now.view) ?? views[0];
-    this.opened = kind;
+    Object.assign(this, { data, opened: kind });
     this.parts.nav.replaceChildren(...views.map((view) => el("button", {
       type: "button", role: "tab", "aria-selected": String(view === kind), "data-view": view.id,
-      onclick: () => this.state.set({ view: view.id }),
+      onclick: () => this.go(view.id),
     }, this.t(`view.${view.id}`))));
+    const { nav } = this.parts, chosen = nav.querySelector("[aria-selected=true]"); // on a phone not all of them fit
+    nav.scrollLeft = chosen.offsetLeft - nav.offsetLeft - (nav.clientWidth - chosen.offsetWidth) / 2;
     this.panelled = kind.panel && !this.source.overviewOnly;
     this.parts.main.classList.toggle("wide", !this.panelled);
     this.view = kind.open(this.parts.stage, this);
     this.showControls();
-    this.showFooter();
+    this.parts.footer.replaceChildren(...footer(this));
     this.refresh(new Set(["view"]));
   }
 
@@ -174,18 +191,6 @@ export class App {
     const held = document.activeElement?.closest?.(".controls [aria-label]")?.getAttribute("aria-label");
     this.parts.controls.replaceChildren(...controls(this, this.opened.controls ?? []));
     if (held) this.parts.controls.querySelector(`[aria-label="${CSS.escape(held)}"]`)?.focus(); // the keyboard stays where it was
-  }
-
-  showFooter() {
-    const { t, view } = this, name = `regard-${this.opened.id}`;
-    const save = (kind) => el("button", { type: "button", class: "plain", "data-export": kind,
-      onclick: () => this.guarded(() => exported(kind, name, this)) }, kind.toUpperCase());
-    const link = el("button", { type: "button", class: "plain", onclick: async () => {
-      await navigator.clipboard?.writeText(location.href);
-      link.textContent = t("copied");
-    } }, t("copy"));
-    this.parts.footer.replaceChildren(el("span", {}, t("export")), ...(view.sheet ? [save("svg"), save("png")] : []),
-      view.rows ? save("csv") : "", this.source.offline ? "" : save("html"), el("span", { class: "room" }), this.source.offline ? "" : link);
   }
 
   refresh(changed) {
@@ -211,7 +216,7 @@ export class App {
       return;
     }
     if (!this.look) return;
-    if (has("view")) { this.show(); return; }
+    if (has("view", "words", "specials")) { this.show(); return; }
     if (has("kind", "layer", "head")) this.showControls();
     else this.relabel();
     this.refresh(changed);

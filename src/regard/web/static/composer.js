@@ -3,9 +3,10 @@ import { el } from "./dom.js";
 
 const BEAMS = [1, 2, 4, 8];
 
-/** An example that suits the model, so that the first page is not an empty one. */
+/** A text that suits the model, so that the first page is not an empty one. */
 export function example(model) {
   if (model.image) return "";
+  if (model.example) return model.example;
   return model.source ? "The teacher gave the student a book." : "The cat sat on the mat because it was warm.";
 }
 
@@ -37,6 +38,7 @@ export class Composer {
     const { t, state } = this;
     this.model = model;
     this.text = this.target = null;
+    this.picture ??= model.image ? model.example ?? null : null;
     const two = model.source || (model.image && model.generates), texts = [];
     if (model.image) texts.push(this.imagePicker());
     else texts.push(this.area(model.source ? t("source") : t("text"), "text", t("text.hint")));
@@ -52,9 +54,13 @@ export class Composer {
   imagePicker() {
     const file = el("input", { type: "file", accept: "image/*", name: "image", onchange: async () => {
       this.picture = file.files[0] ? await base64(file.files[0]) : null;
-      if (this.picture) this.submit();
+      this.preview.hidden = !this.picture;
+      if (!this.picture) return;
+      this.preview.src = `data:image/png;base64,${this.picture}`;
+      this.submit();
     } });
-    return el("label", { class: "area" }, el("span", {}, this.t("image")), file);
+    this.preview = el("img", { alt: "", hidden: !this.picture, src: this.picture ? `data:image/png;base64,${this.picture}` : "" });
+    return el("label", { class: "area" }, el("span", {}, this.t("image")), el("div", { class: "picture" }, this.preview, file));
   }
 
   submit() {
@@ -74,6 +80,12 @@ export class Composer {
     if (target && (this.model.source || this.model.image)) out.target = target;
     if (writes) out.generate = { beam, ...(this.model.source || this.model.image ? {} : { max_new_tokens: 16 }) };
     return out;
+  }
+
+  /** Whether what is asked for can be watched while it is written. */
+  streams() {
+    const { target, beam } = this.state.now;
+    return Boolean(this.model.source && this.model.generates && !target && beam === 1);
   }
 
   /** What the model wrote stands where a translation of one's own would. */

@@ -98,3 +98,18 @@ export class Data {
   beams() { return this.once("beams", () => this.source.beams(this.look)); }
   next(options) { return this.once(`next ${JSON.stringify(options)}`, () => this.source.next(this.look, options)); }
 }
+
+/** The same look read in other ways: with sub-words joined, with special tokens hidden. */
+export class Readings {
+  constructor(source, look) { Object.assign(this, { source, look, found: new Map() }); }
+
+  of(reading) {
+    const key = JSON.stringify(reading), { found, source } = this;
+    if (!found.has(key)) {
+      const asked = source.read(this.look, reading).then((look) => new Data(source, look));
+      asked.catch(() => found.delete(key)); // it can be asked again
+      found.set(key, asked);
+    }
+    return found.get(key);
+  }
+}

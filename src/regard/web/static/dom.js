@@ -59,8 +59,8 @@ export function stepper(name, text, back, on) {
     el("output", {}, text), step("›", on));
 }
 
-export function check(name, value, onPick) {
-  const box = el("input", { type: "checkbox", onchange: () => onPick(box.checked) });
+export function check(name, value, onPick, id) {
+  const box = el("input", { type: "checkbox", name: id, onchange: () => onPick(box.checked) });
   box.checked = value;
   return el("label", { class: "check" }, box, el("span", {}, name));
 }
@@ -68,4 +68,11 @@ export function check(name, value, onPick) {
 export function after(ms, work) {
   let timer = 0;
   return (...args) => { clearTimeout(timer); timer = setTimeout(() => work(...args), ms); };
+}
+
+/** The tokens near one of them as the options of a select; a list of thousands is no list. */
+export function offer(select, labels, at, near = 300) {
+  const from = Math.max(0, at - near);
+  select.replaceChildren(...labels.slice(from, at + near).map((label, i) =>
+    el("option", { value: String(from + i), selected: from + i === at }, `${from + i}  ${shown(label)}`)));
 }

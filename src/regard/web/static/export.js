@@ -25,6 +25,6 @@ export async function exported(kind, name, app) {
   if (kind === "csv") save(`${name}.csv`, csvOf(await view.rows()), "text/csv");
   if (kind === "html") {
     const { model, text, target, ...state } = app.state.now; // what it says is inside
-    save(`${name}.html`, await app.source.html(app.look, app.where(), { ...state, ...app.where() }), "text/html");
+    save(`${name}.html`, await app.source.html(app.data.look, app.where(), { ...state, ...app.where() }), "text/html");
   }
 }

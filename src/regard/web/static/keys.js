@@ -29,7 +29,7 @@ function press(app, key, onControl) {
   if (key === "m") return app.state.set({ head: -1 }), true;
   if (/^[1-9]$/.test(key)) {
     const view = app.views()[Number(key) - 1];
-    if (view) app.state.set({ view: view.id });
+    if (view) app.go(view.id);
     return Boolean(view);
   }
   if (!(key in ARROWS) || onControl) return false;
@@ -37,14 +37,13 @@ function press(app, key, onControl) {
   if (row < 0 && app.source.only) return false;
   if (row < 0) stepped(app, down ? "layer" : "head", down ? down : right);
   else {
-    const size = app.look.kinds[app.where().kind];
-    const within = (n, total) => Math.min(total - 1, Math.max(0, n));
-    app.state.set({ row: within(row + down, size.n_rows), col: right || col >= 0 ? within(Math.max(col, 0) + right, size.n_cols) : -1 });
+    const { rows, cols } = app.data.size(app.where().kind), within = (n, total) => Math.min(total - 1, Math.max(0, n));
+    app.state.set({ row: within(row + down, rows), col: right || col >= 0 ? within(Math.max(col, 0) + right, cols) : -1 });
   }
   return true;
 }
 
-function help(t) {
+export function help(t) {
   const keys = [["← → ↑ ↓", "help.arrows"], ["/", "help.slash"], ["Esc", "help.esc"], ["m", "help.mean"], ["1 … 9", "help.digits"], ["?", "help.help"]];
   const dialog = el("dialog", { "aria-label": t("help.title"), onclose: () => dialog.remove() },
     el("strong", {}, t("help.title")),
@@ -53,5 +52,3 @@ function help(t) {
   document.body.append(dialog);
   dialog.showModal();
 }
-
-export { help };

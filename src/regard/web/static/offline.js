@@ -31,6 +31,7 @@ export class Offline {
     this.only = content.only ?? null; // the one head that is here, where not all are
     this.hasPatterns = Boolean(content.patterns);
     this.overviewOnly = Boolean(content.overview);
+    this.reading = content.reading ?? null; // how tokens were joined or hidden when it was written
   }
 
   async models() { return [this.content.model]; }

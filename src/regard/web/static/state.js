@@ -1,8 +1,8 @@
 // Everything a link needs to bring the same picture back stands in the address, after the #.
 export const DEFAULTS = {
-  model: "", text: "", target: "", view: "", kind: "", layer: 0, head: -1, // -1: the mean of the heads
-  row: -1, col: -1, threshold: 0.05, top: 3, log: false, from: 0, zoom: "", find: "", pattern: "",
-  beam: 1, temperature: 1, topk: 0, topp: 1, position: -1,
+  model: "", text: "", target: "", view: "", kind: "", layer: -1, head: -1, // the last layer, the mean of its heads
+  row: -1, col: -1, threshold: 0.05, top: 3, log: false, words: false, specials: true, from: 0, zoom: "", find: "", pattern: "",
+  beam: 1, discarded: true, temperature: 1, topk: 0, topp: 1, position: -1,
   causal: true, scale: 1, off: "", lang: "", theme: "",
 };
 

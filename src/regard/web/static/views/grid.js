@@ -1,6 +1,7 @@
 // Every head of every layer, small; the eye finds the odd one, a click opens it.
 import { heat, scaled } from "../colour.js";
 import { el, shown } from "../dom.js";
+import { largest } from "../matrix.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
@@ -14,7 +15,7 @@ class Grid {
     this.sheet = new Surface(this.place, {
       label: app.t("view.grid"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event, at) => this.hover(hit, event, at), leave: () => { this.over = null; tip.hide(); this.sheet.redraw(); },
-      press: (hit) => hit && app.state.set({ layer: hit.layer, head: hit.head, view: "heatmap" }),
+      press: (hit) => hit && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
 
@@ -31,8 +32,8 @@ class Grid {
   }
 
   layout(width) {
-    const { rows, cols, layers, heads } = this.app.data.size(this.app.where().kind), left = 34, top = 28, gap = 10;
-    const side = Math.min(120, (width - left) / heads - gap);
+    const { rows, cols, layers, heads } = this.app.data.size(this.app.where().kind), left = 40, top = 28, gap = 12;
+    const side = Math.min(150, (width - left) / heads - gap);
     const tall = Math.max(12, side * Math.min(1.4, Math.max(0.4, Math.min(rows, 4096) / cols)));
     return { left, top, gap, side, tall, height: top + layers * (tall + gap) + 8 };
   }
@@ -40,13 +41,15 @@ class Grid {
   draw(pen) {
     const { left, top, gap, side, tall } = this.layout(pen.width), { heads } = this.app.data.size(this.app.where().kind);
     const { log } = this.app.state.now, { theme, quiet, accent, line } = pen.colours, now = this.app.where();
-    for (let h = 0; h < heads; h++) pen.text(String(h), left + h * (side + gap) + side / 2, 12, { size: 12, fill: quiet, align: "center" });
+    const { t } = this.app, named = side > 64 ? `${t("head")} ` : "";
+    pen.text(t("layer"), 0, 12, { size: 12, fill: quiet });
+    for (let h = 0; h < heads; h++) pen.text(`${named}${h}`, left + h * (side + gap) + side / 2, 12, { size: 12, fill: quiet, align: "center" });
     this.layers.forEach((thumbs, layer) => {
       const [n, rows, cols] = thumbs.shape, y = top + layer * (tall + gap);
       pen.text(String(layer), 14, y + tall / 2, { size: 12, fill: quiet, align: "center" });
       for (let h = 0; h < n; h++) {
         const values = thumbs.values.subarray(h * rows * cols, (h + 1) * rows * cols), x = left + h * (side + gap);
-        const max = values.reduce((a, b) => Math.max(a, b), 0);
+        const max = largest(values);
         pen.matrix(x, y, side, tall, { values, rows, cols, colour: (v) => heat(scaled(v, max, log), theme) });
         const on = (layer === now.layer && h === now.head) || (this.over?.layer === layer && this.over?.head === h);
         pen.rect(x - 0.5, y - 0.5, side + 1, tall + 1, { stroke: on ? accent : line, width: on ? 2 : 1, radius: 2 });
@@ -80,7 +83,7 @@ class Grid {
 }
 
 export default {
-  id: "grid", panel: false, controls: ["kind", "log"],
+  id: "grid", panel: false, controls: ["kind", "log", "words"],
   fits: ({ source }) => !source.only,
   open: (host, app) => new Grid(host, app),
 };

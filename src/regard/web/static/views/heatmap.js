@@ -1,6 +1,7 @@
 // The matrix itself: weights as tiles where they can be told apart, block means where they cannot.
-import { css, heat, inkOn, scaled } from "../colour.js";
+import { heat, inkOn, scaled } from "../colour.js";
 import { brief, count, el, shown } from "../dom.js";
+import { isFound, largest } from "../matrix.js";
 import { fitted, textWidth } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -54,14 +55,12 @@ class HeatMap {
     const [[rowLabels, colLabels], matrix] = await Promise.all([labels, cells]);
     if (mine !== this.asked) return;
     const size = data.size(kind), span = exact ? [r0, r1, c0, c1] : [0, size.rows, 0, size.cols];
-    let max = 0;
-    for (const value of matrix.values) if (value > max) max = value;
-    this.shown = { ...where, matrix, span, window: [r0, r1, c0, c1], exact, rowLabels, colLabels, max };
+    this.shown = { ...where, matrix, span, window: [r0, r1, c0, c1], exact, rowLabels, colLabels, max: largest(matrix.values) };
     const { t } = this.app, step = (total, n) => (total / n).toFixed(total % n ? 1 : 0);
     const isWhole = exact || (matrix.rows === size.rows && matrix.cols === size.cols);
     this.shown.whole = isWhole;
-    this.caption.textContent = isWhole ? t("heatmap.caption")
-      : t("heatmap.pooled", { r: step(size.rows, matrix.rows), c: step(size.cols, matrix.cols) });
+    this.caption.textContent = [isWhole ? t("heatmap.caption")
+      : t("heatmap.pooled", { r: step(size.rows, matrix.rows), c: step(size.cols, matrix.cols) }), this.app.readingNote()].join(" ");
     this.zooming.hidden = Math.max(size.rows, size.cols) < 24;
     this.sheet.redraw();
   }
@@ -96,13 +95,12 @@ class HeatMap {
     pen.rect(left - 0.5, top - 0.5, side[0] + 1, side[1] + 1, { stroke: line });
     const held = [this.over?.row ?? row, this.over?.col ?? col];
     const style = (label, on) => ({ size: 13, fill: on ? accent : label.special ? quiet : ink, weight: on ? 600 : 400 });
-    const hit = (label) => find && shown(label).toLowerCase().includes(find.toLowerCase());
     for (let r = r0; labelled && r < r1; r++) {
       const label = rowLabels[r];
-      pen.text(fitted(shown(label), left - 10, pen.font(13)), left - 8, y(r) + tall / 2, { ...style(label, hit(label) || r === held[0]), align: "right" });
+      pen.text(fitted(shown(label), left - 10, pen.font(13)), left - 8, y(r) + tall / 2, { ...style(label, isFound(label, find) || r === held[0]), align: "right" });
     }
     for (let c = c0; labelled && c < c1; c++) {
-      const label = colLabels[c], text = fitted(shown(label), LONGEST_LABEL, pen.font(13)), on = hit(label) || c === held[1];
+      const label = colLabels[c], text = fitted(shown(label), LONGEST_LABEL, pen.font(13)), on = isFound(label, find) || c === held[1];
       if (upright) pen.text(text, x(c) + wide / 2 - 2, top - 8, { ...style(label, on), turn: -45 });
       else pen.text(text, x(c) + wide / 2, top - 13, { ...style(label, on), align: "center" });
     }
@@ -218,7 +216,7 @@ export function blockOf(index, total, n) {
 }
 
 export default {
-  id: "heatmap", panel: true, controls: ["kind", "layer", "head", "log", "top", "find"],
+  id: "heatmap", panel: true, controls: ["kind", "layer", "head", "find", "top", "log", "words"],
   fits: () => true,
   open: (host, app) => new HeatMap(host, app),
 };

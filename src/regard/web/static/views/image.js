@@ -1,6 +1,7 @@
 // The image with the weights of one token laid over its patches.
 import { css, heat, scaled } from "../colour.js";
 import { brief, el, shown, slider } from "../dom.js";
+import { largest, strongest } from "../matrix.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
@@ -26,11 +27,12 @@ class ImageOverlay {
 
   async update() {
     const mine = ++this.asked, { data, state } = this.app, { kind, layer, head } = this.app.where(), { rows } = data.size(kind);
+    if (state.now.row < 0) state.now.row = 0; // somebody always looks
     const [rowLabels, colLabels] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols")]);
-    const row = state.now.row >= 0 && state.now.row < rows ? state.now.row : 0;
+    const row = state.now.row < rows ? state.now.row : 0;
     const weights = await data.row(kind, layer, head, row);
     if (mine !== this.asked) return;
-    this.shown = { kind, row, rowLabels, colLabels, weights, max: weights.reduce((a, b) => Math.max(a, b), 0) };
+    this.shown = { kind, row, rowLabels, colLabels, weights, max: largest(weights) };
     this.chips.replaceChildren(...rowLabels.slice(0, MOST).map((label, r) => el("button", {
       type: "button", "aria-pressed": String(r === row), "data-row": String(r), onclick: () => state.set({ row: r, col: -1 }),
     }, el("bdi", {}, shown(label)))));
@@ -48,11 +50,12 @@ class ImageOverlay {
     if (!this.shown) return;
     const { colLabels, weights, max, rowLabels, row } = this.shown;
     const place = ([x0, y0, x1, y1]) => [x0 * wide, y0 * tall, (x1 - x0) * wide, (y1 - y0) * tall];
+    const named = new Set(strongest(weights.map((w, c) => (colLabels[c].box ? w : 0)), 0, this.app.state.now.top));
     colLabels.forEach((label, c) => {
       if (!label.box) return;
       const t = scaled(weights[c], max, log), colour = heat(t, theme), box = place(label.box), fill = css(colour);
       pen.rect(...box, { fill, opacity: this.shade * (0.18 + 0.82 * t) });
-      if (box[2] > 44 && t > 0.25 && this.shade > 0) this.value(pen, brief(weights[c]), box[0] + box[2] / 2, box[1] + box[3] / 2);
+      if (box[2] > 44 && named.has(c) && this.shade > 0) this.value(pen, brief(weights[c]), box[0] + box[2] / 2, box[1] + box[3] / 2);
       if (c === col || c === this.over) pen.rect(box[0] + 1, box[1] + 1, box[2] - 2, box[3] - 2, { stroke: accent, width: 2 });
       pen.hit(...box, c);
     });
@@ -93,7 +96,7 @@ class ImageOverlay {
 }
 
 export default {
-  id: "image", panel: true, controls: ["kind", "layer", "head", "log", "top"],
+  id: "image", panel: true, controls: ["kind", "layer", "head", "top", "log", "words"],
   fits: ({ look, source }) => Boolean(look.image) && !source.overviewOnly,
   open: (host, app) => new ImageOverlay(host, app),
 };

@@ -1,5 +1,5 @@
 // What comes next: the likeliest tokens, before and after temperature, top-k and top-p.
-import { after, el, number, shown, slider } from "../dom.js";
+import { after, el, number, offer, shown, slider } from "../dom.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -20,7 +20,7 @@ class Next {
     this.place = el("div"));
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.next"), draw: (pen) => this.draw(pen), height: () => 20 + STEP * (this.shown?.plain.length ?? 6),
-      hover: (hit, event) => hit ? tip.show(event, hit.now, shown(hit.text), `${t("variant.before")}: ${number(hit.plain)}`) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit ? tip.show(event, hit.now, shown(hit.text), `${t("next.plain")}: ${number(hit.plain)}`) : tip.hide(), leave: () => tip.hide(),
     });
   }
 
@@ -33,8 +33,7 @@ class Next {
     if (mine !== this.asked) return;
     const chance = new Map(now.map((one) => [one.token, one.probability]));
     this.shown = { plain: plain.map((one) => ({ ...one, now: chance.get(one.token) ?? 0 })) };
-    const near = 300, from = Math.max(0, position - near), some = labels.slice(from, position + near);
-    this.after.replaceChildren(...some.map((label, i) => el("option", { value: String(from + i), selected: from + i === position }, `${from + i}  ${shown(label)}`)));
+    offer(this.after, labels, position);
     this.sheet.redraw();
   }
 

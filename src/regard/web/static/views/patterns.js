@@ -7,7 +7,6 @@ import { tip } from "../tip.js";
 
 const SHARES = ["previous", "current", "next", "first", "last", "delimiter", "repeated", "induction"]; // weight, 0 … 1
 const OTHERS = ["local", "entropy", "distance"];
-const LEAST = 0.4; // of its weight, for a head to be called after a pattern
 
 class Patterns {
   constructor(host, app) {
@@ -19,7 +18,7 @@ class Patterns {
     this.sheet = new Surface(this.place, {
       vector: true, label: app.t("view.patterns"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event) => hit ? this.tell(hit, event) : tip.hide(), leave: () => tip.hide(),
-      press: (hit) => hit && app.state.set({ layer: hit.layer, head: hit.head, view: "heatmap" }),
+      press: (hit) => hit && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
 
@@ -40,17 +39,17 @@ class Patterns {
     this.about.textContent = t(`pattern.${name || "most"}.about`);
   }
 
-  /** A head's value under the choice: {value, name}, where the name is the pattern's. */
+  /** A head's value under the choice: {value, name}, where the name is the pattern's; mixed: it is called after none. */
   of(layer, head) {
     const { scores, name, known } = this.shown;
     if (name) return { value: scores[name][layer][head], name };
     const best = known.filter((one) => SHARES.includes(one)).map((one) => ({ value: scores[one][layer][head], name: one }))
       .reduce((a, b) => ((b.value ?? -1) > (a.value ?? -1) ? b : a), { value: null, name: "" });
-    return best.value >= LEAST ? best : { ...best, mixed: true };
+    return { ...best, label: scores.labels[layer][head], mixed: scores.labels[layer][head] === "mixed" };
   }
 
   layout(width) {
-    const { layers, heads } = this.app.data.size(this.app.where().kind), left = 30, wide = Math.min(118, (width - left) / heads);
+    const { layers, heads } = this.app.data.size(this.app.where().kind), left = 40, wide = Math.min(118, (width - left) / heads);
     const tall = Math.max(34, Math.min(58, wide * 0.66));
     return { left, wide, tall, height: 34 + layers * tall };
   }
@@ -61,7 +60,8 @@ class Patterns {
     const { theme, quiet, wash } = pen.colours, { name } = this.shown, isShare = !name || SHARES.includes(name) || name === "local";
     const all = Array.from({ length: layers }, (_, l) => Array.from({ length: heads }, (_, h) => this.of(l, h)));
     const top = isShare ? 1 : Math.max(1e-9, ...all.flat().map((one) => one.value ?? 0));
-    for (let h = 0; h < heads; h++) pen.text(String(h), left + (h + 0.5) * wide, 14, { size: 12, fill: quiet, align: "center" });
+    pen.text(t("layer"), 0, 14, { size: 12, fill: quiet });
+    for (let h = 0; h < heads; h++) pen.text(`${wide > 64 ? `${t("head")} ` : ""}${h}`, left + (h + 0.5) * wide, 14, { size: 12, fill: quiet, align: "center" });
     all.forEach((line, l) => {
       const y = 28 + l * tall;
       pen.text(String(l), 12, y + tall / 2, { size: 12, fill: quiet, align: "center" });
@@ -72,7 +72,7 @@ class Patterns {
         const value = none ? "–" : one.value.toFixed(wide > 60 ? 3 : 2), middle = x + (wide - 4) / 2;
         if (name || wide < 60) pen.text(value, middle, y + tall / 2 - 2, { size: wide < 40 ? 10 : 13, align: "center", fill: ink });
         else {
-          pen.text(fitted(one.mixed ? t("pattern.mixed") : t(`pattern.${one.name}`), wide - 12, pen.font(12)), middle, y + tall / 2 - 10, { size: 12, align: "center", fill: ink });
+          pen.text(fitted(t(`label.${one.label}`), wide - 12, pen.font(12)), middle, y + tall / 2 - 10, { size: 12, align: "center", fill: ink });
           pen.text(value, middle, y + tall / 2 + 8, { size: 12, align: "center", fill: ink });
         }
         pen.hit(x, y, wide - 4, tall - 4, { layer: l, head: h });
@@ -83,12 +83,12 @@ class Patterns {
   tell({ layer, head }, event) {
     const { t } = this.app, { scores, known } = this.shown, one = this.of(layer, head);
     const lines = known.map((name) => `${t(`pattern.${name}`)} ${number(scores[name][layer][head])}`);
-    tip.show(event, one.name ? `${t(`pattern.${one.name}`)} ${number(one.value)}` : "–", t("grid.cell", { l: layer, h: head }), ...lines);
+    tip.show(event, one.label ? t(`label.${one.label}`) : one.name ? `${t(`pattern.${one.name}`)} ${number(one.value)}` : "–", t("grid.cell", { l: layer, h: head }), ...lines);
   }
 
   rows() {
-    const { scores, known } = this.shown, { layers, heads } = this.app.data.size(this.app.where().kind), out = [["layer", "head", ...known]];
-    for (let l = 0; l < layers; l++) for (let h = 0; h < heads; h++) out.push([String(l), String(h), ...known.map((name) => scores[name][l][h])]);
+    const { scores, known } = this.shown, { layers, heads } = this.app.data.size(this.app.where().kind), out = [["layer", "head", "label", ...known]];
+    for (let l = 0; l < layers; l++) for (let h = 0; h < heads; h++) out.push([String(l), String(h), scores.labels[l][h], ...known.map((name) => scores[name][l][h])]);
     return out;
   }
 

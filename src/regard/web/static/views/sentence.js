@@ -1,6 +1,7 @@
 // Two columns of tokens and the lines between them; the locked token also shows what every head makes of it.
 import { css, heat, scaled } from "../colour.js";
 import { count, el, number, shown } from "../dom.js";
+import { isFound, rowOf, strongest, tableOf } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -15,7 +16,8 @@ class Sentence {
     this.pager = el("div", { class: "row" });
     this.place = el("div");
     this.note = el("p", { class: "caption num" });
-    host.append(el("p", { class: "caption" }, app.t("sentence.caption")), this.pager, this.place, this.note);
+    const caption = [app.t("sentence.caption"), app.readingNote()].join(" ");
+    host.append(el("p", { class: "caption" }, caption), this.pager, this.place, this.note);
     this.sheet = new Surface(this.place, {
       label: app.t("view.sentence"), draw: (pen) => this.draw(pen),
       height: () => 16 + STEP * (this.shown ? Math.max(this.shown.part[1] - this.shown.part[0], this.shown.part[3] - this.shown.part[2]) : 6),
@@ -64,7 +66,7 @@ class Sentence {
     const { part, matrix, row } = this.shown, { cols } = this.app.data.size(this.shown.kind);
     const is = row >= part[0] && row < part[1] && part[3] - part[2] < cols;
     if (!is) { this.note.textContent = ""; return; }
-    const inside = matrix.values.subarray((row - part[0]) * matrix.cols, (row - part[0] + 1) * matrix.cols).reduce((a, b) => a + b, 0);
+    const inside = rowOf(matrix, row - part[0]).reduce((a, b) => a + b, 0);
     this.note.textContent = this.app.t("sentence.outside", { w: number(Math.max(0, 1 - inside)) });
   }
 
@@ -83,10 +85,9 @@ class Sentence {
     const y = (i) => 8 + STEP * (i + 0.5), weight = (r, c) => matrix.values[(r - r0) * matrix.cols + c - c0];
     const chosen = row >= r0 && row < r1, { accent, ink, quiet } = pen.colours;
     this.lines(pen, at, y, chosen ? row : -1, colOver);
-    const found = (label) => find && shown(label).toLowerCase().includes(find.toLowerCase());
     const name = (label, x, i, align, on, payload) => {
       const text = fitted(shown(label), at.text - 16, pen.font(SIZE));
-      pen.text(text, x, y(i), { size: SIZE, align, weight: on ? 600 : 400, fill: on || found(label) ? accent : label.special ? quiet : ink });
+      pen.text(text, x, y(i), { size: SIZE, align, weight: on ? 600 : 400, fill: on || isFound(label, find) ? accent : label.special ? quiet : ink });
       pen.hit(align === "right" ? 0 : x - 8, y(i) - STEP / 2, at.text + 8, STEP, payload);
     };
     for (let c = c0; c < c1; c++) {
@@ -102,9 +103,8 @@ class Sentence {
     const { part: [r0, r1, c0, c1], matrix } = this.shown, { threshold, top } = this.app.state.now;
     const half = (at.right - at.left) / 2;
     for (let r = row < 0 ? r0 : row; r < (row < 0 ? r1 : row + 1); r++) {
-      const weights = matrix.values.subarray((r - r0) * matrix.cols, (r - r0 + 1) * matrix.cols);
-      const order = [...weights.keys()].filter((i) => weights[i] >= Math.max(threshold, 1e-6)).sort((a, b) => weights[b] - weights[a]);
-      for (const i of col >= 0 ? order.filter((c) => c + c0 === col) : order.slice(0, row < 0 ? top : undefined)) {
+      const weights = rowOf(matrix, r - r0), order = strongest(weights, threshold, row < 0 && col < 0 ? top : undefined);
+      for (const i of col >= 0 ? order.filter((c) => c + c0 === col) : order) {
         const [x1, y1, x2, y2] = [at.left, y(r - r0), at.right, y(i)], w = weights[i];
         pen.path([x1, y1, x1 + half, y1, x2 - half, y2, x2, y2], { stroke: pen.colours.accent, width: 0.8 + 3 * w, opacity: 0.12 + 0.88 * w });
       }
@@ -145,15 +145,14 @@ class Sentence {
 
   rows() {
     const { part: [r0, r1, c0, c1], matrix, rowLabels, colLabels } = this.shown;
-    return [["", ...colLabels.slice(c0, c1).map(shown)], ...rowLabels.slice(r0, r1).map((label, r) =>
-      [shown(label), ...matrix.values.subarray(r * matrix.cols, (r + 1) * matrix.cols)])];
+    return tableOf(rowLabels.slice(r0, r1), colLabels.slice(c0, c1), matrix);
   }
 
   close() { this.sheet.close(); tip.hide(); }
 }
 
 export default {
-  id: "sentence", panel: true, controls: ["kind", "layer", "head", "threshold", "top", "find"],
+  id: "sentence", panel: true, controls: ["kind", "layer", "head", "find", "threshold", "top", "words"],
   fits: ({ source }) => !source.overviewOnly,
   open: (host, app) => new Sentence(host, app),
 };

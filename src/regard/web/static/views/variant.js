@@ -1,7 +1,7 @@
 // What if: no causal mask, another scale, heads switched off; the weights and the next token, before and after.
 import { css, heat, scaled } from "../colour.js";
 import { Data } from "../data.js";
-import { after, check, el, number, shown, slider } from "../dom.js";
+import { after, check, el, number, offer, shown, slider } from "../dom.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -16,7 +16,8 @@ class Variant {
     this.switches = el("div");
     this.boards = el("div");
     this.settings = el("div", { class: "row" });
-    host.append(el("p", { class: "caption" }, t("variant.caption")), this.settings, this.switches, this.boards);
+    this.edited = el("p", { class: "caption" });
+    host.append(el("p", { class: "caption" }, t("variant.caption")), this.settings, this.switches, this.edited, this.boards);
     this.board = new Surface(this.switches, {
       label: t("variant.off"), draw: (pen) => this.heads(pen), height: () => 44 + app.data.size(app.where().kind).layers * 26,
       press: (hit) => hit && this.toggle(hit), hover: (hit, event) => hit ? tip.show(event, t("grid.cell", hit), t("variant.off")) : tip.hide(), leave: () => tip.hide(),
@@ -34,7 +35,7 @@ class Variant {
     this.after ??= el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
     const place = this.app.model().generates ? el("label", {}, el("span", { class: "quiet" }, `${t("view.next")}: ${t("next.after")} `), this.after) : "";
     this.settings.replaceChildren(check(t("variant.causal"), causal, (on) => state.set({ causal: on })),
-      slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => number(2 ** v).replace(/0+$/, "").replace(/\.$/, ""), (v) => this.set({ scale: 2 ** v })),
+      slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
       el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")), place);
   }
 
@@ -42,12 +43,6 @@ class Variant {
   position(labels) {
     const { position } = this.app.state.now;
     return position >= 0 && position < labels.length ? position : labels.length - 1;
-  }
-
-  fill(labels) {
-    const at = this.position(labels), from = Math.max(0, at - 300);
-    this.after.replaceChildren(...labels.slice(from, at + 300).map((label, i) =>
-      el("option", { value: String(from + i), selected: from + i === at }, `${from + i}  ${shown(label)}`)));
   }
 
   off() { return this.app.state.now.off.split(" ").filter(Boolean); }
@@ -79,13 +74,17 @@ class Variant {
 
   async update() {
     const mine = ++this.asked, { app } = this, { data } = app, { kind, layer, head } = app.where();
+    this.edited.textContent = this.off().length ? app.t("variant.edited") : "";
     this.board.redraw();
     const then = await this.changed(), n = Math.min(CELLS, data.size(kind).rows, then.size(kind).rows);
     const next = async (from) => {
       if (!app.model().generates) return null;
       return from.next({ position: this.position(await from.labels("self", "rows")), k: WORDS });
     };
-    if (app.model().generates) this.fill(await data.labels("self", "rows"));
+    if (app.model().generates) {
+      const labels = await data.labels("self", "rows");
+      offer(this.after, labels, this.position(labels));
+    }
     const [rows, cols, a, b, nextA, nextB] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols"),
       data.overview(kind, layer, head, CELLS, CELLS), then.overview(kind, layer, head, CELLS, CELLS), next(data), next(then)]);
     if (mine !== this.asked) return;
@@ -96,14 +95,15 @@ class Variant {
 
   heads(pen) {
     const { kind } = this.app.where(), { layers, heads } = this.app.data.size(kind), off = this.off(), { t } = this.app;
-    const wide = Math.min(34, (pen.width - 30) / heads), { accent, quiet, wash } = pen.colours;
+    const wide = Math.min(34, (pen.width - 30) / heads), { accent, ink, line, quiet } = pen.colours;
     pen.text(`${t("variant.off")}: ${off.length ? off.join(", ") : t("variant.none")}`, 0, 12, { size: 13, fill: quiet });
     for (let l = 0; l < layers; l++) {
       pen.text(String(l), 8, 40 + l * 26, { size: 12, fill: quiet, align: "center" });
       for (let h = 0; h < heads; h++) {
         const x = 24 + h * wide, y = 30 + l * 26, gone = off.includes(`${kind}.${l}.${h}`);
-        pen.rect(x, y, wide - 4, 20, { fill: gone ? wash : accent, stroke: gone ? quiet : accent, radius: 5, opacity: gone ? 1 : 0.8 });
-        pen.text(String(h), x + wide / 2 - 2, y + 10, { size: 11, align: "center", fill: gone ? quiet : pen.colours.paper });
+        pen.rect(x, y, wide - 4, 20, gone ? { stroke: line, radius: 5 } : { fill: accent, radius: 5, opacity: 0.16 });
+        pen.text(String(h), x + wide / 2 - 2, y + 10, { size: 11, align: "center", fill: gone ? quiet : ink });
+        if (gone) pen.path([x + 6, y + 10, x + wide - 10, y + 10], { stroke: accent, width: 1.5 });
         pen.hit(x, y, wide, 24, { l, h });
       }
     }
@@ -125,7 +125,7 @@ class Variant {
       const x = at.stacked ? 0 : side * (at.wide + at.gap), y = at.stacked ? side * at.block : 0;
       pen.text(t(side ? "variant.after" : "variant.before"), x, y + 12, { size: 14, weight: 600 });
       this.matrix(pen, matrix, sides[0], x + at.left, y + 34, at, max, rows);
-      if (next) this.bars(pen, next[side], next[0], x, y + 34 + at.tall + 24, at.wide);
+      if (next) this.bars(pen, next[side], next, x, y + 34 + at.tall + 24, at.wide);
     });
   }
 
@@ -143,13 +143,13 @@ class Variant {
     });
   }
 
-  bars(pen, list, before, x, y, wide) {
-    const { accent, wash, ink } = pen.colours, left = 92, room = wide - left - 84;
+  bars(pen, list, both, x, y, wide) {
+    const { accent, wash, ink } = pen.colours, left = 92, room = wide - left - 84, top = Math.max(...both.flat().map((one) => one.probability));
     list.forEach((one, i) => {
-      const at = y + i * 28, was = before.find((other) => other.token === one.token)?.probability ?? 0;
+      const at = y + i * 28, was = both[0].find((other) => other.token === one.token)?.probability ?? 0;
       pen.text(fitted(shown(one.text), left - 12, pen.font(13)), x + left - 10, at + 12, { size: 13, align: "right" });
       pen.rect(x + left, at + 3, room, 18, { fill: wash, radius: 4 });
-      pen.rect(x + left, at + 3, Math.max(2, room * one.probability), 18, { fill: accent, radius: 4 });
+      pen.rect(x + left, at + 3, Math.max(2, (room * one.probability) / top), 18, { fill: accent, radius: 4 });
       pen.text(number(one.probability), x + wide, at + 12, { size: 12, align: "right", fill: ink });
       pen.hit(x, at, wide, 26, { after: one.probability, before: was, name: shown(one.text) });
     });

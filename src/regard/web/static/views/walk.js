@@ -1,6 +1,6 @@
 // One weight from q and k to what it hands over, step by step, with the numbers the model used.
 import { css, signed } from "../colour.js";
-import { el, number, shown } from "../dom.js";
+import { el, number, offer, shown } from "../dom.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
@@ -35,16 +35,9 @@ class Walk {
     if (mine !== this.asked) return;
     this.shown = { kind, layer, head: one, row, col, rowLabels, colLabels, steps };
     this.note.textContent = head < 0 ? t("walk.onehead", { h: one }) : "";
-    this.fill("row", rowLabels, row);
-    this.fill("col", colLabels, col);
+    offer(this.pickers.row, rowLabels, row);
+    offer(this.pickers.col, colLabels, col);
     this.sheet.redraw();
-  }
-
-  fill(key, labels, value) {
-    const select = this.pickers[key], near = 400; // a list of thousands is no list
-    const from = Math.max(0, value - near), to = Math.min(labels.length, value + near);
-    select.replaceChildren(...labels.slice(from, to).map((label, i) =>
-      el("option", { value: String(from + i), selected: from + i === value }, `${from + i}  ${shown(label)}`)));
   }
 
   draw(pen) {

@@ -1,0 +1,109 @@
+"""What to type next: a clause after the sentence that says what went wrong, where the command line knows more of it.
+
+Failures come from rooms that know nothing of commands. Here their words meet what was typed: a missing directory gets
+the nearest run, a model that cannot do what was asked gets the command that fits it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
+# By what a model is for, in the words of `regard train`.
+_COMMAND_OF = {
+    **{"lm": "generate", "translate": "translate", "caption": "caption"},
+    **{"classify": "classify", "classify-images": "classify", "mlm": "look", "features": "look"},
+}
+_CANNOT = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
+_MOST = 500
+
+
+def advise(typed: Sequence[str], failure: Exception) -> str:
+    """``; did you mean runs/demo?``, or nothing where nothing better is known."""
+    said = str(failure)
+    command, words = _command(typed)
+    if missing := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", said):
+        return _no_directory(missing[1], command)
+    if found := re.match(r"(.+) has no run\.json, so it is no training run", said):
+        return _no_run(found[1])
+    if found := re.match(r"(.+) has no checkpoint yet|(.+) is a run that has not come to its end", said):
+        return f"; regard train --resume {found[1] or found[2]} goes on with it"
+    if found := re.search(r"there is no file ([^;]+)", said):
+        return _near_file(found[1])
+    if "learns from" in said and (found := re.match(r"(\S+) holds ", said)):
+        return f"; regard data describe {found[1]} shows what was read"
+    if any(words_of in said for words_of in _CANNOT) and command in _MODEL_COMMANDS:
+        return _fitting(words)
+    if said.endswith("no such file") and command in ("classify", "look", "caption"):
+        return "; this model reads image files"
+    return ""
+
+
+def as_typed(said: str) -> str:
+    """Options of the library as they are typed here."""
+    return said.replace("bad_lines='skip'", "data.bad_lines=skip")
+
+
+def _command(typed: Sequence[str]) -> tuple[str, list[str]]:
+    """The command and the words after it, options left out."""
+    words = [word for word in typed[1:] if not word.startswith("-")]
+    return (words[0], words[1:]) if words else ("", [])
+
+
+def _no_directory(path: str, command: str) -> str:
+    from regard.presets import PRESETS
+
+    if path in PRESETS:
+        return f"; {path} is a preset: regard train TASK model={path} trains one, regard cost {path} says what it costs"
+    if (near := difflib.get_close_matches(path, PRESETS, 1, 0.7)) and command in ("bench", "cost"):
+        return f"; did you mean {near[0]}?"
+    runs = list(_models_near(Path(path)))
+    near = difflib.get_close_matches(path, runs, 1, 0.5) or runs[-1:]
+    if near:
+        return f"; did you mean {near[0]}?"
+    return "; regard demo makes one, regard train --list shows how to train others"
+
+
+def _no_run(path: str) -> str:
+    if (Path(path) / "config.json").is_file():
+        return f"; it is a model: regard train TASK train.init={path} starts from its weights"
+    runs = [run for run in _models_near(Path(path)) if (Path(run) / "run.json").is_file()]
+    near = difflib.get_close_matches(path, runs, 1, 0.5) or runs[-1:]
+    return f"; did you mean {near[0]}?" if near else "; regard train --list shows what can be trained"
+
+
+def _models_near(path: Path) -> Iterator[str]:
+    """Runs and model directories beside a path, in it, and in runs/, the newest last."""
+    found: dict[str, float] = {}
+    for folder in (path.parent, path, Path("runs"), Path("runs/demo")):
+        if not folder.is_dir():
+            continue
+        for place in list(folder.iterdir())[:_MOST]:
+            mark = next((place / name for name in ("run.json", "config.json") if (place / name).is_file()), None)
+            if mark is not None and not place.name.startswith("."):
+                found[str(place)] = mark.stat().st_mtime
+    yield from sorted(found, key=found.__getitem__)
+
+
+def _near_file(path: str) -> str:
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return ""
+    names = [str(folder / place.name) for place in list(folder.iterdir())[:_MOST]]
+    near = difflib.get_close_matches(str(Path(path)), names, 1, 0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _fitting(words: Sequence[str]) -> str:
+    """The command that suits a model."""
+    from regard.io import describe
+    from regard.web.served import task_of
+
+    try:
+        task = task_of(describe(words[0], verify=False).config)
+    except Exception:  # advice is never worth a second failure
+        return ""
+    return f"; it is for {task}: regard {_COMMAND_OF[task]} {words[0]}"

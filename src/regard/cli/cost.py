@@ -1,0 +1,76 @@
+"""`regard cost`: what a model costs, before it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import AsJson, Words, emit, progress
+
+if TYPE_CHECKING:
+    from regard.config import TrainConfig
+
+
+def cost(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A model preset, a run, or a model directory.", show_default=False)
+    ],
+    words: Words = None,
+    batch: Annotated[int, typer.Option(help="Texts or images at once.")] = 1,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a text, of the target beside a source.", show_default="max_len")
+    ] = None,
+    source_length: Annotated[int | None, typer.Option(help="Tokens of the source.", show_default="as many")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Show memory and time of a training step too.")] = False,
+    compare: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Another preset, run or directory to put beside it.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Whose speed and memory: h200, a100, rtx4090, … or cpu, measured.")
+    ] = "h200",
+    cache: Annotated[str, typer.Option(help="Numbers of the KV cache: fp32, bf16 or int8.")] = "bf16",
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a model costs: parameters, operations, memory, cache, and the least time a device can take for it.
+
+    Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
+    """
+    from regard.config.words import SECTIONS, UsageError, check_section, parse_words
+
+    typed = parse_words(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
+    model = dict(typed.get("model", {}))
+    if "preset" in model:
+        raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")
+    check_section("train", typed.get("train", {}))
+    from regard.experiments.costs.figure import check_plot
+    from regard.experiments.costs.finding import config_of
+    from regard.experiments.costs.finding import cost as find
+    from regard.experiments.costs.text import Comparison
+
+    if plot is not None:
+        check_plot(plot)
+
+    def found(name: str, fields: dict[str, Any]) -> Any:
+        recipe: TrainConfig = config_of(name, fields)[2]
+        return find(
+            name,
+            batch,
+            length,
+            source_length=source_length,
+            train=recipe.with_(**typed.get("train", {})),
+            device=device,
+            cache=cache,  # type: ignore[arg-type]  # checked there
+            **fields,
+        )
+
+    first = found(config, model)
+    if plot is not None:
+        progress(f"drawn: {first.draw(plot)}")
+    answer = first if compare is None else Comparison(first, found(compare, {}))
+    if as_json:
+        emit(answer.document())
+    else:
+        print(answer.table(training))

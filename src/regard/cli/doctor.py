@@ -1,0 +1,268 @@
+"""`regard doctor`: what this machine has, what is missing, what that would add, and what to type for it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .common import AsJson, show
+
+# The core's packages with the lowest version that will do, by the name they are imported by where it differs.
+CORE = {
+    **{"torch": "2.11", "numpy": "1.26", "safetensors": "0.5", "tokenizers": "0.21", "pydantic": "2.9"},
+    **{"typer": "0.20", "rich": "13.8", "sacrebleu": "2.4", "tensorboard": "2.17", "matplotlib": "3.8"},
+    "pillow": "10.3",
+}
+EXTRAS: dict[str, tuple[dict[str, str], str]] = {
+    "hub": (
+        {"transformers": "4.56", "sentencepiece": "0.2"},
+        "comparing with transformers, and reading SentencePiece tokenizers",
+    ),
+    "export": (
+        {"onnx": "1.18", "onnxscript": "0.5", "onnxruntime": "1.22", "ctranslate2": "4.5"},
+        "regard export as ONNX and CTranslate2, and running them",
+    ),
+    "serve": ({"fastapi": "0.115", "uvicorn": "0.30"}, "regard serve: the explorer in the browser"),
+    "data": ({"datasets": "3.0"}, "data.source=hf:name, from Hugging Face"),
+    "gpu": ({"triton": "3.4"}, "our own kernels on NVIDIA GPUs"),
+}
+_IMPORTED_AS = {"pillow": "PIL"}
+_HANGUL = "한글을읽다"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    group: str
+    name: str
+    state: str
+    """ok, note (something could be added), broken (the core needs it)."""
+    text: str
+    type_this: str = ""
+
+
+@dataclass
+class Health:
+    """Everything that was found."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.state == "broken"]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "ok": not self.broken,
+            "findings": [
+                {
+                    **{"group": found.group, "name": found.name, "state": found.state, "text": found.text},
+                    **({"type": found.type_this} if found.type_this else {}),
+                }
+                for found in self.findings
+            ],
+        }
+
+    def table(self) -> str:
+        lines: list[str] = []
+        group = ""
+        marks = {"ok": "✓", "note": "·", "broken": "✗"}
+        for found in self.findings:
+            if found.group != group:
+                group = found.group
+                lines += ["", group] if lines else [group]
+            lines.append(f"  {marks[found.state]} {found.name:14} {found.text}")
+            if found.type_this:
+                lines.append(f"    {'':14} {found.type_this}")
+        end = "everything the core needs is here"
+        if self.broken:
+            end = f"broken: {', '.join(found.name for found in self.broken)}"
+        return "\n".join([*lines, "", end])
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine has, what is missing, what that would add and what to type for it.
+
+    The exit code is 1 where something that the core needs is broken, else 0.
+    """
+    health = Health(list(examine()))
+    show(health, as_json)
+    raise typer.Exit(1 if health.broken else 0)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything, in the order it is shown."""
+    yield from _programs()
+    usable = True
+    for found in _core():
+        usable = usable and found.state != "broken"
+        yield found
+    if usable:
+        yield from _devices()
+        yield _attention()
+    for extra, (packages, adds) in EXTRAS.items():
+        yield _extra(extra, packages, adds)
+    if usable:
+        yield from _around()
+
+
+# ------------------------------------------------------------------------------------- programs and packages
+
+
+def _programs() -> Iterator[Finding]:
+    from regard import __version__
+
+    place = Path(__file__).resolve().parents[1]
+    yield Finding("versions", "regard", "ok", f"{__version__}  {place}")
+    enough = sys.version_info >= (3, 11)
+    state, hint = ("ok", "") if enough else ("broken", "Python 3.11 or later is needed")
+    yield Finding("versions", "python", state, f"{platform.python_version()}  {sys.executable}", hint)
+    yield Finding("versions", "system", "ok", platform.platform())
+
+
+def _core() -> Iterator[Finding]:
+    for name, least in CORE.items():
+        version = version_of(name)
+        again = f'pip install "{name}>={least}"'
+        if version is None:
+            yield Finding("core", name, "broken", "not installed", again)
+            continue
+        try:
+            importlib.import_module(_IMPORTED_AS.get(name, name))
+        except Exception as failure:  # a package that is broken may raise anything
+            said = " ".join(str(failure).split()) or type(failure).__name__
+            yield Finding(
+                "core", name, "broken", f"{version}, cannot be imported: {said}", f"{again} --force-reinstall"
+            )
+            continue
+        if numbers(version) < numbers(least):
+            yield Finding("core", name, "broken", f"{version}, older than {least}", again)
+        else:
+            yield Finding("core", name, "ok", version)
+
+
+def _extra(extra: str, packages: dict[str, str], adds: str) -> Finding:
+    """Optional ones are not imported: that would take seconds."""
+    found = {name: version_of(name) for name in packages}
+    lacking = [name for name, version in found.items() if version is None or find_spec(name) is None]
+    old = [name for name, least in packages.items() if name not in lacking and numbers(found[name]) < numbers(least)]
+    if not lacking and not old:
+        have = ", ".join(f"{name} {version}" for name, version in found.items())
+        return Finding("extras", extra, "ok", f"{have}: {adds}")
+    state = [f"{name} is not installed" for name in lacking]
+    state += [f"{name} {found[name]} is older than {packages[name]}" for name in old]
+    return Finding("extras", extra, "note", f"{', '.join(state)}; adds: {adds}", f'pip install "regard[{extra}]"')
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str | None) -> tuple[int, ...]:
+    """`2.13.0+cpu` → (2, 13, 0): what comparing needs."""
+    parts = (version or "").partition("+")[0].split(".")
+    return tuple(int(part) if part.isdecimal() else 0 for part in parts)
+
+
+# ------------------------------------------------------------------------------------- devices
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    limit = os.environ.get("OMP_NUM_THREADS")
+    why = f" (OMP_NUM_THREADS={limit})" if limit else ""
+    hint = "unset OMP_NUM_THREADS" if limit and threads < cores else ""
+    text = f"{cores} cores, torch uses {threads} threads{why}, {platform.machine()}"
+    yield Finding("devices", "cpu", "note" if hint else "ok", text, hint)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            yield Finding("devices", f"cuda:{index}", "ok", f"{about.name}, {about.total_memory / 2**30:.0f} GiB")
+    else:
+        built = torch.version.cuda
+        why = f"none found, though torch is built for CUDA {built}" if built else "none; this torch is built without"
+        yield Finding("devices", "cuda", "note", f"{why}: everything runs on the processor")
+    if torch.backends.mps.is_available():
+        yield Finding("devices", "mps", "ok", "Apple GPU: --device mps, train.device=mps")
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if compiler is not None:
+        yield Finding("devices", "compiler", "ok", f"{compiler}: torch.compile works on the processor")
+    else:
+        text = "no C++ compiler: training on the processor runs uncompiled"
+        yield Finding("devices", "compiler", "note", text, "apt install g++")
+
+
+def _attention() -> Finding:
+    """A calculation, not a version: the fused path against the formula."""
+    import torch
+
+    from regard import attend
+    from regard.attention.masks import causal
+
+    q, k, v = (torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    try:
+        fast = attend(q, k, v, mask=causal()).output
+        slow = attend(q, k, v, mask=causal(), backend="reference").output
+    except Exception as failure:  # whatever is wrong with torch here is the finding
+        said = " ".join(str(failure).split()) or type(failure).__name__
+        return Finding("devices", "attention", "broken", f"cannot be computed: {said}")
+    worst = float((fast - slow).abs().max())
+    if not worst < 1e-4:
+        return Finding("devices", "attention", "broken", f"the fused path is {worst:.2g} away from the formula")
+    return Finding("devices", "attention", "ok", f"the fused path agrees with the formula to {worst:.1e}")
+
+
+# ------------------------------------------------------------------------------------- around
+
+
+def _around() -> Iterator[Finding]:
+    from regard.lens.fonts import families
+
+    found, missing = families(_HANGUL)
+    if missing:
+        text = "none with Korean letters: they become boxes in pictures; pages and the explorer are not affected"
+        yield Finding("around", "fonts", "note", text, "apt install fonts-noto-cjk")
+    else:
+        yield Finding("around", "fonts", "ok", f"Korean labels in pictures: {found[-1]}")
+    yield Finding("around", "browser", "ok", "any will do; none is needed but to look at pages and the explorer")
+    from regard.training.speeds import table_path
+
+    yield _writable("cache", table_path().parent, "what compiling brings is measured anew in each run", needed=False)
+    yield _writable(
+        "here", Path.cwd(), "runs are written to runs/ here: go elsewhere, or give train.out=DIR", needed=False
+    )
+    yield _writable("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a directory you may write to", needed=True)
+
+
+def _writable(name: str, folder: Path, otherwise: str, *, needed: bool) -> Finding:
+    """Whether a file can be written there, tried; of a folder that is not there yet, in the first one that is."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".regard-"):
+            pass
+    except OSError as failure:
+        why = f"{folder} cannot be written to ({failure.strerror or failure}): {otherwise}"
+        return Finding("around", name, "broken" if needed else "note", why)
+    free = shutil.disk_usage(place).free / 2**30
+    return Finding("around", name, "ok", f"{folder} can be written to, {free:.0f} GiB free")

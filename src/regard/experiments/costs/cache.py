@@ -1,0 +1,69 @@
+"""Bytes of the cache that decoding keeps, layer by layer: exactly those of ``model.new_cache(batch, max_len)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...config import ModelConfig
+from ...models import parts
+from ...models.flops import source_places, stacks_of
+from ...models.recurrent.cache import StateCache
+
+Numbers = Literal["fp32", "bf16", "int8"]
+SIZES = {"fp32": 4, "bf16": 2, "int8": 1}
+_INDEX = 8  # bytes of a position
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """What one layer keeps."""
+
+    layer: int
+    kind: Literal["all", "window", "cross", "state", "memory"]
+    tokens: int
+    """Places it keeps keys and values of."""
+    bytes: int
+
+
+def kv_cache(
+    config: ModelConfig, batch: int, length: int, source_length: int | None = None, numbers: Numbers = "bf16"
+) -> list[CacheLayer]:
+    """Each layer's own, then what cross-attention keeps of the source, which is never rounded to int8."""
+    if config.architecture == "encoder":
+        return []
+    size = SIZES[numbers]
+    if config.architecture == "recurrent":
+        return _recurrent(config, batch, length if source_length is None else source_length, max(2, size))
+    stack = stacks_of(config, length, source_length)[-1]
+    width = stack.kv_width
+    found = []
+    for layer in range(stack.n_layers):
+        window = parts.window_of(config, layer)
+        slots = length if window is None or window >= length else window
+        held = 2 * batch * (slots + 1) * width * size  # one place more, never read, takes what is padding
+        scales = 2 * batch * (slots + 1) * stack.n_kv_heads * 4 if numbers == "int8" else 0
+        found.append(
+            CacheLayer(
+                layer, "all" if slots == length else "window", slots, held + scales + (slots + 1) * _INDEX + _INDEX
+            )
+        )
+    if stack.memory is not None:
+        places = source_places(config, length, source_length)
+        of_source = 2 * batch * places * width * max(2, size)
+        found += [CacheLayer(layer, "cross", places, of_source) for layer in range(stack.n_layers)]
+    return found
+
+
+def _recurrent(config: ModelConfig, batch: int, source: int, size: int) -> list[CacheLayer]:
+    """A state of one size however long the text, the last few of them, and the source as attention looks at it."""
+    n_layers = config.n_decoder_layers or config.n_layers
+    fed = config.alignment not in ("none", "additive") and config.input_feeding
+    n_vectors = n_layers * (2 if config.cell == "lstm" else 1) + int(fed)
+    kept = 1 + StateCache.kept
+    state = kept * batch * (n_vectors * config.d_model * size + _INDEX)
+    found = [CacheLayer(0, "state", 1, state)]
+    if config.alignment != "none":
+        n_tensors = 2 if config.alignment in ("additive", "concat") else 1
+        found.append(CacheLayer(0, "memory", source, n_tensors * batch * source * config.d_model * size))
+    return found

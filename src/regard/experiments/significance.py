@@ -1,0 +1,136 @@
+"""Whether cells differ from the base by more than seeds do: Dunnett's test, and Welch's where spreads differ too much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Compared", "Estimate", "compare", "dunnett", "estimate", "t_two_sided", "welch"]
+
+APART = 10.0
+"""A spread so many times the median one is of another kind."""
+_DRAWS = 200_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and its standard error, s/√n; None with one seed."""
+
+    values: tuple[float, ...]
+    mean: float
+    se: float | None
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    mean = math.fsum(values) / len(values)
+    se = None if len(values) < 2 else math.sqrt(_variance(values) / len(values))
+    return Estimate(tuple(values), mean, se)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """The two-sided p of equal means where variances may differ (Welch 1947); None where a side has one value only.
+
+    t = (ā - b̄) / √(s²ₐ/nₐ + s²_b/n_b), with the degrees of freedom of Welch and Satterthwaite.
+    """
+    if len(a) < 2 or len(b) < 2:
+        return None
+    wa, wb = _variance(a) / len(a), _variance(b) / len(b)
+    gap = math.fsum(a) / len(a) - math.fsum(b) / len(b)
+    if wa + wb == 0:
+        return 1.0 if gap == 0 else 0.0
+    df = (wa + wb) ** 2 / (wa**2 / (len(a) - 1) + wb**2 / (len(b) - 1))
+    return t_two_sided(gap / math.sqrt(wa + wb), df)
+
+
+def t_two_sided(t: float, df: float) -> float:
+    """P(|T| ≥ |t|) of Student's distribution: the regularised incomplete beta I_x(df/2, 1/2) at x = df/(df + t²)."""
+    return _beta(df / (df + t * t), df / 2, 0.5)
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    if x <= 0 or x >= 1:
+        return min(1.0, max(0.0, x))
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    if x < (a + 1) / (a + b + 2):
+        return front * _fraction(x, a, b) / a
+    return 1 - front * _fraction(1 - x, b, a) / b
+
+
+def _fraction(x: float, a: float, b: float) -> float:
+    """The continued fraction of the incomplete beta function, by Lentz's method."""
+    tiny = 1e-300
+    c, d = 1.0, 1 - (a + b) * x / (a + 1)
+    d = 1 / (d if abs(d) > tiny else tiny)
+    value = d
+    for m in range(1, 1000):
+        for step in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d, c = 1 + step * d, 1 + step / c
+            d, c = 1 / (d if abs(d) > tiny else tiny), c if abs(c) > tiny else tiny
+            value *= d * c
+        if abs(d * c - 1) < 1e-15:
+            break
+    return value
+
+
+# ------------------------------------------------------------------------------------- many against one
+
+
+@dataclass(frozen=True)
+class Compared:
+    """p-values that hold for all cells together, and which of them had to be compared on their own."""
+
+    p: dict[str, float]
+    apart: tuple[str, ...] = ()
+    """Cells whose seeds spread over ten times as far as is usual here: not pooled, but tested by Welch's t-test, p
+    multiplied by the number of cells (Bonferroni)."""
+
+
+def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Compared:
+    """Every cell against the base by Dunnett's test; nothing where no cell, or not the base, has two values."""
+    cells = {name: values for name, values in cells.items() if len(values) > 1}
+    if len(base) < 2 or not cells:
+        return Compared({})
+    spreads = sorted(math.sqrt(_variance(values)) for values in (base, *cells.values()))
+    most = APART * spreads[len(spreads) // 2]
+    apart = [name for name, values in cells.items() if math.sqrt(_variance(values)) > most]
+    if math.sqrt(_variance(base)) > most:
+        apart = list(cells)
+    found = dunnett(base, {name: values for name, values in cells.items() if name not in apart})
+    for name in apart:
+        found[name] = min(1.0, len(cells) * (welch(cells[name], base) or 0.0))
+    return Compared(found, tuple(apart))
+
+
+def dunnett(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Many treatments against one control (Dunnett 1955): two-sided p, corrected for their number.
+
+    t_i = (x̄_i - x̄_0) / (s √(1/n_i + 1/n_0)) with s² pooled over all cells; p_i = P(max_j |T_j| ≥ |t_i|), where the T_j
+    share the base and s, by drawing them (200,000 times, always the same draws).
+    """
+    if not cells:
+        return {}
+    groups = [base, *cells.values()]
+    df = sum(len(values) - 1 for values in groups)
+    s = math.sqrt(math.fsum(_variance(values) * (len(values) - 1) for values in groups) / df)
+    weights = np.array([1 / len(values) for values in groups])
+    gaps = np.array([math.fsum(values) / len(values) - math.fsum(base) / len(base) for values in cells.values()])
+    if s == 0:
+        return {name: float(gap == 0) for name, gap in zip(cells, gaps, strict=True)}
+    t = np.abs(gaps) / (s * np.sqrt(weights[1:] + weights[0]))
+    draw = np.random.default_rng(0)
+    means = draw.standard_normal((_DRAWS, len(groups))) * np.sqrt(weights)
+    spread = np.sqrt(draw.chisquare(df, _DRAWS) / df)
+    largest = (np.abs(means[:, 1:] - means[:, :1]) / np.sqrt(weights[1:] + weights[0])).max(axis=1) / spread
+    # One more than was seen: a p of 0 would say more than so many draws can.
+    return {name: float((np.count_nonzero(largest >= x) + 1) / (_DRAWS + 1)) for name, x in zip(cells, t, strict=True)}

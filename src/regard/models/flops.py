@@ -1,0 +1,242 @@
+"""Multiplications and additions of every matrix product of a model: the one place that knows how many there are.
+
+Each product of an (m × k) with a (k × n) matrix is 2·m·k·n operations forward and twice that backward (once where its
+input is data, which wants no gradient). Norms, activations, softmax and biases are not counted, as torch's own counter
+does not count them. Two conventions stand side by side:
+
+    full  every query against every key: what the plain formula computes, and what torch's counter sees of it
+    seen  only the pairs a mask lets through: what a fused kernel has to do, about half of it where the future is hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..config import ModelConfig
+from ..config.keys import keys_met
+from ..config.mixers import Work
+
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
+N_REGIONS = 36
+"""Regions of an image where nobody says how many: what the detectors they come from usually give."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What one part of a model computes for a batch, in the two conventions."""
+
+    part: str
+    """Of which stack: encoder, decoder, …"""
+    kind: str
+    """What in it: embedding, projections, attention, feed-forward, head."""
+    forward: float
+    backward: float
+    forward_seen: float
+    backward_seen: float
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """A stack of layers as numbers: all that its costs depend on."""
+
+    name: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_ff: int
+    length: int
+    causal: bool
+    memory: int | None = None
+    """Places of the encoder that its cross-attention looks at; None: it has none."""
+
+    @property
+    def q_width(self) -> int:
+        return self.n_heads * self.d_head
+
+    @property
+    def kv_width(self) -> int:
+        return self.n_kv_heads * self.d_head
+
+
+def n_places(config: ModelConfig, length: int) -> int:
+    """Places an encoder goes through: tokens, an image's patches with the class token before them, or regions."""
+    if config.source == "image":
+        return n_patches(config) + 1
+    return length
+
+
+def n_patches(config: ModelConfig) -> int:
+    return (config.image_size // config.patch_size) ** 2
+
+
+def source_places(config: ModelConfig, length: int, source_length: int | None) -> int:
+    """Places of the encoder beside a decoder."""
+    if config.source == "image":
+        return n_patches(config) + 1
+    if source_length is not None:
+        return source_length
+    return N_REGIONS if config.source == "regions" else length
+
+
+def stacks_of(config: ModelConfig, length: int, source_length: int | None = None) -> list[StackShape]:
+    """The stacks of a Transformer, first to last; a recurrent model has none."""
+    if config.architecture == "recurrent":
+        return []
+    if config.architecture == "encoder-decoder":
+        source = source_places(config, length, source_length)
+        n_heads = config.n_decoder_heads or config.n_heads
+        decoder = StackShape(
+            "decoder",
+            config.n_decoder_layers or config.n_layers,
+            n_heads,
+            config.n_kv_heads or n_heads,
+            config.d_model // n_heads if config.d_head is None else config.d_head,
+            config.d_decoder_ff or config.d_ff,
+            length,
+            config.causal,
+            source,
+        )
+        return [_only(config, "encoder", source, causal=False), decoder]
+    if config.architecture == "encoder":
+        return [_only(config, "encoder", n_places(config, length), causal=False)]
+    return [_only(config, "decoder", length, config.causal)]
+
+
+def _only(config: ModelConfig, name: str, length: int, causal: bool) -> StackShape:
+    heads = (config.n_heads, config.n_kv_heads or config.n_heads, config.head_width)
+    return StackShape(name, config.n_layers, *heads, config.d_ff, length, causal)
+
+
+def count(config: ModelConfig, batch: int, length: int, source_length: int | None = None) -> list[Flops]:
+    """The operations of a batch of texts, part by part. ``length`` is the target's beside an encoder's source."""
+    if batch < 1 or length < 1:
+        raise ValueError(f"batch={batch} and length={length} must be at least 1")
+    if config.architecture == "recurrent":
+        return list(_recurrent(config, batch, length, length if source_length is None else source_length))
+    parts: list[Flops] = []
+    for stack in stacks_of(config, length, source_length):
+        parts += _embedding(config, stack, batch)
+        parts += _layers(config, stack, batch)
+    return parts + _head(config, batch, length)
+
+
+def n_tokens(config: ModelConfig, length: int, source_length: int | None = None) -> int:
+    """Tokens or patches of one example, those of both sides where there are two; a class token is none."""
+    if config.architecture == "recurrent":
+        return length + (length if source_length is None else source_length)
+    places = sum(stack.length for stack in stacks_of(config, length, source_length))
+    return places - (1 if config.source == "image" and config.has_encoder else 0)
+
+
+def training_flops(config: ModelConfig, length: int, source_length: int | None = None) -> float:
+    """Operations of one example forward and backward, pairs that may look only, backward as twice forward (PaLM)."""
+    return 3 * sum(part.forward_seen for part in count(config, 1, length, source_length))
+
+
+def _even(part: str, kind: str, forward: float, backward: float | None = None) -> Flops:
+    """A part in which nothing is masked: both conventions agree."""
+    backward = 2 * forward if backward is None else backward
+    return Flops(part, kind, forward, backward, forward, backward)
+
+
+def _embedding(config: ModelConfig, stack: StackShape, batch: int) -> list[Flops]:
+    """From what a stack reads to vectors. Tokens are looked up; where the table is narrower, a matrix follows."""
+    reads_source = stack.name == "encoder"
+    if reads_source and config.source == "image":
+        forward = 2.0 * batch * n_patches(config) * config.n_channels * config.patch_size**2 * config.d_model
+        return [_even(stack.name, "embedding", forward, forward)]  # pixels want no gradient
+    if reads_source and config.source == "regions":
+        forward = 2.0 * batch * stack.length * (config.d_region + config.d_box) * config.d_model
+        return [_even(stack.name, "embedding", forward, forward)]
+    if config.d_embed is None:
+        return []
+    return [_even(stack.name, "embedding", 2.0 * batch * stack.length * config.d_embed * config.d_model)]
+
+
+def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flops]:
+    tokens, width = batch * stack.length, config.d_model
+    if config.mixing.weights:
+        yield _even(stack.name, "projections", stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width))
+    yield _attention(config, stack, tokens)
+    if config.positions == "xl":
+        yield _distances(config, stack, batch)
+    if stack.memory is not None:
+        of_memory = batch * stack.memory * stack.kv_width
+        products = 4.0 * width * (tokens * stack.q_width + of_memory)
+        yield _even(stack.name, "cross projections", stack.n_layers * products)
+        yield _even(stack.name, "cross attention", stack.n_layers * tokens * _mixed(config, stack, stack.memory, True))
+    matrices = 3 if config.activation in GATED else 2
+    yield _even(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * stack.d_ff * matrices)
+
+
+def _attention(config: ModelConfig, stack: StackShape, tokens: int) -> Flops:
+    full = stack.n_layers * tokens * _mixed(config, stack, stack.length)
+    seen = tokens * sum(_mixed(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
+    return Flops(stack.name, "attention", full, 2 * full, seen, 2 * seen)
+
+
+def _mixed(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
+    """What one token's mixing takes, as its mechanism declares; across two texts the dot product may stand in."""
+    mixing = config.mixing
+    work = Work(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))
+    if cross and not mixing.cross:
+        return 4.0 * stack.n_heads * stack.d_head * keys
+    return float(mixing.flops(work))
+
+
+def _distances(config: ModelConfig, stack: StackShape, batch: int) -> Flops:
+    """Transformer-XL: W_r R once a layer, (q + v)·r for every distance, u·k for every key."""
+    distances = 2 * stack.length - 1
+    table = 2.0 * distances * stack.q_width**2
+    by_pair = 2.0 * batch * stack.length * stack.q_width * (distances + 1)
+    forward, backward = stack.n_layers * (table + by_pair), stack.n_layers * (table + 2 * by_pair)
+    share = keys_seen(config, stack, 0) / stack.length
+    seen, seen_backward = (stack.n_layers * (table + n * share * by_pair) for n in (1, 2))
+    return Flops(stack.name, "distances", forward, backward, seen, seen_backward)
+
+
+def keys_seen(config: ModelConfig, stack: StackShape, layer: int) -> float:
+    """Keys a query of this layer may look at, on average over the text."""
+    return keys_met(config, layer, stack.length, hidden=stack.causal, beside=stack.memory is not None)
+
+
+def _head(config: ModelConfig, batch: int, length: int) -> list[Flops]:
+    width = config.d_model
+    if config.head == "none":
+        return []
+    if config.head == "classify":
+        pooled = 4.0 * batch * n_places(config, length) * width if config.pooling != "first" else 0.0
+        dense = 2.0 * batch * width**2 if config.pooler != "none" else 0.0
+        return [_even("head", "classes", pooled + dense + 2.0 * batch * width * config.n_classes)]
+    inner = (config.d_embed or width) if config.head_transform else width
+    matrix = inner * (config.output_vocab_size + (width if config.head_transform else 0))
+    return [_even("head", "logits", 2.0 * batch * length * matrix)]
+
+
+def _recurrent(config: ModelConfig, batch: int, length: int, source: int) -> Iterator[Flops]:
+    """Every weight of the gates once a token, and attention from each target token to the source."""
+    width, embed = config.d_model, config.d_embed or config.d_model
+    n_gates = 4 if config.cell == "lstm" else 3
+    n_to = config.n_decoder_layers or config.n_layers
+    directions = 2 if config.bidirectional else 1
+    units = width // directions
+    into = embed + (config.n_layers - 1) * width
+    yield _even(
+        "encoder", "cells", 2.0 * batch * source * directions * n_gates * units * (into + config.n_layers * units)
+    )
+    yield _even("bridge", "states", 2.0 * batch * (2 if config.cell == "lstm" else 1) * n_to * width**2)
+    looks = config.alignment != "none"
+    fed = width if looks and (config.alignment == "additive" or config.input_feeding) else 0
+    into = embed + fed + (n_to - 1) * width
+    yield _even("decoder", "cells", 2.0 * batch * length * n_gates * width * (into + n_to * width))
+    if looks:
+        mapped = 2.0 * batch * width**2
+        keys = source * mapped if config.alignment in ("additive", "concat") else 0.0
+        queries = 0.0 if config.alignment == "dot" else length * mapped
+        yield _even("decoder", "projections", keys + queries)
+        yield _even("decoder", "attention", 4.0 * batch * length * source * width)
+        read = 2 * (embed + 2 * width) if config.alignment == "additive" else 2 * width
+        yield _even("decoder", "readout", 2.0 * batch * length * read * width)
+    yield from _head(config, batch, length)

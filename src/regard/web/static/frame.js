@@ -1,0 +1,41 @@
+// What stands around the views: the head of the page and its foot.
+import { el } from "./dom.js";
+import { exported } from "./export.js";
+import { help } from "./keys.js";
+import { kept } from "./state.js";
+
+const EYE = '<svg viewBox="0 0 32 32" aria-hidden="true"><path d="M3 16C8 7 24 7 29 16C24 25 8 25 3 16Z" fill="none" stroke="var(--accent)" stroke-width="2.4" stroke-linejoin="round"/><circle cx="16" cy="16" r="4.4" fill="var(--accent)"/></svg>';
+
+const button = (text, props) => el("button", { class: "plain", type: "button", ...props }, text);
+
+/** Name, model, keys, theme and language. */
+export function head(app) {
+  const { models, state, t } = app, dark = document.documentElement.dataset.theme === "dark";
+  const mark = el("h1", { class: "mark", lang: "en" }); // one face in all languages
+  mark.innerHTML = `${EYE}regard`;
+  const choice = el("select", { "aria-label": t("model"), onchange: () => app.change(choice.value) },
+    models.map((m) => el("option", { value: m.id, selected: m.id === state.now.model }, m.name)));
+  const choose = (what, to) => { kept.set(what, to); state.set({ [what]: to }); };
+  return [mark, models.length > 1 ? choice : el("span", { class: "quiet" }, models[0]?.name ?? ""), el("span", { class: "room" }),
+    button("?", { title: t("help"), "aria-label": t("help"), onclick: () => help(t) }),
+    button(dark ? "☀︎" : "☾", { title: t("theme"), "aria-label": t("theme"), "data-do": "theme", onclick: () => choose("theme", dark ? "light" : "dark") }),
+    button(t("language"), { "data-do": "language", onclick: () => choose("lang", app.language() === "ko" ? "en" : "ko") })];
+}
+
+/** What was looked at, on a page that cannot look again. */
+export function said({ source }) {
+  const { text, target } = source.content.look;
+  return el("div", { class: "said" }, text ? el("bdi", { dir: "auto" }, text) : "", target ? el("bdi", { class: "quiet", dir: "auto" }, target) : "");
+}
+
+/** Files of what is shown, and a link to it. */
+export function footer(app) {
+  const { opened, source, t, view } = app;
+  const save = (kind) => button(kind.toUpperCase(), { "data-export": kind, onclick: () => app.guarded(() => exported(kind, `regard-${opened.id}`, app)) });
+  const link = button(t("copy"), { onclick: async () => {
+    await navigator.clipboard?.writeText(location.href);
+    link.textContent = t("copied");
+  } });
+  const kinds = [...(view.sheet ? ["svg", "png"] : []), ...(view.rows ? ["csv"] : []), ...(source.offline ? [] : ["html"])];
+  return [el("span", {}, t("export")), ...kinds.map(save), el("span", { class: "room" }), source.offline ? "" : link];
+}

@@ -1,0 +1,395 @@
+"""``regard.cost`` against what it predicts: torch's counter, the model's parameters, caches, a GPU's allocator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard
+from regard.attention.cache import CrossCache
+from regard.config import ModelConfig, TrainConfig
+from regard.config.words import UsageError
+from regard.experiments.costs.cache import kv_cache
+from regard.experiments.costs.live import LiveBytes, saved_bytes
+from regard.experiments.costs.memory import training_memory
+from regard.experiments.costs.parameters import weights_of
+from regard.experiments.costs.pieces import Setting
+from regard.models.build import build
+from regard.models.flops import count, source_places
+from regard.presets import PRESETS
+from regard.training.batch import Batch
+from regard.training.objective import Objective
+
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "memory.json"
+TINY: dict[str, Any] = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64, "max_len": 64}
+
+
+def inputs_of(config: ModelConfig, batch: int, length: int, source: int, device: str) -> tuple[torch.Tensor, ...]:
+    def ids(n: int) -> torch.Tensor:
+        return torch.ones(batch, n, dtype=torch.long, device=device)
+
+    if config.has_encoder and config.source == "image":
+        first = torch.ones(batch, config.n_channels, config.image_size, config.image_size, device=device)
+    elif config.source == "regions":
+        first = torch.ones(batch, source_places(config, length, None), config.d_region + config.d_box, device=device)
+    else:
+        first = ids(source if config.architecture in ("encoder-decoder", "recurrent") else length)
+    return (first,) if config.architecture in ("encoder", "decoder") else (first, ids(length))
+
+
+# ------------------------------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_operations_are_those_torch_counts_on_every_preset(name: str) -> None:
+    """On meta nothing is computed, so the largest are as good as the smallest; LSTM and GRU are counted there too."""
+    config = ModelConfig(**{**PRESETS[name], "attention_backend": "reference"})
+    if config.n_layers > 6:
+        config = config.with_(n_layers=6)  # layers are alike
+    length, source = (12, 10) if config.architecture == "recurrent" else (24, 20)
+    model = build(config, device="meta").eval()
+    with FlopCounterMode(display=False) as forward:
+        result = model(*inputs_of(config, 2, length, source, "meta"))
+    with FlopCounterMode(display=False) as backward:
+        result.float().sum().backward()
+    found = count(config, 2, length, source if config.source == "text" else None)
+    assert sum(part.forward for part in found) == pytest.approx(forward.get_total_flops(), rel=1e-9)
+    # Not everything wants a gradient: the first state of a recurrent decoder, the query of a mean over a text.
+    rel = 0.01 if config.architecture == "recurrent" else 1e-4
+    assert sum(part.backward for part in found) == pytest.approx(backward.get_total_flops(), rel=rel)
+
+
+def test_recurrent_operations_by_hand() -> None:
+    """An LSTM layer: four gates of d units read d + d numbers, multiply and add, for every token."""
+    config = ModelConfig(
+        architecture="recurrent",
+        cell="lstm",
+        alignment="dot",
+        d_model=8,
+        n_layers=1,
+        bidirectional=False,
+        vocab_size=11,
+    )
+    parts = {(part.part, part.kind): part.forward for part in count(config, batch=3, length=5, source_length=7)}
+    assert parts["encoder", "cells"] == 3 * 7 * 2 * 4 * 8 * (8 + 8)
+    assert parts["decoder", "cells"] == 3 * 5 * 2 * 4 * 8 * (8 + 8 + 8)  # token, what was attended to, state
+    assert parts["decoder", "attention"] == 3 * 5 * 7 * 2 * 8 * 2
+    assert parts["bridge", "states"] == 3 * 2 * 2 * 8 * 8
+    assert parts["decoder", "readout"] == 3 * 5 * 2 * 16 * 8
+    assert parts["head", "logits"] == 3 * 5 * 2 * 8 * 11
+
+
+def test_the_causal_half_is_a_column_of_its_own() -> None:
+    found = regard.cost("gpt2", 1, 1024)
+    full, seen = found.flops_forward["decoder attention"], found.flops_forward_seen["decoder attention"]
+    assert full == 12 * 4 * 1024 * 1024 * 768
+    assert seen == pytest.approx(full * 1025 / 2048)
+    assert found.flops_forward["decoder projections"] == found.flops_forward_seen["decoder projections"]
+    assert (
+        regard.cost("bert-base", 1, 128).flops_forward.total
+        == regard.cost("bert-base", 1, 128).flops_forward_seen.total
+    )
+
+
+@pytest.mark.parametrize("mixer", ["dot", "additive", "linformer", "fourier"])
+def test_other_mixers_cost_what_torch_counts(mixer: str) -> None:
+    size = {"mixer_size": 8} if mixer == "linformer" else {}
+    positions = "learned"
+    config = ModelConfig(
+        **TINY, architecture="encoder", head="none", mixer=mixer, positions=positions, attention_backend="auto", **size
+    )
+    model = build(config.with_(attention_backend="reference") if mixer != "fourier" else config, device="meta").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*inputs_of(config, 2, 24, 24, "meta"))
+    assert sum(part.forward for part in count(config, 2, 24)) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+# ------------------------------------------------------------------------------------- parameters
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "mistral-7b": 7_241_732_096,
+    "bert-base": 109_482_240,
+    "t5-small": 60_506_624,
+    "vit-base-16": 86_567_656,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_exact_on_every_preset(name: str) -> None:
+    config = ModelConfig(**PRESETS[name])
+    parts = weights_of(config)
+    assert sum(part.number for part in parts) == build(config, device="meta").n_parameters
+    assert sum(part.number for part in parts) == PUBLISHED.get(name, sum(part.number for part in parts))
+    assert all(part.number > 0 and 0 <= part.cast <= part.number and 0 <= part.muon <= part.number for part in parts)
+
+
+# ------------------------------------------------------------------------------------- cache
+
+HEADS = [("mha", {}), ("gqa", {"n_kv_heads": 2}), ("mqa", {"n_kv_heads": 1})]
+WINDOWS = [("all", {}), ("ring", {"window": 8}), ("some layers", {"window": 8, "window_layers": (1,)})]
+
+
+@pytest.mark.parametrize("numbers", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("window", [fields for _, fields in WINDOWS], ids=[name for name, _ in WINDOWS])
+@pytest.mark.parametrize("heads", [fields for _, fields in HEADS], ids=[name for name, _ in HEADS])
+def test_the_cache_is_as_large_as_the_cache_objects(
+    heads: dict[str, Any], window: dict[str, Any], numbers: Any
+) -> None:
+    config = ModelConfig(**TINY, architecture="decoder", positions="rope", **heads, **window)
+    cache = build(config).new_cache(3, 40, "model" if numbers == "fp32" else numbers)
+    found = kv_cache(config, 3, 40, numbers=numbers)
+    assert [one.bytes for one in found] == [layer.memory() for layer in cache.layers]
+    if numbers == "bf16":  # a model that is bf16 itself keeps as much
+        halved = build(config).bfloat16().new_cache(3, 40)
+        assert [one.bytes for one in found] == [layer.memory() for layer in halved.layers]
+
+
+def test_what_cross_attention_keeps_of_a_source() -> None:
+    config = ModelConfig(**TINY, architecture="encoder-decoder", n_kv_heads=2)
+    model = build(config).eval()
+    cache = model.new_cache(2, 16)
+    with torch.no_grad():
+        memory = model.encode(torch.ones(2, 9, dtype=torch.long))
+        model.decode(torch.ones(2, 1, dtype=torch.long), memory, cache=cache)
+    held = [layer.memory() for layer in cache.cross if isinstance(layer, CrossCache)]
+    found = kv_cache(config, 2, 16, 9, "fp32")
+    assert [one.bytes for one in found if one.kind == "cross"] == held
+    assert sum(one.bytes for one in found) == cache.memory()
+
+
+@pytest.mark.parametrize("name", ["bahdanau-gru", "luong-lstm", "lstm-plain"])
+def test_a_recurrent_state_has_one_size(name: str) -> None:
+    config = ModelConfig(**{**PRESETS[name], "vocab_size": 50, "d_model": 16})
+    model = build(config).eval()
+    cache = model.new_cache(2, 8)
+    with torch.no_grad():
+        memory = model.encode(torch.ones(2, 7, dtype=torch.long))
+        model.decode(torch.ones(2, 3, dtype=torch.long), memory, cache=cache)
+    assert sum(one.bytes for one in kv_cache(config, 2, 8, 7, "fp32")) == cache.memory()
+
+
+# ------------------------------------------------------------------------------------- memory
+
+SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("gelu, pre-norm", {"architecture": "decoder", "norm_place": "pre", "activation": "gelu"}, {}),
+    ("relu, post-norm", {"architecture": "decoder"}, {}),
+    ("swiglu", {"architecture": "decoder", "norm_place": "pre", "activation": "swiglu"}, {}),
+    ("rope", {"architecture": "decoder", "positions": "rope", "norm_place": "pre"}, {}),
+    ("reference", {"architecture": "decoder", "attention_backend": "reference"}, {"attention": "reference"}),
+    ("pairs", {"architecture": "encoder-decoder"}, {"source_length": 48}),
+    ("window", {"architecture": "decoder", "window": 8, "norm_place": "pre"}, {}),
+]
+
+
+@pytest.mark.parametrize(("changes", "how"), [shape[1:] for shape in SHAPES], ids=[shape[0] for shape in SHAPES])
+def test_what_autograd_keeps(changes: dict[str, Any], how: dict[str, Any]) -> None:
+    """Layer norm, activations, products and torch's attention keep the same on a CPU in fp32 as on a GPU."""
+    config = ModelConfig(**{**TINY, "d_model": 64, "d_ff": 256, "vocab_size": 64, **changes})
+    setting = Setting(4, 64, precision="fp32", workspace=0, **how)
+    model = build(config).train()
+    source = torch.ones(4, setting.source_length or 64, dtype=torch.long)
+    text = torch.ones(4, 64, dtype=torch.long)
+    two = config.architecture == "encoder-decoder"
+    options = {"source_keep": torch.ones_like(source, dtype=torch.bool)} if two else {}
+    batch = Batch((source, text) if two else (text,), text, options, n_counted=256)
+    objective = Objective(model)
+    known = [*model.parameters(), *model.buffers(), source, text, *options.values()]
+    found, tensors = saved_bytes(lambda: objective(batch), known)
+    expected = sum(training_memory(config, weights_of(config), setting).by_part.values())
+    assert expected == pytest.approx(found, rel=0.03), sorted(tensors, key=lambda x: -x[2])[:12]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_of_a_pass(checkpointing: bool) -> None:
+    """All of a forward and backward pass followed tensor by tensor on a CPU: what a GPU's allocator would have said."""
+    config = ModelConfig(
+        **{**TINY, "vocab_size": 64, "d_model": 64, "d_ff": 256, "n_layers": 6},
+        **{"architecture": "decoder", "norm_place": "pre", "activation": "gelu"},
+    )
+    model = build(config).train()
+    model.use_checkpointing(checkpointing)
+    text = torch.ones(16, 64, dtype=torch.long)
+    batch, objective = Batch((text,), text, n_counted=1024), Objective(model)
+    live = LiveBytes([*model.parameters(), text])
+    with live:
+        objective(batch).backward()
+    setting = Setting(16, 64, precision="fp32", workspace=0, checkpointing=checkpointing)
+    found = training_memory(config, weights_of(config), setting)
+    assert found.peak - found.optimiser - found.inputs / 2 == pytest.approx(live.peak, rel=0.06)
+
+
+def test_living_bytes_are_counted() -> None:
+    live = LiveBytes()
+    with live:
+        a = torch.zeros(1000)
+        b = a.view(10, 100) + 1  # a view is no new memory
+        assert live.now == 8000
+        del a
+        assert live.now == 4000
+        del b
+    assert (live.now, live.peak) == (0, 8000)
+
+
+def _rows() -> list[dict[str, Any]]:
+    return [row for row in json.loads(MEASURED.read_text(encoding="utf-8"))["rows"] if "measured" in row]
+
+
+def test_peak_memory_is_within_a_tenth_of_what_a_gpu_measured() -> None:
+    """docs/results/memory.json holds what benchmarks/memory_gpu.py measured; predictions are made anew."""
+    rows = _rows()
+    assert len(rows) >= 12
+    ratios = {}
+    for row in rows:
+        config = ModelConfig(**row["model"])
+        found = training_memory(config, weights_of(config), Setting(**row["setting"]))
+        ratios[row["name"]] = found.peak / row["measured"]["peak"]
+        assert found.peak == pytest.approx(row["predicted"], rel=1e-3), f"docs/cost.md says otherwise of {row['name']}"
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
+    settings = [row["setting"] for row in rows]
+    assert {True, False} == {setting["checkpointing"] for setting in settings}
+    assert {"fp32", "bf16"} <= {setting["precision"] for setting in settings}
+    assert {"fused", "reference"} == {setting["attention"] for setting in settings}
+    assert {"decoder", "encoder"} <= {row["model"].get("architecture") for row in rows}
+
+
+def test_checkpointing_and_fused_attention_save_memory() -> None:
+    peaks = {(one.attention, one.checkpointing): one for one in regard.cost("gpt2", 8, 1024).variants}
+    assert peaks["fused", True].activations < peaks["fused", False].activations < peaks["reference", False].activations
+    assert peaks["fused", True].peak < peaks["fused", False].peak < peaks["reference", False].peak
+    muon = regard.cost("gpt2", 1, 64, train=TrainConfig(optimiser="muon")).training
+    adam = regard.cost("gpt2", 1, 64, train=TrainConfig(optimiser="adam", ema=0.99, accumulate=4)).training
+    assert muon is not None
+    assert adam is not None
+    assert adam.optimiser == 8 * 124_439_808
+    assert adam.ema == 4 * 124_439_808
+    assert adam.optimiser > muon.optimiser > adam.optimiser / 2
+
+
+# ------------------------------------------------------------------------------------- the rest
+
+
+def test_amounts_have_parts_that_add_up() -> None:
+    found = regard.cost("transformer-base", 4, 32, source_length=48)
+    for amount in (found.parameters, found.flops_forward, found.flops_backward, found.activations, found.kv_cache):
+        assert float(amount) == pytest.approx(sum(amount.parts.values()))
+        assert all(value >= 0 for value in amount.parts.values())
+    assert int(found.parameters) == 63_082_496
+    assert found.attention_matrix["decoder cross attention"] == 2 * 4 * 6 * 8 * 32 * 48
+    assert found.crossover["T²·d = T·d²"] == 512
+
+
+def test_floors_are_the_longer_of_computing_and_moving() -> None:
+    found = regard.cost("gpt2", 1, 1024, device="a100")
+    step, token = found.floors["training step"], found.floors["one token of each text"]
+    assert step.seconds == max(step.compute, step.bandwidth)
+    assert token.bound == "memory bandwidth"
+    assert token.bandwidth == pytest.approx(
+        (2 * 123_653_376 + found.kv_cache.total) / 2.039e12
+    )  # no positions are read
+    assert step.compute == pytest.approx(3 * found.flops_forward_seen.total / 312e12)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "complaint"),
+    [
+        ("gpt2", {"length": 2048}, "length=2048 is longer than max_len=1024, where learned positions end"),
+        ("gpt3", {}, "there is no preset 'gpt3'; did you mean 'gpt2'?"),
+        ("gpt2", {"device": "h20"}, "there is no device 'h20'; did you mean h200?"),
+        ("gpt2", {"cache": "int4"}, "cache='int4' is none of fp32, bf16, int8"),
+        ("gpt2", {"batch": 0}, "batch=0 must be at least 1"),
+        ("gpt2", {"source_length": 4}, "source_length=4 means nothing to architecture='decoder'"),
+        ("captioner", {"source_length": 4}, "source_length=4: an image of image_size=112 has 49 patches"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(given: str, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises((UsageError, ValueError)) as error:
+        regard.cost(given, **options)
+    assert complaint in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_and_a_model_directory_have_costs(tmp_path: Path) -> None:
+    config = ModelConfig(**TINY, architecture="decoder", positions="rope")
+    build(config).save(tmp_path / "model")
+    found = regard.cost(tmp_path / "model", 2, 32)
+    assert int(found.parameters) == build(config, device="meta").n_parameters
+    wider = regard.cost(str(tmp_path / "model"), 2, 32, d_ff=128)
+    assert wider.parameters.total > found.parameters.total
+    assert wider.name.endswith("d_ff=128")
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    from regard.cli import main
+
+    code = main(["cost", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "transformer-tiny", "--batch", "4", "--length", "32")
+    assert code == 0
+    for wanted in ("1,949,696", "operations of a batch", "KV cache", "T²·d = T·d²", "recurrent"):
+        assert wanted in out
+    assert "training step" not in out
+    words = ("train.optimiser=muon", "train.checkpointing=true", "model.n_layers=3")
+    code, out, _ = run(capsys, "transformer-tiny", *words, "--batch", "4", "--length", "32", "--training")
+    assert code == 0
+    assert "muon, fused attention, checkpointed" in out
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "sentiment", "--batch", "4", "--length", "32", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["parameters"]["total"] == 7_256_323
+    assert document["training"]["peak"] > document["training"]["weights"]
+    code, out, _ = run(capsys, "luong-lstm", "--length", "8", "--compare", "bahdanau-gru", "--json")
+    assert code == 0
+    assert set(json.loads(out)) == {"first", "second"}
+    assert json.loads(out)["first"]["training"] is None
+
+
+def test_two_models_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "sentiment", "model.n_layers=8", "--length", "64", "--compare", "sentiment", "--training"
+    )
+    assert code == 0
+    assert "sentiment n_layers=8" in out
+    ratio = next(line for line in out.splitlines() if line.startswith("attention matrices")).split()[-2]
+    assert ratio == "0.50"
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("transformer-tiny", "png"), ("vit-tiny", "svg")])
+def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, suffix: str) -> None:
+    file = tmp_path / f"cost.{suffix}"
+    assert run(capsys, name, "--batch", "2", "--plot", str(file))[0] == 0
+    assert file.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("gpt2", "--plot", "cost.txt"), "--plot cost.txt is none of .png, .svg, .pdf"),
+        (("gpt2", "--plot", "nowhere/cost.png"), "there is no directory nowhere"),
+        (("gpt2", "model.n_head=4"), "there is no model.n_head; did you mean model.n_heads?"),
+        (("gpt2", "data.source=x"), "only model.* and train.* can be given here"),
+        (("gpt2", "model=bert-base"), "the model comes first"),
+    ],
+)
+def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 2
+    assert complaint in err
+    assert len(err.strip().splitlines()) == 1

@@ -1,0 +1,29 @@
+"""The pictures of the documentation can be taken, and are those that lie there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from regard.models import Model
+
+from .photographs import IMAGES, PHOTOGRAPHS, take
+
+
+@pytest.mark.slow
+def test_every_picture_can_be_taken(models: dict[str, Model], browser: Any, tmp_path: Path) -> None:
+    small = {"en-ko": models["en-ko"], "shapes": models["shapes"], "stdlib": models["speaker"]}
+    taken = list(take(small, tmp_path, browser))
+    assert len(taken) == len(PHOTOGRAPHS)
+    for file in taken:
+        with Image.open(file) as picture:
+            assert picture.width == (780 if "phone" in file.name else 1180)
+            assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 50, f"{file.name} shows nothing"
+
+
+def test_the_pictures_lie_in_the_documentation() -> None:
+    there = {file.name for file in IMAGES.glob("explorer-*.png")}
+    assert there == {f"explorer-{each.name}.png" for each in PHOTOGRAPHS}

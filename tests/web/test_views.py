@@ -1,0 +1,375 @@
+"""The ten views in a browser: numbers on the screen are those ``look`` gives in Python, in both languages.
+
+A complaint in the browser's console fails a test, and so does an answer of 4xx or 5xx that was not asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from regard.lens import Look, look
+from regard.models import Model
+
+from .browsing import EVERY_SENTENCE, Tab, as_number, near, numbers_in
+from .conftest import TEXT
+
+CLOSE = {"abs": 2e-6, "rel": 2e-4}  # six decimals, or four digits of what is smaller
+
+# The server writes a small text before a screen can show it: its lines come one after the other, a while apart.
+SLOWLY = """
+const ask = window.fetch;
+window.fetch = async (...asked) => {
+  const answer = await ask(...asked);
+  if (!String(asked[0]).includes("/stream")) return answer;
+  const lines = (await answer.text()).split("\\n").filter(Boolean), encoder = new TextEncoder();
+  const body = new ReadableStream({ async start(to) {
+    for (const line of lines) {
+      await new Promise((done) => setTimeout(done, 150));
+      to.enqueue(encoder.encode(line + "\\n"));
+    }
+    to.close();
+  } });
+  return new Response(body, { headers: answer.headers });
+};
+"""
+LISTEN = """() => {
+  window.frames_drawn = [];
+  new MutationObserver(() => {
+    const svg = document.querySelector(".stage svg"), paths = [...svg?.querySelectorAll("path") ?? []];
+    window.frames_drawn.push({ texts: svg?.querySelectorAll("text").length ?? 0, paths: paths.length,
+      opacity: paths.map((path) => Number(path.getAttribute("opacity"))) });
+  }).observe(document.querySelector(".stage"), { subtree: true, childList: true });
+}"""
+
+
+def test_heat_map(tab: Tab, seen: Look) -> None:
+    weights = seen.weights(1, 2, kind="cross")
+    tab.open(model="en-ko", text=TEXT, view="heatmap", kind="cross", layer=1, head=2, row=1, col=3)
+
+    def check() -> None:
+        assert tab.weight(1, 3) == pytest.approx(float(weights[1, 3]), **CLOSE)
+        best = weights[1].topk(3)
+        for index, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            assert tab.weight(1, index) == pytest.approx(weight, **CLOSE)
+
+    tab.in_both_languages(("Heat map", "히트맵"), check)
+    box = tab.box()
+    for across, down in ((0.35, 0.4), (0.5, 0.55)):
+        tab.over(box["width"] * across, box["height"] * down)
+        shown, _ = tab.tip()
+        tab.page.keyboard.press("Escape")
+        tab.click(box["width"] * across, box["height"] * down)
+        row, col = int(tab.state["row"]), int(tab.state["col"])
+        assert shown == pytest.approx(float(weights[row, col]), **CLOSE)
+    table = tab.files()
+    assert [line[0] for line in table[1:]] == [label.text for label in seen.rows("cross")]
+    opening = re.search(r'id="opening">(.*?)</script>', tab.exported("html").decode())
+    assert opening is not None
+    same = json.loads(opening[1])
+    assert {name: same[name] for name in ("kind", "layer", "head", "row", "col", "view")} == {
+        **{"kind": "cross", "layer": 1, "head": 2, "view": "heatmap"},
+        **{"row": int(tab.state["row"]), "col": int(tab.state["col"])},
+    }
+    assert torch.allclose(torch.tensor([[float(x) for x in line[1:]] for line in table[1:]]), weights, atol=1e-7)
+
+
+def test_sentence(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="sentence", kind="encoder", layer=0, head=1, row=3)
+    weights = seen.weights(0, 1, kind="encoder")
+
+    def check() -> None:
+        tab.over(tab.box()["width"] * 0.75, 8 + 30 * 2.5)  # the third token of the right column
+        shown, about = tab.tip()
+        assert shown == pytest.approx(float(weights[3, 2]), **CLOSE)
+        assert about == [f"{seen.rows('encoder')[3].text} → {seen.cols('encoder')[2].text}"]
+
+    tab.in_both_languages(("Sentence", "문장"), check)
+    table = tab.files()
+    assert float(table[4][3]) == pytest.approx(float(weights[3, 2]), abs=1e-7)
+    tab.click(40, 8 + 30 * 1.5)
+    assert tab.state["row"] == "1"
+    tab.page.keyboard.press("Escape")
+    tab.settled()
+    assert "row" not in tab.state
+
+
+def test_every_head_of_a_locked_token(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="sentence", kind="encoder", layer=1, row=2)
+    box, found = tab.box(), set()
+    for x in range(int(box["width"] * 0.6), int(box["width"]), 7):
+        tab.page.mouse.move(box["x"] + x, box["y"] + 8 + 30 * 4.5)
+        about = [each.inner_text() for each in tab.page.query_selector_all(".tip:not([hidden]) .of")]
+        if about and about[-1].startswith("Head "):
+            head = int(about[-1].split()[1])
+            found.add(head)
+            exact = float(seen.weights(1, head, kind="encoder")[2, 4])
+            assert tab.tip()[0] == pytest.approx(exact, **CLOSE)
+    assert found == {0, 1, 2, 3}
+
+
+def test_grid_of_layers_and_heads(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="grid", kind="encoder")
+    rows, cols = ([label.text for label in labels] for labels in (seen.rows("encoder"), seen.cols("encoder")))
+
+    def check() -> None:
+        box = tab.box()
+        for across, down in ((60, 60), (220, box["height"] - 60)):
+            tab.over(across, down)
+            shown, (pair, place) = tab.tip()
+            layer, head = map(int, re.findall(r"\d+", place))
+            row, col = pair.split(" → ")
+            weights = seen.weights(layer, head, kind="encoder")
+            assert shown == pytest.approx(float(weights[rows.index(row), cols.index(col)]), **CLOSE)
+
+    tab.in_both_languages(("Layers × heads", "층 × 헤드"), check)
+    assert len(tab.files()) == 1 + 2 * 4 * 9 * 9
+    tab.click(60, 60)
+    assert (tab.state["view"], tab.state["head"]) == ("heatmap", "0")
+
+
+def test_arithmetic(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="walk", kind="cross", layer=1, head=3, row=1, col=4)
+
+    def check() -> None:
+        texts = tab.texts()
+        exact = float(seen.weights(1, 3, kind="cross")[1, 4])
+        weight = next(as_number(text) for text in texts if re.fullmatch(r"[\d.e−]+", text) and near(text, exact))
+        assert weight == pytest.approx(exact, **CLOSE)
+        score, lse = numbers_in(texts, r"exp\((\S+) − (\S+)\) =")
+        assert torch.tensor(score - lse).exp().item() == pytest.approx(exact, rel=1e-4)
+        dot, factor = numbers_in(texts, r"(\S+) × (\S+) =")
+        assert factor == pytest.approx(6**-0.5, abs=1e-6)
+        assert dot * factor == pytest.approx(score, abs=1e-4)
+
+    tab.in_both_languages(("Arithmetic", "계산 과정"), check)
+    table = dict(line[:2] for line in tab.files()[1:])
+    values = [[float(table[f"{name}[{i}]"]) for i in range(6)] for name in ("q", "k", "v", "contribution")]
+    assert sum(a * b for a, b in zip(values[0], values[1], strict=True)) == pytest.approx(float(table["dot"]), abs=1e-4)
+    assert [float(table["weight"]) * v for v in values[2]] == pytest.approx(values[3], abs=1e-5)
+
+
+def test_alignment(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=0, row=0, col=2)
+    exact = float(seen.weights(1, 0, kind="cross")[0, 2])
+
+    def check() -> None:
+        assert tab.weight(0, 2) == pytest.approx(exact, **CLOSE)
+
+    tab.in_both_languages(("Alignment", "단어 정렬"), check)
+    assert float(tab.files()[1][3]) == pytest.approx(exact, abs=1e-7)
+
+
+@pytest.mark.parametrize("head", [0, -1])
+def test_alignment_is_drawn_while_it_is_written(tab: Tab, seen: Look, head: int) -> None:
+    """Each token comes with its row of weights, and its lines are there before the next token is."""
+    exact = seen.weights(1, None if head < 0 else head, kind="cross")
+    tab.page.add_init_script(SLOWLY)
+    tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=head, row=0, col=2)
+    tab.page.evaluate(LISTEN)
+    with tab.page.expect_response("**/api/stream") as streamed:
+        tab.page.click('[data-do="write"]')
+    tab.page.wait_for_function("() => document.querySelector('[data-do=write]').disabled")
+    tab.page.wait_for_function("() => !document.querySelector('[data-do=write]').disabled")
+    tab.settled()
+    told = [json.loads(line) for line in streamed.value.text().splitlines()]
+    rows = torch.tensor([line["weights"] for line in told if "weights" in line])
+    assert rows.shape == exact.shape
+    assert (rows - exact).abs().max() < 1e-5
+    frames = tab.page.evaluate("() => window.frames_drawn")
+    n_source, lines = exact.shape[1], [0, *(_lines_of(row) for row in exact)]
+    for n in range(1, len(exact)):  # n tokens are there, and the lines of exactly those
+        drawn = [frame for frame in frames if frame["texts"] == n_source + n]
+        assert drawn, (n, frames)
+        assert drawn[0]["paths"] == sum(lines[: n + 1])
+    first = next(frame for frame in frames if frame["texts"] == n_source + 1)
+    heaviest = float(exact[0].max())
+    assert max(first["opacity"]) == pytest.approx(0.1 + 0.9 * heaviest, abs=0.006)
+    assert tab.page.get_attribute('textarea[name="target"]', "placeholder") == seen.target_text
+    assert tab.weight(0, 2) == pytest.approx(float(exact[0, 2]), **CLOSE)
+    shown = torch.tensor([[float(x) for x in line[1:]] for line in tab.table()[1:]])
+    assert (shown - rows).abs().max() < 1e-5
+
+
+def _lines_of(row: torch.Tensor) -> int:
+    """How many lines lead from a token: the three heaviest, those of at least 0.05."""
+    return int((row.topk(3).values >= 0.05).sum())
+
+
+def test_a_new_text_is_written_in_view(tab: Tab, models: dict[str, Model]) -> None:
+    tab.open(model="en-ko", text=TEXT, view="align", layer=0, row=0, col=1)
+    text = "[formal] Did the tiger shine?"
+    tab.page.fill('textarea[name="text"]', text)
+    with tab.page.expect_response("**/api/stream"):
+        tab.page.click(".primary")
+    tab.page.wait_for_function("() => !document.querySelector('.primary').disabled")
+    tab.settled()
+    found = look(models["en-ko"], text)
+    assert tab.page.get_attribute('textarea[name="target"]', "placeholder") == found.target_text
+    exact = found.weights(0, None, kind="cross")
+    shown = torch.tensor([[float(x) for x in line[1:]] for line in tab.table()[1:]])
+    assert torch.allclose(shown, exact, atol=1e-6)
+
+
+def test_next_token(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="next", position=1)
+
+    def check() -> None:
+        texts = tab.texts()
+        for one in seen.next(1, k=5):
+            assert any(near(text, one.probability) for text in texts), one
+
+    tab.in_both_languages(("Next token", "다음 토큰"), check)
+    tab.open(model="en-ko", text=TEXT, view="next", position=1, temperature=0.5, topk=4, topp=0.9)
+    texts = tab.texts()
+    for one in seen.next(1, k=4, temperature=0.5, top_k=4, top_p=0.9):
+        assert any(near(text, one.probability) for text in texts), one
+    assert texts.count("cut off") >= 12
+    before = tab.files()
+    tab.page.locator('input[name="temperature"]').fill("2")
+    tab.page.wait_for_timeout(150)
+    tab.settled()
+    assert tab.state["temperature"] == "2"
+    assert tab.table() != before
+
+
+def test_head_patterns(tab: Tab, seen: Look) -> None:
+    from regard.lens.patterns import patterns
+
+    tab.open(model="en-ko", text=TEXT, view="patterns", kind="encoder", pattern="previous")
+    measured = patterns(seen, "encoder")
+    exact = measured.previous
+    # What B's number means, from the weights themselves: the mean of A[i, i - 1].
+    weights = torch.stack([torch.stack([seen.weights(n, h, kind="encoder") for h in range(4)]) for n in range(2)])
+    assert torch.allclose(exact, weights.diagonal(-1, 2, 3).mean(-1), atol=1e-6)
+
+    def check() -> None:
+        texts = tab.texts()
+        for value in exact.flatten().tolist():
+            assert f"{value:.3f}" in texts
+
+    tab.in_both_languages(("Head patterns", "헤드 유형"), check)
+    table = tab.files()
+    assert float(table[6][table[0].index("previous")]) == pytest.approx(float(exact[1, 1]), abs=1e-6)
+    assert [line[2] for line in table[1:]] == [measured.label(n, h) for n in range(2) for h in range(4)]
+    tab.page.click('.stage [data-value=""]')
+    tab.settled()
+    assert "pattern" not in tab.state
+
+
+def test_heads_are_called_after_their_patterns(tab: Tab, seen: Look) -> None:
+    from regard.lens.patterns import NAMES, patterns
+
+    labels = {kind: patterns(seen, kind).document()["labels"] for kind in seen.kinds}
+    names = {kind: {name for line in lines for name in line} for kind, lines in labels.items()}
+    assert any(len(found) > 1 for found in names.values()), "all heads are called alike"
+    words = dict(tab.open(model="en-ko", text=TEXT, view="patterns").page.evaluate(EVERY_SENTENCE))
+    assert {*NAMES.values(), "diagonal", "mixed"} == {key[6:] for key in words if key.startswith("label.")}
+    for kind, found in names.items():
+        for nth, language in enumerate(("en", "ko")):
+            tab.open(model="en-ko", text=TEXT, view="patterns", kind=kind, lang=language)
+            assert {words[f"label.{name}"][nth] for name in found} <= set(tab.texts())
+
+
+def test_beam_tree(tab: Tab, models: dict[str, Model]) -> None:
+    tab.open(model="en-ko", text=TEXT, view="beams", beam=4)
+    found = look(models["en-ko"], TEXT, generate={"beam": 4, "n_best": 4})
+    made = found.generated
+    assert made is not None
+    assert made.steps is not None
+    best = made.hypotheses[0][0]
+    chances = [
+        one.probability for n in range(len(best.tokens)) for one in found.next(n, k=1000) if one.token == best.tokens[n]
+    ]
+    exact = float(torch.tensor(chances).log().sum())
+
+    def check() -> None:
+        assert any(near(text, exact) for text in tab.texts())
+
+    tab.in_both_languages(("Beam tree", "빔 트리"), check)
+    nodes = tab.files()[1:]
+    winner = [line for line in nodes if line[4] == "true"]
+    assert len(winner) == 1 + len(best.tokens)
+    assert float(winner[-1][3]) == pytest.approx(exact, abs=1e-3)
+    given_up = [line for line in nodes if line[5] == "false"]
+    scores = sorted(score for step in made.steps for *_, score in step.of(0))
+    assert given_up
+    for line in given_up:  # each is a beam that the search had, with the score it had
+        assert min(abs(float(line[3]) - score) for score in scores) < 1e-4
+    n_texts = len(tab.texts())
+    tab.page.uncheck('input[name="discarded"]')
+    tab.settled()
+    assert tab.state["discarded"] == "0"
+    assert len(tab.texts()) < n_texts
+    assert len(tab.table()) == 1 + len(nodes) - len(given_up)
+
+
+def test_the_score_of_what_was_given_up_is_under_the_pointer(tab: Tab) -> None:
+    tab.open(model="en-ko", text=TEXT, view="beams", beam=4)
+    box, told = tab.box(), []
+    for y in range(20, int(box["height"]), 27):
+        for x in range(30, int(box["width"]), 60):
+            tab.page.mouse.move(box["x"] + x, box["y"] + y)
+            if tab.page.locator(".tip:visible").count():
+                told.append(tab.tip())
+    scores = [float(line[3]) for line in tab.table()[1:]]
+    assert any("given up here" in about for _, about in told)
+    for score, _ in told:
+        assert min(abs(score - one) for one in scores) < 1e-4
+
+
+def test_what_if(tab: Tab, models: dict[str, Model]) -> None:
+    from regard.lens import interventions
+
+    text = "the cat sat on the mat"
+    plain = look(models["speaker"], text)
+    tab.open(model="speaker", text=text, view="variant", layer=1, head=2, causal=0, off="self.0.1")
+    with interventions.no_causal_mask(models["speaker"]), interventions.switch_off(models["speaker"], [("self", 0, 1)]):
+        changed = look(models["speaker"], text)
+
+    def check() -> None:
+        assert any(near(each, plain.next(k=1)[0].probability) for each in tab.texts())
+
+    tab.in_both_languages(("What if", "바꿔 보기"), check)
+    table = tab.files()[1:]
+    n = len(plain.rows())
+    for at, found in ((2, plain), (3, changed)):
+        shown = torch.tensor([float(line[at]) for line in table]).view(n, n)
+        assert torch.allclose(shown, found.weights(1, 2), atol=1e-6)
+    assert changed.weights(1, 2)[0, -1] > 0
+    assert "q와 k" in tab.page.inner_text(".stage")  # what the map of a head shows that is switched off
+    tab.page.click('[data-do="reset"]')
+    tab.settled()
+    assert "off" not in tab.state
+    assert "causal" not in tab.state
+    assert "q와 k" not in tab.page.inner_text(".stage")
+
+
+def test_image_overlay(tab: Tab, models: dict[str, Model], tmp_path: Path) -> None:
+    from regard.data.corpora import open_corpus
+
+    file = tmp_path / "scene.png"
+    open_corpus("shapes").example("valid", 3).pillow().save(file)
+    tab.show(file, model="shapes", kind="cross", layer=0)
+    found = look(models["shapes"], file)
+    weights = found.weights(0, None, kind="cross")
+
+    def check() -> None:
+        tab.page.click('.chips [data-row="1"]')
+        tab.settled()
+        tab.over(520 * 0.3, 520 * 0.6)
+        shown, about = tab.tip()
+        inside = [
+            n
+            for n, each in enumerate(found.cols("cross"))
+            if each.box and each.box[0] <= 0.3 < each.box[2] and each.box[1] <= 0.6 < each.box[3]
+        ]
+        assert about[0].endswith(found.cols("cross")[inside[0]].text)
+        assert shown == pytest.approx(float(weights[1, inside[0]]), **CLOSE)
+
+    tab.in_both_languages(("Image", "이미지"), check)
+    assert float(tab.files()[1][5]) == pytest.approx(float(weights[1, 0]), abs=1e-6)
