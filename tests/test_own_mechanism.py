@@ -167,7 +167,7 @@ def test_the_shoot_out_has_a_row_for_it(cosine: Path) -> None:
     """With nothing said but where it is: the processes that train, and those that measure, find it too."""
     os.environ[mixers.VARIABLE] = "cosine:Cosine"
     small = ["model.d_model=16", "model.n_heads=2", "model.d_ff=16", "model.n_layers=1", "model.max_len=16"]
-    small += ["data.max_len=16", "train.steps=2", "train.warmup=1", "train.batch_tokens=64", "train.eval_examples=1"]
+    small += ["data.max_len=16", "train.steps=2", "train.warmup=1", "train.batch_tokens=64", "train.eval_batches=1"]
     (cosine / "book.txt").write_text((ROOT / "LICENSE").read_text(encoding="utf-8"), encoding="utf-8")
     sweep = ablation("mechanisms", ["data.source=book.txt", *small], seeds=1)
     assert "cosine" in [cell.name for cell in sweep.cells]

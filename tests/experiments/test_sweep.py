@@ -62,6 +62,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------- what a run of it leaves
 
 
+@pytest.mark.slow
 def test_every_cell_has_a_result_for_every_seed(done: Path) -> None:
     found = results(done)
     assert set(found) == {f"cells/{cell}/seed-{seed}" for cell in ("base", "h=1", "lr=1e30", "long") for seed in (0, 1)}
@@ -101,6 +102,7 @@ def test_tables_and_pictures_are_written_and_weights_are_not_kept(done: Path) ->
     assert len((done / "runs.csv").read_text("utf-8").splitlines()) == 1 + 8
 
 
+@pytest.mark.slow
 def test_one_by_one_comes_to_the_same(done: Path, tmp_path: Path) -> None:
     run(sweep_of(HEADS, BROKEN), tmp_path / "serial", jobs=1)
     found = values(tmp_path / "serial")
@@ -120,6 +122,7 @@ def test_what_is_done_is_not_done_again_also_in_another_place(done: Path, tmp_pa
     assert said == ["8 of 8 runs are done already"]
 
 
+@pytest.mark.slow
 def test_more_seeds_and_cells_may_join_but_settings_may_not_change(done: Path, tmp_path: Path) -> None:
     out = tmp_path / "more"
     shutil.copytree(done, out)
@@ -137,6 +140,7 @@ def test_a_directory_with_something_else_is_refused(tmp_path: Path) -> None:
         run(sweep_of(), tmp_path)
 
 
+@pytest.mark.slow
 def test_what_fails_says_why_and_is_tried_again_and_time_can_be_limited(tmp_path: Path) -> None:
     out, said = tmp_path / "out", list[str]()
     lost = Cell("lost", ("data.source=nowhere.tsv", "data.epoch_examples=100000"))

@@ -53,7 +53,7 @@ PHOTOGRAPHS = [
     Photograph("next", _of("stdlib", "next", CODE, temperature=0.7, topk=12)),
     Photograph("patterns", _of("stdlib", "patterns", CODE, lang="ko")),
     Photograph("image", _of("shapes", "image", kind="cross", layer=2), scene=True),
-    Photograph("beams", _of("en-ko", "beams", CLAUSE, beam=4)),
+    Photograph("beams", _of("en-ko", "beams", CLAUSE, beam=3)),
     Photograph("variant", _of("stdlib", "variant", CODE, layer=1, causal=0, off="self.0.1")),
 ]
 

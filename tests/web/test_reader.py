@@ -55,6 +55,7 @@ def scene(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("lang", ["en", "ko"])
 def test_phone_width(tab: Tab, scene: Path, theme: str, lang: str) -> None:
@@ -74,6 +75,7 @@ def test_phone_width(tab: Tab, scene: Path, theme: str, lang: str) -> None:
     assert len(views) == 10
 
 
+@pytest.mark.slow
 def test_one_token(tab: Tab, models: dict[str, Model]) -> None:
     tab.open(model="speaker", text="t", row=0, col=0)
     assert len(look(models["speaker"], "t").rows()) == 1
@@ -88,6 +90,7 @@ def test_one_token(tab: Tab, models: dict[str, Model]) -> None:
 WRITINGS = ["שלום עולם", "مرحبا بالعالم", "👩‍👩‍👧 and 🐈 sat", "고양이가 앉았다"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", WRITINGS)
 def test_writing_of_other_kinds(tab: Tab, models: dict[str, Model], scene: Path, text: str) -> None:
     found = look(models["speaker"], text)

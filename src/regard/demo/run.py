@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import shutil
 import time
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..config.words import UsageError
-from ..errors import RegardError
-from ..hub.files import hold, parse_json, to_json, write_file
+from ..hub.files import alone, parse_json, to_json, write_file
 from ..training.interrupting import Interrupted
 from . import stages
 from .says import Says
@@ -155,22 +153,16 @@ class Demo:
     def _alone(self) -> Iterator[None]:
         """One demo at a time in a directory that is a demo's, and one that was asked for the same."""
         self._open_directory()
-        try:
-            lock = hold(self.root, wait=False)
-        except BlockingIOError:
-            raise RegardError(f"{self.root}: a demo is running there; --out names another directory") from None
-        try:
+        with alone(self.root, "has a demo running in it; --out names another directory"):
             for path in self.root.glob(".*"):
                 if _HALF_WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
-            yield
-        except KeyboardInterrupt:
-            raise Interrupted(self.says("stopped"), 130) from None
-        except Interrupted as stop:
-            raise Interrupted(self.says("stopped"), stop.exit_code) from None
-        finally:
-            if lock is not None:
-                os.close(lock)
+            try:
+                yield
+            except KeyboardInterrupt:
+                raise Interrupted(self.says("stopped"), 130) from None
+            except Interrupted as stop:
+                raise Interrupted(self.says("stopped"), stop.exit_code) from None
 
     def _open_directory(self) -> None:
         mark = self.root / MARK

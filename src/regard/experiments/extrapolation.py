@@ -34,7 +34,7 @@ WORDS = (
     *("data.tokenizer=bytes", "data.max_len=128", "data.packing=blocks"),
     *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=128"),
     *("model.qk_norm=false", "model.scale_embeddings=true"),
-    *("train.steps=400", "train.warmup=30", "train.batch_tokens=2048", "train.eval_examples=4"),
+    *("train.steps=400", "train.warmup=30", "train.batch_tokens=2048", "train.eval_batches=16"),
     *("train.precision=fp32", "train.compile=off", "train.eval_every=0", "train.save_every=0", "train.samples=0"),
 )
 FACTORS = (1, 2, 4, 8)

@@ -37,11 +37,12 @@ RECIPE = "stdlib-masked"
 # written for; sinusoids, which all of them can take (learned positions stay on the plateau of having none longer
 # than this); precision and compilation fixed, since chosen by measurement cells might differ in them.
 WORDS = (
-    *("data.tokenizer=bytes", "data.max_len=128", "data.mask_rate=0.3"),
-    *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=128"),
+    *("data.tokenizer=bytes", "data.max_len=64", "data.mask_rate=0.3"),
+    *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=64"),
     *("model.positions=sinusoidal", "model.qk_norm=false", "model.scale_embeddings=true"),
-    *("train.steps=250", "train.warmup=30", "train.batch_tokens=1024", "train.eval_examples=20"),
+    *("train.steps=500", "train.warmup=30", "train.batch_tokens=1024", "train.muon_lr=0.03", "train.lr=4e-3"),
     *("train.precision=fp32", "train.compile=off", "train.eval_every=0", "train.save_every=0", "train.samples=0"),
+    "train.eval_batches=16",
 )
 METRICS = ("valid_loss", "perplexity")
 STEPS_FILE = "steps.json"

@@ -165,6 +165,8 @@ def draw_lengths(found: Lengths, file: Path) -> None:
                 textcoords="offset points",
                 color=colours[name],
                 fontsize=9,
+                zorder=5,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
             )
         else:
             ends[name] = xs[-1], ys[-1]

@@ -1,4 +1,4 @@
-"""Whether cells differ from the base by more than seeds do: Dunnett's test, and Welch's where spreads differ too much."""
+"""Whether cells differ from the base by more than seeds do: Dunnett's test, Welch's where spreads are too unlike."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 __all__ = ["Compared", "Estimate", "compare", "dunnett", "estimate", "t_two_sided", "welch"]
 
-APART = 10.0
-"""A spread so many times the median one is of another kind."""
+APART = 5.0
+"""A spread so many times the median one is of another kind: of equal ones, less than one in a thousand would be."""
 _DRAWS = 200_000
 
 
@@ -92,8 +92,8 @@ class Compared:
 
     p: dict[str, float]
     apart: tuple[str, ...] = ()
-    """Cells whose seeds spread over ten times as far as is usual here: not pooled, but tested by Welch's t-test, p
-    multiplied by the number of cells (Bonferroni)."""
+    """Cells whose seeds spread over five times as far as is usual here. They would blur the spread of all, so they are
+    a family of their own, tested by Welch's t-test, p multiplied by their number (Bonferroni)."""
 
 
 def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Compared:
@@ -108,7 +108,7 @@ def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Comp
         apart = list(cells)
     found = dunnett(base, {name: values for name, values in cells.items() if name not in apart})
     for name in apart:
-        found[name] = min(1.0, len(cells) * (welch(cells[name], base) or 0.0))
+        found[name] = min(1.0, len(apart) * (welch(cells[name], base) or 0.0))
     return Compared(found, tuple(apart))
 
 

@@ -6,7 +6,6 @@ the seconds of importing torch. It answers a line of JSON with the run's exit co
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
@@ -19,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from ..config import RunConfig
 from ..data.sources import open_source
 from ..errors import BadModelFile, Diverged, RegardError
 from ..hub import Processor
-from ..hub.files import hold, to_json, write_file
+from ..hub.files import alone, to_json, write_file
 from ..models.build import build
 from ..training.directory import RUN_FILE, RunDirectory, provenance
 from ..training.evaluating import evaluate
@@ -57,7 +55,7 @@ def run_cell(
     torch.set_num_threads(1)  # however many run beside it, the sums come out the same
     found: dict[str, Any] = {"fingerprint": fingerprint, "status": "done", "metrics": {}}
     resolved = RunConfig(**config)
-    with _alone(root):
+    with alone(root):  # an orphan of a killed sweep may still be in there: it is waited for
         before = _spent(root)
         try:
             result = _trained(resolved, root / "run", Path(shared))
@@ -100,7 +98,7 @@ def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
     text = json.dumps([config.task, config.data.model_dump(mode="json")], sort_keys=True)
     root = shared / hashlib.sha256(text.encode()).hexdigest()[:16]
     root.mkdir(parents=True, exist_ok=True)
-    with _alone(root):
+    with alone(root):
         if not (root / "made" / RUN_FILE).exists():
             shutil.rmtree(root / "made", ignore_errors=True)
             source = open_source(config.data)
@@ -176,17 +174,6 @@ def _spent(root: Path) -> float:
         return float(json.loads((root / "spent.json").read_bytes())["seconds"])
     except (OSError, ValueError, KeyError):
         return 0.0
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else meanwhile; whoever is in there, an orphan of a killed sweep perhaps, is waited for."""
-    handle = hold(folder, wait=True)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 # ------------------------------------------------------------------------------------- the process

@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import RegardError
-from ..hub.files import hold, to_json, write_file
+from ..hub.files import alone, to_json, write_file
 from .sweep import FINAL, RESULT_FILE, Cell, Sweep, fingerprint, folder_of, prune, read_result
 
 _PATIENCE_S = 30.0
@@ -53,7 +52,7 @@ def run_all(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     say = progress or (lambda line: None)
-    with _alone(out):
+    with alone(out, "is being swept by another process"):
         waiting, n_done = _waiting(sweep, out, keep)
         n_all = len(waiting) + n_done
         if n_done:
@@ -282,17 +281,3 @@ def _said(found: dict[str, Any]) -> str:
         return f"{found['status']}: {found.get('message', '')}"
     wanted = [name for name in ("valid_loss", "bleu", "accuracy", "test_bleu") if name in found["metrics"]]
     return ", ".join(f"{name} {found['metrics'][name]:.4g}" for name in wanted if found["metrics"][name] is not None)
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """One process sweeps a directory at a time."""
-    try:
-        handle = hold(out, wait=False)
-    except BlockingIOError:
-        raise RegardError(f"{out} is being swept by another process") from None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..errors import BadModelFile
+from ..errors import BadModelFile, RegardError
 
 try:
     import fcntl
@@ -153,6 +153,22 @@ def hold(folder: Path, *, wait: bool) -> int | None:
         os.close(handle)
         return None
     return handle
+
+
+@contextmanager
+def alone(folder: Path, held: str | None = None) -> Iterator[None]:
+    """Nobody else in this folder meanwhile; however this process ends, the next one may. Where someone is in there:
+    a RegardError that says ``held``, or without it, wait.
+    """
+    try:
+        handle = hold(folder, wait=held is None)
+    except BlockingIOError:
+        raise RegardError(f"{folder} {held}") from None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def remove_abandoned(folder: Path) -> None:

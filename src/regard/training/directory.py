@@ -12,13 +12,12 @@ model/          at the end: the model to ship, as ``model.save`` writes it
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,9 +28,9 @@ import torch
 from ..config import RunConfig
 from ..data.sources import Source
 from ..data.tokenizers import Tokenizer
-from ..errors import BadModelFile, RegardError
+from ..errors import BadModelFile
 from ..hub import ImageProcessor, Processor
-from ..hub.files import hold, parse_json, to_json, write_file
+from ..hub.files import alone, parse_json, to_json, write_file
 from ..hub.tokens import IMAGE, ONE, SOURCE, TARGET
 from ..models import Model
 from ..models.build import build
@@ -79,18 +78,9 @@ class RunDirectory:
                 if _HALF_WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else trains here meanwhile; however this process ends, the next one may."""
-        try:
-            handle = hold(self.root, wait=False)
-        except BlockingIOError:
-            raise RegardError(f"{self.root} is being trained by another process") from None
-        try:
-            yield
-        finally:
-            if handle is not None:
-                os.close(handle)
+    def alone(self) -> AbstractContextManager[None]:
+        """Nobody else trains here meanwhile."""
+        return alone(self.root, "is being trained by another process")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

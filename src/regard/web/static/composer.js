@@ -1,7 +1,7 @@
 // What is looked at: a text, a text and its translation, or an image and its caption.
 import { el } from "./dom.js";
 
-const BEAMS = [1, 2, 4, 8];
+const BEAMS = [1, 2, 3, 4, 5, 8];
 
 /** A text that suits the model, so that the first page is not an empty one. */
 export function example(model) {
