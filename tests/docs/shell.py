@@ -32,10 +32,8 @@ link.sendall(said)
 process = int.from_bytes(link.recv(4), "big")
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: os.kill(process, number))
-answer = b""
-while not answer:
-    answer = link.recv(1)
-sys.exit(answer[0])
+answer = link.recv(1)
+sys.exit(answer[0] if answer else 1)  # nothing: the process that waits is gone
 """
 # Imported once: what the commands of the documents need, heavy things first. Nothing here may start a thread.
 _WARM = (
