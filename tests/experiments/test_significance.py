@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from regard.experiments.significance import compare, dunnett, estimate, t_two_sided, welch
@@ -71,8 +72,35 @@ def test_a_wide_cell_is_kept_out_of_the_pool_and_tested_by_itself() -> None:
     cells = {"near": [1.1, 1.11, 1.12], "same": [1.0, 1.02, 0.98], "wide": [5.0, 9.0, 7.0]}
     found = compare([1.0, 1.01, 0.99], cells)
     assert found.apart == ("wide",)
-    assert found.p["wide"] == pytest.approx(welch(cells["wide"], [1.0, 1.01, 0.99]))
+    alone = welch(cells["wide"], [1.0, 1.01, 0.99])
+    assert alone is not None
+    assert found.p["wide"] == pytest.approx(2 * alone), "two families share the error"
     assert found.p["near"] < 0.01 < 0.5 < found.p["same"]
+
+
+def test_a_wide_base_sends_all_cells_to_welch() -> None:
+    base, cells = [1.0, 9.0, 5.0], {"a": [1.0, 1.01, 0.99], "b": [9.0, 9.02, 8.98], "c": [5.0, 5.01, 4.99]}
+    found = compare(base, cells)
+    assert found.apart == ("a", "b", "c")
+    assert found.p["a"] == pytest.approx(min(1.0, 3 * (welch(cells["a"], base) or 0)))
+
+
+def test_constant_cells_say_nothing_about_the_spread_of_others() -> None:
+    base, cell = [15.8, 15.3, 16.6], [14.0, 14.6, 13.6]
+    alone = dunnett(base, {"cell": cell})["cell"]
+    for constant in ([0.0, 0.0, 0.0], [0.001, 0.002, 0.0]):
+        found = dunnett(base, {"cell": cell, "constant": constant})
+        assert found["constant"] < 0.001
+        assert alone < found["cell"] < 2.2 * alone, "corrected for two cells, not helped by the one that stands still"
+
+
+def test_under_the_null_hypothesis_five_of_a_hundred_sweeps_find_something() -> None:
+    draw = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(300):
+        base, *others = draw.standard_normal((6, 3)).tolist()
+        wrong += min(compare(base, {f"{n}": values for n, values in enumerate(others)}).p.values()) < 0.05
+    assert 0.01 < wrong / 300 < 0.09
 
 
 def test_with_nothing_to_compare() -> None:

@@ -466,7 +466,7 @@ def test_bad_lines_are_listed_one_by_one_and_nothing_is_trained(
     words = words_of("translate", str(spoiled), f"train.out={tmp_path / 'run'}", "train.steps=1")
     assert cli.main(["train", "translate", *words]) == 1
     head, *lines = capsys.readouterr().err.splitlines()
-    assert head == "regard: 4 bad lines of 64; bad_lines='skip' leaves them out"
+    assert head == "regard: 4 bad lines of 64; data.bad_lines=skip leaves them out"
     places = [line.partition(": ")[0] for line in lines]
     assert places == [f"{spoiled}:{number}" for number in (6, 7, 8, 9)]
     reasons = [line.partition(": ")[2] for line in lines]

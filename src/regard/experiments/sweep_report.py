@@ -259,7 +259,10 @@ class Report:
         parts += [f"not significant: {', '.join(same)}"] if same else []
         wide = [row.cell.name for row in tested if name in row.apart]
         how = f"Dunnett's test of {len(tested)} cells" if len(tested) > 1 else "t-test"
-        how += f"; by Welch's, as its seeds spread far more: {', '.join(wide)}" if wide else ""
+        if len(wide) == len(tested):
+            how = f"Welch's t-test, {len(tested)} cells, as the base's seeds spread far more than theirs"
+        elif wide:
+            how += f"; by Welch's, as its seeds spread far more: {', '.join(wide)}"
         return [f"{title} against {self.base.cell.name} (* p < {LEVEL:g}, {how}): {'; '.join(parts)}"]
 
     def _other_order(self) -> list[str]:
