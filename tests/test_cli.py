@@ -103,7 +103,6 @@ def test_json_is_one_document_on_stdout(bench: ModuleType, capsys: pytest.Captur
     [
         (RegardError("it failed"), 1),
         (ValueError("d_model=10 is not divisible\nby n_heads=3"), 1),
-        (FileNotFoundError(2, "No such file or directory", "x.json"), 1),
         (BadModelFile("model.safetensors: checksum differs"), 3),
         (Diverged("loss is nan at step 12"), 4),
     ],
@@ -116,6 +115,25 @@ def test_a_failure_is_one_line_and_its_own_exit_code(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == f"regard: {' '.join(str(failure).split())}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("x.json", "x.json"), ("/runs/.x.json.1a2b3c4d", "/runs/x.json"), ("/a/.b.0a1b2c3d.saving/c", "/a/b/c")],
+)
+def test_what_the_system_refuses_is_a_sentence(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], name: str, shown: str
+) -> None:
+    """Without the number of the error, and without the name a file has while it is written."""
+    fail_with(bench, FileNotFoundError(2, "No such file or directory", name))
+    assert cli.main(["bench", "attention"]) == 1
+    assert capsys.readouterr().err == f"regard: {shown} cannot be read or written: No such file or directory\n"
+
+
+def test_a_full_card_is_no_bug(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    fail_with(bench, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert cli.main(["bench", "attention"]) == 1
+    assert capsys.readouterr().err == "regard: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

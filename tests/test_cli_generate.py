@@ -290,11 +290,11 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
     ("words", "code", "said"),
     [
         (["generate", "speaker", ""], 1, "prompt 0 is empty"),
-        (["generate", "speaker", "the cat " * 60], 1, "max_len=96 leaves no room; truncate=True keeps its end"),
+        (["generate", "speaker", "the cat " * 60], 1, "max_len=96 leaves no room; --truncate keeps its end"),
         (["generate", "speaker", "the", "--beam", "301"], 1, "beam=301 is larger than the vocabulary of 300 tokens"),
-        (["generate", "speaker", "the", "--temperature", "0"], 1, "temperature=0.0 must be a positive number"),
-        (["generate", "speaker", "the", "--temperature", "-1"], 1, "temperature=-1.0 must be a positive number"),
-        (["generate", "speaker", "the", "--temperature", "nan"], 1, "temperature=nan must be a positive number"),
+        (["generate", "speaker", "the", "--temperature", "0"], 2, "--temperature 0.0 must be a positive number"),
+        (["generate", "speaker", "the", "--temperature", "-1"], 2, "--temperature -1.0 must be a positive number"),
+        (["generate", "speaker", "the", "--temperature", "nan"], 2, "--temperature nan must be a positive number"),
         (["generate", "speaker", "the", "--stop-token", "<nope>"], 1, "'<nope>' is an unknown token"),
         (["generate", "speaker", "the", "--stop-token", "4000"], 1, "stop holds the unknown token 4000"),
         (["generate", "speaker", "the", "--stop", ""], 1, "holds an empty string"),
@@ -312,10 +312,10 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
         (["translate", "speaker", "the"], 1, "architecture='decoder'"),
         (["translate", "nowhere", "the"], 3, "there is no directory"),
         (["translate", "translator", ""], 2, "a text to translate is empty"),
-        (["translate", "translator", "the cat " * 60], 1, "but max_len=96; truncate=True keeps its beginning"),
+        (["translate", "translator", "the cat " * 60], 1, "but max_len=96; --truncate keeps its beginning"),
         (["translate", "translator", "the", "--beam", "400"], 1, "beam=400 is larger than the vocabulary"),
         (["translate", "translator", "the", "--engine", "abacus"], 2, "--engine abacus is none of torch, onnx"),
-        (["translate", "translator", "the", "--length-penalty", "nan"], 1, "length_penalty=nan must be a finite"),
+        (["translate", "translator", "the", "--length-penalty", "nan"], 2, "--length-penalty nan must be a finite"),
         (["translate", "translator", "the", "--out", "no/such/place.txt"], 1, "there is no directory no/such"),
         (["classify", "translator", "the"], 1, "only with head='classify'"),
         (["classify", "classifier", ""], 1, "text 0 is empty"),
@@ -411,7 +411,7 @@ def test_usage_is_told_before_a_model_is_opened(capsys: Said) -> None:
         ["generate", "nowhere", "x", "--temperature", "0"],
         ["caption", "nowhere", "x", "--length-penalty", "inf"],
     ):
-        assert run(*words) == 1
+        assert run(*words) == 2
         assert "nowhere" not in capsys.readouterr().err
     for words in (["generate"], ["caption", "nowhere"], ["generate", "nowhere", "x", "--beam", "0"]):
         assert run(*words) == 2

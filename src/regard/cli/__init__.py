@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
         return 130
-    except (RegardError, ValueError, TypeError, OSError) as failure:
+    except (RegardError, ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as failure:
+        if isinstance(failure, RuntimeError) and type(failure).__name__ != "OutOfMemoryError":
+            raise  # nobody foresaw it: whoever mends it needs the traceback
         if options.debug:
             traceback.print_exc()
         else:

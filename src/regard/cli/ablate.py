@@ -47,7 +47,8 @@ def ablate(
 ) -> None:
     """Ablate: every cell with several seeds on the same batches, as the paper's table 3.
 
-    Runs that are done are never run again: after Ctrl-C, or worse, start it again and it goes on.
+    Runs that are done are never run again: after Ctrl-C, or worse, start it again and it goes on. It ends with 1 when a
+    run failed; one that diverged is a result.
     """
     if listed:
         _list(as_json)
@@ -80,6 +81,8 @@ def ablate(
         progress=progress,
     )
     show(result, as_json)
+    if any(row.n_failed for row in result.rows):
+        raise typer.Exit(1)
 
 
 def _list(as_json: bool) -> None:

@@ -19,6 +19,10 @@ _COMMAND_OF = {
 }
 _CANNOT = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
 _MOST = 500
+_TYPED = (
+    *(("bad_lines='skip'", "data.bad_lines=skip"), ("truncate=True", "--truncate")),
+    *((", with sample=False", ""), ("or sample=True", "or --temperature T")),
+)
 
 
 def advise(typed: Sequence[str], failure: Exception) -> str:
@@ -31,8 +35,13 @@ def advise(typed: Sequence[str], failure: Exception) -> str:
         return _no_run(found[1])
     if found := re.match(r"(.+) has no checkpoint yet|(.+) is a run that has not come to its end", said):
         return f"; regard train --resume {found[1] or found[2]} goes on with it"
+    if found := re.match(r"(.+) has no config\.json, so it is no model directory", said):
+        return _no_model(found[1])
     if found := re.search(r"there is no file ([^;]+)", said):
         return _near_file(found[1])
+    lines = [str(line) for line in getattr(failure, "lines", ())]
+    if lines and all("no such file" in line for line in lines) and not any("data.images=" in word for word in typed):
+        return "; data.images=FOLDER says where the images lie"
     if "learns from" in said and (found := re.match(r"(\S+) holds ", said)):
         return f"; regard data describe {found[1]} shows what was read"
     if any(words_of in said for words_of in _CANNOT) and command in _MODEL_COMMANDS:
@@ -44,7 +53,9 @@ def advise(typed: Sequence[str], failure: Exception) -> str:
 
 def as_typed(said: str) -> str:
     """Options of the library as they are typed here."""
-    return said.replace("bad_lines='skip'", "data.bad_lines=skip")
+    for library, here in _TYPED:
+        said = said.replace(library, here)
+    return said
 
 
 def _command(typed: Sequence[str]) -> tuple[str, list[str]]:
@@ -61,18 +72,25 @@ def _no_directory(path: str, command: str) -> str:
     if (near := difflib.get_close_matches(path, PRESETS, 1, 0.7)) and command in ("bench", "cost"):
         return f"; did you mean {near[0]}?"
     runs = list(_models_near(Path(path)))
-    near = difflib.get_close_matches(path, runs, 1, 0.5) or runs[-1:]
-    if near:
-        return f"; did you mean {near[0]}?"
-    return "; regard demo makes one, regard train --list shows how to train others"
+    return _nearest(path, runs) or "; regard demo makes one, regard train --list shows how to train others"
 
 
 def _no_run(path: str) -> str:
     if (Path(path) / "config.json").is_file():
         return f"; it is a model: regard train TASK train.init={path} starts from its weights"
     runs = [run for run in _models_near(Path(path)) if (Path(run) / "run.json").is_file()]
-    near = difflib.get_close_matches(path, runs, 1, 0.5) or runs[-1:]
-    return f"; did you mean {near[0]}?" if near else "; regard train --list shows what can be trained"
+    return _nearest(path, runs) or "; regard train --list shows what can be trained"
+
+
+def _no_model(path: str) -> str:
+    return _nearest(path, list(_models_near(Path(path)))) or "; regard train --list shows how to train one"
+
+
+def _nearest(path: str, runs: Sequence[str]) -> str:
+    """One that is spelt alike, else the newest."""
+    if near := difflib.get_close_matches(path, runs, 1, 0.6):
+        return f"; did you mean {near[0]}?"
+    return f"; the newest here is {runs[-1]}" if runs else ""
 
 
 def _models_near(path: Path) -> Iterator[str]:

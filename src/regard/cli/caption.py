@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import AsJson, emit
+from .common import AsJson, as_options, emit
 from .generate import document
 from .reading import Beam, Device, LengthPenalty, MaxNewTokens, ModelPath, given, one_line, open_model
 
@@ -25,7 +25,8 @@ def caption(
     from regard.generation import caption as run
 
     options = given(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
-    GenerateConfig(**options)
+    with as_options(*options):
+        GenerateConfig(**options)
     made = run(open_model(model, device), images, **options)
     if as_json:
         emit(document(model, images, made))

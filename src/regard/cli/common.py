@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -62,12 +64,36 @@ def progress(line: str) -> None:
 def complain(failure: Exception, typed: Sequence[str] = ()) -> None:
     """One line whatever the message holds, as logs and scripts read line by line; bad lines of data get one each."""
     lines = [str(line) for line in getattr(failure, "lines", ())]
-    said = advice.as_typed(str(failure).split("\n", 1)[0] if lines else str(failure))
+    said = advice.as_typed(_sentence(failure).split("\n", 1)[0] if lines else _sentence(failure))
     progress(f"regard: {' '.join(said.split()) or type(failure).__name__}{advice.advise(typed, failure)}")
     for line in lines:
         progress(" ".join(line.split()))
     if (hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:
         progress(f"… and {hidden:,} more")
+
+
+@contextmanager
+def as_options(*names: str) -> Iterator[None]:
+    """What the library says against these arguments was typed as options: it is usage that is wrong, exit code 2."""
+    from regard.config.words import UsageError
+
+    try:
+        yield
+    except UsageError:
+        raise
+    except ValueError as failure:
+        said = str(failure)
+        for name in names:
+            said = re.sub(rf"\b{name}=", f"--{name.replace('_', '-')} ", said)
+        raise UsageError(said) from None
+
+
+def _sentence(failure: Exception) -> str:
+    """The message; of what the system refused, without its number and without the name a file has while written."""
+    if isinstance(failure, OSError) and failure.filename is not None and failure.strerror:
+        name = re.sub(r"/\.([^/]+?)\.[a-z0-9_]{8}(\.saving)?(?=/|$)", r"/\1", str(failure.filename))
+        return f"{name} cannot be read or written: {failure.strerror}"
+    return str(failure)
 
 
 def comma_words(text: str) -> list[str]:

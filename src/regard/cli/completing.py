@@ -75,9 +75,9 @@ def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
 
         found = [*CORPORA, *_paths(start, files=True)]
     elif name == "model.mixer":
-        from regard.config.mixers import mixers
+        from regard.config.mixers import names
 
-        found = mixers()
+        found = names()  # the tab key runs nobody's code
     elif section in SECTIONS and field in SECTIONS[section].model_fields:
         annotation: Any = SECTIONS[section].model_fields[field].annotation
         found = ("true", "false") if annotation is bool else [written(choice) for choice in _choices(annotation)]

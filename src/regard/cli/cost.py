@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import AsJson, Words, emit, progress
+from .common import AsJson, Words, as_options, emit, progress
 
 if TYPE_CHECKING:
     from regard.config import TrainConfig
@@ -66,10 +66,11 @@ def cost(
             **fields,
         )
 
-    first = found(config, model)
+    with as_options("batch", "length", "source_length", "device", "cache"):
+        first = found(config, model)
+        answer = first if compare is None else Comparison(first, found(compare, {}))
     if plot is not None:
         progress(f"drawn: {first.draw(plot)}")
-    answer = first if compare is None else Comparison(first, found(compare, {}))
     if as_json:
         emit(answer.document())
     else:

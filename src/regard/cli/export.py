@@ -76,11 +76,14 @@ def export(
     from regard.export import export as run
     from regard.io import load
 
+    if not kinds:
+        raise UsageError(f"there is no kind to export; it is one or several of {', '.join(KINDS)}")
     limits = Bounds(max_abs=bound, same_text=same_text, delta=delta)
-    progress(f"comparing on {shapes} random shapes")
+    opened = load(model)
+    progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:
         written = run(
-            load(model),
+            opened,
             kinds,
             path,
             check=check,

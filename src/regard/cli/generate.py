@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import AsJson, emit, progress
+from .common import AsJson, as_options, emit, progress
 from .reading import (
     Beam,
     Device,
@@ -94,9 +94,8 @@ def generate(
     )
     from regard.generation import GenerateConfig
 
-    GenerateConfig(
-        **{name: value for name, value in options.items() if name != "prefix"}
-    )  # wrong ones are told at once
+    with as_options(*options):  # wrong ones are told at once
+        GenerateConfig(**{name: value for name, value in options.items() if name != "prefix"})
     opened = open_model(model, device)
     options |= {"truncate": truncate, **_by_token(opened, stop, stop_token, bias)}
     if draft is not None:

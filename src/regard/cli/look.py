@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import completing
-from .common import AsJson, emit, progress
+from .common import AsJson, as_options, emit, progress
 from .reading import Beam, Device, MaxNewTokens, ModelPath, check_out, given, need_text, open_model
 
 if TYPE_CHECKING:
@@ -67,14 +67,18 @@ def look(
 
     if what is None and not score:
         raise UsageError("there is nothing to look at: give a text, an image file, or --score")
+    if what is not None and score:
+        raise UsageError("--score looks at examples whose truth is known: leave the text out")
+    if compare is not None and (out is not None or top is not None):
+        raise UsageError("--compare prints one number for each head: leave --out and --top out")
     if out is not None and out.suffix.lower() not in _FILES:
         raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FILES)}")
     check_out(out)
     opened = open_model(model, device)
     if score:
+        _need_known_truth(model)
         _score(opened, as_json)
-        if what is None:
-            return
+        return
     need_text(opened, [what or ""])
     from regard.lens import look as take
 
@@ -84,16 +88,17 @@ def look(
     if compare is not None:
         _compare(seen, compare, what, target, options, kind, device, as_json)
         return
-    if out is not None:
-        _write(seen, out, layer, head, kind, words, specials)
-        progress(f"wrote {out}")
-    if as_json:
-        emit(_document(seen, model, layer, head, kind, words, specials, top or 3))
-    elif top is not None:
-        for line in _view(seen, kind, words, specials).top(top, layer, head):
-            print(line)
-    elif out is None and not score:
-        seen.print(layer, head, kind, words=words, specials=specials)
+    with as_options("layer", "head", "kind"):
+        if out is not None:
+            _write(seen, out, layer, head, kind, words, specials)
+            progress(f"wrote {out}")
+        if as_json:
+            emit(_document(seen, model, layer, head, kind, words, specials, top or 3))
+        elif top is not None:
+            for line in _view(seen, kind, words, specials).top(top, layer, head):
+                print(line)
+        elif out is None:
+            seen.print(layer, head, kind, words=words, specials=specials)
 
 
 def _view(seen: Look, kind: str | None, words: bool, specials: bool) -> Any:
@@ -107,7 +112,7 @@ def _write(seen: Look, out: Path, layer: int, head: int | None, kind: str | None
         case ".csv":
             seen.csv(out, layer, head, kind, words=words, specials=specials)
         case ".html":
-            seen.html(out, layer=layer, head=head, kind=kind)
+            seen.html(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
         case _ if any(label.box for label in seen.cols(kind)) and seen.image is not None:
             seen.overlay(out, layer, head, kind, words=words)
         case _:
@@ -144,6 +149,18 @@ def _document(
     }
 
 
+def _need_known_truth(path: str) -> None:
+    """A model of other data can be scored as well, but the number would say nothing about it."""
+    from regard.errors import RegardError
+    from regard.training.directory import RUN_FILE, RunDirectory
+
+    if not (Path(path) / RUN_FILE).is_file():
+        return
+    source = RunDirectory.open(path).config.data.source
+    if source not in ("en-ko", "shapes"):
+        raise RegardError(f"{path} learned from {source}; where it should look is known for en-ko and shapes alone")
+
+
 def _score(model: Model, as_json: bool) -> None:
     from regard.lens.scoring import score
 
@@ -166,13 +183,17 @@ def _compare(
     as_json: bool,
 ) -> None:
     """The same text through another model, head by head."""
+    from regard.config.words import UsageError
     from regard.lens import look as take
     from regard.lens.compare import compare
 
     said: Any = target
     if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
         said, options = seen.inputs[1][0].tolist(), None
-    found = compare(seen, take(open_model(other, device), what, said, generate=options), kind)
+    beside = open_model(other, device)
+    if beside.config.architecture != seen.model.config.architecture:
+        raise UsageError(f"--compare {other}: {beside.config.architecture}, not {seen.model.config.architecture}")
+    found = compare(seen, take(beside, what, said, generate=options), kind)
     if as_json:
         emit(found.document())
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,11 +39,15 @@ def device_of(name: str) -> str:
 
     if name not in DEVICES:
         raise UsageError(f"--device {name} is none of auto, cpu, cuda, mps")
-    if name != "auto":
+    if name == "cpu":
         return name
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not (torch.cuda if name == "cuda" else torch.backends.mps).is_available():
+        raise UsageError(f"--device {name}: this machine, or this torch, has none; --device cpu")
+    return name
 
 
 def open_model(path: str | Path, device: str = "auto") -> Model:
@@ -108,6 +113,8 @@ def check_out(out: Path | None) -> None:
         raise RegardError(f"--out {out} is a directory; a file is needed")
     if not out.parent.is_dir():
         raise RegardError(f"--out {out} cannot be written: there is no directory {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise RegardError(f"--out {out} cannot be written: {out.parent} may not be written to")
 
 
 def need_text(model: Model, inputs: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import completing
-from .common import AsJson, emit, progress
+from .common import AsJson, as_options, emit, progress
 from .reading import (
     Device,
     LengthPenalty,
@@ -58,7 +58,8 @@ def translate(
     if texts and not all(text.strip() for text in texts):
         raise UsageError("a text to translate is empty")
     options = given(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens, truncate=truncate)
-    GenerateConfig(**options)  # wrong ones are told before a model is opened
+    with as_options(*options):  # wrong ones are told before a model is opened
+        GenerateConfig(**options)
     check_out(out)
     lines = lines_of(texts, file)
     run = _torch(model, device, options) if engine == "torch" else _engine(model, engine, options)
@@ -114,6 +115,8 @@ def _engine(path: str, name: str, options: dict[str, Any]) -> Run:
     from regard.errors import RegardError
     from regard.generation.prompts import sources_of
 
+    if (Path(path) / "run.json").is_file():
+        raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
     try:
         opened = importlib.import_module("regard.export.engines").open_engine(path, name)
     except ImportError as error:

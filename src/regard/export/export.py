@@ -97,7 +97,10 @@ def _need_possible(model: Model, kinds: tuple[Kind, ...]) -> None:
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     if "hf" in kinds and (found := hub.write_config(model.config).obstacles):
-        raise ValueError(f"transformers has no twin of this model: {'; '.join(found)}")
+        raise ValueError(
+            f"transformers has no twin of this model: {'; '.join(found)}; onnx and int8 take every model, and what is "
+            "trained with model=transformer-tiny, gpt2 or bert-base has a twin"
+        )
     if "ctranslate2" in kinds:
         need_ctranslate2()
         if found := tuple(obstacles(model.config)):
