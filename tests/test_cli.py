@@ -114,7 +114,8 @@ def test_a_failure_is_one_line_and_its_own_exit_code(
     assert cli.main(["bench", "attention"]) == code
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == f"regard: {' '.join(str(failure).split())}\n"
+    advice = "; a smaller train.lr or a longer train.warmup often helps" if isinstance(failure, Diverged) else ""
+    assert said.err == f"regard: {' '.join(str(failure).split())}{advice}\n"
 
 
 @pytest.mark.parametrize(

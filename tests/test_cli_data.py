@@ -60,6 +60,13 @@ def test_bad_lines_are_refused_each_with_its_place_and_reason(bad: Path, capsys:
     assert lines == [f"{bad}:{number}: {reason}" for number, reason in BAD.items()]
 
 
+def test_images_that_are_not_there_may_lie_in_another_folder(tmp_path: Path, capsys: Said) -> None:
+    table = tmp_path / "captions.tsv"
+    table.write_text("a.png\ta dog\nb.png\ta cat\n", encoding="utf-8")
+    assert cli.main(["train", "caption", f"data={table}", f"train.out={tmp_path / 'run'}"]) == 1
+    assert capsys.readouterr().err.splitlines()[0].endswith("data.images=FOLDER says where the images lie")
+
+
 def test_bad_lines_are_counted_and_listed_when_they_are_to_be_skipped(
     bad: Path, capsys: Said, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard.attention.cache import CrossCache
 from regard.config import ModelConfig, TrainConfig
+from regard.config.keys import keys_met
 from regard.config.words import UsageError
 from regard.experiments.costs.cache import kv_cache
+from regard.experiments.costs.crossing import ALL_PAIRS, SEEN
+from regard.experiments.costs.floors import last_token
 from regard.experiments.costs.live import LiveBytes, saved_bytes
 from regard.experiments.costs.memory import training_memory
 from regard.experiments.costs.parameters import weights_of
@@ -107,6 +110,34 @@ def test_other_mixers_cost_what_torch_counts(mixer: str) -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*inputs_of(config, 2, 24, 24, "meta"))
     assert sum(part.forward for part in count(config, 2, 24)) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("length", [24, 130])
+@pytest.mark.parametrize("architecture", ["encoder", "decoder"])
+@pytest.mark.parametrize(("mixer", "features"), [("linear", 8), ("performer", 12)])
+def test_linear_mixers_cost_what_they_declare(mixer: str, features: int, architecture: str, length: int) -> None:
+    """Declared: features are made, a state of features × D is added to and read, for each head and token.
+
+    By convention not declared, but computed: the state's row of sums, and the scores inside a causal chunk.
+    """
+    size = {"mixer_size": features} if mixer == "performer" else {}
+    fields = {**TINY, "max_len": 256, "architecture": architecture, "mixer": mixer, **size}
+    config = ModelConfig(**fields, head="none" if architecture == "encoder" else "lm")
+    n_heads, d_head, tokens = 4, 8, 2 * length
+    making = 2 * 2 * d_head * features if mixer == "performer" else 0  # of q and of k
+    declared = 2 * tokens * n_heads * (making + 2 * 2 * features * d_head)  # in two layers
+    found = count(config, 2, length)
+    assert sum(part.forward for part in found if part.kind == "attention") == declared
+    model = build(config).eval()  # meta knows no autocast, which these turn off
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*inputs_of(config, 2, length, length, "cpu"))
+    chunk = min(64, length)
+    padded = 2 * -(-length // chunk) * chunk  # a last chunk is filled up with zeros
+    sums = 2 * n_heads * (2 * 2 * features * (d_head + 1)) * (padded if architecture == "decoder" else tokens)
+    if architecture == "decoder":
+        sums += 2 * padded * n_heads * 2 * chunk * (features + d_head + 1)
+    others = sum(part.forward for part in found if part.kind != "attention")
+    assert counter.get_total_flops() == others + 2 * tokens * n_heads * making + sums
 
 
 # ------------------------------------------------------------------------------------- parameters
@@ -291,10 +322,131 @@ def test_floors_are_the_longer_of_computing_and_moving() -> None:
     step, token = found.floors["training step"], found.floors["one token of each text"]
     assert step.seconds == max(step.compute, step.bandwidth)
     assert token.bound == "memory bandwidth"
-    assert token.bandwidth == pytest.approx(
-        (2 * 123_653_376 + found.kv_cache.total) / 2.039e12
-    )  # no positions are read
+    cache = 12 * 2 * 1024 * 768 * 2  # bytes of keys and values; the place for padding is not read, nor are positions
+    assert token.bandwidth == pytest.approx((2 * 123_653_376 + cache) / 2.039e12)
     assert step.compute == pytest.approx(3 * found.flops_forward_seen.total / 312e12)
+    twice = regard.cost("gpt2", 1, 1024, device="a100", train=TrainConfig(accumulate=2)).floors["training step"]
+    assert twice.compute == pytest.approx(2 * step.compute)
+    assert step.bandwidth < twice.bandwidth < 2 * step.bandwidth  # the optimiser's own is moved once
+    once = regard.cost("llama-7b", 1, 1).floors["forward pass"]
+    assert once.bandwidth == pytest.approx(2 * (6_738_415_616 - 32_000 * 4096) / 4.8e12)  # a table is looked up
+
+
+def test_floors_are_at_the_makers_figures() -> None:
+    """What one program reached on an H200 stands beside them: another could be faster."""
+    found = regard.cost("gpt2", 8, 1024)
+    step = found.floors["training step"]
+    assert step.compute == pytest.approx(3 * found.flops_forward_seen.total / 989.4e12)
+    assert found.floors["forward pass"].measured == pytest.approx(found.flops_forward_seen.total / 804e12)
+    assert all(floor.measured is not None and floor.measured > floor.seconds for floor in found.floors.values())
+    assert "989.4 TFLOP/s in bf16, 494.7 TFLOP/s in TF32, 4.8 TB/s: the maker's figures" in found.table()
+    assert "as measured: the same at 804 TFLOP/s, 4.27 TB/s" in found.table()
+    single = regard.cost("gpt2", 8, 1024, train=TrainConfig(precision="fp32"))
+    assert single.floors["training step"].compute == pytest.approx(2 * step.compute)  # TF32
+    assert single.floors["training step"].measured is None
+    assert "as measured" not in single.table()
+    old = regard.cost("gpt2", device="v100")
+    assert old.setting.precision == "fp16"
+    assert "125 TFLOP/s in fp16, 15.7 TFLOP/s in fp32, 900 GB/s" in old.table()
+
+
+def test_a_cpu_is_measured_and_promises_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = regard.cost("transformer-tiny", 1, 8, device="cpu")
+    assert found.device.memory is not None
+    assert found.device.memory > 1e8
+    assert "time at measured speed, on cpu" in found.table()
+    assert "at least" not in found.table()
+    monkeypatch.delattr("os.sysconf")  # Windows has none
+    found = regard.cost("transformer-tiny", 1, 8, device="cpu")
+    assert found.device.memory is None
+    assert "of the device's" not in found.table()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architecture": "decoder"},
+        {"architecture": "decoder", "positions": "rope", "n_kv_heads": 2},
+        {"architecture": "encoder-decoder"},
+        {"architecture": "recurrent", "cell": "lstm", "alignment": "dot"},
+        {"architecture": "recurrent", "cell": "gru", "alignment": "additive"},
+    ],
+)
+def test_the_last_token_costs_what_torch_counts(changes: dict[str, Any]) -> None:
+    """Decoding it after the others are in the cache."""
+    fields = TINY if changes["architecture"] != "recurrent" else {"vocab_size": 97, "d_model": 32, "n_layers": 2}
+    config = ModelConfig(**fields, **changes, attention_backend="reference")
+    model = build(config).eval()
+    text, cache = torch.ones(2, 12, dtype=torch.long), model.new_cache()
+    with torch.no_grad():
+        memory = () if config.architecture == "decoder" else (model.encode(torch.ones(2, 7, dtype=torch.long)),)
+        decode = model if config.architecture == "decoder" else model.decode
+        decode(text[:, :11], *memory, cache=cache)
+        with FlopCounterMode(display=False) as counter:
+            found = decode(text[:, 11:], *memory, cache=cache)
+            if memory:
+                model.head(found, model.output_table)
+    source = None if config.architecture == "decoder" else 7
+    assert last_token(config, Setting(2, 12, source)) == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
+def test_the_last_token_meets_its_window() -> None:
+    """Mistral at twice its window: 4,096 keys in each of 32 layers, not 8,192."""
+    found = regard.cost("mistral-7b", 1, 8192)
+    matrices = sum(found.flops_forward[part] for part in ("decoder projections", "decoder feed-forward", "head"))
+    expected = matrices / 8192 + 32 * 4 * 4096 * 4096
+    token = found.floors["one token of each text"]
+    assert token.compute == pytest.approx(expected / 989.4e12)
+    strided = regard.cost("gpt2", 1, 1000, sparsity="strided", sparsity_size=64)
+    places = 64 + 999 // 64  # the last 64, and one in 64 before them
+    assert last_token(strided.config, strided.setting) == pytest.approx(
+        strided.flops_forward["decoder feed-forward"] * 1.5 / 1000 + 2 * 768 * 50_257 + 12 * 4 * 768 * places
+    )
+    assert strided.floors["one token of each text"].bandwidth == pytest.approx(
+        2 * (123_653_376 + 12 * 2 * 768 * places) / 4.8e12
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "all_pairs", "seen"),
+    [
+        ("gpt2", {}, 4608, 9215),  # (T + 1) / 2 keys on average
+        ("gpt2", {"window": 6000}, 4608, 12_929),
+        ("gpt2", {"window": 4608}, 4608, None),
+        ("gpt2", {"window": 64, "window_layers": (0, 1)}, 4608, 11_033),
+        ("bert-base", {}, 4608, 4608),
+        ("bert-base", {"window": 64}, 4608, None),
+        ("bert-base", {"window": 3000}, 4608, 6469),
+        ("bert-base", {"sparsity": "strided"}, 4608, 286_849),
+        ("swin-tiny", {}, 640, None),
+        ("gpt2", {"sparsity": "bigbird", "sparsity_random": 0.0}, 4608, None),
+        ("gpt2", {"mixer": "linear"}, None, None),
+    ],
+)
+def test_where_attention_passes_the_matrices(
+    name: str, fields: dict[str, Any], all_pairs: int | None, seen: int | None
+) -> None:
+    """By the definition, too: at that length attention takes as much as the matrices, a token before it does not."""
+    found = regard.cost(name, 1, **fields)
+    assert (found.crossover[ALL_PAIRS], found.crossover[SEEN]) == (all_pairs, seen)
+
+    def share(length: int) -> float:
+        parts = {part.kind: part.forward_seen for part in count(found.config, 1, length)}
+        return parts["attention"] / (parts["projections"] + parts["feed-forward"])
+
+    if seen is not None:
+        assert share(seen) >= 1 > share(seen - 1)
+    elif all_pairs is not None and not found.config.shifted_windows:
+        assert share(1 << 14) < 1
+
+
+def test_where_a_random_pattern_passes_the_matrices() -> None:
+    """Past 32 blocks the pairs are a parabola of the blocks: as if each of them had been counted."""
+    found = regard.cost("gpt2", 1, sparsity="bigbird", sparsity_random=40.0)
+    length = int(found.crossover[SEEN] or 0)
+    near = round(length / 64) * 64
+    assert keys_met(found.config, 0, near, hidden=True) == pytest.approx(4608, rel=0.005)
+    assert near > 32 * 64
 
 
 @pytest.mark.parametrize(

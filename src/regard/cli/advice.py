@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from regard.errors import Diverged
+
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
 # By what a model is for, in the words of `regard train`.
 _COMMAND_OF = {
@@ -42,6 +44,8 @@ def advise(typed: Sequence[str], failure: Exception) -> str:
     lines = [str(line) for line in getattr(failure, "lines", ())]
     if lines and all("no such file" in line for line in lines) and not any("data.images=" in word for word in typed):
         return "; data.images=FOLDER says where the images lie"
+    if isinstance(failure, Diverged):
+        return "; a smaller train.lr or a longer train.warmup often helps"
     if "learns from" in said and (found := re.match(r"(\S+) holds ", said)):
         return f"; regard data describe {found[1]} shows what was read"
     if any(words_of in said for words_of in _CANNOT) and command in _MODEL_COMMANDS:

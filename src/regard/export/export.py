@@ -9,8 +9,10 @@ path/
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -115,10 +117,23 @@ def _plain(model: Model) -> Model:
     return copy.deepcopy(model).cpu().float().eval()
 
 
+@contextmanager
+def twins_unsaid() -> Iterator[None]:
+    """That transformers has no twin of a model is no news to whoever does not ask for one."""
+    log = logging.getLogger("regard.io")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _save(model: Model, folder: Path) -> None:
     """What model.save writes, straight into the folder that is about to take its place."""
     inner = folder / "model"
-    model.save(inner)
+    with twins_unsaid():
+        model.save(inner)
     (inner / MANIFEST).unlink()
     for file in inner.iterdir():
         shutil.move(str(file), folder / file.name)

@@ -166,18 +166,20 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
         of_memory = batch * stack.memory * stack.kv_width
         products = 4.0 * width * (tokens * stack.q_width + of_memory)
         yield _even(stack.name, "cross projections", stack.n_layers * products)
-        yield _even(stack.name, "cross attention", stack.n_layers * tokens * _mixed(config, stack, stack.memory, True))
+        yield _even(
+            stack.name, "cross attention", stack.n_layers * tokens * mixing_flops(config, stack, stack.memory, True)
+        )
     matrices = 3 if config.activation in GATED else 2
     yield _even(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * stack.d_ff * matrices)
 
 
 def _attention(config: ModelConfig, stack: StackShape, tokens: int) -> Flops:
-    full = stack.n_layers * tokens * _mixed(config, stack, stack.length)
-    seen = tokens * sum(_mixed(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
+    full = stack.n_layers * tokens * mixing_flops(config, stack, stack.length)
+    seen = tokens * sum(mixing_flops(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
     return Flops(stack.name, "attention", full, 2 * full, seen, 2 * seen)
 
 
-def _mixed(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
+def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
     """What one token's mixing takes, as its mechanism declares; across two texts the dot product may stand in."""
     mixing = config.mixing
     work = Work(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))

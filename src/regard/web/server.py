@@ -210,6 +210,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         why = error.strerror or str(error)
+        if isinstance(error, socket.gaierror):
+            raise RegardError(f"--host {host} is no address of this machine: {why}") from None
         raise RegardError(f"port {port} of {host} cannot be used: {why}; --port 0 takes any that is free") from None
     return listening
 

@@ -24,6 +24,8 @@ class CacheLayer:
     tokens: int
     """Places it keeps keys and values of."""
     bytes: int
+    place: int
+    """Of those, the keys and values of one place, or the state itself."""
 
 
 def kv_cache(
@@ -41,17 +43,13 @@ def kv_cache(
     for layer in range(stack.n_layers):
         window = parts.window_of(config, layer)
         slots = length if window is None or window >= length else window
-        held = 2 * batch * (slots + 1) * width * size  # one place more, never read, takes what is padding
-        scales = 2 * batch * (slots + 1) * stack.n_kv_heads * 4 if numbers == "int8" else 0
-        found.append(
-            CacheLayer(
-                layer, "all" if slots == length else "window", slots, held + scales + (slots + 1) * _INDEX + _INDEX
-            )
-        )
+        place = 2 * batch * (width * size + (stack.n_kv_heads * 4 if numbers == "int8" else 0))  # and int8's scales
+        held = (slots + 1) * (place + _INDEX) + _INDEX  # one place more, never read, takes what is padding
+        found.append(CacheLayer(layer, "all" if slots == length else "window", slots, held, place))
     if stack.memory is not None:
         places = source_places(config, length, source_length)
-        of_source = 2 * batch * places * width * max(2, size)
-        found += [CacheLayer(layer, "cross", places, of_source) for layer in range(stack.n_layers)]
+        place = 2 * batch * width * max(2, size)
+        found += [CacheLayer(layer, "cross", places, places * place, place) for layer in range(stack.n_layers)]
     return found
 
 
@@ -61,9 +59,10 @@ def _recurrent(config: ModelConfig, batch: int, source: int, size: int) -> list[
     fed = config.alignment not in ("none", "additive") and config.input_feeding
     n_vectors = n_layers * (2 if config.cell == "lstm" else 1) + int(fed)
     kept = 1 + StateCache.kept
-    state = kept * batch * (n_vectors * config.d_model * size + _INDEX)
-    found = [CacheLayer(0, "state", 1, state)]
+    state = batch * (n_vectors * config.d_model * size + _INDEX)
+    found = [CacheLayer(0, "state", 1, kept * state, state)]
     if config.alignment != "none":
         n_tensors = 2 if config.alignment in ("additive", "concat") else 1
-        found.append(CacheLayer(0, "memory", source, n_tensors * batch * source * config.d_model * size))
+        place = n_tensors * batch * config.d_model * size
+        found.append(CacheLayer(0, "memory", source, source * place, place))
     return found

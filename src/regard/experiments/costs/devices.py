@@ -1,32 +1,50 @@
-"""What a device can do at most: operations a second, bytes a second, memory. The floor under every time."""
+"""What a device can do at most, by its maker's figures: the floor under every time. A CPU is measured instead."""
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
 import torch
 
 from ...config.words import UsageError, nearest
-from ...training.flops import peak_of
+from ...training.flops import PEAKS, WITHOUT_BF16, peak_of
 
 GB = 1e9
 
 
 @dataclass(frozen=True)
+class Reached:
+    """What a program was seen to reach on such a device: less than the maker's figures, and no floor."""
+
+    half: float
+    bandwidth: float
+    how: str
+
+
+@dataclass(frozen=True)
 class Device:
-    """Ceilings of one device."""
+    """The speeds of one device."""
 
     name: str
     half: float
-    """Operations a second in bf16 or fp16 matrix products."""
+    """Operations a second in bf16 or fp16 matrix products, nothing left out as zeros (dense)."""
     single: float
     """The same in fp32; in TF32 where it has that, as training here uses it."""
     bandwidth: float
     """Bytes a second to and from memory."""
-    memory: float
-    """Bytes."""
-    source: str = "the maker's figures"
+    memory: float | None
+    """Bytes, a maker's GB as 10⁹ of them; None: not known."""
+    half_type: str = "bf16"
+    """fp16 on devices that came before bf16."""
+    single_type: str = "TF32"
+    """What ``single`` is the speed of: TF32 or fp32."""
+    source: str = "the maker's figures, dense"
+    ceiling: bool = True
+    """Whether no program can be faster; a speed measured by one program can be beaten by another."""
+    reached: Reached | None = None
+    """What was measured beside the maker's figures."""
 
     def peak(self, precision: str) -> float:
         return self.single if precision == "fp32" else self.half
@@ -50,8 +68,7 @@ _TABLE: dict[str, tuple[str, float, float]] = {
     "v100": ("V100", 32, 0.9),
     "t4": ("T4", 16, 0.32),
 }
-# Reached by a plain 8192³ product and a plain copy (torch 2.11): nearer to what a program can get.
-_MEASURED = {"h200": (804e12, 4.27e12)}
+_REACHED = {"h200": Reached(804e12, 4.27e12, "one bf16 product of 8192³, one copy (torch 2.11)")}
 CPU = "cpu"
 DEVICES = (*_TABLE, CPU)
 
@@ -65,10 +82,16 @@ def device_of(name: str) -> Device:
     gpu, memory, bandwidth = _TABLE[name]
     half, single = peak_of(gpu, "fp16"), peak_of(gpu, "fp32", tf32=True)
     assert half is not None and single is not None
-    if name in _MEASURED:
-        half, copied = _MEASURED[name]
-        return Device(name, half, single, copied, memory * GB, "measured: a large bf16 product, a copy")
-    return Device(name, half, single, bandwidth * 1e12, memory * GB)
+    return Device(
+        name,
+        half,
+        single,
+        bandwidth * 1e12,
+        memory * GB,
+        half_type="fp16" if gpu in WITHOUT_BF16 else "bf16",
+        single_type="fp32" if PEAKS[gpu][1] is None else "TF32",
+        reached=_REACHED.get(name),
+    )
 
 
 def _this_cpu() -> Device:
@@ -78,10 +101,20 @@ def _this_cpu() -> Device:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
         speeds.append(2 * n**3 / _best(lambda a=a, b=b: a @ b))
-    source = torch.zeros(1 << 25, dtype=torch.uint8)
-    copied = 2 * source.numel() / _best(lambda: source.clone())
+    source = torch.zeros(1 << 27, dtype=torch.uint8)  # larger than most caches
+    target = torch.zeros_like(source)
+    copied = 2 * source.numel() / _best(lambda: target.copy_(source))
     single, half = speeds
-    return Device(CPU, max(half, single), single, copied, _memory_here(), "measured here, now")
+    return Device(
+        CPU,
+        half,
+        single,
+        copied,
+        _memory_here(),
+        single_type="fp32",
+        source="measured here, now, by one product and one copy",
+        ceiling=False,
+    )
 
 
 def _best(run: object, turns: int = 4) -> float:
@@ -94,7 +127,10 @@ def _best(run: object, turns: int = 4) -> float:
     return min(found[1:])
 
 
-def _memory_here() -> float:
-    import os
-
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+def _memory_here() -> float | None:
+    """Not every system says: Windows has no sysconf, others not these names."""
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    return float(pages * size) if pages > 0 and size > 0 else None

@@ -9,6 +9,7 @@ from ...config.words import UsageError
 from ...models.flops import count, stacks_of
 from ..figure import FAINT, INK
 from .cache import kv_cache
+from .crossing import ALL_PAIRS
 
 if TYPE_CHECKING:
     from .finding import Cost
@@ -89,7 +90,7 @@ def _unit(largest: float) -> tuple[float, str]:
 def _by_length(panel: Any, found: Cost) -> None:
     """Per token: matrices are level, attention rises with the length."""
     config = found.config
-    last = found.crossover["attention = the layer's matrices"] or 4.0 * found.setting.length
+    last = found.crossover[ALL_PAIRS] or 4.0 * found.setting.length
     top = max(2.0 * last, 2.0 * found.setting.length)
     lengths = sorted({max(1, round(top * share)) for share in (0.002, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)})
     curves: dict[str, list[float]] = {"all matrices": [], "attention": [], "attention, seen": []}

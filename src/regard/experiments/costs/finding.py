@@ -1,7 +1,8 @@
 """``regard.cost``: what a model costs before it is built: parameters, operations, memory, cache, time.
 
-Every figure comes from the config alone, in a second and without a GPU, and each kind was compared with a measurement
-(docs/cost.md): operations with torch's counter, caches with the cache objects, training memory with a GPU's allocator.
+Every figure comes from the config alone, in a second and without a GPU. Times are floors; the rest was compared with
+measurements (docs/cost.md): operations with torch's counter, caches with the cache objects, training memory with a
+GPU's allocator.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...models.flops import Flops, count, n_patches, source_places, stacks_of
 from ...presets import PRESETS, preset
 from .amounts import Amount
 from .cache import SIZES, CacheLayer, Numbers, kv_cache
+from .crossing import crossover
 from .devices import Device, device_of
 from .floors import Floor, floors_of
 from .layers import LayerKind, layer_kinds
@@ -60,9 +62,9 @@ class Cost:
     """None for recurrent models."""
     variants: tuple[Variant, ...]
     floors: dict[str, Floor]
-    """Of a forward pass, a training step, and one token of each text in decoding."""
+    """Of a forward pass, a training step, and the last token of each text in decoding."""
     crossover: dict[str, float | None]
-    """Lengths at which attention's T²·d passes the matrices' T·d²; None: it never does."""
+    """Lengths from which on attention outweighs matrices, in three conventions; None: it never does."""
     layer_kinds: tuple[LayerKind, ...]
 
     @property
@@ -136,7 +138,7 @@ def cost(
         training=memory,
         variants=_variants(config, weights, setting) if predicted else (),
         floors=floors_of(config, place, setting, weights, flops, memory, layers),
-        crossover=_crossover(config, length),
+        crossover=crossover(config, setting, flops),
         layer_kinds=tuple(layer_kinds(length, config.d_model, window=config.window)),
     )
 
@@ -203,7 +205,7 @@ def _check(config: ModelConfig, batch: int, length: int, source_length: int | No
 def _setting(
     config: ModelConfig, train: TrainConfig, device: Device, batch: int, length: int, source_length: int | None
 ) -> Setting:
-    precision: Precision = "fp32" if device.name == "cpu" else "bf16"
+    precision: Precision = "fp32" if device.name == "cpu" else "fp16" if device.half_type == "fp16" else "bf16"
     return Setting(
         batch,
         length,
@@ -251,29 +253,6 @@ def _variants(config: ModelConfig, weights: list[Weights], setting: Setting) -> 
             memory = training_memory(config, weights, chosen)
             found.append(Variant(attention, checkpointing, memory.activations, memory.peak))
     return tuple(found)
-
-
-_CROSSINGS = ("T²·d = T·d²", "attention = the layer's matrices", "the same, hidden pairs not counted")
-
-
-def _crossover(config: ModelConfig, length: int) -> dict[str, float | None]:
-    """T = d is the paper's; beside all matrices of a layer attention takes longer to weigh as much."""
-    if config.architecture == "recurrent" or not config.mixing.pairs:
-        return {
-            "T²·d = T·d²": None,
-            "attention = the layer's matrices": None,
-            "the same, hidden pairs not counted": None,
-        }
-    stack = stacks_of(config, length)[-1]
-    parts = {part.kind: part.forward for part in count(config, 1, length) if part.part == stack.name}
-    matrices = sum(parts.get(kind, 0.0) for kind in ("projections", "cross projections", "feed-forward"))
-    each = stack.n_layers * 4.0 * stack.length * stack.q_width  # operations for each key met
-    full = matrices / each
-    window = config.window if config.window_layers is None else None
-    seen: float | None = full * (2 if stack.causal else 1)
-    if window is not None and stack.causal and window <= full:
-        seen = None
-    return dict(zip(_CROSSINGS, (float(config.d_model), full, seen), strict=True))
 
 
 def source_of(found: Cost) -> int | None:

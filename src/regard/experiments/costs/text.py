@@ -97,7 +97,8 @@ def _training(found: Cost) -> str:
     rows.append(Row("  activations", [bytes_text(memory.activations)], "kept for the backward pass"))
     rows += [Row(f"    {part}", [bytes_text(size)], "") for part, size in found.activations.parts.items() if size]
     rows.append(Row("  peak", [bytes_text(memory.peak)], f"in {memory.where}"))
-    rows.append(Row("  of the device's", [bytes_text(found.device.memory)], _fits(memory.peak, found.device.memory)))
+    if (most := found.device.memory) is not None:
+        rows.append(Row("  of the device's", [bytes_text(most)], _fits(memory.peak, most)))
     others = [Row("attention, checkpointing", ["activations"], "peak")]
     for one in found.variants:
         name = f"  {one.attention}, {'each layer' if one.checkpointing else 'none'}"
@@ -110,18 +111,29 @@ def _fits(peak: float, memory: float) -> str:
 
 
 def _times(found: Cost, training: bool) -> str:
-    rows = [Row(f"time at least, on {found.device.name}", ["compute", "bandwidth", "at least"], "bound by")]
-    for name, floor in found.floors.items():
+    device, floors = found.device, found.floors
+    measured = any(floor.measured is not None for floor in floors.values())
+    longer = "at least" if device.ceiling else "longer"
+    columns = ["compute", "bandwidth", longer, *(["as measured"] if measured else [])]
+    rows = [Row(f"time {_how(found)}, on {device.name}", columns, "bound by")]
+    for name, floor in floors.items():
         if name == "training step" and not training:
             continue
-        times = [time_text(x) for x in (floor.compute, floor.bandwidth, floor.seconds)]
-        rows.append(Row(f"  {name}", times, floor.bound))
-    device = found.device
+        times = [floor.compute, floor.bandwidth, floor.seconds, *([floor.measured or 0.0] if measured else [])]
+        rows.append(Row(f"  {name}", [time_text(x) for x in times], floor.bound))
     speeds = (
-        f"  {count_text(device.half)}FLOP/s in bf16, {count_text(device.single)}FLOP/s in fp32 or TF32, "
-        f"{count_text(device.bandwidth)}B/s: {device.source}"
+        f"  {count_text(device.half)}FLOP/s in {device.half_type}, {count_text(device.single)}FLOP/s in "
+        f"{device.single_type}, {count_text(device.bandwidth)}B/s: {device.source}"
     )
+    if measured and (reached := device.reached) is not None:
+        best = f"{count_text(reached.half)}FLOP/s, {count_text(reached.bandwidth)}B/s"
+        speeds += f"\n  as measured: the same at {best}, reached by {reached.how}; no floor"
     return aligned(rows) + "\n" + speeds
+
+
+def _how(found: Cost) -> str:
+    """A speed that was measured may be beaten: times at it are none that cannot be undercut."""
+    return "at least" if found.device.ceiling else "at measured speed"
 
 
 def _crossover(found: Cost) -> str:
@@ -139,7 +151,7 @@ def _kinds(found: Cost) -> str:
         entries = [kind.complexity, count_text(kind.flops), f"{kind.sequential:,.0f}"]
         rows.append(Row(f"  {kind.name}", entries, f"{kind.path_text} = {kind.path:,.0f}"))
     note = "  steps: that wait for each other; path: between the two tokens farthest apart (k = 3, r = "
-    window = found.config.window or max(1, found.setting.length // 8)
+    window = min(found.config.window or max(1, found.setting.length // 8), found.setting.length)
     return aligned(rows) + f"\n{note}{window})"
 
 
@@ -212,4 +224,4 @@ class Comparison:
                 yield f"training: {name}", bytes_text, of(lambda x, name=name: getattr(x.training, name))
         for name in self.first.floors:
             if name in self.second.floors and (training or name != "training step"):
-                yield f"{name}, at least", time_text, of(lambda x, name=name: x.floors[name].seconds)
+                yield f"{name}, {_how(self.first)}", time_text, of(lambda x, name=name: x.floors[name].seconds)
