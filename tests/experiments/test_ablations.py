@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import regard
 from regard.cli import main
+from regard.config import MIXERS, mixers
 from regard.config.words import UsageError
 from regard.experiments.ablate_file import read_grid
 from regard.experiments.ablations import AXES, SWEEPS, ablation, listing
@@ -62,6 +64,33 @@ def test_axes_follow_the_base_they_are_given() -> None:
     cells = ablation("heads", ["model.d_model=24", "model.n_heads=2"]).cells
     assert [cell.name for cell in cells] == ["h=1", "h=4", "h=8"]
     assert [cell.name for cell in ablation("d_ff", ["model.d_ff=100"]).cells] == ["d_ff=50", "d_ff=200"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "left"),
+    [
+        ("norm", ["model.norm=none"], ["norm=layer", "norm=rms"]),  # where there is no norm, its place means nothing
+        ("attention", ["model.window=5"], ["not scaled", "additive", "linear"]),
+        ("attention", ["model.mixer=linear"], ["not scaled", "additive", "window=5"]),
+        ("depth", ["model=lstm-plain", "model.n_layers=2"], ["N=1", "N=4", "N=6"]),
+    ],
+)
+def test_cells_that_are_the_base_itself_are_left_out(name: str, words: list[str], left: list[str]) -> None:
+    assert [cell.name for cell in ablation(name, words).cells] == left
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("residual", ["model.residual=false"]),
+        ("mask", ["model.causal=false"]),
+        ("heads", ["model=lstm-plain"]),  # a recurrent model has none
+        ("d_ff", ["model=lstm-plain"]),
+    ],
+)
+def test_an_ablation_with_nothing_to_change_is_refused(name: str, words: list[str]) -> None:
+    with pytest.raises(UsageError, match=f"{name}: nothing is left to compare: .* the same run as the base"):
+        ablation(name, words)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +159,29 @@ test = "a.tsv"
     assert sweep.config(sweep.cells[1]).model.d_ff == 128
     sweep.write(tmp_path / "out")
     assert Sweep.read(tmp_path / "out") == sweep
+    # Words change which of them is the base.
+    names = [cell.name for cell in read_grid(file, ["model.n_heads=1"]).cells]
+    assert names == ["n_heads=1,d_ff=128", "n_heads=4,d_ff=64", "n_heads=4,d_ff=128", "no norm"]
+
+
+def test_a_grid_may_name_a_mechanism_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(mixers.VARIABLE, "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "gridded.py").write_text("from regard.attention.scores import Dot\n\nclass Mine(Dot):\n    pass\n")
+    (tmp_path / "mine.toml").write_text('recipe = "en-ko"\n[grid]\n"model.mixer" = ["dot", "gridded:Mine"]\n')
+    try:
+        (cell,) = read_grid(tmp_path / "mine.toml").cells
+    finally:
+        MIXERS.pop("gridded:Mine", None)
+        sys.modules.pop("gridded", None)
+    assert (cell.name, cell.words) == ("mixer=gridded.Mine", ("model.mixer=gridded:Mine",))
+
+
+def test_a_grid_is_shown_what_its_task_has_of_further_examples(tmp_path: Path) -> None:
+    for recipe, metric in (("en-ko", "test_bleu"), ("stdlib", "test_loss")):
+        (tmp_path / "grid.toml").write_text(f'recipe = "{recipe}"\n[tests]\ntest = "a"\n')
+        assert read_grid(tmp_path / "grid.toml").metrics == ("valid_loss", metric)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +193,16 @@ test = "a.tsv"
         ('recipe = "en-ko"\n[grid]\n"model.d_ff" = 3', "list of values"),
         ('recipe = "en-ko"\n[grid]\n"model.d_fff" = [3]', "model.d_ff"),
         ('recipe = "en-ko"\n[[cells]]\nword = "x"', "a cell has a name"),
+        ('recipe = "en-ko"\nwords = "train.steps=3"', "words is a list of texts, not 'train.steps=3'"),
+        ('recipe = "en-ko"\n[[cells]]\nname = "x"\nwords = "train.steps=3"', "words is a list of texts"),
+        ('recipe = "en-ko"\nmetrics = "bleu"', "metrics is a list of texts"),
+        ('recipe = "en-ko"\nmetrics = []', "at least one metric"),
+        ('recipe = "en-ko"\nseeds = true', "seeds is a number or a list of numbers, not True"),
+        ('recipe = "en-ko"\nseeds = [0, "1"]', "seeds is a number or a list"),
+        ('recipe = "en-ko"\nseeds = 0', "at least one number"),
+        ('recipe = "en-ko"\ngrid = 3', "grid is a table"),
+        ('recipe = "en-ko"\ncells = 3', "cells are written"),
+        ('recipe = "en-ko"\n[grid]\n"model.mixer" = ["dot"]', "nothing is left to compare"),
     ],
 )
 def test_a_file_that_cannot_be_meant(text: str, said: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from models.small import SIZES, shaken
 from regard.config import MIXERS, ModelConfig, Positions
 from regard.config.keys import keys_met
-from regard.experiments import extrapolation, shootout
-from regard.experiments.ablations import ablate, ablation
+from regard.experiments import extrapolation, measure, shootout
+from regard.experiments.ablate_file import read_grid
+from regard.experiments.ablations import FINISHED, SWEEPS, ablate, ablation
 from regard.experiments.extrapolation import losses_by_length
 from regard.experiments.sweep import Sweep, fingerprint, folder_of
+from regard.experiments.sweep_report import Report
 from regard.models import build
 
 TEXT = np.random.default_rng(0).integers(3, 31, 24 * 8 * 3 + 1)
@@ -122,20 +125,27 @@ def test_what_cannot_be_asked_is_said_and_not_left_out(tmp_path: Path) -> None:
     assert "cannot" in (tmp_path / "table.md").read_text("utf-8")
 
 
-def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path) -> None:
-    sweep = ablation("mechanisms", seeds=2)
-    results(tmp_path, sweep, lambda name, x: {"valid_loss": 2 + x / 10, "perplexity": 9.0})
-    steps = {
+def steps_of(sweep: Sweep, device: str) -> dict[str, dict[str, Any]]:
+    return {
         cell.name: {
             "fingerprint": fingerprint(sweep.config(cell)),
             "ms": 10.0 + n,
             "mib": 100.0 * (n + 1),
-            "device": "cpu",
+            "device": device,
         }
         for n, cell in enumerate(sweep.rows)
     }
+
+
+def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = ablation("mechanisms", seeds=2)
+    results(tmp_path, sweep, lambda name, x: {"valid_loss": 2 + x / 10, "perplexity": 9.0})
+    steps = steps_of(sweep, "cpu")
     (tmp_path / shootout.STEPS_FILE).write_text(json.dumps(steps))
+    monkeypatch.setattr(measure, "Children", None)  # a report measures nothing, nor does a run that knows it all
+    monkeypatch.setattr(shootout, "_device", lambda name: "cpu")
     found = ablate(str(tmp_path), report_only=True)
+    assert ablate(str(tmp_path)).document() == found.document()
     cells = {cell["name"]: cell for cell in found.document()["cells"]}
     assert (cells["base"]["step_ms"], cells["base"]["step_mib"]) == (10.0, 100.0)
     assert cells["bigbird"]["step_ms"] == steps["bigbird"]["ms"]
@@ -143,3 +153,55 @@ def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path) -> 
     assert row.endswith(f"| {steps['bigbird']['ms']:.1f} ms | {steps['bigbird']['mib']:,.0f} MiB |")
     assert (tmp_path / "tradeoff.png").stat().st_size > 20_000
     assert json.loads((tmp_path / shootout.STEPS_FILE).read_text()) == steps
+
+
+class Asked:
+    """Stands for the processes that measure."""
+
+    calls: list[dict[str, Any]]
+
+    def __init__(self, imports: str) -> None:
+        Asked.calls = []
+
+    def call(self, function: str, **arguments: Any) -> dict[str, Any]:
+        Asked.calls.append(arguments)
+        return {"ms": 1.0, "mib": 2.0, "device": arguments["device"]}
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("before", ["another device", "cut", "a list", "half of it"])
+def test_steps_of_another_device_or_a_damaged_file_are_measured_anew(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ablation("mechanisms", seeds=1)
+    sweep = replace(whole, cells=whole.cells[:1])
+    results(tmp_path, sweep, lambda name, x: {"valid_loss": 2 + x / 10, "perplexity": 9.0})
+    elsewhere = steps_of(sweep, "cuda")
+    texts = {"another device": json.dumps(elsewhere), "cut": json.dumps(elsewhere)[:50], "a list": "[1]"}
+    texts["half of it"] = json.dumps({"base": {"fingerprint": elsewhere["base"]["fingerprint"]}})
+    (tmp_path / shootout.STEPS_FILE).write_text(texts[before])
+    monkeypatch.setattr(shootout, "_device", lambda name: "cpu")
+    monkeypatch.setattr(measure, "Children", Asked)
+    shown = ablate(tmp_path, report_only=True).document()  # what was measured there is shown, and nothing measured
+    assert shown["step_device"] == ("cuda" if before == "another device" else None)
+    document = ablate(tmp_path).document()
+    assert [call["device"] for call in Asked.calls] == ["cpu", "cpu"]
+    assert (document["step_device"], document["cells"][0]["step_ms"]) == ("cpu", 1.0)
+
+
+def test_a_grid_that_happens_to_be_called_mechanisms_is_a_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mechanisms.toml"
+    file.write_text('recipe = "en-ko"\nseeds = 2\n[grid]\n"model.n_heads" = [1, 2]\n')
+    monkeypatch.setattr(measure, "Children", None)
+    sweep = read_grid(file)
+    results(tmp_path / "out", sweep, lambda name, x: {"valid_loss": 2 + x / 10})
+    assert type(ablate(file, out=tmp_path / "out")) is Report
+    assert type(ablate(tmp_path / "out", report_only=True)) is Report
+    assert {name for name, named in SWEEPS.items() if named.ending} == set(FINISHED)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from regard.cli import main
+from regard.config import MIXERS, mixers
 from regard.config.words import UsageError
-from regard.experiments.sweep import Cell, Sweep, folder_of, layered, read_result, report, run
-from regard.experiments.sweep_run import _waiting
+from regard.errors import BadModelFile, Diverged, RegardError
+from regard.experiments.ablations import SWEEPS, ablate
+from regard.experiments.sweep import Cell, Sweep, fingerprint, folder_of, layered, read_result, report, run
+from regard.experiments.sweep_asked import smaller_is_better
+from regard.experiments.sweep_cell import _facts, _need_sound
+from regard.experiments.sweep_run import Job, _Pool, _Slot, _waiting
+from regard.experiments.sweep_trust import need_our_measures
+from regard.hub.files import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -287,3 +297,263 @@ def test_a_cell_cannot_be_called_like_a_path(name: str) -> None:
 def test_two_cells_of_one_name_are_refused() -> None:
     with pytest.raises(UsageError, match="two cells"):
         sweep_of(HEADS, HEADS)
+
+
+# ------------------------------------------------------------------------------------- a directory of somebody else's
+
+
+OWN = "from regard.attention.scores import Dot\n\nopen('ran', 'w').close()\n\nclass Mine(Dot):\n    pass\n"
+
+
+@pytest.fixture
+def strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with code in it that leaves a file when it is imported."""
+    (tmp_path / "strange.py").write_text(OWN + "\ndef measure(run):\n    return {}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(mixers.VARIABLE, "")
+    yield tmp_path
+    MIXERS.pop("strange:Mine", None)
+    sys.modules.pop("strange", None)
+
+
+def written_down(out: Path, **fields: Any) -> None:
+    sweep = replace(sweep_of(seeds=(0,)), **fields)
+    out.mkdir()
+    (out / "sweep.json").write_text(json.dumps(sweep.document()))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"base_words": (*TINY, "model.mixer=strange:Mine")},
+        {"cells": (Cell("mine", ("model.mixer=strange:Mine",)),)},
+    ],
+)
+def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[str, Any]) -> None:
+    """A sweep that names a mechanism goes on where it is known; elsewhere it is refused in one sentence."""
+    out = strangers / "out"
+    written_down(out, **fields)
+    tries: list[Callable[[], object]] = [
+        lambda: ablate(out, jobs=1),
+        lambda: ablate(str(out), report_only=True),
+        lambda: ablate(out, ["train.steps=6"], report_only=True),
+        lambda: ablate(sweep_of(Cell("mine", ("model.n_heads=1",))), out=out),
+        lambda: report(out),
+        lambda: run(Sweep.read(out), out),
+    ]
+    for attempt in tries:
+        with pytest.raises(BadModelFile, match=r"mixer='strange:Mine' is not registered.*REGARD_MIXERS=strange:Mine"):
+            attempt()
+    assert main(["ablate", str(out)]) == BadModelFile.exit_code
+    assert not (strangers / "ran").exists()
+    assert "strange" not in sys.modules
+
+    os.environ[mixers.VARIABLE] = "strange:Mine"
+    stored = Sweep.read(out)
+    assert stored.config(stored.rows[-1]).model.mixer == "strange:Mine"
+    assert "mine" in {row.cell.name for row in report(out).rows} or not stored.cells
+
+
+def test_what_was_typed_is_imported_and_the_directory_then_goes_on(strangers: Path) -> None:
+    out = strangers / "out"
+    typed = sweep_of(Cell("mine", ("model.mixer=strange:Mine",)), seeds=(0,))
+    assert typed.config(typed.cells[0]).model.mixer == "strange:Mine"
+    assert (strangers / "ran").exists()
+    typed.write(out)
+    assert ablate(out, report_only=True)["mine"].n_missing == 1
+
+
+def test_a_measure_that_only_a_directory_names_is_not_called(strangers: Path) -> None:
+    out = strangers / "out"
+    written_down(out, measures=("strange:measure",))
+    with pytest.raises(BadModelFile, match=r"asks for 'strange:measure'.*never run unasked"):
+        ablate(out, jobs=1)
+    assert ablate(out, report_only=True).base.n_missing == 1
+    assert not (strangers / "ran").exists()
+    own = replace(sweep_of(seeds=(0,)), measures=("strange:measure",))
+    assert run(own, out, minutes=0.0).base.n_missing == 1  # given by hand it is not refused
+    ours = {measure for named in SWEEPS.values() for measure in named.measures}
+    need_our_measures(ours, out)
+    assert ours
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "name: Field required"),
+        ('{"name": "x", "reci', "not valid JSON"),
+        ("[]", "where an object belongs"),
+        ('{"name": "x", "recipe": "en-ko", "seeds": ["../../up"]}', "seeds.0: Input should be a valid integer"),
+        ('{"name": "x", "recipe": "en-ko", "seeds": [true]}', "seeds.0: Input should be a valid integer"),
+        ('{"name": "x", "recipe": "en-ko", "cells": [{"words": []}]}', "cells.0.name"),
+        ('{"name": "x", "recipe": "en-ko", "cells": [{"name": "../up"}]}', "cell name '../up'"),
+        ('{"name": "x", "recipe": "en-ko", "measures": "a:b"}', "measures: Input should be a valid array"),
+    ],
+)
+def test_a_damaged_sweep_is_refused_in_one_sentence(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    for more in ([], ["--report-only"]):
+        assert main(["ablate", str(tmp_path), *more]) == 3
+        complaint = capsys.readouterr().err
+        assert said in complaint
+        assert complaint.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------- what is kept, heard and stored
+
+
+def test_weights_that_were_kept_stay(tmp_path: Path) -> None:
+    sweep = sweep_of(HEADS, seeds=(0,))
+    sweep.write(tmp_path)
+    for cell, keep in (("base", True), ("h=1", False)):
+        row = next(x for x in sweep.rows if x.name == cell)
+        folder = folder_of(tmp_path, cell, 0)
+        (folder / "run" / "checkpoints").mkdir(parents=True)
+        (folder / "run" / "checkpoints" / "weights").write_text("x")
+        found = {"fingerprint": fingerprint(sweep.config(row, 0)), "status": "done", "metrics": {}, "keep": keep}
+        (folder / "result.json").write_text(json.dumps(found))
+    assert _waiting(sweep, tmp_path, keep=False) == ([], 2)
+    assert (folder_of(tmp_path, "base", 0) / "run" / "checkpoints" / "weights").exists()
+    assert not (folder_of(tmp_path, "h=1", 0) / "run" / "checkpoints").exists()
+
+
+class Spoken:
+    """A process that says what it is told to."""
+
+    def __init__(self) -> None:
+        read, self.mouth = os.pipe()
+        self.slot = _Slot.__new__(_Slot)
+        self.slot.answers = os.fdopen(read, "rb")
+        self.slot.job, self.slot.began, self.slot.ready, self.slot.heard = None, 0.0, False, b""
+
+    def say(self, text: bytes) -> None:
+        os.write(self.mouth, text)
+
+
+def test_lines_that_come_together_are_all_heard_and_halves_are_waited_for(tmp_path: Path) -> None:
+    sweep, said, spoken = sweep_of(seeds=(0,)), list[str](), Spoken()
+    pool = _Pool(tmp_path, 1, 0, 1, None, None, said.append)
+    pool.slots.append(spoken.slot)
+    pool.seen.register(spoken.slot.answers, selectors.EVENT_READ, spoken.slot)
+    spoken.slot.job = Job(sweep.rows[0], 0, {"fingerprint": "x"})
+    spoken.say(b"ready\n1")
+    pool._listen(1)
+    assert spoken.slot.ready
+    assert spoken.slot.job is not None
+    spoken.say(b"7\n")
+    pool._listen(1)
+    assert spoken.slot.job is None
+    assert "exit status 17" in said[0]
+
+    spoken.slot.ready, spoken.slot.job = False, Job(sweep.rows[0], 0, {"fingerprint": "x"})
+    spoken.say(b"ready\n5\n")  # together: select would never tell of the second
+    pool._listen(1)
+    assert spoken.slot.job is None
+    assert "exit status 5" in said[1]
+    os.close(spoken.mouth)
+    assert spoken.slot.lines() == [""]
+    spoken.slot.answers.close()
+    pool.seen.close()
+
+
+def test_fewer_seeds_do_not_shrink_what_is_stored(tmp_path: Path) -> None:
+    sweep_of(HEADS, seeds=(0, 1, 2)).write(tmp_path)
+    sweep_of(HEADS, seeds=(0, 5)).write(tmp_path)
+    assert Sweep.read(tmp_path).seeds == (0, 1, 2, 5)
+
+
+def test_nobody_writes_into_a_sweep_that_is_running(tmp_path: Path) -> None:
+    sweep_of(seeds=(0,)).write(tmp_path)
+    before = (tmp_path / "sweep.json").read_bytes()
+    with alone(tmp_path), pytest.raises(RegardError, match="being swept"):
+        run(sweep_of(seeds=(0, 1)), tmp_path)
+    assert (tmp_path / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("names", [("no norm", "no_norm"), ("N=1", "n=1"), ("Base",)])
+def test_cells_that_would_share_a_directory_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="would have one directory"):
+        sweep_of(*(Cell(name) for name in names))
+
+
+# ------------------------------------------------------------------------------------- what a run says of itself
+
+
+def test_no_loss_is_a_failure_and_an_infinite_one_has_diverged() -> None:
+    with pytest.raises(RegardError, match="no held-out loss") as failure:
+        _need_sound({"metrics": {}})
+    assert not isinstance(failure.value, Diverged)
+    with pytest.raises(Diverged):
+        _need_sound({"metrics": {"valid_loss": float("inf")}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "same"),
+    [("max_len", 32, False), ("mask_rate", 0.3, False), ("packing", "blocks", False), ("source", "moved.tsv", True)],
+)
+def test_other_ways_to_read_the_data_are_other_batches(
+    done: Path, field: str, value: Any, same: bool, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder_of(done, "base", 0) / "run", run)
+    before = _facts(run)["order"]
+    config = json.loads((run / "run.json").read_bytes())
+    config["data"][field] = value
+    (run / "run.json").write_text(json.dumps(config))
+    assert (_facts(run)["order"] == before) == same
+
+
+def test_runs_that_were_not_asked_are_counted(tmp_path: Path) -> None:
+    sweep = planted(tmp_path / "out", {"base": [2.0, 2.1], "h=1": [2.5, 2.4]}, (HEADS,))
+    for seed, tests in enumerate(({"test": "a.tsv"}, {})):
+        file = folder_of(tmp_path / "out", "base", seed) / "result.json"
+        found = json.loads(file.read_text()) | {"tests": tests, "measures": []}
+        file.write_text(json.dumps(found))
+    measures = ("regard.experiments.token_by_token:measure",)
+    asked = replace(sweep, tests={"test": "b.tsv"}, measures=measures, metrics=("valid_los", "test_bleu"))
+    said = report(tmp_path / "out", asked).said()
+    assert "1 of 4 finished runs was evaluated on test=a.tsv, not b.tsv" in said
+    assert "3 of 4 finished runs were not evaluated on test: done before it was asked" in said
+    assert f"2 of 4 finished runs were not measured by {measures[0]}: done before it was asked" in said
+    assert "no finished run has the metric valid_los; did you mean valid_loss?" in said
+    assert "no finished run has the metric test_bleu" in said
+    assert not [line for line in report(tmp_path / "out", sweep).said() if "finished run" in line]
+
+
+def test_a_failed_run_ends_the_command_with_1_after_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted(tmp_path / "out", {"base": [2.0, 2.1], "h=1": [2.5, None]}, (HEADS,))
+    assert main(["ablate", str(tmp_path / "out"), "--report-only"]) == 0  # to diverge is a result
+    file = folder_of(tmp_path / "out", "h=1", 0) / "result.json"
+    file.write_text(json.dumps({"status": "failed", "message": "no such file", "metrics": {}}))
+    capsys.readouterr()
+    assert main(["ablate", str(tmp_path / "out"), "--report-only"]) == 1
+    assert "no such file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_report_is_of_what_is_stored_however_it_is_named(kind: type, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    planted(out, {"base": [2.0, 2.1], "h=1": [2.5, 2.4]}, (HEADS,))
+    what = kind(out)
+    assert ablate(what, report_only=True).sweep.seeds == (0, 1)
+    assert ablate(what, ["train.steps=6"], seeds=1, report_only=True).sweep.seeds == (0,)
+    assert ablate(what, tests={"test": "a.tsv"}, report_only=True).sweep.metrics == ("valid_loss", "test_bleu")
+    with pytest.raises(UsageError, match=r"train.steps=6, not 7"):
+        ablate(what, ["train.steps=7"], report_only=True)
+    assert Sweep.read(out).seeds == (0, 1)
+    assert not Sweep.read(out).tests
+
+
+@pytest.mark.parametrize("name", ["valid_loss", "loss_8x", "test_perplexity", "error", "cer", "wer", "seconds"])
+def test_smaller_is_better_of_losses_errors_and_times(name: str) -> None:
+    assert smaller_is_better(name)
+
+
+@pytest.mark.parametrize("name", ["bleu", "accuracy", "f1", "test_chrf", "exact", "cider", "winner"])
+def test_larger_is_better_of_the_rest(name: str) -> None:
+    assert not smaller_is_better(name)

@@ -45,6 +45,8 @@ def parse_words(words: Sequence[str], *, sections: Mapping[str, type[Config]] = 
     """The typed words as fields of their sections, each checked by its type; a section without words is not there.
 
     ``data=SOURCE`` is data.source, and ``model=NAME`` stands in the model's fields as ``preset``.
+    They are words that a person typed: ``model.mixer=module:Class`` is imported. Whoever reads words from a file checks
+    first that the mechanism is known (``experiments/sweep_trust.py``).
     """
     found: dict[str, dict[str, Any]] = {}
     seen: dict[tuple[str, str], str] = {}

@@ -37,22 +37,34 @@ def ablate(
     out     where it is kept; runs/ablate-NAME unless given. What is done there is not done again
     seeds   how many; more may join a sweep later
     tests   further examples to evaluate on, by name: {"test": "test.en,test.de"} gives test_bleu
+    Words may name a mechanism of your own, model.mixer=module:Class; one that only a directory names is not imported.
     """
     from .ablations import FINISHED
     from .sweep import Sweep, report, run
 
     sweep, place = _opened(what, words, seeds)
-    if tests:
-        named = (f"{name}_bleu" for name in tests)
-        metrics = tuple(dict.fromkeys((*sweep.metrics, *named)))
-        sweep = replace(sweep, tests={**sweep.tests, **tests}, metrics=metrics)
     folder = Path(out) if out is not None else place or Path("runs") / f"ablate-{sweep.name}"
+    if report_only and not isinstance(what, Sweep):
+        sweep = _as_stored(sweep, folder, words, seeds)
+    if tests:
+        metrics = tuple(dict.fromkeys((*sweep.metrics, *map(sweep.metric_of_test, tests))))
+        sweep = replace(sweep, tests={**sweep.tests, **tests}, metrics=metrics)
     if report_only:
-        found = report(folder, Sweep.read(folder) if isinstance(what, str) else sweep)
+        found = report(folder, sweep)
     else:
         found = run(sweep, folder, jobs=jobs, minutes=minutes, max_seconds=max_seconds, keep=keep, progress=progress)
-    finish = FINISHED.get(sweep.name)
-    return found if finish is None else finish(found, progress)
+    finish = FINISHED.get(sweep.ending)
+    return found if finish is None else finish(found, progress, not report_only)
+
+
+def _as_stored(asked: Sweep, folder: Path, words: Sequence[str], seeds: int | None) -> Sweep:
+    """What the directory holds, with the seeds that are asked for; words, where given, must be its own."""
+    from .sweep import Sweep
+
+    found = Sweep.read(folder)
+    if words:
+        asked.need_same(found, folder)
+    return found if seeds is None else replace(found, seeds=tuple(range(seeds)))
 
 
 def _opened(what: str | Path | Sweep, words: Sequence[str], seeds: int | None) -> tuple[Sweep, Path | None]:
@@ -71,7 +83,7 @@ def _opened(what: str | Path | Sweep, words: Sequence[str], seeds: int | None) -
     elif str(what).endswith(".toml"):
         from .ablate_file import read_grid
 
-        sweep, place = read_grid(Path(what)).with_words(named_words(words)), None
+        sweep, place = read_grid(Path(what), named_words(words)), None
     else:
         raise unknown("ablation", str(what), [*SWEEPS, "scaling", "a file.toml", "the directory of a sweep"])
     return replace(sweep, seeds=given or sweep.seeds), place

@@ -153,13 +153,15 @@ class Named:
     """With the letters of their groups."""
     metrics: tuple[str, ...] = ("valid_loss", "perplexity", "bleu")
     measures: tuple[str, ...] = ()
+    ending: str = ""
+    """Of ``FINISHED``."""
 
     def sweep(self, name: str, words: Sequence[str] = (), seeds: int = 3) -> Sweep:
         base = Sweep(name, self.recipe, self.words, seeds=tuple(range(seeds)), metrics=self.metrics, about=self.about)
-        base = replace(base.with_words(words), measures=self.measures)
+        base = replace(base.with_words(words), measures=self.measures, ending=self.ending)
         config = base.config(base.rows[0])
         cells = tuple(replace(cell, group=group) for group, axis in self.axes for cell in axis(config))
-        return replace(base, cells=cells)
+        return replace(base, cells=cells).without_base()
 
 
 def _one(name: str) -> Named:
@@ -191,6 +193,7 @@ SWEEPS: dict[str, Named] = {
         shootout.WORDS,
         (("A", shootout.mechanisms), ("B", shootout.patterns), ("C", shootout.positions)),
         shootout.METRICS,
+        ending="mechanisms",
     ),
     "extrapolation": Named(
         extrapolation.ABOUT,
@@ -199,6 +202,7 @@ SWEEPS: dict[str, Named] = {
         (("", shootout.positions),),
         extrapolation.METRICS,
         ("regard.experiments.extrapolation:losses",),
+        "extrapolation",
     ),
     "paper": Named(
         "The rows of the paper's table 3 and two it left out (F), on Multi30k English → German: data=FOLDER.",
@@ -214,10 +218,11 @@ SWEEPS: dict[str, Named] = {
 }
 
 
-FINISHED: dict[str, Callable[[Report, Callable[[str], None] | None], Report]] = {
+FINISHED: dict[str, Callable[[Report, Callable[[str], None] | None, bool], Report]] = {
     **{"mechanisms": shootout.shot, "extrapolation": extrapolation.lengths}
 }
-"""Sweeps whose report says more than the table: what a step costs, what cannot be asked."""
+"""Reports that say more than the table: what a step costs, what cannot be asked. The last argument is whether something
+may be measured for it."""
 
 
 def ablation(name: str, words: Sequence[str] = (), *, seeds: int = 3) -> Sweep:

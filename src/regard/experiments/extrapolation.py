@@ -120,8 +120,8 @@ class Lengths(Report):
         return [*super().said(), *more, "every column predicts the same held-out text; lengths.png draws it"]
 
 
-def lengths(report: Report, say: Callable[[str], None] | None = None) -> Lengths:
-    """The report of an extrapolation: table and picture written."""
+def lengths(report: Report, say: Callable[[str], None] | None = None, measure: bool = False) -> Lengths:
+    """The report of an extrapolation: table and picture written. Its runs have measured all there is."""
     from .shootout_figure import draw_lengths
 
     found = Lengths(report.sweep, report.out, report.columns, report.rows)

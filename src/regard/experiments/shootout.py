@@ -80,21 +80,21 @@ def positions(base: RunConfig) -> list[Cell]:
 # ------------------------------------------------------------------------------------- the cost of a step
 
 
-def cost_of_step(run: str, enough_s: float = 1.0) -> dict[str, Any]:
+def cost_of_step(run: str, device: str, enough_s: float = 1.0) -> dict[str, Any]:
     """Milliseconds and MiB of one step, forward and backward, of the model of a run at the shape of its batches.
 
     To be called in a process of its own. On a processor, memory is what the step adds to the process, gradients
     included; on a GPU it is the allocator's peak.
     """
     config = RunDirectory.open(Path(run)).config
-    device = torch.device(_device(config.train.device))
+    place = torch.device(device)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = build(config.model).to(device).train()
+    model = build(config.model).to(place).train()
     rows = max(1, config.train.batch_tokens // config.data.max_len)
-    tokens = torch.randint(3, config.model.vocab_size, (rows, config.data.max_len), device=device)
+    tokens = torch.randint(3, config.model.vocab_size, (rows, config.data.max_len), device=place)
     options = {"keep": torch.ones_like(tokens, dtype=torch.bool)} if config.task == "mlm" else {}
-    precision = Precision("fp32" if config.train.precision == "auto" else config.train.precision, device)
+    precision = Precision("fp32" if config.train.precision == "auto" else config.train.precision, place)
 
     def step() -> None:
         model.zero_grad()
@@ -102,8 +102,8 @@ def cost_of_step(run: str, enough_s: float = 1.0) -> dict[str, Any]:
             loss = F.cross_entropy(model(tokens, **options).flatten(0, 1).float(), tokens.flatten())
         loss.backward()
 
-    seconds, memory = _on_gpu(step, enough_s) if device.type == "cuda" else _on_processor(step, enough_s)
-    return {"ms": 1e3 * seconds, "mib": memory / 2**20, "device": device.type}
+    seconds, memory = _on_gpu(step, enough_s) if place.type == "cuda" else _on_processor(step, enough_s)
+    return {"ms": 1e3 * seconds, "mib": memory / 2**20, "device": place.type}
 
 
 def _device(name: str) -> str:
@@ -130,26 +130,45 @@ def _on_gpu(step: Callable[[], None], enough_s: float) -> tuple[float, float]:
     return min(times), torch.cuda.max_memory_allocated()
 
 
-def _costs(report: Report, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Of every cell that has a finished run; what is known already is not measured again."""
+def _costs(report: Report, say: Callable[[str], None], measure: bool) -> dict[str, dict[str, Any]]:
+    """Of every cell that has a finished run, all on one device; what is known already is not measured again."""
     sweep, file = report.sweep, report.out / STEPS_FILE
-    known: dict[str, dict[str, Any]] = json.loads(file.read_bytes()) if file.exists() else {}
-    waiting = {}
-    for row in report.rows:
+    before, waiting = _known(file), dict[str, Path]()
+    marks = {row.cell.name: fingerprint(sweep.config(row.cell)) for row in report.rows}
+    known = {name: cost for name, cost in before.items() if cost["fingerprint"] == marks.get(name)}
+    device = torch.device(_device(sweep.config(report.base.cell).train.device)).type
+    if not measure:  # then those there are, wherever it was
+        device = next((cost["device"] for cost in known.values()), device)
+    known = {name: cost for name, cost in known.items() if cost["device"] == device}
+    for row in report.rows if measure else ():
         seed = next((seed for seed, x in row.runs.items() if x is not None and x["status"] == "done"), None)
-        if seed is not None:
-            mark = fingerprint(sweep.config(row.cell))
-            if known.get(row.cell.name, {}).get("fingerprint") != mark:
-                waiting[row.cell.name] = (mark, folder_of(report.out, row.cell.name, seed) / "run")
+        if seed is not None and row.cell.name not in known:
+            waiting[row.cell.name] = folder_of(report.out, row.cell.name, seed) / "run"
     if waiting:
         from .measure import Children
 
         say(f"measuring a step of each of {len(waiting)} cells")
         with Children(__name__) as children:
-            for name, (mark, run) in waiting.items():
-                known[name] = {"fingerprint": mark, **children.call(f"{__name__}:cost_of_step", run=str(run))}
-                write_file(file, to_json(known))
-    return {row.cell.name: known[row.cell.name] for row in report.rows if row.cell.name in known}
+            for name, run in waiting.items():
+                found = children.call(f"{__name__}:cost_of_step", run=str(run), device=device)
+                known[name] = {"fingerprint": marks[name], **found}
+                write_file(file, to_json({**before, **known}))
+    return known
+
+
+def _known(file: Path) -> dict[str, dict[str, Any]]:
+    """What was measured before; of a damaged file, what can be read."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    costs = found.items() if isinstance(found, dict) else ()
+    return {name: cost for name, cost in costs if isinstance(cost, dict) and _is_cost(cost)}
+
+
+def _is_cost(cost: dict[str, Any]) -> bool:
+    numbers, texts = (cost.get("ms"), cost.get("mib")), (cost.get("fingerprint"), cost.get("device"))
+    return all(isinstance(x, int | float) for x in numbers) and all(isinstance(x, str) for x in texts)
 
 
 # ------------------------------------------------------------------------------------- the report
@@ -190,11 +209,12 @@ class Shot(Report):
         return [*super().said(), *([how] if self.costs else [])]
 
 
-def shot(report: Report, say: Callable[[str], None] | None = None) -> Shot:
-    """The report of the shoot-out: steps are measured, table and pictures written."""
+def shot(report: Report, say: Callable[[str], None] | None = None, measure: bool = True) -> Shot:
+    """The report of the shoot-out: steps are measured, or not, table and pictures written."""
     from .shootout_figure import draw_tradeoff
 
-    found = Shot(report.sweep, report.out, report.columns, report.rows, _costs(report, say or (lambda line: None)))
+    costs = _costs(report, say or (lambda line: None), measure)
+    found = Shot(report.sweep, report.out, report.columns, report.rows, costs)
     write_file(found.out / "table.md", found.markdown().encode())
     if any(row.n_done for row in found.rows):
         draw_tradeoff(found, found.out / "tradeoff.png")

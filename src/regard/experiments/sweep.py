@@ -15,17 +15,21 @@ import hashlib
 import json
 import re
 import shutil
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from ..config import RunConfig
 from ..config.words import UsageError, nearest, parse_words
-from ..errors import RegardError
+from ..errors import BadModelFile, RegardError
 from ..hub.files import parse_json, to_json, write_file
 from ..recipes import recipe as recipe_of
 from ..recipes import run_config
+from .sweep_trust import need_known, need_our_measures
 
 if TYPE_CHECKING:
     from .sweep_report import Report
@@ -37,6 +41,10 @@ FINAL = ("done", "diverged")
 """Outcomes that stand; a run that failed is tried again when the sweep is started again."""
 # Where files lie and what computes is the machine's business: a sweep may move. Results say what data they saw.
 _OF_THE_MACHINE = {"data": ("source", "valid"), "train": ("out", "seed", "device")}
+# What a recurrent model does not look at, and what means nothing where there is no norm.
+_NOT_RECURRENT = ("n_heads", "n_kv_heads", "d_head", "d_ff", "positions", "norm", "norm_place", "attention_scale")
+_OF_NORMS = ("norm_place", "norm_eps", "norm_bias")
+_OF_TESTS = {"translate": "bleu", "classify": "accuracy", "classify-images": "accuracy"}
 _KEPT = ("run.json", "provenance.json", "metrics.jsonl", "evaluation.json")
 _NAME = re.compile(r"[^\W/\\:]([\w.,=+ ×½¼-]*[^\W/\\:])?")
 
@@ -74,8 +82,18 @@ class Sweep:
     """Functions ``package.module:name`` called with the finished run's directory, giving more metrics by name."""
     base_name: str = "base"
     about: str = ""
+    ending: str = ""
+    """What its report says more than the table, of ``ablations.FINISHED``; sweeps by name alone have one."""
+    stored: bool = field(default=False, compare=False)
+    """Read from a directory, which may be anybody's: nothing that it names is imported."""
 
     def __post_init__(self) -> None:
+        folders: dict[str, str] = {}
+        for cell in self.rows:
+            # Some file systems take upper and lower case for one, and both ways to write an accent.
+            folder = unicodedata.normalize("NFC", _folder(cell.name)).casefold()
+            if folders.setdefault(folder, cell.name) != cell.name:
+                raise UsageError(f"cells {folders[folder]!r} and {cell.name!r} would have one directory")
         names = [cell.name for cell in self.rows]
         if twice := {name for name in names if names.count(name) > 1}:
             raise UsageError(f"two cells are called {min(twice)!r}")
@@ -92,16 +110,32 @@ class Sweep:
     def config(self, cell: Cell, seed: int = 0) -> RunConfig:
         """What is run for a cell; ``train.out`` is for the runner to say."""
         words = layered(self.base_words, cell.words, (f"train.seed={seed}",))
+        if self.stored:
+            need_known(words)
         return run_config(recipe_of(self.recipe)["task"], words, preset=self.recipe)
 
     def with_words(self, words: Sequence[str]) -> Sweep:
         """The same with more words about the base; cells still change what they are about."""
         return replace(self, base_words=tuple(layered(self.base_words, words)))
 
+    def metric_of_test(self, name: str) -> str:
+        """What is shown of further examples."""
+        task = recipe_of(self.recipe)["task"]
+        return f"{name}_{_OF_TESTS.get(task, 'loss')}"
+
+    def without_base(self) -> Sweep:
+        """The same without cells that are the base itself: what they change, it has already, or does not look at."""
+        base = _meant(self.config(self.rows[0]))
+        cells = tuple(cell for cell in self.cells if _meant(self.config(cell)) != base)
+        if self.cells and not cells:
+            names = ", ".join(cell.name for cell in self.cells)
+            raise UsageError(f"{self.name}: nothing is left to compare: {names} would be the same run as the base")
+        return replace(self, cells=cells)
+
     # ------------------------------------------------------------------------------------- on disk
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "stored"}
 
     @classmethod
     def read(cls, out: str | Path) -> Sweep:
@@ -110,22 +144,30 @@ class Sweep:
         if not path.is_file():
             raise RegardError(f"{out} holds no sweep: it has no {SWEEP_FILE}")
         fields = parse_json(path.read_bytes(), path)
-        cells = tuple(Cell(x["name"], tuple(x["words"]), x["group"]) for x in fields.pop("cells"))
-        lists = ("base_words", "seeds", "metrics", "measures")
-        return cls(**{**fields, **{name: tuple(fields[name]) for name in lists}, "cells": cells})
+        try:
+            found = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"])) or "it"
+            raise BadModelFile(f"{path} is not a sweep: {where}: {problem['msg']}") from None
+        return replace(found, stored=True)
 
     def write(self, out: Path) -> None:
-        """Into a new directory, or over the same sweep: more cells and more seeds may join, nothing else may change."""
-        path = out / SWEEP_FILE
+        """Into a new directory, or over the same sweep: cells and seeds may join, settings may not change. Seeds that
+        are not asked for today stay part of it."""
+        path, whole = out / SWEEP_FILE, self
         if path.exists():
-            self._need_same(Sweep.read(out), out)
+            before = Sweep.read(out)
+            self.need_same(before, out)
+            whole = replace(self, seeds=tuple(dict.fromkeys((*before.seeds, *self.seeds))))
         elif out.exists() and any(out.iterdir()):
             raise FileExistsError(f"{out} already holds something else; --out names another directory")
         out.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_bytes() != to_json(self.document()):
-            write_file(path, to_json(self.document()))
+        if not path.exists() or path.read_bytes() != to_json(whole.document()):
+            write_file(path, to_json(whole.document()))
 
-    def _need_same(self, stored: Sweep, out: Path) -> None:
+    def need_same(self, stored: Sweep, out: Path) -> None:
+        """Refuse where a cell of that name was another run there."""
         mine = {cell.name: cell for cell in self.rows}
         for cell in stored.rows:
             if cell.name in mine and (other := _first_difference(stored.config(cell), self.config(mine[cell.name]))):
@@ -158,6 +200,13 @@ def settings(config: RunConfig) -> dict[str, Any]:
     return found
 
 
+def _meant(config: RunConfig) -> dict[str, Any]:
+    """The settings that this model looks at."""
+    model, found = config.model, settings(config)
+    unseen = _NOT_RECURRENT if model.architecture == "recurrent" else _OF_NORMS if model.norm == "none" else ()
+    return {name: value for name, value in found.items() if name.removeprefix("model.") not in unseen}
+
+
 def fingerprint(config: RunConfig) -> str:
     """What a result is recognised by."""
     text = json.dumps([settings(config), config.train.seed], sort_keys=True)
@@ -173,7 +222,11 @@ def _first_difference(stored: RunConfig, asked: RunConfig) -> str | None:
 
 
 def folder_of(out: Path, cell: str, seed: int) -> Path:
-    return out / "cells" / cell.replace(" ", "_") / f"seed-{seed}"
+    return out / "cells" / _folder(cell) / f"seed-{seed}"
+
+
+def _folder(cell: str) -> str:
+    return cell.replace(" ", "_")
 
 
 def prune(folder: Path) -> None:
@@ -190,7 +243,8 @@ def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
         found = json.loads((folder_of(out, cell, seed) / RESULT_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "status" in found else None
+    sound = isinstance(found, dict) and "status" in found and isinstance(found.get("metrics"), dict)
+    return found if sound else None
 
 
 def run(
@@ -215,7 +269,8 @@ def run(
     out = Path(out)
     for cell in sweep.rows:
         sweep.config(cell)  # what cannot be meant is said before anything is run
-    sweep.write(out)
+    if sweep.stored:
+        need_our_measures(sweep.measures, out / SWEEP_FILE)
     run_all(sweep, out, jobs=jobs, minutes=minutes, max_seconds=max_seconds, keep=keep, progress=progress)
     return report(out, sweep)
 
@@ -230,13 +285,14 @@ def report(out: str | Path, sweep: Sweep | None = None) -> Report:
     write_file(out / "table.md", found.markdown().encode())
     write_file(out / "table.csv", found.csv().encode())
     write_file(out / "runs.csv", found.runs_csv().encode())
-    if any(row.n_done for row in found.rows):
+    if found.metrics and any(row.n_done for row in found.rows):
         draw(found, out)
     return found
 
 
 def named_words(words: Sequence[str]) -> list[str]:
-    """Words checked for their form: what is wrong is said before any process is started."""
+    """Words that a person gave, checked for their form before any process is started; a mechanism of their own that
+    they name is imported now, and known from then on."""
     parse_words(words)
     return list(words)
 

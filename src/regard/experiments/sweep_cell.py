@@ -54,6 +54,7 @@ def run_cell(
     root, started = Path(folder), time.perf_counter()
     torch.set_num_threads(1)  # however many run beside it, the sums come out the same
     found: dict[str, Any] = {"fingerprint": fingerprint, "status": "done", "metrics": {}}
+    found |= {"keep": keep, "tests": tests, "measures": measures}
     resolved = RunConfig(**config)
     with alone(root):  # an orphan of a killed sweep may still be in there: it is waited for
         before = _spent(root)
@@ -128,7 +129,9 @@ def _need_sound(found: dict[str, Any]) -> None:
     """Loss and gradients may stay finite in a run that has left the road all the same: much worse than guessing (by a
     factor e), and worse than it began."""
     loss, curve = found["metrics"].get("valid_loss"), found.get("curve")
-    if loss is None or not math.isfinite(loss):
+    if loss is None:
+        raise RegardError("no held-out loss was computed")
+    if not math.isfinite(loss):
         raise Diverged(f"the held-out loss is {loss}")
     if curve and loss > found["guessing"] + 1 and found["train_loss"] > curve[0][1]:
         guess = f"{found['guessing']:.3g}"
@@ -144,7 +147,10 @@ def _facts(run: Path) -> dict[str, Any]:
     with torch.device("meta"):
         n_parameters = build(model).n_parameters
     data = opened.facts["data"]
-    order = [data["sha256"], *(opened.config.train.model_dump()[x] for x in ("batch_tokens", "batch_size", "seed"))]
+    # All that decides which batches there are. Where the files lie does not: the sum of their bytes is known.
+    reading = opened.config.data.model_dump(mode="json", exclude={"source", "valid"})
+    batches = opened.config.train.model_dump(include={"batch_tokens", "batch_size", "accumulate", "seed"})
+    order: list[Any] = [data["sha256"], sorted(reading.items()), sorted(batches.items())]
     order += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(run.glob("tokenizer*.json"))]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines() if line.endswith("}")]
     steps = [line for line in lines if "loss_mean" in line]

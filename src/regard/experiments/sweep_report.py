@@ -12,9 +12,10 @@ from typing import Any
 
 from .significance import Estimate, compare, estimate
 from .sweep import Cell, Sweep, read_result
+from .sweep_asked import not_asked, smaller_is_better
 from .sweep_columns import columns_of, symbol
 
-__all__ = ["LEVEL", "Report", "RowOf", "gather"]
+__all__ = ["LEVEL", "Report", "RowOf", "gather", "smaller_is_better"]
 
 LEVEL = 0.05
 """Of all tests of a metric together."""
@@ -233,7 +234,8 @@ class Report:
             lines.append("not all runs saw the same data")
         if others := self._other_order():
             lines.append(f"other batches than the base: {', '.join(others)}")
-        return lines + self._samples()
+        runs = [x for row in self.rows for x in row.runs.values() if x is not None]
+        return lines + not_asked(self.sweep, runs) + self._samples()
 
     def _samples(self) -> list[str]:
         """What the first run of each cell writes, where it was asked to show it."""
@@ -273,10 +275,6 @@ class Report:
             for row in self.rows[1:]
             if any(x and x.get("order") and known.get(seed) not in (None, x["order"]) for seed, x in row.runs.items())
         ]
-
-
-def smaller_is_better(metric: str) -> bool:
-    return "loss" in metric or metric.endswith("perplexity") or metric in ("seconds", "memory_mib")
 
 
 def gather(sweep: Sweep, out: Path) -> Report:

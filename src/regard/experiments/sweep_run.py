@@ -52,7 +52,9 @@ def run_all(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     say = progress or (lambda line: None)
+    out.mkdir(parents=True, exist_ok=True)
     with alone(out, "is being swept by another process"):
+        sweep.write(out)
         waiting, n_done = _waiting(sweep, out, keep)
         n_all = len(waiting) + n_done
         if n_done:
@@ -79,7 +81,7 @@ def _waiting(sweep: Sweep, out: Path, keep: bool) -> tuple[list[Job], int]:
             if known is not None and known["status"] in FINAL:
                 if known.get("fingerprint") != mark:
                     raise RegardError(f"{folder} was run with other settings; --out names another directory")
-                if not keep:  # killed just then, a run may have left its weights
+                if known.get("keep") is False:  # killed just then, a run may have left its weights
                     prune(folder)
                 n_done += 1
                 continue
@@ -101,7 +103,6 @@ class _Slot:
             [sys.executable, "-c", start],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             process_group=0 if os.name == "posix" else None,
             # Asking NVML whether there is a GPU leaves CUDA untouched, which a process that forks must.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
@@ -109,12 +110,22 @@ class _Slot:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.asks, self.answers = self.process.stdin, self.process.stdout
         self.job: Job | None = None
-        self.began, self.ready = 0.0, False
+        self.began, self.ready, self.heard = 0.0, False, b""
 
     def begin(self, job: Job) -> None:
         self.job, self.began = job, time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # then its answer is missing too
-            print(json.dumps(job.order), file=self.asks, flush=True)
+            self.asks.write(json.dumps(job.order).encode() + b"\n")
+            self.asks.flush()
+
+    def lines(self) -> list[str]:
+        """What it has said since, called when there is something; nothing whole may be there yet. "" is its end.
+
+        Past Python's buffer: a line that waits in there is none that select would know of.
+        """
+        more = os.read(self.answers.fileno(), 1 << 16)
+        *whole, self.heard = (self.heard + more).split(b"\n")
+        return [line.decode() for line in whole] + ([] if more else [""])
 
     def signal(self, number: int) -> None:
         if os.name == "posix":
@@ -175,6 +186,7 @@ class _Pool:
             finally:
                 for slot in self.slots:
                     slot.close()
+                self.seen.close()
         if signals.asked:
             raise Interrupted(
                 f"stopped with {left} of {self.n_all} runs to do; starting it again goes on", signals.asked
@@ -202,17 +214,21 @@ class _Pool:
     def _listen(self, seconds: float) -> None:
         for key, _ in self.seen.select(seconds):
             slot: _Slot = key.data
-            answer, job = slot.answers.readline(), slot.job
-            if not slot.ready:  # its first line says that everything is imported: the clock of its run starts now
-                if not answer and not self.stopping:
-                    raise RegardError("a process for the runs could not be started")
-                slot.ready, slot.began = True, time.monotonic()
-                continue
-            slot.job = None
-            if answer and job is not None:
-                self._ended(job, int(answer), time.monotonic() - slot.began)
-            if not answer:
-                self._replace(slot, job)
+            for answer in slot.lines():
+                self._answered(slot, answer)
+
+    def _answered(self, slot: _Slot, answer: str) -> None:
+        """A line of a process, or "" when it has ended."""
+        if not slot.ready and not answer and not self.stopping:
+            raise RegardError("a process for the runs could not be started")
+        if not slot.ready and answer:  # that everything is imported: the clock of its run starts now
+            slot.ready, slot.began = True, time.monotonic()
+            return
+        job, slot.job = slot.job, None
+        if not answer:
+            self._replace(slot, job)
+        elif job is not None:
+            self._ended(job, int(answer), time.monotonic() - slot.began)
 
     def _replace(self, slot: _Slot, job: Job | None) -> None:
         """The whole process is gone: another one takes its place. One that does not fork leaves after every run, and
