@@ -25,6 +25,7 @@ from torch import Tensor
 import regard
 from generation.spoken import LINES
 from models.small import decode
+from regard.cli import completing
 from regard.config import MIXERS, ModelConfig, mixers
 from regard.config.words import UsageError, parse_words
 from regard.data.tokenizers import train_tokenizer
@@ -193,6 +194,31 @@ def test_a_typed_name_is_imported(cosine: Path) -> None:
         parse_words(["model.mixer=cosin:Cosine"])
     with pytest.raises(UsageError, match="cosine has no Sine"):
         parse_words(["model.mixer=cosine:Sine"])
+
+
+@pytest.mark.parametrize("place", ["cosines/__init__.py", "cosines/angles.py"])
+def test_a_folder_of_ones_own_is_found_too(cosine: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a command that is installed, whose path does not begin where it is started."""
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(cosine))])
+    (cosine / "cosines").mkdir()
+    code = code_of_the_guide()
+    (cosine / place).write_text(code[: code.index("MIXERS[")], encoding="utf-8")
+    name = place.removesuffix(".py").removesuffix("/__init__").replace("/", ".") + ":Cosine"
+    try:
+        assert mixers.register(name).family.__name__ == "Cosine"
+    finally:
+        for module in ("cosines", "cosines.angles"):
+            sys.modules.pop(module, None)
+
+
+def test_the_tab_key_runs_nothing(cosine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(mixers.VARIABLE, " cosine:Cosine, nowhere:None,, not a name,dot")
+    offered = [word for word, _ in completing._values("model.mixer", "")]
+    own = ["cosine:Cosine", "nowhere:None", "not a name"]
+    assert offered == [f"model.mixer={name}" for name in (*MIXERS, *own)]
+    assert [word for word, _ in completing._values("model.mixer", "cos")] == ["model.mixer=cosine:Cosine"]
+    assert "cosine" not in sys.modules
+    assert "cosine" not in MIXERS
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 The commands of the documents run in a real bash, with its globs, pipes and loops. On the PATH stands a client named
 `regard`; it hands its words, its folder and its three streams to the process that waits, and ends as the fork ends.
+Where the client is killed, the fork and all that it started are killed too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_START = 300  # seconds in which everything must be imported, on a busy machine
+_END = 30  # seconds in which what was killed must be gone
 # -S -E: the client needs the standard library alone, and starts in a fiftieth of a second.
 _CLIENT = """#!{python} -SE
 import array, json, os, signal, socket, sys
@@ -57,16 +62,28 @@ class Shell:
         return {**os.environ, **quiet, "PATH": path}
 
     def run(self, command: str, folder: Path, seconds: float = 400) -> subprocess.CompletedProcess[str]:
-        """One command, or several lines of them, as typed into bash; the first that fails ends it."""
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
+        """One command, or several lines of them, as typed into bash; the first that fails ends it.
+
+        After so many seconds everything that it started is killed, and TimeoutExpired raised.
+        """
+        words = ["bash", "-euo", "pipefail", "-c", command]
+        process = subprocess.Popen(
+            words,
             cwd=folder,
             env=self.environment(),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=seconds,
+            start_new_session=True,
         )
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except BaseException:  # Ctrl-C too: it does not reach a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=_END)  # its pipes close when the last one that writes is gone
+            raise
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def start(self, words: list[str], folder: Path, exported: list[str]) -> subprocess.Popen[str]:
         """A command that does not end by itself."""
@@ -96,13 +113,16 @@ def shell(folder: Path) -> Iterator[Shell]:
     # -P: what lies beside this file is not to be imported for something else of the same name.
     waiting = subprocess.Popen([sys.executable, "-P", __file__, path], env=environment)
     try:
+        last = time.monotonic() + _START
         while not os.path.exists(path):
             if waiting.poll() is not None:
                 raise RuntimeError(f"the waiting process ended with {waiting.returncode}")
+            if time.monotonic() > last:
+                raise TimeoutError(f"the waiting process has not imported everything within {_START} s")
             time.sleep(0.02)
         yield Shell(folder)
     finally:
-        waiting.terminate()
+        waiting.kill()  # it holds nothing that would have to be put away
         waiting.wait()
 
 
@@ -152,13 +172,25 @@ def _answer(connection: socket.socket) -> None:
     for stream in streams:
         os.close(stream)
     connection.sendall(process.to_bytes(4, "big"))
+    threading.Thread(target=_follow, args=(connection, process), daemon=True).start()
     _, status = os.waitpid(process, 0)
     code = os.waitstatus_to_exitcode(status)
-    connection.sendall(bytes([code if code >= 0 else 128 - code]))
+    with contextlib.suppress(BrokenPipeError):  # killed with its client
+        connection.sendall(bytes([code if code >= 0 else 128 - code]))
     os._exit(0)
 
 
+def _follow(connection: socket.socket, process: int) -> None:
+    """A client says nothing more: what can be read is that it is gone. Then its command goes, with all it started."""
+    with contextlib.suppress(OSError):
+        connection.recv(1)
+    for kill in (os.killpg, os.kill):  # the second where it has not become the head of a group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(process, signal.SIGKILL)
+
+
 def _become(asked: dict[str, Any]) -> None:
+    os.setsid()
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import os
 import re
 import shlex
 import signal
 import subprocess
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import regard
 
 from . import markdown, table, world
 from .markdown import Block
@@ -65,7 +64,7 @@ def test_a_page_does_what_it_says(file: Path, request: pytest.FixtureRequest, tm
         blocks = [block for block in blocks if block.language == "pycon"]
     if any(block.language == "sh" for block in blocks):
         world.make(here)
-    if "data/shakespeare" in file.read_text(encoding="utf-8"):
+    if re.search(r"\bdata/(shakespeare|multi30k|wikitext-2)\b", file.read_text(encoding="utf-8")):
         world.make_data_sets(here)
     here.mkdir(exist_ok=True)
     names: dict[str, Any] = {}
@@ -100,14 +99,8 @@ def run_session(block: Block, names: dict[str, Any]) -> None:
 
 
 def run_python(block: Block, names: dict[str, Any]) -> None:
-    """A piece of a program; one that takes too long is read, and what it names of regard must be there."""
-    if not any(name in block.text for name in table.READ):
-        exec(compile(block.text, block.where, "exec"), names)
-        return
-    for node in ast.walk(ast.parse(block.text, block.where)):
-        match node:
-            case ast.Attribute(value=ast.Name(id="regard"), attr=name):
-                assert hasattr(regard, name), f"{block.where}: there is no regard.{name}"
+    """A piece of a program."""
+    exec(compile(block.text, block.where, "exec"), names)
 
 
 def run_commands(block: Block, bash: Shell, here: Path, exported: list[str] | None = None) -> list[str]:
@@ -122,7 +115,7 @@ def run_commands(block: Block, bash: Shell, here: Path, exported: list[str] | No
             check_server(shlex.split(command)[1:], bash, here, exported)
             continue
         entry = table.instead(command)
-        lines = entry.run(command) if entry is not None else [table.smaller(command)]
+        lines = entry.run(command) if entry is not None else [table.smaller(command), *table.afterwards(command)]
         assert None not in lines, f"{block.where}: no table knows how to run: {command}"
         if loop or command.startswith("for "):
             loop += [line for line in lines if line is not None]
@@ -140,6 +133,8 @@ def check_server(words: list[str], bash: Shell, here: Path, exported: list[str])
     """It says where it is, answers there, and goes when it is told to."""
     server = bash.start([*words, "--port", "0", "--no-open"], here, exported)
     said = ""
+    late = threading.Timer(120, server.kill)  # its output then ends
+    late.start()
     try:
         assert server.stdout is not None
         for line in server.stdout:
@@ -153,8 +148,9 @@ def check_server(words: list[str], bash: Shell, here: Path, exported: list[str])
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=30) in (0, 130), said
     finally:
+        late.cancel()
         if server.poll() is None:
-            server.send_signal(signal.SIGTERM)
+            server.kill()
             server.wait(timeout=30)
         if server.stdout is not None:
             server.stdout.close()
@@ -195,9 +191,9 @@ def test_the_tables_hold_nothing_that_no_page_says() -> None:
     commands = [command for block in blocks if block.language == "sh" for command in block.commands()]
     ran = [command for command in commands if table.instead(command) is None]
     idle = set(table.SMALLER) - {table.beginning_of(command) for command in ran}
+    idle |= set(table.AFTERWARDS) - set(table.SMALLER)
     idle |= {pattern for pattern, *_ in table.CHANGED if not any(re.search(pattern, command) for command in commands)}
     idle |= {known for known in table.INSTEAD if not any(command.startswith(known) for command in commands)}
-    idle |= {name for name in table.READ if not any(name in block.text for block in blocks)}
     assert not idle, f"nobody needs these entries any more: {sorted(idle)}"
 
 
@@ -221,5 +217,17 @@ def test_a_wrong_session_and_a_failing_command_are_seen(bash: Shell, tmp_path: P
     with pytest.raises(AssertionError, match="no table knows"):
         run_commands(Block(file, 1, "sh", "rm -rf /\n"), bash, tmp_path)
     assert bash.run("regard --version | cat", tmp_path).stdout.startswith("regard ")
-    with pytest.raises(subprocess.TimeoutExpired):
-        bash.run("sleep 5", tmp_path, seconds=0.1)
+
+
+@pytest.mark.slow
+def test_a_command_that_takes_too_long_is_killed_wherever_it_runs(bash: Shell, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("all work and no play\n" * 400, encoding="utf-8")
+    endless = table.smaller("regard train lm data.source=book.txt train.out=runs/endless")
+    assert endless is not None
+    endless = endless.replace("train.steps=3 ", "train.steps=9000000 ")
+    for command, seconds in (("sleep 90", 0.5), (endless, 8)):
+        began = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired, match=f"timed out after {seconds} seconds"):
+            bash.run(command, tmp_path, seconds)  # returns when nobody holds its output any more
+        assert time.monotonic() - began < 60
+    assert (tmp_path / "runs/endless").is_dir(), "it was under way"

@@ -31,7 +31,7 @@ def steps(call: Call) -> Steps:
     """All steps of an attention, dropout left out: it acts on the weights only while training."""
     scaled, biased, masked, weights = _weights(call)
     scores = scaled
-    if isinstance(call.mechanism, Dot):
+    if isinstance(call.mechanism, Dot) and call.mechanism.kind == "dot":
         scores = Dot(scale=1.0).tile(_exact(call.q), _exact(call.k))
     return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
 

@@ -37,7 +37,8 @@ class Mechanism:
     ``normaliser`` says how a row of scores becomes weights: "softmax" exp(s) / Σ exp(s), "linear" s / Σ s.
     ``operands`` are the parameters ``tile`` reads; backends that recompute tiles pass them explicitly and return
     their gradients. ``kind`` is what backends go by: "dot" products, other "scores" under a softmax, "kernel" products,
-    other "shares" of a sum, a "summary" of the keys. Whoever writes a ``tile`` gets the kind every tile can serve.
+    other "shares" of a sum, a "summary" of the keys. Whoever writes a ``tile`` or a ``normaliser`` gets the kind that
+    any tile can serve, and with a ``tile`` autograd's ``tile_backward``, unless they say otherwise.
     """
 
     name: ClassVar[str]
@@ -49,14 +50,24 @@ class Mechanism:
         super().__init_subclass__(**rest)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
-        if (
-            "tile" in cls.__dict__ and "kind" not in cls.__dict__
-        ):  # a score of its own is no longer what it was a kind of
+        declared, said = cls._giver("kind"), ("tile", "normaliser")
+        if any(getattr(cls, name) != getattr(declared, name, getattr(cls, name)) for name in said):
+            # It is no longer what it was a kind of.
             cls.kind = "scores" if cls.normaliser == "softmax" else "shares"
+        order = cls.__mro__.index
+        if order(cls._giver("tile")) < order(cls._giver("tile_backward")):  # gradients of a score that was replaced
+            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]  # a class of its own is made here
+
+    @classmethod
+    def _giver(cls, name: str) -> Any:
+        """The class from which this one has an attribute: itself, a base, or a mix-in that knows of no mechanisms."""
+        return next(base for base in cls.__mro__ if name in base.__dict__)
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
         """One for a layer of a model. Whoever is built from something else than its heads says so here."""
+        if cls.__init__ in (object.__init__, nn.Module.__init__):
+            return cls()
         return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base itself has nothing to build
 
     def queries(self, q: Tensor) -> Tensor:
@@ -120,11 +131,12 @@ class Dot(Mechanism):
     scale: float | None = None
 
     def __init__(self, scale: float | None = None) -> None:
-        self.scale = scale
+        if scale is not None:  # else that of the class
+            self.scale = scale
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
-        if cls is Dot:
+        if cls.__init__ is Dot.__init__:
             return cls(config.attention_scale)
         return super().for_model(config, n_heads, d_head)
 

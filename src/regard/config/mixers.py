@@ -163,9 +163,20 @@ def mixer(name: str) -> Mixer:
 
 def mixers() -> dict[str, Mixer]:
     """The table, with what the environment adds to it."""
-    for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+    for name in _named():
         register(name)
     return MIXERS
+
+
+def names() -> list[str]:
+    """What may be typed for ``mixer``. Nothing is imported, so what a module of one's own calls itself is not known."""
+    made = {one.make for one in MIXERS.values()}
+    return [*MIXERS, *(name for name in _named() if name not in made and name not in MIXERS)]
+
+
+def _named() -> list[str]:
+    """What the environment names."""
+    return [name for part in os.environ.get(VARIABLE, "").split(",") if (name := part.strip())]
 
 
 def register(name: str) -> Mixer:
@@ -183,8 +194,7 @@ def register(name: str) -> Mixer:
     if (found := _find(name)) is None:
         lines = (Mixer(name).family.__doc__ or "").strip().splitlines()
         found = MIXERS[name] = Mixer(name, lines[0] if lines else "")
-    named = [part for part in os.environ.get(VARIABLE, "").split(",") if part]
-    os.environ[VARIABLE] = ",".join(dict.fromkeys([*named, name]))
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_named(), name]))
     return found
 
 
@@ -194,8 +204,9 @@ def _find(name: str, table: dict[str, Mixer] = MIXERS) -> Mixer | None:
 
 
 def _import(module: str, name: str) -> None:
-    here = Path.cwd()
-    if (here / f"{module.replace('.', os.sep)}.py").is_file() and not {"", str(here)} & set(sys.path):
+    here, parts = Path.cwd(), module.split(".")
+    is_here = here.joinpath(*parts).with_suffix(".py").is_file() or here.joinpath(*parts, "__init__.py").is_file()
+    if is_here and not {"", str(here)} & set(sys.path):
         sys.path.insert(0, str(here))  # as python -m does; an installed command does not
     try:
         importlib.import_module(module)

@@ -214,6 +214,9 @@ def as_csv(session: Session, at: Place, rows: Part, cols: Part, limits: Limits) 
     return out.getvalue()
 
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets look behind white space too
+
+
 def _texts(labels: Sequence[Label]) -> list[str]:
     """A spreadsheet would run a cell that begins like a formula."""
-    return [f"'{label.text}" if label.text[:1] in "=+-@" else label.text for label in labels]
+    return [f"'{label.text}" if label.text.startswith(_FORMULA) else label.text for label in labels]

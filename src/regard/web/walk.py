@@ -46,7 +46,7 @@ def walk(seen: AttentionMap, head: int, row: int, col: int, values: Tensor | Non
         "lse": _finite(lse),
         "weight": weight,
     }
-    if isinstance(scoring.mechanism, Dot):
+    if isinstance(scoring.mechanism, Dot) and scoring.mechanism.kind == "dot":
         factor = scoring.mechanism.factor(q.shape[-1])
         found |= {"dot": float((q.double() * k.double()).sum()), "factor": factor}
     if values is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ..generation.generate import stream_tokens
 from ..generation.pictures import pixels
 from ..generation.pieces import Decode, after, text_pieces
 from ..generation.words import Words
-from ..lens.labels import token_labels
+from ..lens.labels import Label, token_labels
 from ..lens.places import attentions, heads_of
 from ..lens.taking import recording
 from .bodies import LookBody, StreamBody, Watch
@@ -44,7 +44,7 @@ class Watching:
     """The cross-attention of one layer, row by row while the model decodes: its recorder is on for a step at a time."""
 
     def __init__(self, served: Served, watch: Watch, limits: Limits) -> None:
-        self._served, self._n_cols, self._left = served, limits.tile, limits.response_bytes // 12  # digits of a weight
+        self._n_cols, self._left = limits.tile, limits.response_bytes // 12  # digits of a weight
         modules = attentions(served.model).get("cross", [])
         if not modules:
             raise Refused(422, f"model {served.id!r} has no cross-attention to watch")
@@ -54,6 +54,7 @@ class Watching:
                 raise Refused(422, f"watch.{name}={asked}: cross attention has {have} {name}s, 0 … {have - 1}")
         self._module, self._head = nn.ModuleList([modules[watch.layer]]), watch.head
         self._call = sum(module is modules[watch.layer] for module in modules[: watch.layer])  # layers may share one
+        self._labels = Labelling(served)
         self.written: list[int] = []
         self.rows: list[Tensor] = []
 
@@ -76,11 +77,36 @@ class Watching:
 
         As much of a row as a page shows, and as many rows as one answer may be long.
         """
-        label = token_labels(self.written, self._served.writes_with, self._served.config)[n]
+        label = self._labels.of(self.written)[n]
         row = self.rows[n][: self._n_cols].tolist()
         self._left -= len(row)
         weights = {"weights": [round(weight, 7) for weight in row]} if self._left >= 0 else {}
         return {"label": label_document(label), **weights}
+
+
+class Labelling:
+    """The labels of a text that grows, of which only the last character can still change: what is before is kept.
+
+    One piece of it is read again, since a text begins otherwise than it goes on. Only ``text`` and ``special`` hold:
+    places count from where reading began.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._tokenizer, self._config = served.writes_with, served.config
+        self._kept: list[Label] = []
+        self._start = self._n_known = 0  # where reading begins, and tokens there whose labels are known
+
+    def of(self, tokens: Sequence[int]) -> list[Label]:
+        """``tokens`` are those of the last time and any that came since."""
+        if len(tokens) > len(self._kept):
+            found = token_labels(tokens[self._start :], self._tokenizer, self._config)
+            self._kept[self._start + self._n_known :] = found[self._n_known :]
+            # Of these the last one has text, and is whole: after it nothing is at the beginning of a text.
+            before = [label for label in found[: found[-1].whole[0]] if label.end > label.start]
+            if before:
+                first, last = before[-1].whole
+                self._start, self._n_known = self._start + first, last - first
+        return self._kept
 
 
 def _written(

@@ -57,9 +57,10 @@ class Align {
     const { live } = this;
     if (source) live.colLabels = source.slice(0, MOST);
     if (weights && live.rowLabels.length < MOST) {
-      const { rows, values } = live.matrix;
+      const { rows } = live.matrix, cols = weights.length, values = rows ? live.matrix.values : new Float32Array(MOST * cols);
+      values.set(weights, rows * cols);
       live.rowLabels.push(label);
-      live.matrix = { rows: rows + 1, cols: weights.length, values: Float32Array.of(...values, ...weights) };
+      live.matrix = { rows: rows + 1, cols, values };
     }
     this.said.textContent += text ?? "";
     this.sheet.redraw();

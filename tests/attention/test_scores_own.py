@@ -1,0 +1,181 @@
+"""Mechanisms that change one thing of another: no backend goes on computing what they were derived from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard.attention import Dot, Mechanism
+from regard.attention.backends import attend
+from regard.attention.capabilities import BACKENDS
+from regard.attention.linear import Linear
+from regard.attention.masks import causal
+from regard.attention.scores import Operands
+from regard.config import MIXERS, Mixer
+
+
+class Positive(Dot):
+    """Shares of squashed products: positive, divided by their sum."""
+
+    normaliser = "linear"
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q.sigmoid()
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k.sigmoid()
+
+
+class Sharper(Linear):
+    """A kernel under a softmax."""
+
+    normaliser = "softmax"
+
+
+class Again(Positive):
+    """Back under a softmax."""
+
+    normaliser = "softmax"
+
+
+class Shared:
+    """Knows nothing of mechanisms."""
+
+    normaliser = "linear"
+
+
+class MixedIn(Shared, Dot):
+    def queries(self, q: Tensor) -> Tensor:
+        return q.exp()
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k.exp()
+
+
+class Halved:
+    """A score of its own, from outside."""
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        return Dot(0.5).tile(q, k).tanh()
+
+
+class Bounded(Halved, Dot):
+    """Its gradients are no longer those of the product."""
+
+
+class Turned(Dot):
+    """Looks from its own corner, and is built as the scaled dot product is."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q.flip(-1)
+
+
+class Unscaled(Turned):
+    scale = 1.0
+
+
+class Plain(Mechanism):
+    """Nothing but a score."""
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        return -(q[:, :, :, None] - k[:, :, None]).abs().sum(-1)
+
+
+class PlainModule(nn.Module, Plain):
+    """The same, as a module."""
+
+
+KINDS = {
+    Positive: "shares",
+    Sharper: "scores",
+    Again: "scores",
+    MixedIn: "shares",
+    Bounded: "scores",
+    Turned: "dot",
+    Unscaled: "dot",
+    Plain: "scores",
+    PlainModule: "scores",
+}
+OWN = list(KINDS)
+
+
+@pytest.fixture(autouse=True)
+def entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own in OWN:
+        monkeypatch.setitem(
+            MIXERS, own.__name__, Mixer(f"{__name__}:{own.__name__}", pairs=own.normaliser == "softmax")
+        )
+
+
+def small(mixer: str, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 24, "n_layers": 1, "n_heads": 3, "d_ff": 16, "max_len": 16, "vocab_size": 40}
+    made: Any = regard.build("gpt2", **sizes, mixer=mixer, **fields)
+    with torch.no_grad():  # new models look everywhere nearly alike, whatever the mechanism
+        made.decoder.blocks[0].attention.w_qkv.weight.mul_(20)
+    return made
+
+
+def unless_refused(compute: Callable[[], Any], backend: str, own: type[Mechanism]) -> Any:
+    """None where the backend says that it cannot do this mechanism."""
+    try:
+        return compute()
+    except ValueError as error:
+        said = str(error)
+    assert f"backend={backend!r} cannot do" in said
+    assert f"mechanism {own.name!r}" in said
+    return None
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
+def test_the_kind_follows_what_is_changed(own: type[Mechanism]) -> None:
+    assert own.kind == KINDS[own]
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
+def test_every_backend_gives_the_same_or_refuses(own: type[Mechanism]) -> None:
+    torch.manual_seed(1)
+    heads = [torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    seen = {}
+    for backend in ("auto", *BACKENDS):
+        run = functools.partial(attend, *heads, mask=causal(), mechanism=own(), backend=backend)
+        attended = unless_refused(run, backend, own)
+        if attended is None:
+            continue
+        output = attended.output
+        seen[backend] = (output, *torch.autograd.grad(output.square().sum(), heads))
+    assert {"auto", "reference"} <= set(seen)
+    assert ("tiled" in seen) == (own.normaliser == "softmax")
+    for backend, found in seen.items():
+        for x, wanted in zip(found, seen["reference"], strict=True):
+            torch.testing.assert_close(x, wanted, msg=lambda said, backend=backend: f"{backend}: {said}")
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
+@torch.no_grad()
+def test_a_model_built_with_it_gives_the_same_with_every_backend(own: type[Mechanism]) -> None:
+    tokens = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(2))
+    wanted = small(own.__name__, attention_backend="reference").eval()(tokens)
+    plain = small("dot").eval()(tokens)
+    assert (wanted - plain).abs().max() > 1e-3
+    for backend in ("auto", "tiled", "sdpa"):
+        model = small(own.__name__, attention_backend=backend).eval()
+        found = unless_refused(functools.partial(model, tokens), backend, own)
+        if found is not None:
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_scale_is_the_configs_or_the_classes() -> None:
+    def scale_of(mixer: str, **fields: Any) -> float:
+        return float(small(mixer, **fields).decoder.blocks[0].attention.mechanism.factor(8))
+
+    assert scale_of("Turned") == pytest.approx(8**-0.5)
+    assert scale_of("Turned", attention_scale=0.25) == 0.25
+    assert scale_of("Unscaled") == 1.0
+    assert scale_of("Unscaled", attention_scale=0.25) == 0.25
