@@ -322,7 +322,7 @@ def attention_scale(
     some = list(own) if kinds is None else list(kinds)
     for kind in some:
         for module in own.get(kind, [attention_at(model, kind, 0)]):
-            if type(module.mechanism) is not Dot:  # one derived from it may do more than multiply
+            if not isinstance(module.mechanism, Dot) or module.mechanism.kind != "dot":
                 name = getattr(module.mechanism, "name", type(module.mechanism).__name__)
                 raise ValueError(f"attention_scale is for dot products; the {kind} attention's scores are {name!r}")
 
