@@ -94,5 +94,9 @@ def test_the_shoot_out() -> None:
     lines = [line.split("|")[1:-1] for line in (DOCS / "research.md").read_text(encoding="utf-8").splitlines()]
     said = {line[1].strip(): line[2].strip() for line in lines if len(line) == 9}
     names = {"base": "**dot, sinusoidal** (the base)", "fourier": "fourier (FNet)"}
-    for cell, ((loss,),) in runs_of("mechanisms", "valid_loss").items():
-        assert said[names.get(cell, cell.removeprefix("positions="))] == f"{loss:.3f}"
+    runs = {cell: values for cell, (values,) in runs_of("mechanisms", "valid_loss").items()}
+    p = compare(runs["base"], {name: values for name, values in runs.items() if name != "base"}).p
+    assert len(runs) == 15
+    for cell, values in runs.items():
+        loss, star = estimate(values), " *" if p.get(cell, 1.0) < LEVEL else ""
+        assert said[names.get(cell, cell.removeprefix("positions="))] == f"{loss.mean:.3f} ± {loss.se:.3f}{star}"
