@@ -6,6 +6,10 @@ caller may want to tell apart: a file that cannot be trusted, a training run tha
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = ["BadModelFile", "Diverged", "RegardError"]
 
 
@@ -25,3 +29,15 @@ class Diverged(RegardError):
     """Training reached a loss or gradient that is not finite and could not recover."""
 
     exit_code = 4
+
+
+@contextmanager
+def warnings_unsaid(logger: str) -> Iterator[None]:
+    """Where what a room would warn of is no news, or said in another way."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
+
+from regard.errors import warnings_unsaid
 
 from . import completing
 from .common import AsJson, Words, progress, show
@@ -63,7 +62,7 @@ def describe(
     from regard.data.describe import describe as look_at
     from regard.data.sources import open_source
 
-    with _said_once():
+    with warnings_unsaid("regard.data.sources"):  # the description lists what was left out
         opened = open_source(config)
     progress(f"{opened.name}: {len(opened.train):,} examples")
     if opened.kind == "pairs":  # made once where they are made when asked for
@@ -112,15 +111,3 @@ def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenize
     template = _TEMPLATES.get(source.kind, "eos")
     made = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]  # _tokenizer_kind
     return made[0], made[1] if len(made) > 1 else None
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """The description lists what was left out; the warning of the same would say it a second time."""
-    log = logging.getLogger("regard.data.sources")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..config.words import UsageError
-from ..export.export import twins_unsaid
+from ..errors import warnings_unsaid
 from ..hub.files import alone, parse_json, to_json, write_file
 from ..training.interrupting import Interrupted
 from . import stages
@@ -188,6 +188,6 @@ def demo(
     """Do what is not done yet of the demo in ``out``; words change the recipe, as in `regard train`."""
     root = Path(out)
     made = Demo(root, demo_config(root, words), tuple(words), shown, style, command)
-    with twins_unsaid():
+    with warnings_unsaid("regard.io"):  # that transformers has no twin of this model is no news here
         made.all_stages()
     return made

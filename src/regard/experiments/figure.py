@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..training.curves import INK, tidy
 from .contenders import Contender
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ COLOURS = {
 }
 STYLES = {"exact": "-", "sparse": (0, (4, 1.6)), "approximate": (0, (1, 1.3)), "own": "-."}
 MARKERS = {"exact": "o", "sparse": "s", "approximate": "D", "own": "*"}
-INK, FAINT = "#222222", "#DDDDDD"
 
 
 def draw(found: Bench, file: Path) -> None:
@@ -76,12 +76,7 @@ def _panel(panel: Any, found: Bench, what: str, unit: float, title: str) -> None
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.grid(color=FAINT, linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors="#555555", labelsize=9, length=0)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color("#999999")
+    tidy(panel)
     _label(panel, found, what, ends)
 
 

@@ -164,7 +164,8 @@ def _point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> Point:
 
 
 def _draw(found: Scaling, file: Path) -> None:
-    from .sweep_figure import BETTER, INK, WORSE, _figure, _tidy
+    from ..training.curves import INK, tidy
+    from .sweep_figure import BETTER, WORSE, _figure
 
     figure = _figure(11, 4.6)
     left, right = figure.subplots(1, 2)
@@ -187,7 +188,7 @@ def _draw(found: Scaling, file: Path) -> None:
         (left, "Gradient that passes the softmax, ‖diag(p) − ppᵀ‖"),
         (right, "How sharp attention is"),
     ):
-        _tidy(panel)
+        tidy(panel)
         panel.set_xscale("log", base=2)
         panel.set_xticks(widths, [str(d) for d in widths])
         panel.set_xlabel("d_k", color=INK)

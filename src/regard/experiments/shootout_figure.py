@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..training.curves import INK, SOFT, tidy
 from .extrapolation import FACTORS, METRICS, Lengths
 from .shootout import Shot
-from .sweep_figure import BASE, DASHES, FAINT, INK, LINES, SOFT
+from .sweep_figure import BASE, DASHES, LINES
 from .sweep_report import RowOf
 
 # By what a cell changes, in Okabe and Ito's colours and with markers of their own.
@@ -27,15 +28,6 @@ def _figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
-
-
-def _tidy(panel: Any) -> None:
-    panel.grid(color=FAINT, linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=SOFT, labelsize=9, length=0, which="both")
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color("#999999")
 
 
 def _style(row: RowOf, found: Shot) -> tuple[str, str, str]:
@@ -82,7 +74,7 @@ def draw_tradeoff(found: Shot, file: Path) -> None:
     losses = {row.cell.name: row.estimates[metric].mean for row in rows}
     styles = {row.cell.name: _style(row, found) for row in rows}
     for panel, key, title in ((panels[0], "ms", "milliseconds a step"), (panels[1], "mib", "MiB of a step")):
-        _tidy(panel)
+        tidy(panel)
         panel.set_xscale("log")
         for row in rows:
             colour, marker, _ = styles[row.cell.name]
@@ -130,7 +122,7 @@ def draw_lengths(found: Lengths, file: Path) -> None:
     figure = _figure(10, 5.8)
     figure.subplots_adjust(left=0.075, right=0.8, top=0.84, bottom=0.12)
     panel = figure.subplots()
-    _tidy(panel)
+    tidy(panel)
     panel.set_xscale("log", base=2)
     sizes = [factor * found.length for factor in FACTORS]
     ends: dict[str, tuple[float, float]] = {}

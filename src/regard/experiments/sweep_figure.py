@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..training.curves import INK, SOFT, tidy
 from .sweep_report import TITLES, Report, RowOf, smaller_is_better
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision.
 BASE, BETTER, WORSE, SAME = "#000000", "#009E73", "#D55E00", "#7A7A7A"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
-INK, SOFT, FAINT = "#222222", "#555555", "#E4E4E4"
 
 
 def draw(report: Report, out: Path) -> None:
@@ -30,21 +30,12 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _tidy(panel: Any) -> None:
-    panel.grid(color=FAINT, linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=SOFT, labelsize=9, length=0)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color("#999999")
-
-
 def _results(report: Report, file: Path) -> None:
     metrics = [name for name in report.metrics if name != "perplexity"][:3] or list(report.metrics[:1])
     figure = _figure(3.2 + 4.2 * len(metrics), 1.8 + 0.32 * len(report.rows))
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
-        _tidy(panel)
+        tidy(panel)
         _metric(panel, report, metric)
     labels = [f"({row.cell.group})  {row.cell.name}" if row.cell.group else row.cell.name for row in report.rows]
     panels[0].set_yticks(range(len(labels)), labels, color=INK)
@@ -130,7 +121,7 @@ def _curves(report: Report, file: Path) -> None:
     """The mean over seeds of the training loss; a run that diverged ends with a cross."""
     figure = _figure(9.5, 5.2)
     panel = figure.subplots()
-    _tidy(panel)
+    tidy(panel)
     for place, row in enumerate(report.rows):
         points = _mean_curve(row)
         if not points:

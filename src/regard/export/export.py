@@ -9,16 +9,15 @@ path/
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
 from .. import hub
+from ..errors import warnings_unsaid
 from ..hub.files import to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import need_ours
@@ -117,22 +116,10 @@ def _plain(model: Model) -> Model:
     return copy.deepcopy(model).cpu().float().eval()
 
 
-@contextmanager
-def twins_unsaid() -> Iterator[None]:
-    """That transformers has no twin of a model is no news to whoever does not ask for one."""
-    log = logging.getLogger("regard.io")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
 def _save(model: Model, folder: Path) -> None:
     """What model.save writes, straight into the folder that is about to take its place."""
     inner = folder / "model"
-    with twins_unsaid():
+    with warnings_unsaid("regard.io"):  # whether transformers has a twin is no question here
         model.save(inner)
     (inner / MANIFEST).unlink()
     for file in inner.iterdir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import RegardError
+from ..errors import RegardError, warnings_unsaid
 
 Axes = dict[int, str]
 """The axes of a tensor whose length is free, by name."""
@@ -131,12 +130,6 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """torch's exporter talks a lot, of torchvision and of names for axes, none of it for whoever exports a model."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with warnings_unsaid("torch.onnx"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

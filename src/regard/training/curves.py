@@ -88,6 +88,16 @@ def _percent(name: str) -> bool:
     return any(word in name.lower() for word in ("bleu", "chrf"))
 
 
+def tidy(panel: Any, grid: str = "both") -> None:
+    """How every panel with axes looks here: a faint grid behind, a line below, nothing else."""
+    panel.grid(color=FAINT, linewidth=0.7, axis=grid)
+    panel.set_axisbelow(True)
+    panel.tick_params(which="both", colors=SOFT, labelsize=9, length=0)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color("#999999")
+
+
 def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -96,12 +106,7 @@ def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
     panel.set_xlim(0, max(1, most) * 1.02)
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.grid(color=FAINT, linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.tick_params(which="both", colors=SOFT, labelsize=9, length=0)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color("#999999")
+    tidy(panel)
     return panel
 
 

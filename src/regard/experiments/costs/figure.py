@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.words import UsageError
 from ...models.flops import count, stacks_of
-from ..figure import FAINT, INK
+from ...training.curves import INK, SOFT, tidy
 from .cache import kv_cache
 from .crossing import ALL_PAIRS
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A7A7A", "#F0E442", "#000000")
-SOFT = "#555555"
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -52,12 +51,7 @@ def draw(found: Cost, file: Path) -> Path:
 
 def _plain(panel: Any, title: str, grid: str) -> None:
     panel.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
-    panel.grid(color=FAINT, linewidth=0.7, axis=grid)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=SOFT, labelsize=9.5, length=0)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color("#999999")
+    tidy(panel, grid)
 
 
 def _operations(panel: Any, found: Cost) -> None:
