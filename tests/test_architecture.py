@@ -19,7 +19,8 @@ PACKAGE = ROOT / "src" / "regard"
 # Each room and the rooms directly to its left; what those may import, it may import too.
 LEFT_OF: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "foundation": {"errors"},
+    "config": {"foundation"},
     "presets": {"config"},
     "data": {"config"},
     "layers": {"config"},
@@ -58,7 +59,7 @@ OWNERS: dict[str, set[str]] = {
     "fastapi": {"web"},
     "starlette": {"web"},
     "uvicorn": {"web"},
-    "matplotlib": {"lens", "experiments", "training"},
+    "matplotlib": {"foundation", "lens", "experiments", "training"},
     "sacrebleu": {"training"},
     "tensorboard": {"training"},
     "torch.utils.tensorboard": {"training"},
@@ -71,7 +72,7 @@ WITHOUT_TORCH = {"errors", "config"}
 # What `import regard` may add to `import torch`, in modules: a count does not depend on how busy the machine is.
 MOST_MODULES_ADDED = 40
 # And what it may add once every exported name has been touched.
-MOST_MODULES_ADDED_IN_USE = 300
+MOST_MODULES_ADDED_IN_USE = 310
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from generation.spoken import LINES
 from models.small import decode
 from regard.cli import completing
 from regard.config import MIXERS, ModelConfig, mixers
-from regard.config.words import UsageError, parse_words
+from regard.config.words import parse_words
 from regard.data.tokenizers import train_tokenizer
-from regard.errors import BadModelFile
+from regard.errors import BadModelFile, UsageError
 from regard.experiments.ablations import ablate, ablation
 from regard.experiments.contenders import Setup, choose, ready
 from regard.generation import generate

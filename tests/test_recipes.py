@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from regard.config import DataConfig, ModelConfig, TrainConfig
-from regard.config.words import UsageError
+from regard.errors import UsageError
 from regard.models import build
 from regard.presets import PRESETS
 from regard.recipes import RECIPES, TASKS, default_recipe, recipe, recipes_document, recipes_table, run_config

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import DataConfig, ModelConfig, TrainConfig
-from regard.config.words import SECTIONS, UsageError, build_section, fields_document, fields_table, parse_words, written
+from regard.config.words import SECTIONS, build_section, fields_document, fields_table, parse_words, written
+from regard.errors import UsageError
 
 FIELDS = [(section, name) for section, config in SECTIONS.items() for name in config.model_fields]
 

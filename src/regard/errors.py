@@ -1,22 +1,24 @@
-"""What can go wrong beyond bad arguments, each with the exit code the command line ends with.
+"""The failures callers may want to tell apart, each with the exit code the command line ends with.
 
 A wrong argument is a ValueError or TypeError, in the library as in Python itself. These are the failures that a
-caller may want to tell apart: a file that cannot be trusted, a training run that left the road.
+caller may want to tell apart: a file that cannot be trusted, a training run that diverged.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-__all__ = ["BadModelFile", "Diverged", "RegardError"]
+__all__ = ["BadModelFile", "Diverged", "RegardError", "UsageError"]
 
 
 class RegardError(Exception):
     """Something regard was asked to do failed, and the message says what."""
 
     exit_code = 1
+
+
+class UsageError(RegardError, ValueError):
+    """What was typed cannot be meant; nothing has been done yet."""
+
+    exit_code = 2
 
 
 class BadModelFile(RegardError):
@@ -29,15 +31,3 @@ class Diverged(RegardError):
     """Training reached a loss or gradient that is not finite and could not recover."""
 
     exit_code = 4
-
-
-@contextmanager
-def warnings_unsaid(logger: str) -> Iterator[None]:
-    """Where what a room would warn of is no news, or said in another way."""
-    log = logging.getLogger(logger)
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

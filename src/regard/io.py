@@ -17,7 +17,8 @@ from . import hub
 from .config import ModelConfig
 from .errors import BadModelFile
 from .export.quantise import Int8Directory, check_int8, is_quantised, open_int8
-from .hub.files import to_json
+from .foundation.files import replace_directory, write_atomic
+from .foundation.jsonio import to_json
 from .hub.manifest import need_ours
 from .hub.weights import INDEX
 from .models import Model
@@ -184,7 +185,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
     tensors = _tensors(model, written)
     fields = _config_fields(model, written)
-    with hub.replacing(target) as folder:
+    with replace_directory(target) as folder:
         index = hub.write_safetensors(folder, tensors, most_shard_bytes)
         files = {} if model.processor is None else model.processor.files(model.config)
         if model.provenance is not None and model.provenance.generation_config is not None:
@@ -194,7 +195,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         files["config.json"] = to_json(fields)
         files["README.md"] = hub.model_card(model, written).encode()
         for name, content in files.items():
-            hub.write_file(folder / name, content)
+            write_atomic(folder / name, content)
         hub.Manifest.of(folder).write(folder)
     return target
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from .config import DataConfig, ModelConfig, RunConfig, Task, TrainConfig
-from .config.words import PRESET, SECTIONS, UsageError, build_section, nearest, parse_words, written
+from .config.words import PRESET, SECTIONS, build_section, parse_words, written
+from .errors import UsageError
+from .foundation.suggestions import did_you_mean
 from .presets import PRESETS
 
 Recipe = dict[str, Any]
@@ -230,14 +232,14 @@ _SOURCE_LIKE = {
 def recipe(name: str) -> Recipe:
     """The recipe of that name."""
     if name not in RECIPES:
-        raise UsageError(f"there is no preset {name!r}{nearest(name, RECIPES)} (all: {', '.join(RECIPES)})")
+        raise UsageError(f"there is no preset {name!r}{did_you_mean(name, RECIPES)} (all: {', '.join(RECIPES)})")
     return RECIPES[name]
 
 
 def default_recipe(task: str) -> Recipe:
     """What a task starts from."""
     if task not in TASKS:
-        raise UsageError(f"there is no task {task!r}{nearest(task, TASKS)} (all: {', '.join(TASKS)})")
+        raise UsageError(f"there is no task {task!r}{did_you_mean(task, TASKS)} (all: {', '.join(TASKS)})")
     return RECIPES[_DEFAULTS[task]]
 
 
@@ -265,7 +267,7 @@ def _merged(layers: Any) -> dict[str, Any]:
     for layer in layers:
         if (name := layer.get(PRESET)) is not None:
             if name not in PRESETS:
-                raise UsageError(f"model={name}: there is no such model{nearest(name, PRESETS)}")
+                raise UsageError(f"model={name}: there is no such model{did_you_mean(name, PRESETS)}")
             fields = dict(PRESETS[name])
         fields |= {key: value for key, value in layer.items() if key != PRESET}
     return fields

@@ -13,7 +13,7 @@ import torch
 import regard
 from regard.cli import main
 from regard.config import MIXERS, mixers
-from regard.config.words import UsageError
+from regard.errors import UsageError
 from regard.experiments.ablate_file import read_grid
 from regard.experiments.ablations import AXES, SWEEPS, ablation, listing
 from regard.experiments.scaling import passed, predicted_scaled, predicted_unscaled, scaling

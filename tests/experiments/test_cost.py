@@ -14,7 +14,7 @@ import regard
 from regard.attention.cache import CrossCache
 from regard.config import ModelConfig, TrainConfig
 from regard.config.keys import keys_met
-from regard.config.words import UsageError
+from regard.errors import UsageError
 from regard.experiments.costs.cache import kv_cache
 from regard.experiments.costs.crossing import ALL_PAIRS, SEEN
 from regard.experiments.costs.floors import last_token

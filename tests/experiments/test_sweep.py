@@ -19,15 +19,14 @@ import pytest
 
 from regard.cli import main
 from regard.config import MIXERS, mixers
-from regard.config.words import UsageError
-from regard.errors import BadModelFile, Diverged, RegardError
+from regard.errors import BadModelFile, Diverged, RegardError, UsageError
 from regard.experiments.ablations import SWEEPS, ablate
 from regard.experiments.sweep import Cell, Sweep, fingerprint, folder_of, layered, read_result, report, run
 from regard.experiments.sweep_asked import smaller_is_better
 from regard.experiments.sweep_cell import _facts, _need_sound
 from regard.experiments.sweep_run import Job, _Pool, _Slot, _waiting
 from regard.experiments.sweep_trust import need_our_measures
-from regard.hub.files import alone
+from regard.foundation.files import file_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -468,7 +467,7 @@ def test_fewer_seeds_do_not_shrink_what_is_stored(tmp_path: Path) -> None:
 def test_nobody_writes_into_a_sweep_that_is_running(tmp_path: Path) -> None:
     sweep_of(seeds=(0,)).write(tmp_path)
     before = (tmp_path / "sweep.json").read_bytes()
-    with alone(tmp_path), pytest.raises(RegardError, match="being swept"):
+    with file_lock(tmp_path), pytest.raises(RegardError, match="being swept"):
         run(sweep_of(seeds=(0, 1)), tmp_path)
     assert (tmp_path / "sweep.json").read_bytes() == before
 

@@ -141,7 +141,7 @@ def test_a_file_that_is_not_listed_is_not_read(saved: Path, tmp_path: Path) -> N
 
 
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.hub import files
+    from regard.foundation import files
 
     order: list[str] = []
     replace = files.os.replace

@@ -15,8 +15,9 @@ import transformers as hf
 from torch import nn
 
 from regard.config import ModelConfig, RopeScalingConfig
-from regard.hub import behaviour, differences, files, write_config
-from regard.hub.files import previous, replacing
+from regard.foundation import files
+from regard.foundation.files import previous_version, replace_directory
+from regard.hub import behaviour, differences, write_config
 from regard.io import load, save
 from regard.models import build
 from regard.presets import PRESETS, preset
@@ -315,7 +316,7 @@ def test_a_file_is_not_replaced_by_a_directory(tmp_path: Path) -> None:
         ours().save(tmp_path / "model")
 
 
-@pytest.mark.parametrize("moment", ["write_file", "sync", "_swap"])
+@pytest.mark.parametrize("moment", ["write_atomic", "fsync", "_swap"])
 def test_a_failure_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     saved = ours().save(tmp_path / "model")
     before = contents(saved)
@@ -323,7 +324,7 @@ def test_a_failure_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monkey
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for module in ("regard.hub.files", "regard.hub.weights", "regard.hub"):
+    for module in ("regard.foundation.files", "regard.hub.weights", "regard.io"):
         if hasattr(sys.modules[module], moment):
             monkeypatch.setattr(f"{module}.{moment}", no_space)
     with pytest.raises(OSError, match="No space left"):
@@ -340,7 +341,7 @@ def test_without_exchange_two_renames_do_and_the_moment_between_is_survived(
     ours(d_ff=8).save(saved)
     assert load(saved).config.d_ff == 8
     assert os.listdir(tmp_path) == ["model"]
-    os.rename(saved, previous(saved))  # where a crash between the two would leave it
+    os.rename(saved, previous_version(saved))  # where a crash between the two would leave it
     assert load(saved).config.d_ff == 8
     ours(d_ff=12).save(saved)
     assert load(saved).config.d_ff == 12
@@ -351,7 +352,7 @@ def test_leftovers_of_a_crash_go_and_a_save_in_progress_stays(tmp_path: Path) ->
     (tmp_path / ".model.0a0a0a0a.saving").mkdir()
     (tmp_path / ".model.0a0a0a0a.saving" / "half").write_text("x")
     (tmp_path / ".other.0a0a0a0a.saving").mkdir()
-    with replacing(tmp_path / "model") as first, replacing(tmp_path / "model") as second:
+    with replace_directory(tmp_path / "model") as first, replace_directory(tmp_path / "model") as second:
         assert first.is_dir()
         (first / "a").write_text("1")
         (second / "a").write_text("2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import json
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from regard.errors import BadModelFile, RegardError
-from regard.hub.files import hold
+from regard.foundation.files import acquire_lock
 from regard.training import shards
 from regard.training.checkpoint import Checkpoint, Checkpoints, first_non_finite
 from regard.training.shards import Box, Index, Reader, write_tensors
@@ -333,9 +334,10 @@ def full_after(patch: pytest.MonkeyPatch, room: int) -> None:
     real = io.open
 
     def opened(path: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
-        return io.BufferedWriter(FullFile(path, "wb")) if mode == "wb" else real(path, mode, *args, **more)
+        return io.BufferedWriter(FullFile(path, mode)) if mode in ("wb", "xb") else real(path, mode, *args, **more)
 
-    patch.setattr(io, "open", opened)
+    for place in (io, builtins):  # Path.write_bytes opens with the one, our atomic writes with the other
+        patch.setattr(place, "open", opened)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99])
@@ -500,7 +502,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     for name in (".step-000005.0a1b2c3d.saving", ".step-000007.0a1b2c3d.saving"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    alive = hold(tmp_path / ".step-000007.0a1b2c3d.saving", wait=False)
+    alive = acquire_lock(tmp_path / ".step-000007.0a1b2c3d.saving", wait=False)
     assert alive is not None
     Checkpoints(tmp_path, keep=1)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000007.0a1b2c3d.saving"}

@@ -147,7 +147,7 @@ def test_two_processes_do_not_train_in_one_directory(
 ) -> None:
     shutil.copytree(trained[0], tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
-    with run.alone():
+    with run.lock():
         assert cli.main(["train", "--resume", str(run.root), "train.steps=5"]) == 1
     assert capsys.readouterr().err == f"regard: {run.root} is being trained by another process\n"
     assert cli.main(["train", "--resume", str(run.root), "train.steps=5"]) == 0

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..layers.checks import need_positive
+from ..foundation.checks import check_positive
 from ..layers.pieces import PIECE, is_long
 from .backends import prepare, run
 from .biases import Bias
@@ -57,7 +57,7 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        need_positive(d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=1 if d_head is None else d_head)
+        check_positive(d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=1 if d_head is None else d_head)
         if d_head is None and d_model % n_heads:
             hint = "give d_head to choose another width"
             raise ValueError(f"d_model={d_model} is not divisible by n_heads={n_heads}; {hint}")

@@ -53,7 +53,7 @@ def ablate(
     if listed:
         _list(as_json)
         return
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
 
     if what is None:
         raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")

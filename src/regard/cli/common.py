@@ -75,7 +75,7 @@ def complain(failure: Exception, typed: Sequence[str] = ()) -> None:
 @contextmanager
 def as_options(*names: str) -> Iterator[None]:
     """What the library says against these arguments was typed as options: it is usage that is wrong, exit code 2."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
 
     try:
         yield

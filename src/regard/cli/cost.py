@@ -38,7 +38,8 @@ def cost(
 
     Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
-    from regard.config.words import SECTIONS, UsageError, check_section, parse_words
+    from regard.config.words import SECTIONS, check_section, parse_words
+    from regard.errors import UsageError
 
     typed = parse_words(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
     model = dict(typed.get("model", {}))

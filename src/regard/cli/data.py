@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from regard.errors import warnings_unsaid
+from regard.foundation.logs import silence_warnings
 
 from . import completing
 from .common import AsJson, Words, progress, show
@@ -62,7 +62,7 @@ def describe(
     from regard.data.describe import describe as look_at
     from regard.data.sources import open_source
 
-    with warnings_unsaid("regard.data.sources"):  # the description lists what was left out
+    with silence_warnings("regard.data.sources"):  # the description lists what was left out
         opened = open_source(config)
     progress(f"{opened.name}: {len(opened.train):,} examples")
     if opened.kind == "pairs":  # made once where they are made when asked for
@@ -76,13 +76,14 @@ def describe(
 
 def _tokenizer_kind(config: DataConfig) -> str:
     """What the option names, checked before anything is read; auto is what training takes it for."""
-    from regard.config.words import UsageError, nearest
     from regard.data.tokenizers import TokenizerKind
+    from regard.errors import UsageError
+    from regard.foundation.suggestions import did_you_mean
 
     kinds = get_args(TokenizerKind)
     kind = "bpe" if config.tokenizer == "auto" else config.tokenizer
     if kind not in (*kinds, "none") and not kind.endswith(".json"):
-        raise UsageError(f"{kind!r} is none of {', '.join(kinds)}, nor a tokenizer.json{nearest(kind, kinds)}")
+        raise UsageError(f"{kind!r} is none of {', '.join(kinds)}, nor a tokenizer.json{did_you_mean(kind, kinds)}")
     return kind
 
 

@@ -47,8 +47,8 @@ def demo(
 
     Stopped anywhere, the same command goes on where it stopped. Words change the recipe, as in `regard train`.
     """
-    from regard.config.words import UsageError
     from regard.demo.says import LANGUAGES, Says, language_here
+    from regard.errors import UsageError
 
     if lang is not None and lang not in LANGUAGES:
         raise UsageError(f"--lang {lang} is none of {', '.join(LANGUAGES)}")

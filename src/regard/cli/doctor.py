@@ -235,9 +235,9 @@ def _attention() -> Finding:
 
 
 def _around() -> Iterator[Finding]:
-    from regard.lens.fonts import families
+    from regard.foundation.plotting import fonts_for
 
-    found, missing = families(_HANGUL)
+    found, missing = fonts_for(_HANGUL)
     if missing:
         text = "none with Korean letters: they become boxes in pictures; pages and the explorer are not affected"
         yield Finding("around", "fonts", "note", text, "apt install fonts-noto-cjk")

@@ -50,7 +50,8 @@ def evaluate(
 ) -> None:
     """Metrics on held-out data: the run's own, or data.source=… and other data.* words."""
     from regard.config import DataConfig
-    from regard.config.words import UsageError, parse_words
+    from regard.config.words import parse_words
+    from regard.errors import UsageError
 
     data: dict[str, Any] = parse_words(words or [], sections={"data": DataConfig}).get("data", {})
     if device not in ("auto", "cpu", "cuda", "mps"):

@@ -66,12 +66,13 @@ def export(
 
     Where a bound is broken the exit code is 1 and nothing is written.
     """
-    from regard.config.words import UsageError, nearest
+    from regard.errors import UsageError
+    from regard.foundation.suggestions import did_you_mean
 
     kinds: Any = comma_words(kind)
     for one in kinds:
         if one not in KINDS:
-            raise UsageError(f"there is no kind {one!r}{nearest(one, KINDS)} (all: {', '.join(KINDS)})")
+            raise UsageError(f"there is no kind {one!r}{did_you_mean(one, KINDS)} (all: {', '.join(KINDS)})")
     from regard.export import BoundBroken, Bounds, table
     from regard.export import export as run
     from regard.io import load

@@ -118,7 +118,7 @@ def _by_token(
     model: Model, stop: list[str] | None, stop_token: list[str] | None, bias: list[str] | None
 ) -> dict[str, Any]:
     """What names tokens, with the names looked up."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
     from regard.generation.words import Words
 
     words, found = Words(model), dict[str, Any]()

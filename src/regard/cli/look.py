@@ -63,7 +63,7 @@ def look(
 ) -> None:
     """Where a model looks. A language model reads TEXT (and goes on, with --beam or --max-new-tokens); a translator or
     captioner writes its own answer unless --target gives one."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
 
     if what is None and not score:
         raise UsageError("there is nothing to look at: give a text, an image file, or --score")
@@ -183,7 +183,7 @@ def _compare(
     as_json: bool,
 ) -> None:
     """The same text through another model, head by head."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
     from regard.lens import look as take
     from regard.lens.compare import compare
 

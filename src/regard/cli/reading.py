@@ -35,7 +35,7 @@ Truncate = Annotated[bool, typer.Option("--truncate", help="Cut too long a text 
 
 def device_of(name: str) -> str:
     """The device asked for, or the best there is."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
 
     if name not in DEVICES:
         raise UsageError(f"--device {name} is none of auto, cpu, cuda, mps")
@@ -60,8 +60,7 @@ def open_model(path: str | Path, device: str = "auto") -> Model:
 
 def text_of(file: Path | None) -> str:
     """All of a file, or of what is piped in; what is no UTF-8 text is refused."""
-    from regard.config.words import UsageError
-    from regard.errors import RegardError
+    from regard.errors import RegardError, UsageError
 
     if file is None and sys.stdin.isatty():
         raise UsageError("there is nothing to read: give text, --file F, or pipe text in")
@@ -97,7 +96,7 @@ def prompt_of(word: str | None, file: Path | None) -> str:
 
 
 def _not_both(file: Path | None) -> None:
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
 
     if file is not None:
         raise UsageError(f"--file {file} and text are both given: one of them is enough")
@@ -119,7 +118,7 @@ def check_out(out: Path | None) -> None:
 
 def need_text(model: Model, inputs: Sequence[str]) -> None:
     """Refuse the name of an image where text is read: it would be taken for a sentence."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
 
     for name in inputs if model.config.source == "text" else ():
         if name.lower().endswith(_PICTURES) and Path(name).is_file():

@@ -54,7 +54,7 @@ def train(
     if resume is not None:
         _resume(resume, typed, preset, style, as_json)
         return
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
     from regard.recipes import TASKS, recipe, run_config
 
     if preset is not None and (not typed or "=" in typed[0]):
@@ -68,7 +68,8 @@ def train(
 
 
 def _resume(run: str, words: list[str], preset: str | None, style: Style, as_json: bool) -> None:
-    from regard.config.words import SECTIONS, UsageError, check_section, parse_words
+    from regard.config.words import SECTIONS, check_section, parse_words
+    from regard.errors import UsageError
 
     if preset is not None:
         raise UsageError("--resume goes on with the run's own recipe; --preset cannot change it")

@@ -50,7 +50,7 @@ def translate(
     as_json: AsJson = False,
 ) -> None:
     """Translate texts, or a file line by line; a blank line stays blank."""
-    from regard.config.words import UsageError
+    from regard.errors import UsageError
     from regard.generation import GenerateConfig
 
     if engine not in _ENGINES:

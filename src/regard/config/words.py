@@ -5,16 +5,16 @@ What a value is follows from its field's type, never from its looks: a text stay
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..errors import RegardError
+from ..errors import UsageError
+from ..foundation.suggestions import did_you_mean
 from .base import Config
 from .data import DataConfig
 from .mixers import register
@@ -22,8 +22,8 @@ from .model import ModelConfig
 from .run import TrainConfig
 
 __all__ = [
-    *("PRESET", "SECTIONS", "UsageError", "build_section", "check_section"),
-    *("fields_document", "fields_table", "nearest", "parse_words", "written"),
+    *("PRESET", "SECTIONS", "build_section", "check_section"),
+    *("fields_document", "fields_table", "parse_words", "written"),
 ]
 
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
@@ -33,12 +33,6 @@ PRESET = "preset"
 _ALONE = {"data": "source", "model": PRESET}
 
 C = TypeVar("C", bound=Config)
-
-
-class UsageError(RegardError, ValueError):
-    """What was typed cannot be meant; nothing has been done yet."""
-
-    exit_code = 2
 
 
 def parse_words(words: Sequence[str], *, sections: Mapping[str, type[Config]] = SECTIONS) -> dict[str, dict[str, Any]]:
@@ -78,17 +72,6 @@ def check_section(section: str, fields: Mapping[str, Any]) -> None:
     build_section(section, SECTIONS[section], fields)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """``; did you mean train.steps?``, or nothing where no name is near."""
-    names = list(names)
-    last = name.rpartition(".")[2]
-    same = [x for x in names if x.rpartition(".")[2] == last]
-    if not same and (near := difflib.get_close_matches(last, {x.rpartition(".")[2] for x in names}, 1)):
-        same = [x for x in names if x.rpartition(".")[2] == near[0]]
-    found = difflib.get_close_matches(name, same or names, 1, cutoff=0.0 if same else 0.6)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 # ------------------------------------------------------------------------------------- a word and its value
 
 
@@ -110,7 +93,7 @@ def _parts(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, s
             raise UsageError(f"{word}: only {' and '.join(f'{x}.*' for x in sections)} can be given here")
         if name in sections:
             raise UsageError(f"{word}: {name} is a section; its fields are written {name}.field=value")
-        raise UsageError(f"there is no {name}{nearest(name, known)}")
+        raise UsageError(f"there is no {name}{did_you_mean(name, known)}")
     return section, field, text
 
 
@@ -183,7 +166,7 @@ _SAID = {
 def _complaint(annotation: Any, text: str, word: str, error: ValidationError) -> str:
     choices = [written(choice) for choice in _choices(annotation)]
     if choices:
-        return f"{word} is none of {', '.join(choices)}{nearest(text, choices)}"
+        return f"{word} is none of {', '.join(choices)}{did_you_mean(text, choices)}"
     problem = error.errors()[0]
     wrong = problem["input"] if isinstance(problem["input"], str) else text
     if problem["type"] in _SAID:

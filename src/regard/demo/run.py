@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
-from ..config.words import UsageError
-from ..errors import warnings_unsaid
-from ..hub.files import alone, parse_json, to_json, write_file
+from ..errors import UsageError
+from ..foundation.files import file_lock, write_atomic
+from ..foundation.jsonio import parse_json, to_json
+from ..foundation.logs import silence_warnings
 from ..training.interrupting import Interrupted
 from . import stages
 from .says import Says
@@ -116,7 +117,7 @@ class Demo:
             result = compute()
             found = {**result, "seconds": round(time.perf_counter() - started, 1), "model": self._digest}
             if "left_out" not in found:
-                write_file(record, to_json(found))
+                write_atomic(record, to_json(found))
         self.found[name] = {**found, "kept": kept}
         self.shown.result(name, self.found[name], self)
 
@@ -153,7 +154,7 @@ class Demo:
     def _alone(self) -> Iterator[None]:
         """One demo at a time in a directory that is a demo's, and one that was asked for the same."""
         self._open_directory()
-        with alone(self.root, "has a demo running in it; --out names another directory"):
+        with file_lock(self.root, "has a demo running in it; --out names another directory"):
             for path in self.root.glob(".*"):
                 if _HALF_WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
@@ -179,7 +180,7 @@ class Demo:
         if self.root.exists() and any(path for path in self.root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)):
             raise UsageError(f"--out {self.root} holds something else; name another directory")
         self.root.mkdir(parents=True, exist_ok=True)
-        write_file(mark, to_json({"words": list(self.words)}))
+        write_atomic(mark, to_json({"words": list(self.words)}))
 
 
 def demo(
@@ -188,6 +189,6 @@ def demo(
     """Do what is not done yet of the demo in ``out``; words change the recipe, as in `regard train`."""
     root = Path(out)
     made = Demo(root, demo_config(root, words), tuple(words), shown, style, command)
-    with warnings_unsaid("regard.io"):  # that transformers has no twin of this model is no news here
+    with silence_warnings("regard.io"):  # that transformers has no twin of this model is no news here
         made.all_stages()
     return made

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..config import RunConfig
 from ..data.corpora.enko import REGISTERS, EnKo, Pair, lookup_accuracy, realise
-from ..hub.files import parse_json, write_file
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import parse_json
 from ..models import Model
 
 SPLIT = "combinations"
@@ -76,7 +77,7 @@ def align(model: Model, page: Path, language: str) -> dict[str, Any]:
     own = look(model, pair.source)
     right = own.target_text == pair.target
     seen = own if right else look(model, pair.source, pair.target)
-    write_file(page, document(seen, kind="cross", layer=layer, language=language).encode())
+    write_atomic(page, document(seen, kind="cross", layer=layer, language=language).encode())
     return {
         **{"source": pair.source, "target": pair.target, "right": right},
         **{"layer": layer, "heads": seen.heads("cross"), "n": error["n"], "error": layers[layer]},

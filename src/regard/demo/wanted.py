@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import RunConfig
-from ..config.words import UsageError
+from ..errors import UsageError
 from ..recipes import run_config
 
 RECIPE = "en-ko"

@@ -27,7 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.words import UsageError, nearest, written
+from ..config.words import written
+from ..errors import UsageError
+from ..foundation.suggestions import did_you_mean
 from .sweep import Cell, Sweep
 
 _KNOWN = ("name", "about", "recipe", "words", "seeds", "metrics", "measures", "grid", "cells", "tests", "base_name")
@@ -41,7 +43,7 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in found:
         if name not in _KNOWN:
-            raise UsageError(f"{path} says {name!r}, which means nothing here{nearest(name, _KNOWN)}")
+            raise UsageError(f"{path} says {name!r}, which means nothing here{did_you_mean(name, _KNOWN)}")
     if "recipe" not in found:
         raise UsageError(f"{path} names no recipe")
     tests = {str(name): str(source) for name, source in _table(path, found, "tests").items()}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.words import UsageError
+from ..errors import UsageError
 
 if TYPE_CHECKING:
     from .sweep import Sweep

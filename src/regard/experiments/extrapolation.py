@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hub.files import write_file
+from ..foundation.files import write_atomic
 from ..models import Model
 from ..training.systems import data_for, open_data, open_system, task_for
 from ..training.tasks.language import Texts
@@ -125,7 +125,7 @@ def lengths(report: Report, say: Callable[[str], None] | None = None, measure: b
     from .shootout_figure import draw_lengths
 
     found = Lengths(report.sweep, report.out, report.columns, report.rows)
-    write_file(found.out / "table.md", found.markdown().encode())
+    write_atomic(found.out / "table.md", found.markdown().encode())
     if any(row.n_done for row in found.rows):
         draw_lengths(found, found.out / "lengths.png")
     return found

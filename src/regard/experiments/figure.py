@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..training.curves import INK, tidy
+from ..foundation.plotting import INK, style_panel
 from .contenders import Contender
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _panel(panel: Any, found: Bench, what: str, unit: float, title: str) -> None
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    tidy(panel)
+    style_panel(panel)
     _label(panel, found, what, ends)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hub.files import to_json, write_file
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import to_json
 
 __all__ = ["Scaling", "passed", "predicted_scaled", "predicted_unscaled", "scaling"]
 
@@ -125,7 +126,7 @@ def scaling(
         for scaled in (True, False):
             points.append(_point(scores / math.sqrt(d_k) if scaled else scores, d_k, scaled, seed))
     found = Scaling(n_keys, tuple(points), folder)
-    write_file(folder / "scaling.json", to_json(found.document()))
+    write_atomic(folder / "scaling.json", to_json(found.document()))
     _draw(found, folder / "scaling.png")
     return found
 
@@ -164,7 +165,7 @@ def _point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> Point:
 
 
 def _draw(found: Scaling, file: Path) -> None:
-    from ..training.curves import INK, tidy
+    from ..foundation.plotting import INK, style_panel
     from .sweep_figure import BETTER, WORSE, _figure
 
     figure = _figure(11, 4.6)
@@ -188,7 +189,7 @@ def _draw(found: Scaling, file: Path) -> None:
         (left, "Gradient that passes the softmax, ‖diag(p) − ppᵀ‖"),
         (right, "How sharp attention is"),
     ):
-        tidy(panel)
+        style_panel(panel)
         panel.set_xscale("log", base=2)
         panel.set_xticks(widths, [str(d) for d in widths])
         panel.set_xlabel("d_k", color=INK)

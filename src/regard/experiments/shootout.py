@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from ..config import Positions, RunConfig
 from ..config.mixers import mixers
-from ..hub.files import to_json, write_file
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import to_json
 from ..models import build
 from ..training.directory import RunDirectory
 from ..training.precision import Precision
@@ -152,7 +153,7 @@ def _costs(report: Report, say: Callable[[str], None], measure: bool) -> dict[st
             for name, run in waiting.items():
                 found = children.call(f"{__name__}:cost_of_step", run=str(run), device=device)
                 known[name] = {"fingerprint": marks[name], **found}
-                write_file(file, to_json({**before, **known}))
+                write_atomic(file, to_json({**before, **known}))
     return known
 
 
@@ -215,7 +216,7 @@ def shot(report: Report, say: Callable[[str], None] | None = None, measure: bool
 
     costs = _costs(report, say or (lambda line: None), measure)
     found = Shot(report.sweep, report.out, report.columns, report.rows, costs)
-    write_file(found.out / "table.md", found.markdown().encode())
+    write_atomic(found.out / "table.md", found.markdown().encode())
     if any(row.n_done for row in found.rows):
         draw_tradeoff(found, found.out / "tradeoff.png")
     return found

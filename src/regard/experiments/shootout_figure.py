@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..training.curves import INK, SOFT, tidy
+from ..foundation.plotting import INK, SOFT, style_panel
 from .extrapolation import FACTORS, METRICS, Lengths
 from .shootout import Shot
 from .sweep_figure import BASE, DASHES, LINES
@@ -74,7 +74,7 @@ def draw_tradeoff(found: Shot, file: Path) -> None:
     losses = {row.cell.name: row.estimates[metric].mean for row in rows}
     styles = {row.cell.name: _style(row, found) for row in rows}
     for panel, key, title in ((panels[0], "ms", "milliseconds a step"), (panels[1], "mib", "MiB of a step")):
-        tidy(panel)
+        style_panel(panel)
         panel.set_xscale("log")
         for row in rows:
             colour, marker, _ = styles[row.cell.name]
@@ -122,7 +122,7 @@ def draw_lengths(found: Lengths, file: Path) -> None:
     figure = _figure(10, 5.8)
     figure.subplots_adjust(left=0.075, right=0.8, top=0.84, bottom=0.12)
     panel = figure.subplots()
-    tidy(panel)
+    style_panel(panel)
     panel.set_xscale("log", base=2)
     sizes = [factor * found.length for factor in FACTORS]
     ends: dict[str, tuple[float, float]] = {}

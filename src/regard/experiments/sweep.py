@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..config import RunConfig
-from ..config.words import UsageError, nearest, parse_words
-from ..errors import BadModelFile, RegardError
-from ..hub.files import parse_json, to_json, write_file
+from ..config.words import parse_words
+from ..errors import BadModelFile, RegardError, UsageError
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import parse_json, to_json
+from ..foundation.suggestions import did_you_mean
 from ..recipes import recipe as recipe_of
 from ..recipes import run_config
 from .sweep_trust import need_known, need_our_measures
@@ -164,7 +166,7 @@ class Sweep:
             raise FileExistsError(f"{out} already holds something else; --out names another directory")
         out.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_bytes() != to_json(whole.document()):
-            write_file(path, to_json(whole.document()))
+            write_atomic(path, to_json(whole.document()))
 
     def need_same(self, stored: Sweep, out: Path) -> None:
         """Refuse where a cell of that name was another run there."""
@@ -282,9 +284,9 @@ def report(out: str | Path, sweep: Sweep | None = None) -> Report:
 
     out = Path(out)
     found = gather(sweep or Sweep.read(out), out)
-    write_file(out / "table.md", found.markdown().encode())
-    write_file(out / "table.csv", found.csv().encode())
-    write_file(out / "runs.csv", found.runs_csv().encode())
+    write_atomic(out / "table.md", found.markdown().encode())
+    write_atomic(out / "table.csv", found.csv().encode())
+    write_atomic(out / "runs.csv", found.runs_csv().encode())
     if found.metrics and any(row.n_done for row in found.rows):
         draw(found, out)
     return found
@@ -300,4 +302,4 @@ def named_words(words: Sequence[str]) -> list[str]:
 def unknown(what: str, name: str, names: Iterable[str]) -> UsageError:
     """There is no such ablation, axis, field …"""
     names = list(names)
-    return UsageError(f"there is no {what} {name!r}{nearest(name, names)} (all: {', '.join(names)})")
+    return UsageError(f"there is no {what} {name!r}{did_you_mean(name, names)} (all: {', '.join(names)})")

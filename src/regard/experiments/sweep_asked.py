@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..config.words import nearest
+from ..foundation.suggestions import did_you_mean
 from .sweep import Sweep
 
 __all__ = ["not_asked", "smaller_is_better"]
@@ -59,6 +59,8 @@ def _unknown_metrics(sweep: Sweep, done: Sequence[dict[str, Any]]) -> list[str]:
     for name in sweep.metrics:
         if name not in known | reasons:
             test = name.partition("_")[0]
-            hint = "; --test gives it" if test == "test" and test not in sweep.tests else nearest(name, sorted(known))
+            hint = (
+                "; --test gives it" if test == "test" and test not in sweep.tests else did_you_mean(name, sorted(known))
+            )
             lines.append(f"no finished run has the metric {name}{hint}")
     return lines

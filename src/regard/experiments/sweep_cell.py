@@ -26,8 +26,9 @@ import torch
 from ..config import RunConfig
 from ..data.sources import open_source
 from ..errors import BadModelFile, Diverged, RegardError
+from ..foundation.files import file_lock, write_atomic
+from ..foundation.jsonio import to_json
 from ..hub import Processor
-from ..hub.files import alone, to_json, write_file
 from ..models.build import build
 from ..training.directory import RUN_FILE, RunDirectory, provenance
 from ..training.evaluating import evaluate
@@ -56,7 +57,7 @@ def run_cell(
     found: dict[str, Any] = {"fingerprint": fingerprint, "status": "done", "metrics": {}}
     found |= {"keep": keep, "tests": tests, "measures": measures}
     resolved = RunConfig(**config)
-    with alone(root):  # an orphan of a killed sweep may still be in there: it is waited for
+    with file_lock(root):  # an orphan of a killed sweep may still be in there: it is waited for
         before = _spent(root)
         try:
             result = _trained(resolved, root / "run", Path(shared))
@@ -65,7 +66,7 @@ def run_cell(
             _need_sound(found | _facts(root / "run"))
             _evaluated(found, root / "run", resolved, tests, measures)
         except Interrupted:
-            write_file(root / "spent.json", to_json({"seconds": before + time.perf_counter() - started}))
+            write_atomic(root / "spent.json", to_json({"seconds": before + time.perf_counter() - started}))
             raise
         except Diverged as failure:
             found |= {"status": "diverged", "message": str(failure)}
@@ -74,7 +75,7 @@ def run_cell(
             found |= {"status": "failed", "message": f"{type(failure).__name__}: {failure}"}
         found |= _facts(root / "run")
         found |= {"seconds": before + time.perf_counter() - started, "memory_mib": peak_memory_mib()}
-        write_file(root / RESULT_FILE, to_json(_plain(found)))
+        write_atomic(root / RESULT_FILE, to_json(_plain(found)))
         if not keep and found["status"] != "failed":
             prune(root)
 
@@ -99,7 +100,7 @@ def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
     text = json.dumps([config.task, config.data.model_dump(mode="json")], sort_keys=True)
     root = shared / hashlib.sha256(text.encode()).hexdigest()[:16]
     root.mkdir(parents=True, exist_ok=True)
-    with alone(root):
+    with file_lock(root):
         if not (root / "made" / RUN_FILE).exists():
             shutil.rmtree(root / "made", ignore_errors=True)
             source = open_source(config.data)

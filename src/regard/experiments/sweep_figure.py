@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..training.curves import INK, SOFT, tidy
+from ..foundation.plotting import INK, SOFT, style_panel
 from .sweep_report import TITLES, Report, RowOf, smaller_is_better
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision.
@@ -35,7 +35,7 @@ def _results(report: Report, file: Path) -> None:
     figure = _figure(3.2 + 4.2 * len(metrics), 1.8 + 0.32 * len(report.rows))
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
-        tidy(panel)
+        style_panel(panel)
         _metric(panel, report, metric)
     labels = [f"({row.cell.group})  {row.cell.name}" if row.cell.group else row.cell.name for row in report.rows]
     panels[0].set_yticks(range(len(labels)), labels, color=INK)
@@ -121,7 +121,7 @@ def _curves(report: Report, file: Path) -> None:
     """The mean over seeds of the training loss; a run that diverged ends with a cross."""
     figure = _figure(9.5, 5.2)
     panel = figure.subplots()
-    tidy(panel)
+    style_panel(panel)
     for place, row in enumerate(report.rows):
         points = _mean_curve(row)
         if not points:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RegardError
-from ..hub.files import alone, to_json, write_file
+from ..foundation.files import file_lock, write_atomic
+from ..foundation.jsonio import to_json
 from .sweep import FINAL, RESULT_FILE, Cell, Sweep, fingerprint, folder_of, prune, read_result
 
 _PATIENCE_S = 30.0
@@ -53,7 +54,7 @@ def run_all(
         raise ValueError(f"jobs={jobs} must be at least 1")
     say = progress or (lambda line: None)
     out.mkdir(parents=True, exist_ok=True)
-    with alone(out, "is being swept by another process"):
+    with file_lock(out, "is being swept by another process"):
         sweep.write(out)
         waiting, n_done = _waiting(sweep, out, keep)
         n_all = len(waiting) + n_done
@@ -257,7 +258,7 @@ class _Pool:
         folder = folder_of(self.out, job.cell.name, job.seed)
         folder.mkdir(parents=True, exist_ok=True)
         found = {"fingerprint": job.order["fingerprint"], "status": "failed", "message": why, "metrics": {}}
-        write_file(folder / RESULT_FILE, to_json(found))
+        write_atomic(folder / RESULT_FILE, to_json(found))
         self.say(f"{job.name}: failed: {why}")
 
     def _left(self) -> str:

@@ -17,8 +17,9 @@ from typing import Literal, get_args
 import torch
 
 from .. import hub
-from ..errors import warnings_unsaid
-from ..hub.files import to_json
+from ..foundation.files import replace_directory, write_atomic
+from ..foundation.jsonio import to_json
+from ..foundation.logs import silence_warnings
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import need_ours
 from ..models import Model
@@ -57,7 +58,7 @@ def export(
     _need_possible(model, kinds)
     need_ours(target, "exporting")
     own = _plain(model)
-    with hub.replacing(target) as folder:
+    with replace_directory(target) as folder:
         if "int8" in kinds:
             int8_files(quantise(own), folder)
         else:
@@ -73,7 +74,7 @@ def export(
         )
         if not document["passes"]:
             raise BoundBroken(document)
-        hub.write_file(folder / CERTIFICATE, to_json({"kinds": list(kinds), **document}))
+        write_atomic(folder / CERTIFICATE, to_json({"kinds": list(kinds), **document}))
         hub.Manifest.of(folder).write(folder)
     return target
 
@@ -119,7 +120,7 @@ def _plain(model: Model) -> Model:
 def _save(model: Model, folder: Path) -> None:
     """What model.save writes, straight into the folder that is about to take its place."""
     inner = folder / "model"
-    with warnings_unsaid("regard.io"):  # whether transformers has a twin is no question here
+    with silence_warnings("regard.io"):  # whether transformers has a twin is no question here
         model.save(inner)
     (inner / MANIFEST).unlink()
     for file in inner.iterdir():

@@ -19,7 +19,8 @@ from torch import Tensor
 from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
-from ..hub.files import parse_json, to_json
+from ..foundation.files import replace_directory, write_atomic
+from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
 from .onnx_graphs import graphs_of
 from .onnx_maps import weighing_parts
@@ -56,13 +57,13 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     place = Path(folder) / FOLDER
-    with hub.replacing(place) as new:
+    with replace_directory(place) as new:
         graphs = {}
         for name, graph in graphs_of(model, maps).items():
             graphs[name] = {"inputs": _inputs(graph), "outputs": write_graph(graph, new / f"{name}.onnx")}
         if parts := _for_maps(model) if maps else {}:
-            hub.write_file(new / MAPS, save(parts))
-        hub.write_file(new / DESCRIPTION, to_json(_description(model.config, graphs, maps)))
+            write_atomic(new / MAPS, save(parts))
+        write_atomic(new / DESCRIPTION, to_json(_description(model.config, graphs, maps)))
     return place
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import RegardError, warnings_unsaid
+from ..errors import RegardError
+from ..foundation.logs import silence_warnings
 
 Axes = dict[int, str]
 """The axes of a tensor whose length is free, by name."""
@@ -130,6 +131,6 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """torch's exporter talks a lot, of torchvision and of names for axes, none of it for whoever exports a model."""
-    with warnings_unsaid("torch.onnx"), warnings.catch_warnings():
+    with silence_warnings("torch.onnx"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -17,7 +17,8 @@ from torch import Tensor
 from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
-from ..hub.files import parse_json, to_json
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import parse_json, to_json
 from ..layers.int8 import Int8Linear
 from ..layers.int8 import quantise as round_in_place
 from ..models import Model, build
@@ -57,7 +58,7 @@ def int8_files(model: Model, folder: Path) -> None:
     written = hub.Written(fields, (), ("weights are int8, in a form of our own",))
     files["README.md"] = hub.model_card(model, written).encode()
     for name, content in files.items():
-        hub.write_file(folder / name, content)
+        write_atomic(folder / name, content)
 
 
 def is_quantised(path: str | Path) -> bool:

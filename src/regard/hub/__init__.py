@@ -6,7 +6,6 @@ from .configs import Understood, Written, keeping_token_ids, read_config, token_
 from .directory import Directory, Provenance
 from .families import BY_TYPE, FAMILIES
 from .family import Family, Foreign
-from .files import replacing, write_file
 from .fitting import Fitting, fill, fit
 from .images import ImageProcessor
 from .manifest import Manifest
@@ -20,8 +19,6 @@ __all__ = [
     "Manifest",
     "Provenance",
     "Weights",
-    "replacing",
-    "write_file",
     "write_safetensors",
     # configs
     "Difference",

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import BadModelFile
-from .files import inside, parse_json, previous
+from ..foundation.files import previous_version, resolve_inside
+from ..foundation.jsonio import parse_json
 from .manifest import NAME as MANIFEST
 from .manifest import Entry, Manifest, file_names
 from .weights import Weights, open_pickle, open_safetensors, together
@@ -59,7 +60,7 @@ class Directory:
 
     def path(self, name: str) -> Path:
         """A file to read: inside the directory, an ordinary file, and listed where there is a manifest."""
-        path = inside(self.root, name)
+        path = resolve_inside(self.root, name)
         if not path.exists():
             raise BadModelFile(f"{self.root} has no {name}")
         if not path.is_file():
@@ -118,8 +119,8 @@ class Directory:
 
 def _locate(path: Path) -> Path:
     if not path.exists():
-        if previous(path).is_dir():  # a save was cut off between its two renames; the old model is whole
-            return previous(path)
+        if previous_version(path).is_dir():  # a save was cut off between its two renames; the old model is whole
+            return previous_version(path)
         raise BadModelFile(f"there is no directory {str(path)!r}; regard loads local directories and downloads nothing")
     if not path.is_dir():
         raise BadModelFile(f"{path} is a file; a model is a directory with config.json and model.safetensors")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BadModelFile
-from .files import inside, parse_json, to_json, write_file
+from ..foundation.files import resolve_inside, write_atomic
+from ..foundation.jsonio import parse_json, to_json
 
 NAME = "manifest.json"
 _VERSION = 1
@@ -40,7 +41,7 @@ class Manifest:
         """The manifest a directory has; None where it has none."""
         if not (root / NAME).exists():
             return None
-        text = inside(root, NAME).read_bytes()
+        text = resolve_inside(root, NAME).read_bytes()
         manifest = cls(_parse(text, root / NAME))
         if manifest.text() != text:  # so that not a bit of it can change unseen
             raise BadModelFile(f"{root / NAME} is damaged: it is not written as regard writes it")
@@ -51,7 +52,7 @@ class Manifest:
         return to_json({"regard_manifest": _VERSION, "files": files})
 
     def write(self, root: Path) -> None:
-        write_file(root / NAME, self.text())
+        write_atomic(root / NAME, self.text())
 
     def check(self, root: Path) -> None:
         """Raise BadModelFile, naming every file that is missing or is not the one that was written."""
@@ -108,7 +109,7 @@ def _entry(path: Path) -> Entry:
 
 
 def _fault(root: Path, name: str, entry: Entry) -> str | None:
-    path = inside(root, name)
+    path = resolve_inside(root, name)
     if not path.is_file():
         return f"{name} is missing"
     if (size := path.stat().st_size) != entry.size:

@@ -15,8 +15,8 @@ from ..config import ModelConfig
 from ..data.tokenizers import SPECIAL
 from ..data.tokenizers import Tokenizer as OwnTokenizer
 from ..errors import BadModelFile, RegardError
+from ..foundation.jsonio import to_json
 from .directory import Directory
-from .files import to_json
 from .images import ImageProcessor
 
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BadModelFile
-from .files import parse_json, sync
+from ..foundation.files import fsync
+from ..foundation.jsonio import parse_json
 from .steps import Tensors
 
 INDEX = "model.safetensors.index.json"
@@ -91,7 +92,7 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
     ]
     for name, shard in zip(files, shards, strict=True):
         save_file(shard, folder / name, metadata={"format": "pt"})
-        sync(folder / name)
+        fsync(folder / name)
     if len(shards) == 1:
         return None
     total = sum(x.nbytes for x in tensors.values())

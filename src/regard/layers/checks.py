@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
-
-
-def unknown(what: str, name: object, names: Iterable[str], nearest: str | None = None) -> ValueError:
-    """The error for a name outside a table: it offers the nearest name, and all of them."""
-    known = list(names)
-    close = [nearest] if nearest else difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    hint = f" did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"{what}={name!r} is not known;{hint} known: {', '.join(known)}")
-
-
-def need_positive(**sizes: int) -> None:
-    """Refuse sizes below 1, by name."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
 
 
 def need_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> None:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import need_ids, need_positive
+from ..foundation.checks import check_positive
+from .checks import need_ids
 from .positions import Learned, Sinusoidal
 
 
@@ -17,7 +18,7 @@ class TokenEmbedding(nn.Embedding):
     """
 
     def __init__(self, vocab_size: int, d_model: int, scale: float = 1.0) -> None:
-        need_positive(vocab_size=vocab_size, d_model=d_model)
+        check_positive(vocab_size=vocab_size, d_model=d_model)
         super().__init__(vocab_size, d_model)
         self.vocab_size = vocab_size
         self.d_model = d_model

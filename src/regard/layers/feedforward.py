@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import need_positive, unknown
+from ..foundation.checks import check_positive
+from ..foundation.suggestions import unknown_name
 from .pieces import PIECE, is_long
 
 
@@ -48,7 +49,7 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """The element-wise function of that name; a gated name ("swiglu") gives the function on its gate (silu)."""
     inner = GATED.get(name, name)
     if inner not in ACTIVATIONS:
-        raise unknown("activation", name, FEEDFORWARD_KINDS, OTHER_NAMES.get(name))
+        raise unknown_name("activation", name, FEEDFORWARD_KINDS, OTHER_NAMES.get(name))
     return ACTIVATIONS[inner]
 
 
@@ -66,7 +67,7 @@ class FeedForward(nn.Module):
         self, d_model: int, d_ff: int, activation: str = "relu", dropout: float = 0.0, bias: bool = True
     ) -> None:
         super().__init__()
-        need_positive(d_model=d_model, d_ff=d_ff)
+        check_positive(d_model=d_model, d_ff=d_ff)
         self.d_model = d_model
         self.d_ff = d_ff
         self.activation = activation

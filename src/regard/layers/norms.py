@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import need_positive, unknown
+from ..foundation.checks import check_positive
+from ..foundation.suggestions import unknown_name
 
 NORM_KINDS = ("layer", "rms", "none")
 
@@ -16,7 +17,7 @@ class LayerNorm(nn.Module):
 
     def __init__(self, d: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
-        need_positive(d=d)
+        check_positive(d=d)
         self.d = d
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(d))
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, d: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
-        need_positive(d=d)
+        check_positive(d=d)
         self.d = d
         self.eps = eps
         self.offset = offset
@@ -73,4 +74,4 @@ def make_norm(kind: str, d: int, eps: float = 1e-5, *, bias: bool = True, offset
         return RMSNorm(d, eps, offset)
     if kind == "none":
         return nn.Identity()
-    raise unknown("norm", kind, NORM_KINDS)
+    raise unknown_name("norm", kind, NORM_KINDS)

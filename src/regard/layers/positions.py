@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import need_ids, need_positive, unknown
+from ..foundation.checks import check_positive
+from ..foundation.suggestions import unknown_name
+from .checks import need_ids
 
 LAYOUTS = ("interleaved", "halves")
 
@@ -26,9 +28,9 @@ class Sinusoidal(nn.Module):
 
     def __init__(self, d_model: int, max_len: int | None = None, layout: str = "interleaved") -> None:
         super().__init__()
-        need_positive(d_model=d_model, max_len=1 if max_len is None else max_len)
+        check_positive(d_model=d_model, max_len=1 if max_len is None else max_len)
         if layout not in LAYOUTS:
-            raise unknown("layout", layout, LAYOUTS)
+            raise unknown_name("layout", layout, LAYOUTS)
         self.d_model = d_model
         self.max_len = max_len
         self.layout = layout
@@ -59,7 +61,7 @@ class Learned(nn.Embedding):
     """
 
     def __init__(self, max_len: int, d_model: int, offset: int = 0) -> None:
-        need_positive(max_len=max_len, d_model=d_model)
+        check_positive(max_len=max_len, d_model=d_model)
         if offset < 0:
             raise ValueError(f"offset={offset} must not be negative")
         super().__init__(max_len + offset, d_model)

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from .checks import need_positive
+from ..foundation.checks import check_positive
 from .rope_scaling import RopeScaling, frequencies, ntk_base, original_length, plain
 
 
@@ -35,7 +35,7 @@ class Rope(nn.Module):
         max_len: int | None = None,
     ) -> None:
         super().__init__()
-        need_positive(d_head=d_head, max_len=1 if max_len is None else max_len)
+        check_positive(d_head=d_head, max_len=1 if max_len is None else max_len)
         if not base > 1.0:
             raise ValueError(f"base={base} must be greater than 1")
         self.d_head = d_head

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import unknown
+from ..foundation.suggestions import unknown_name
 
 _REQUIRED: dict[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
@@ -74,7 +74,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in SCALING_KINDS:
-            raise unknown("rope scaling kind", self.kind, SCALING_KINDS)
+            raise unknown_name("rope scaling kind", self.kind, SCALING_KINDS)
         required, optional = _REQUIRED[self.kind], _OPTIONAL[self.kind]
         given = {field.name for field in fields(self) if getattr(self, field.name) is not None} - {"kind"}
         if missing := sorted(required - given):

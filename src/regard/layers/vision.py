@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import need_positive
+from ..foundation.checks import check_positive
 from .positions import Learned, Sinusoidal
 
 
@@ -25,7 +25,7 @@ class PatchEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        need_positive(height=height, width=width, patch=patch, channels=channels, d_model=d_model)
+        check_positive(height=height, width=width, patch=patch, channels=channels, d_model=d_model)
         self.image_size = (height, width)
         self.patch = patch
         self.channels = channels
@@ -143,7 +143,7 @@ class RegionEmbedding(nn.Module):
         self, d_region: int = 2048, *, d_model: int, d_box: int = 0, norm: nn.Module | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        need_positive(d_region=d_region, d_model=d_model)
+        check_positive(d_region=d_region, d_model=d_model)
         if d_box not in (0, 4, 5):
             raise ValueError(f"d_box={d_box} must be 0 (no boxes), 4 (corners) or 5 (corners and area)")
         self.d_region = d_region

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .fonts import spelling
+from ..foundation.plotting import use_fonts_for
 from .labels import Label
 from .show import Chosen, Sheet
 
@@ -21,7 +21,7 @@ def draw(what: Chosen, file: Path, title: str | None = None) -> None:
     sheet = what.sheet(_MOST_CELLS, _MOST_CELLS)
     said = _subtitle(what)
     labels = [label.text for label in (*sheet.rows, *sheet.cols)]
-    with spelling([*labels, title or "", said], file) as fonts:
+    with use_fonts_for([*labels, title or "", said], file) as fonts:
         figure = _figure(sheet, fonts, title or sheet.title[0].upper() + sheet.title[1:], said)
         save(figure, file)
 

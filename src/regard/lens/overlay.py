@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .fonts import spelling
+from ..foundation.plotting import use_fonts_for
 from .heatmap import INK, QUIET, save
 from .labels import Label
 from .show import Chosen, check_picture
@@ -34,7 +34,7 @@ def draw(what: Chosen, file: Path, title: str | None = None) -> None:
         panels = [*(panel for panel in panels if panel[0].special), together]
     panels = panels[:_MOST]
     heading = title or what.title[0].upper() + what.title[1:]
-    with spelling([heading, *(label.text for label, _ in panels)], file) as fonts:
+    with use_fonts_for([heading, *(label.text for label, _ in panels)], file) as fonts:
         save(_figure(np.asarray(image.convert("RGB")), panels, cols, fonts, heading), file)
 
 

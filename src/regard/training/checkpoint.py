@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BadModelFile, RegardError
-from ..hub.files import inside, parse_json, remove_abandoned, replacing, sync, to_json, write_file
+from ..foundation.files import fsync, remove_abandoned, replace_directory, resolve_inside, write_atomic
+from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Entry, Manifest
 from .parallel import Group
@@ -58,7 +59,7 @@ class Checkpoint:
     @cached_property
     def state(self) -> dict[str, Any]:
         """What was given beside the tensors."""
-        path = inside(self.path, STATE)
+        path = resolve_inside(self.path, STATE)
         try:
             return parse_json(path.read_bytes(), path)
         except OSError as error:
@@ -161,7 +162,7 @@ class Checkpoints:
             return
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")  # a leftover, if this is the end
         os.rename(path, aside)
-        sync(self.root)
+        fsync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _path(self, step: int) -> Path:
@@ -204,7 +205,7 @@ class Checkpoints:
             def begin() -> Path:
                 self._remove_leftovers()
                 _make_folder(self.root)
-                return unfinished.enter_context(replacing(target))
+                return unfinished.enter_context(replace_directory(target))
 
             def finish(parts: list[_Part]) -> None:
                 _write_rest(folder, tensors, tied, parts, state)
@@ -256,7 +257,7 @@ class Checkpoints:
 def _make_folder(path: Path) -> None:
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
-        sync(path.parent)
+        fsync(path.parent)
 
 
 class _NotWritten(Exception):
@@ -292,7 +293,7 @@ def _write_rest(
     texts = {INDEX: Index(stored, tied).text(), STATE: state}
     entries = {file: entry for _, files in parts for file, entry in files.items()}
     for name, text in texts.items():
-        write_file(folder / name, text)
+        write_atomic(folder / name, text)
         entries[name] = Entry(len(text), hashlib.sha256(text).hexdigest())
     Manifest(entries).write(folder)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..data.token_files import write_atomically
+from ..foundation.plotting import INK, SOFT, style_panel
 from . import showing
 from .journal import is_evaluation, read_line
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision.
 TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
 METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-INK, SOFT, FAINT = "#222222", "#555555", "#E4E4E4"
 NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
 # With a panel of their own each, best first: what a person looks for before the rest.
 WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
@@ -88,16 +88,6 @@ def _percent(name: str) -> bool:
     return any(word in name.lower() for word in ("bleu", "chrf"))
 
 
-def tidy(panel: Any, grid: str = "both") -> None:
-    """How every panel with axes looks here: a faint grid behind, a line below, nothing else."""
-    panel.grid(color=FAINT, linewidth=0.7, axis=grid)
-    panel.set_axisbelow(True)
-    panel.tick_params(which="both", colors=SOFT, labelsize=9, length=0)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color("#999999")
-
-
 def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -106,7 +96,7 @@ def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
     panel.set_xlim(0, max(1, most) * 1.02)
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    tidy(panel)
+    style_panel(panel)
     return panel
 
 

@@ -29,8 +29,9 @@ from ..config import RunConfig
 from ..data.sources import Source
 from ..data.tokenizers import Tokenizer
 from ..errors import BadModelFile
+from ..foundation.files import file_lock, write_atomic
+from ..foundation.jsonio import parse_json, to_json
 from ..hub import ImageProcessor, Processor
-from ..hub.files import alone, parse_json, to_json, write_file
 from ..hub.tokens import IMAGE, ONE, SOURCE, TARGET
 from ..models import Model
 from ..models.build import build
@@ -61,15 +62,15 @@ class RunDirectory:
             raise FileExistsError(f"{root} already holds {what}; train.out=… names another directory")
         root.mkdir(parents=True, exist_ok=True)
         for name, content in _processor_files(processor).items():
-            write_file(root / name, content)
-        write_file(root / "provenance.json", to_json(facts))
+            write_atomic(root / name, content)
+        write_atomic(root / "provenance.json", to_json(facts))
         made = cls(root)
         made.write(config)
         return made
 
     def write(self, config: RunConfig) -> None:
         """The config, last: a directory without it is no run yet."""
-        write_file(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
+        write_atomic(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
 
     def tidy(self) -> None:
         """Remove what a process that was killed had half written."""
@@ -78,9 +79,9 @@ class RunDirectory:
                 if _HALF_WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
-    def alone(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Nobody else trains here meanwhile."""
-        return alone(self.root, "is being trained by another process")
+        return file_lock(self.root, "is being trained by another process")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

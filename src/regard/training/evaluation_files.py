@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadModelFile
-from ..hub.files import replacing, to_json, write_file
+from ..foundation.files import replace_directory, write_atomic
+from ..foundation.jsonio import to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Manifest, file_names
 
@@ -46,11 +47,11 @@ def need_ours(target: Path) -> None:
 def write_evaluation(target: Path, report: EvaluationReport) -> None:
     """Write the three files and their manifest into a new directory, which then takes the place of the old one."""
     need_ours(target)
-    with replacing(target) as folder:
+    with replace_directory(target) as folder:
         lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in _lines(report))
-        write_file(folder / OUTPUTS, "".join(lines).encode("utf-8", "surrogatepass"))
-        write_file(folder / WORST, _worst(report).encode("utf-8", "surrogatepass"))
-        write_file(folder / REPORT, to_json(report.document()))
+        write_atomic(folder / OUTPUTS, "".join(lines).encode("utf-8", "surrogatepass"))
+        write_atomic(folder / WORST, _worst(report).encode("utf-8", "surrogatepass"))
+        write_atomic(folder / REPORT, to_json(report.document()))
         Manifest.of(folder).write(folder)
 
 

@@ -15,8 +15,9 @@ from torch import nn
 from ..config import RunConfig, TrainConfig
 from ..data.sources import Source, open_source
 from ..errors import RegardError
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import parse_json, to_json
 from ..hub import Processor
-from ..hub.files import parse_json, to_json, write_file
 from ..models import Model
 from ..models.build import build
 from .averaging import Ema
@@ -91,7 +92,7 @@ def train(
         config = group.broadcast_object(config)
         assert config.train.out is not None
         run = RunDirectory(Path(config.train.out))
-        with run.alone() if group.is_main else nullcontext():
+        with run.lock() if group.is_main else nullcontext():
             return _run(config, source, group, style, run)
     finally:
         group.close()
@@ -124,7 +125,7 @@ def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainR
                 f"{known[:12]}…"
             )
         shared = config.with_(train=_shared(changed, run.facts["machine"]["processes"], group.world))
-        with run.alone() if group.is_main else nullcontext():
+        with run.lock() if group.is_main else nullcontext():
             if group.is_main:
                 run.tidy()
                 run.write(config)
@@ -253,7 +254,7 @@ def _new_model(config: RunConfig, task: Task, run: RunDirectory, begins: bool) -
 
             started = start_from(model, recipe.init, load, task.processor)
             notes.append(started.text())
-            write_file(path, to_json({**started.document(), "unlearned": started.unlearned}))
+            write_atomic(path, to_json({**started.document(), "unlearned": started.unlearned}))
         fresh = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=fresh)
@@ -272,7 +273,7 @@ def _choice(config: RunConfig, task: Task, objective: Objective, group: Group, r
     chosen = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
     chosen = group.broadcast_object(chosen)
     if group.is_main:
-        write_file(path, to_json(asdict(chosen)))
+        write_atomic(path, to_json(asdict(chosen)))
     group.barrier()
     return chosen
 
@@ -300,7 +301,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         found = evaluate(loop.task, model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
         model.save(run.model_folder)
     result = TrainResult(run.root, loop.at.step, loop.at.seconds, found.metrics, which)
-    write_file(run.root / "evaluation.json", to_json(result.document()))
+    write_atomic(run.root / "evaluation.json", to_json(result.document()))
     loop.reporter.evaluation(loop.at.step, found.metrics)
     loop.reporter.finish(result.document())
     return result

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BadModelFile
-from ..hub.files import inside, parse_json, to_json
+from ..foundation.files import resolve_inside
+from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import Entry
 
 INDEX = "index.json"
@@ -177,7 +178,7 @@ class Index:
 
     @classmethod
     def read(cls, root: Path) -> Index:
-        path = inside(root, INDEX)
+        path = resolve_inside(root, INDEX)
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -255,7 +256,7 @@ class Reader:
     def _slice(self, piece: Piece, name: str, slices: tuple[slice, ...]) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        path = inside(self.root, piece.file)
+        path = resolve_inside(self.root, piece.file)
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = safe_open(path, framework="pt")

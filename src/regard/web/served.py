@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..config.words import UsageError
+from ..errors import UsageError
 from ..lens.places import attentions, heads_of
 from ..models import Model
 from .limits import Refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layers.checks import need_positive
+from ...foundation.checks import check_positive
 from .cache import View, flat
 from .slots import Numbers, SlotCache, Slots, slots_of
 
@@ -27,7 +27,7 @@ class StaticCache(SlotCache):
         device: torch.device | str | None = None,
         numbers: Numbers = "model",
     ) -> None:
-        need_positive(batch=batch, n_kv_heads=n_kv_heads, max_len=max_len, d_head=d_head)
+        check_positive(batch=batch, n_kv_heads=n_kv_heads, max_len=max_len, d_head=d_head)
         slots = slots_of(2, (batch, n_kv_heads, max_len, d_head), dtype, device, numbers)
         super().__init__(slots, ("max_len", max_len))
         self.max_len = max_len
@@ -70,7 +70,7 @@ class RingCache(SlotCache):
         keep_keys: int = 0,
         numbers: Numbers = "model",
     ) -> None:
-        need_positive(batch=batch, n_kv_heads=n_kv_heads, window=window, d_head=d_head)
+        check_positive(batch=batch, n_kv_heads=n_kv_heads, window=window, d_head=d_head)
         for name, value in (("spare", spare), ("keep_keys", keep_keys)):
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...config.words import UsageError, nearest
+from ...errors import UsageError
+from ...foundation.suggestions import did_you_mean
 from ...training.flops import PEAKS, WITHOUT_BF16, peak_of
 
 GB = 1e9
@@ -78,7 +79,7 @@ def device_of(name: str) -> Device:
     if name == CPU:
         return _this_cpu()
     if name not in _TABLE:
-        raise UsageError(f"there is no device {name!r}{nearest(name, DEVICES)} (all: {', '.join(DEVICES)})")
+        raise UsageError(f"there is no device {name!r}{did_you_mean(name, DEVICES)} (all: {', '.join(DEVICES)})")
     gpu, memory, bandwidth = _TABLE[name]
     half, single = peak_of(gpu, "fp16"), peak_of(gpu, "fp32", tf32=True)
     assert half is not None and single is not None

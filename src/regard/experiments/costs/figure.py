@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config.words import UsageError
+from ...errors import UsageError
+from ...foundation.plotting import INK, SOFT, style_panel
 from ...models.flops import count, stacks_of
-from ...training.curves import INK, SOFT, tidy
 from .cache import kv_cache
 from .crossing import ALL_PAIRS
 
@@ -51,7 +51,7 @@ def draw(found: Cost, file: Path) -> Path:
 
 def _plain(panel: Any, title: str, grid: str) -> None:
     panel.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
-    tidy(panel, grid)
+    style_panel(panel, grid)
 
 
 def _operations(panel: Any, found: Cost) -> None:

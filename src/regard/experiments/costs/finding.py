@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import ModelConfig, TrainConfig
-from ...config.words import UsageError
+from ...errors import UsageError
 from ...models.flops import Flops, count, n_patches, source_places, stacks_of
 from ...presets import PRESETS, preset
 from .amounts import Amount

@@ -1,4 +1,4 @@
-"""A font for every letter: matplotlib's own, and beside it installed ones that know what it does not."""
+"""How every picture looks: colours, panels, and fonts that have every letter of its texts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+INK, SOFT, FAINT = "#222222", "#555555", "#E4E4E4"
+"""Colours of titles, of labels and of the grid."""
 
 _FIRST = "DejaVu Sans"
 # Tried in this order; any other installed font that has the letters will do after them.
@@ -20,7 +24,27 @@ _KNOWN = (
 )
 
 
-def families(text: str) -> tuple[list[str], str]:
+def new_figure(width: float, height: float, *, dpi: int = 150) -> Any:
+    """A white matplotlib figure (inches) that draws without a display and touches no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style_panel(panel: Any, grid: str = "both") -> None:
+    """The look of every panel with axes: a faint grid behind the data, one line below it, nothing else."""
+    panel.grid(color=FAINT, linewidth=0.7, axis=grid)
+    panel.set_axisbelow(True)
+    panel.tick_params(which="both", colors=SOFT, labelsize=9, length=0)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color("#999999")
+
+
+def fonts_for(text: str) -> tuple[list[str], str]:
     """Fonts that together have every letter of a text, and the letters that none has."""
     missing = {x for x in text if not x.isspace() and unicodedata.category(x) not in ("Mn", "Cf", "Cc")}
     found = [_FIRST]
@@ -64,12 +88,12 @@ def _letters(name: str) -> frozenset[str]:
 
 
 @contextmanager
-def spelling(texts: Iterable[str], file: Path) -> Iterator[list[str]]:
+def use_fonts_for(texts: Iterable[str], file: Path) -> Iterator[list[str]]:
     """The fonts for some texts; letters that no font has become boxes, and one sentence says so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-        found, missing = families("".join(texts))
+        found, missing = fonts_for("".join(texts))
         yield found
     if missing:
         shown = missing[:8] + ("…" if len(missing) > 8 else "")

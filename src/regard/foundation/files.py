@@ -1,10 +1,9 @@
-"""Paths that stay inside their directory, JSON that is exactly that, and writes that are whole or not there at all."""
+"""Paths that stay inside their directory, atomic writes of files and directories, and locks on folders."""
 
 from __future__ import annotations
 
 import ctypes
 import glob
-import json
 import os
 import secrets
 import shutil
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO
 
 from ..errors import BadModelFile, RegardError
 
@@ -22,7 +21,7 @@ except ImportError:  # Windows; leftovers of a crash are then left alone
     fcntl = None  # type: ignore[assignment]  # a module otherwise
 
 
-def inside(root: Path, name: str) -> Path:
+def resolve_inside(root: Path, name: str) -> Path:
     """The file ``name`` of a directory, refused where it leads out: absolute, through "..", or by a symbolic link.
 
     One kind of link may leave: a snapshot in the Hugging Face cache is made of links into the blobs folder beside it.
@@ -41,46 +40,29 @@ def inside(root: Path, name: str) -> Path:
     return path
 
 
-def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
-    """A JSON object. What Python lets pass is refused: a name twice, NaN, infinity, another type at the top."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            raise ValueError(f"it names {twice!r} twice")
-        return out
-
-    def not_json(word: str) -> None:
-        raise ValueError(f"{word} is not a number in JSON")
-
-    try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=not_json)
-    except (ValueError, RecursionError) as error:
-        raise BadModelFile(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise BadModelFile(f"{name} holds a {type(document).__name__}, where an object belongs")
-    return document
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file in one step: a reader, or a crash, sees the old content or the new, never a part."""
+    with atomic_file(path) as file:
+        file.write(content)
 
 
-def to_json(document: dict[str, Any]) -> bytes:
-    return (json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False) + "\n").encode()
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write beside, force to disk, rename: whoever looks sees the old file or the new one, whole."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file to write to, beside ``path``; when the block ends well it is forced to disk and takes its place."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(content)
-        sync(beside)
+        with open(beside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    fsync(path.parent)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Force a file's content, or a directory's list of names, to disk."""
     if path.is_dir() and os.name != "posix":  # elsewhere a directory cannot be opened
         return
@@ -92,7 +74,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replace_directory(target: Path) -> Iterator[Path]:
     """A new directory that takes the target's place when the block ends well; otherwise nothing changes.
 
     The two are swapped in one step, so a crash at any moment leaves the old directory or the new one, whole. Leftovers
@@ -104,9 +86,9 @@ def replacing(target: Path) -> Iterator[Path]:
     new, lock = _new_directory(target)
     try:
         yield new
-        sync(new)
+        fsync(new)
         old = _swap(new, target)
-        sync(target.parent)
+        fsync(target.parent)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -116,7 +98,7 @@ def replacing(target: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def previous(target: Path) -> Path:
+def previous_version(target: Path) -> Path:
     """Where the old directory waits while the new one takes its place, on systems that need two steps for it."""
     return target.with_name(f".{target.name}.previous")
 
@@ -126,14 +108,14 @@ def _new_directory(target: Path) -> tuple[Path, int | None]:
     while True:
         new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.saving")
         new.mkdir()
-        lock = hold(new, wait=True)
+        lock = acquire_lock(new, wait=True)
         if new.is_dir():  # another process may have taken it for a leftover before it was locked
             return new, lock
         if lock is not None:
             os.close(lock)
 
 
-def hold(folder: Path, *, wait: bool) -> int | None:
+def acquire_lock(folder: Path, *, wait: bool) -> int | None:
     """A handle that holds the folder's lock until it is closed, which the end of this process does in any case.
 
     None where there are no locks, or no such folder. Where someone else holds it: wait, or raise BlockingIOError.
@@ -156,14 +138,15 @@ def hold(folder: Path, *, wait: bool) -> int | None:
 
 
 @contextmanager
-def alone(folder: Path, held: str | None = None) -> Iterator[None]:
-    """Nobody else in this folder meanwhile; however this process ends, the next one may. Where someone is in there:
-    a RegardError that says ``held``, or without it, wait.
+def file_lock(folder: Path, busy: str | None = None) -> Iterator[None]:
+    """Hold a folder's lock inside the block; the end of the process releases it too.
+
+    Where another process holds it: raise a RegardError that says "FOLDER ``busy``", or without ``busy``, wait.
     """
     try:
-        handle = hold(folder, wait=held is None)
+        handle = acquire_lock(folder, wait=busy is None)
     except BlockingIOError:
-        raise RegardError(f"{folder} {held}") from None
+        raise RegardError(f"{folder} {busy}") from None
     try:
         yield
     finally:
@@ -174,7 +157,7 @@ def alone(folder: Path, held: str | None = None) -> Iterator[None]:
 def remove_abandoned(folder: Path) -> None:
     """Remove what a killed writer left; a live one holds the lock on it."""
     with suppress(BlockingIOError):
-        handle = hold(folder, wait=False)
+        handle = acquire_lock(folder, wait=False)
         if handle is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(handle)
@@ -192,10 +175,10 @@ def _swap(new: Path, target: Path) -> Path:
     elif _exchange(new, target):
         return new
     else:
-        shutil.rmtree(previous(target), ignore_errors=True)
-        os.rename(target, previous(target))
+        shutil.rmtree(previous_version(target), ignore_errors=True)
+        os.rename(target, previous_version(target))
         os.rename(new, target)
-    return previous(target)
+    return previous_version(target)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -1,0 +1,1 @@
+"""What every room stands on: safe files, JSON, device choice, name suggestions, checks, plotting style. Each once."""
