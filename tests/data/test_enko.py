@@ -541,7 +541,7 @@ def test_the_fingerprint_speaks_of_the_examples(corpus: EnKo) -> None:
     assert fingerprint(corpus, 8) != fingerprint(corpus, 9)
 
 
-@pytest.mark.alone
+@pytest.mark.serial
 def test_five_thousand_examples_a_second(corpus: EnKo) -> None:
     for index in range(500):
         corpus.example("train", index)

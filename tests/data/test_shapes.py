@@ -274,7 +274,7 @@ def test_errors(corpus: Shapes) -> None:
         corpus.example("longer", 0)
 
 
-@pytest.mark.alone
+@pytest.mark.serial
 def test_five_hundred_images_a_second(corpus: Shapes) -> None:
     start = time.process_time()
     for index in range(500):

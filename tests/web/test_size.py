@@ -18,7 +18,7 @@ from regard.hub import Processor
 
 from .test_serve import serving
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.serial
 MB = 1_000_000
 
 
