@@ -32,9 +32,7 @@ from regard.models.build import build
 from regard.models.flops import source_places
 from regard.presets import PRESETS
 from regard.training.averaging import Ema
-from regard.training.batch import Batch
-from regard.training.loss import IGNORE
-from regard.training.objective import Objective
+from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.optimiser import Optimiser, build_optimiser
 from regard.training.parallel import clip_grad_norm
 from regard.training.precision import Precision

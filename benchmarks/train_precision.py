@@ -18,9 +18,8 @@ import torch.nn.functional as F
 
 from regard.experiments.table import Row, aligned
 from regard.models import build
-from regard.training.batch import Batch
-from regard.training.compiling import compile_objective
-from regard.training.objective import Objective
+from regard.training.compilation import compile_objective
+from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision
 
 BAR = 1.5

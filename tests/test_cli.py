@@ -275,7 +275,7 @@ class Trained(Measured):
 def training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What reached the room that trains; nothing is trained."""
     asked: dict[str, Any] = {}
-    run, evaluation = ModuleType("regard.training.run"), ModuleType("regard.training.evaluating")
+    run, evaluation = ModuleType("regard.training.trainer"), ModuleType("regard.training.evaluating")
 
     def train(config: RunConfig, **options: Any) -> Trained:
         asked.update(config=config, **options)
@@ -337,7 +337,7 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
 
 
 def test_what_may_change_is_what_the_run_takes() -> None:
-    from regard.training.run import RESUMABLE
+    from regard.training.trainer import RESUMABLE
 
     assert RESUMABLE == MAY_CHANGE
 

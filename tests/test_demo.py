@@ -34,7 +34,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     """Let stages measure on few examples, and leave out the picture of the curves."""
     for name in ("N_ALIGNED", "N_SHAPES", "N_LOOKUP"):
         patch.setattr(stages, name, 2)
-    patch.setattr("regard.training.report.draw_curves", lambda *args: None)
+    patch.setattr("regard.training.reporter.draw_curves", lambda *args: None)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ Run = Callable[..., tuple[Any, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """What an example's main() found with these arguments, and what it printed."""
-    monkeypatch.setattr("regard.training.report.draw_curves", lambda *args: None)
+    monkeypatch.setattr("regard.training.reporter.draw_curves", lambda *args: None)
 
     def call(name: str, *words: str) -> tuple[Any, str]:
         spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")

@@ -22,7 +22,7 @@ from .foundation.jsonio import to_json
 from .hub.manifest import need_ours
 from .hub.weights import INDEX
 from .models import Model
-from .training.directory import RUN_FILE, RunDirectory
+from .training.run_directory import RUN_FILE, RunDirectory
 
 __all__ = ["Description", "describe", "load", "save"]
 

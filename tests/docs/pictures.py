@@ -13,7 +13,7 @@ import torch
 
 from regard.attention.masks import causal, dilated, prefix, strided, window
 from regard.layers import Sinusoidal
-from regard.training.schedule import cosine, noam, paper_lr, warmup_stable_decay
+from regard.training.optimiser import cosine, noam, paper_lr, warmup_stable_decay
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 INK, RED, GREY = "#2b2622", "#c0392b", "#a89f97"

@@ -20,8 +20,7 @@ from regard.experiments.scaling import passed, predicted_scaled, predicted_unsca
 from regard.experiments.sweep import Sweep, settings
 from regard.experiments.token_by_token import loss_token_by_token
 from regard.models.build import build
-from regard.training.batch import Batch, shifted
-from regard.training.objective import Objective
+from regard.training.loss import Batch, Objective, shifted
 
 TINY = (
     *("data.epoch_examples=100", "data.valid_rows=4", "data.tokenizer=chars", "model.d_model=16", "model.d_ff=16"),

@@ -25,8 +25,7 @@ from regard.experiments.costs.pieces import Setting
 from regard.models.build import build
 from regard.models.flops import count, source_places
 from regard.presets import PRESETS
-from regard.training.batch import Batch
-from regard.training.objective import Objective
+from regard.training.loss import Batch, Objective
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "memory.json"
 TINY: dict[str, Any] = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64, "max_len": 64}

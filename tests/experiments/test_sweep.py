@@ -172,7 +172,7 @@ def start(out: Path) -> subprocess.Popen[bytes]:
     script = f"""
 import sys
 from regard.experiments.sweep import Sweep, run
-from regard.training.interrupting import Interrupted
+from regard.training.signals import Interrupted
 try:
     run(Sweep.read({str(out)!r}), {str(out)!r}, jobs=1)
 except Interrupted as stop:

@@ -21,11 +21,11 @@ from torch import Tensor
 import regard
 from regard.recipes import run_config
 from regard.training.checkpoint import Checkpoint
-from regard.training.directory import RunDirectory
-from regard.training.interrupting import Interrupted
 from regard.training.journal import without_timings
 from regard.training.loop import Loop
-from regard.training.run import TrainResult
+from regard.training.run_directory import RunDirectory
+from regard.training.signals import Interrupted
+from regard.training.trainer import TrainResult
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 ZAHLEN = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf"]
@@ -69,12 +69,12 @@ def words_of(task: str, data: str, *more: str) -> list[str]:
 
 def train(task: str, out: Path, data: str, *more: str) -> TrainResult:
     """In this process, without the picture at the end, which takes longer than the run."""
-    with mock.patch("regard.training.report.draw_curves"):
+    with mock.patch("regard.training.reporter.draw_curves"):
         return regard.train(run_config(task, words_of(task, data, f"train.out={out}", *more)), style="quiet")
 
 
 def resume(out: Path, **changes: Any) -> TrainResult:
-    with mock.patch("regard.training.report.draw_curves"):
+    with mock.patch("regard.training.reporter.draw_curves"):
         return regard.resume(out, style="quiet", **changes)
 
 

@@ -25,8 +25,8 @@ from regard.hub import Processor
 from regard.hub.tokens import JsonTokenizer
 from regard.recipes import run_config
 from regard.training import evaluation_files, metrics
-from regard.training.bootstrap import paired_bootstrap
-from regard.training.directory import RunDirectory
+from regard.training.metrics.statistics import paired_bootstrap
+from regard.training.run_directory import RunDirectory
 
 WORDS = ["red", "blue", "cat", "dog", "sat", "ran", "mat"]
 TINY = (
@@ -614,7 +614,7 @@ def test_passages_of_a_text_are_ranked_by_loss(house: House, tmp_path: Path) -> 
 
 
 def test_beam_and_length_penalty_reach_the_search(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.training.tasks.pairs import Translate
+    from regard.training.tasks.translation import Translate
 
     asked: list[dict[str, Any]] = []
     real = Translate.answers

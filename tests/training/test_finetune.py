@@ -18,8 +18,7 @@ from models.small import inputs_of, shaken, small, small_config
 from regard.data.tokenizers import Tokenizer, train_tokenizer
 from regard.hub import Processor
 from regard.models import Model, build
-from regard.training.finetune import freeze, start_from
-from regard.training.lora import LoraLinear, add_lora, has_lora, lora_names, merge
+from regard.training.finetuning import LoraLinear, add_lora, freeze, has_lora, lora_names, merge, start_from
 
 DEFAULT = ("w_qkv", "w_q", "w_kv", "w_o")
 ATTENTIVE = ["gpt2", "llama-1b", "bert-base", "t5-small", "t5-v1.1-small", "vit-tiny", "transformer-tiny"]

@@ -16,16 +16,13 @@ from torch import Tensor, nn
 import regard
 from regard import cli
 from regard.errors import Diverged
-from regard.training import run as run_module
+from regard.training import trainer as run_module
 from regard.training.averaging import average
-from regard.training.batch import Batch
 from regard.training.checkpoint import Checkpoints, first_non_finite
-from regard.training.directory import RunDirectory
-from regard.training.loop import Loop
-from regard.training.loss import IGNORE
-from regard.training.objective import Objective
+from regard.training.loop import Loop, Prefetch
+from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.precision import Precision
-from regard.training.prefetch import Prefetch
+from regard.training.run_directory import RunDirectory
 
 from .runs import (
     assert_same,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from regard.config import ModelConfig
 from regard.models import Decoder
 from regard.training import metrics
-from regard.training.bootstrap import Comparison, paired_bootstrap
-from regard.training.metrics import translating
+from regard.training.metrics import translation_metrics
+from regard.training.metrics.statistics import Comparison, paired_bootstrap
 
 ENGLISH = [
     "The cat sat on the mat.",
@@ -46,7 +46,7 @@ KOREAN_OUTPUT = ["고양이는 매트 위에 앉았다.", "나는 학교에 갔�
 
 
 def without_mecab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translating, "find_spec", lambda name: None)
+    monkeypatch.setattr(translation_metrics, "find_spec", lambda name: None)
 
 
 # Translations
@@ -117,7 +117,7 @@ def test_decomposed_hangul_is_korean_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_morphemes_only_where_the_analyser_and_its_dictionary_are(
     monkeypatch: pytest.MonkeyPatch, installed: set[str], tokenizer: str
 ) -> None:
-    monkeypatch.setattr(translating, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(translation_metrics, "find_spec", lambda name: name if name in installed else None)
     assert metrics.bleu_tokenizer(KOREAN) == tokenizer
     assert metrics.bleu_tokenizer(ENGLISH) == "13a"
 
@@ -416,7 +416,7 @@ def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decode
 def test_logits_in_parts_are_the_same(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = (torch.arange(60) * 5 % 13).tolist()
     whole = metrics.strided_losses(decoder, tokens, 12, 12)
-    monkeypatch.setattr("regard.training.metrics.language._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("regard.training.metrics.language_metrics._ROWS_AT_ONCE", 7)
     np.testing.assert_allclose(metrics.strided_losses(decoder, tokens, 12, 12), whole, atol=1e-6)
 
 
@@ -563,13 +563,13 @@ def test_bootstrap_is_the_same_for_good_and_follows_its_seed(monkeypatch: pytest
     assert paired_bootstrap(one, two, samples=300, seed=7) == found
     other = paired_bootstrap(one, two, samples=300, seed=8)
     assert (other.low, other.high) != (found.low, found.high)
-    monkeypatch.setattr("regard.training.bootstrap._DRAWS_AT_ONCE", 500)  # in parts of 4 samples
+    monkeypatch.setattr("regard.training.metrics.statistics._DRAWS_AT_ONCE", 500)  # in parts of 4 samples
     in_parts = paired_bootstrap(one, two, samples=300, seed=7)
     assert dataclasses.astuple(in_parts) == pytest.approx(dataclasses.astuple(found))
 
 
 def test_draws_are_with_replacement_and_even() -> None:
-    from regard.training.bootstrap import _counts
+    from regard.training.metrics.statistics import _counts
 
     counts = _counts(50, 0, 2000, 0)
     assert (counts.sum(1) == 50).all()

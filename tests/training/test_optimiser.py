@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import regard
 from regard.attention import MultiHeadAttention
 from regard.config import TrainConfig
-from regard.training.muon import Muon, newton_schulz, orthogonal, product_dtype
-from regard.training.optimiser import Optimiser, build_optimiser, roles
+from regard.training.optimiser import Muon, Optimiser, build_optimiser, newton_schulz, orthogonal, product_dtype, roles
 
 KINDS = ["adam", "adamw", "muon"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -105,7 +104,7 @@ def test_batched_is_one_by_one_and_in_order() -> None:
 def test_a_stack_too_large_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [torch.randn(8, 8, dtype=torch.float64) for _ in range(5)]
     whole = orthogonal(matrices)
-    monkeypatch.setattr("regard.training.muon._MOST_AT_ONCE", 130)  # two at a time
+    monkeypatch.setattr("regard.training.optimiser._MOST_AT_ONCE", 130)  # two at a time
     for one, other in zip(orthogonal(matrices), whole, strict=True):
         torch.testing.assert_close(one, other)
 

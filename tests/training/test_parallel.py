@@ -30,11 +30,12 @@ from torch import distributed as dist
 from regard.config import ModelConfig, TrainConfig
 from regard.errors import BadModelFile, RegardError
 from regard.models import Model, build
-from regard.training import checkpoint, muon
+from regard.training import checkpoint
+from regard.training import optimiser as optimiser_module
 from regard.training.averaging import Ema
-from regard.training.batch import Batch
 from regard.training.checkpoint import Checkpoint, Checkpoints
-from regard.training.objective import Objective
+from regard.training.loop import seed_everything
+from regard.training.loss import Batch, Objective
 from regard.training.optimiser import build_optimiser
 from regard.training.parallel import (
     Group,
@@ -48,14 +49,13 @@ from regard.training.parallel import (
     parallelise,
     syncing,
 )
-from regard.training.randomness import seed_everything
 from regard.training.shards import box_of, is_sharded, local
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "numpy.random", "pytest"),
-        *("regard.models", "regard.training.checkpoint", "regard.training.objective", "regard.training.optimiser"),
+        *("regard.models", "regard.training.checkpoint", "regard.training.loss", "regard.training.optimiser"),
     ]
 )
 DEADLINE = 60.0  # seconds for a world to end by itself
@@ -183,7 +183,9 @@ def run(
         if step == 0:
             told["grads"] = full_gradients(model)
         if optimiser:
-            with mock.patch.object(muon, "product_dtype", lambda _, dtype: dtype):  # in bf16 a last bit becomes 2⁻⁹
+            with mock.patch.object(
+                optimiser_module, "product_dtype", lambda _, dtype: dtype
+            ):  # in bf16 a last bit becomes 2⁻⁹
                 trained.step()
         trained.zero_grad()
     told["weights"] = {name: x.clone() for name, x in full_state(model, everywhere=True).items()}

@@ -17,10 +17,9 @@ from regard.attention import attend, masks
 from regard.config import TrainConfig
 from regard.errors import RegardError
 from regard.models import build
-from regard.training import compiling, speeds
-from regard.training.batch import Batch
-from regard.training.compiling import Choice, choose, compile_objective, compiler_trouble, record, undisturbed
-from regard.training.objective import Objective
+from regard.training import compilation
+from regard.training.compilation import Choice, choose, compile_objective, compiler_trouble, record, undisturbed
+from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision, choices
 
 CPU = torch.device("cpu")
@@ -177,8 +176,8 @@ class Drawing(nn.Module):
 
 
 def test_choosing_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "choices", lambda device: ("fp32", "bf16"))
-    monkeypatch.setattr(compiling, "_BUDGET", 0.02)
+    monkeypatch.setattr(compilation, "choices", lambda device: ("fp32", "bf16"))
+    monkeypatch.setattr(compilation, "_BUDGET", 0.02)
     module = Drawing().eval()
     module.linear.weight.grad = torch.ones(1, 4)
     state = {name: x.clone() for name, x in module.state_dict().items()}
@@ -230,9 +229,9 @@ class Timed:
         def time(timer: Any, names: list[str]) -> None:
             timer.best.update({name: seconds[name] for name in names})
 
-        monkeypatch.setattr(compiling._Timer, "once", once)
-        monkeypatch.setattr(compiling._Timer, "time", time)
-        monkeypatch.setattr(compiling, "choices", lambda device: ("fp32", "bf16"))
+        monkeypatch.setattr(compilation._Timer, "once", once)
+        monkeypatch.setattr(compilation._Timer, "time", time)
+        monkeypatch.setattr(compilation, "choices", lambda device: ("fp32", "bf16"))
 
 
 @pytest.mark.parametrize(("bf16", "wanted"), [(0.5, "bf16"), (0.95, "fp32"), (3.0, "fp32")])
@@ -250,7 +249,7 @@ def test_a_run_shorter_than_the_timing_is_not_timed(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_asked_for_is_done_without_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling._Timer, "once", lambda *a: pytest.fail("nothing was to be timed"))
+    monkeypatch.setattr(compilation._Timer, "once", lambda *a: pytest.fail("nothing was to be timed"))
     choice = choose(objective_of(), batch, TrainConfig(precision="bf16", compile="off"), CPU)
     assert (choice.precision, choice.compile) == ("bf16", False)
 
@@ -265,7 +264,7 @@ def test_what_is_asked_for_is_done_without_timing(monkeypatch: pytest.MonkeyPatc
 )
 def test_compiling_must_pay_back(steps: int, accumulate: int, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     Timed(fp32=0.1, bf16=0.2).install(monkeypatch)
-    monkeypatch.setattr(compiling, "compiler_trouble", lambda kind: None)
+    monkeypatch.setattr(compilation, "compiler_trouble", lambda kind: None)
     choice = choose(objective_of(), batch, TrainConfig(steps=steps, accumulate=accumulate), CPU)
     assert choice.compile is wanted
     assert "expected: 12 s for 1.25×" in choice.reason  # two layers, 25 s for four
@@ -273,13 +272,13 @@ def test_compiling_must_pay_back(steps: int, accumulate: int, wanted: bool, monk
 
 def test_steps_left_count_not_those_done(monkeypatch: pytest.MonkeyPatch) -> None:
     Timed(fp32=0.1, bf16=0.2).install(monkeypatch)
-    monkeypatch.setattr(compiling, "compiler_trouble", lambda kind: None)
+    monkeypatch.setattr(compilation, "compiler_trouble", lambda kind: None)
     assert not choose(objective_of(), batch, TrainConfig(steps=2000), CPU, steps_left=50).compile
 
 
 def test_the_next_run_knows_what_compiling_brought(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Timed(fp32=0.1, bf16=0.2).install(monkeypatch)
-    monkeypatch.setattr(compiling, "compiler_trouble", lambda kind: None)
+    monkeypatch.setattr(compilation, "compiler_trouble", lambda kind: None)
     train = TrainConfig(steps=2000)
     choice = choose(objective_of(), batch, train, CPU)
     assert choice.compile
@@ -300,10 +299,10 @@ def test_the_next_run_knows_what_compiling_brought(own_cache: Path, monkeypatch:
 def test_a_damaged_table_is_an_empty_one(content: str, own_cache: Path) -> None:
     own_cache.parent.mkdir(parents=True)
     own_cache.write_text(content)
-    key = speeds.key_of(None, 10, "fp32", CPU)
-    assert not speeds.expected(key, objective_of(), CPU).measured
-    speeds.remember(key, 5.0, 2.0, 1.0)
-    assert speeds.expected(key, objective_of(), CPU) == speeds.Compiling(5.0, 2.0, measured=True)
+    key = compilation.key_of(None, 10, "fp32", CPU)
+    assert not compilation.expected(key, objective_of(), CPU).measured
+    compilation.remember(key, 5.0, 2.0, 1.0)
+    assert compilation.expected(key, objective_of(), CPU) == compilation.Compiling(5.0, 2.0, measured=True)
     assert [path.name for path in own_cache.parent.iterdir()] == ["speed.json"]
 
 
@@ -314,7 +313,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(own_cache: Path) -> None:
 
 def test_a_relative_cache_home_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert speeds.table_path() == Path.home() / ".cache" / "regard" / "speed.json"
+    assert compilation.table_path() == Path.home() / ".cache" / "regard" / "speed.json"
 
 
 # ------------------------------------------------------------------------------------- without a compiler

@@ -29,13 +29,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.config import ModelConfig
 from regard.models import build
-from regard.training import showing
-from regard.training.console import LiveLine, Standing, Style
-from regard.training.curves import draw_curves
-from regard.training.flops import flops_per_token, peak_flops, peak_of
-from regard.training.journal import TIMINGS, without_timings
-from regard.training.pace import Pace, peak_memory_mib
-from regard.training.report import Reporter
+from regard.training.console_display import (
+    LiveLine,
+    Standing,
+    Style,
+    clip_to_width,
+    format_count,
+    format_duration,
+    format_rows,
+    printable,
+)
+from regard.training.journal import TIMINGS, draw_curves, without_timings
+from regard.training.precision import flops_per_token, peak_flops, peak_of
+from regard.training.reporter import Pace, Reporter, peak_memory_mib
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
@@ -256,7 +262,7 @@ def test_without_tensorboard_a_run_goes_on(
 SCRIPT = """
 import sys, time, warnings
 from pathlib import Path
-from regard.training.report import Reporter
+from regard.training.reporter import Reporter
 assert not {"rich", "matplotlib", "tensorboard"} & set(sys.modules), "imported before they are needed"
 with Reporter(Path(sys.argv[1]), steps=60, log_every=10, style=sys.argv[2]) as reporter:
     reporter.begin({"task": "translate", "data": "en-ko", "parameters": 3_210_000, "device": "cpu"})
@@ -398,8 +404,8 @@ def test_the_live_line_fits_every_terminal(width: int, doing: bool) -> None:
 
 @given(st.text(st.sampled_from("a 한글á́👨‍👩‍👧ᄒ\u1161\u11ab\n\t界"), max_size=30), st.integers(1, 20))
 def test_clipping_keeps_whole_characters(text: str, width: int) -> None:
-    text = showing.visible(text)
-    clipped = showing.clip(text, width)
+    text = printable(text)
+    clipped = clip_to_width(text, width)
     assert cell_len(clipped) <= max(width, 1)
     if clipped != text:
         assert clipped.endswith("…")
@@ -416,13 +422,13 @@ def test_short_examples_stand_in_columns_that_line_up_under_hangul() -> None:
         {"source": "ab", "output": "먹는다"},
         {"source": "x", "label": 3},
     ]
-    found = showing.rows(rows, 60)
+    found = format_rows(rows, 60)
     starts = [
         cell_len(line[: line.index(word)]) for line, word in zip(found, ("output", "I go", "먹는다"), strict=False)
     ]
     assert len(set(starts)) == 1
     assert len(found) == 4
-    assert len(showing.rows(rows, 16)) == 6 + 2, "too narrow: one value a line, an empty one between examples"
+    assert len(format_rows(rows, 16)) == 6 + 2, "too narrow: one value a line, an empty one between examples"
 
 
 @pytest.mark.parametrize(
@@ -438,14 +444,14 @@ def test_short_examples_stand_in_columns_that_line_up_under_hangul() -> None:
     ],
 )
 def test_counts_in_few_digits(value: float, said: str) -> None:
-    assert showing.count(value) == said
+    assert format_count(value) == said
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (11045, "3:04:05"), (183845, "2 d 3:04:05")]
 )
 def test_durations(seconds: float, said: str) -> None:
-    assert showing.duration(seconds) == said
+    assert format_duration(seconds) == said
 
 
 # ------------------------------------------------------------------------------------ speed

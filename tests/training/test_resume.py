@@ -13,7 +13,7 @@ import regard
 from regard.data.sources import open_source
 from regard.errors import RegardError
 from regard.recipes import run_config
-from regard.training.directory import RunDirectory
+from regard.training.run_directory import RunDirectory
 from regard.training.tasks import open_task
 
 from .runs import (

@@ -14,8 +14,8 @@ import regard
 from regard import cli
 from regard.errors import BadModelFile
 from regard.recipes import run_config
-from regard.training import compiling
-from regard.training.directory import RunDirectory
+from regard.training import compilation
+from regard.training.run_directory import RunDirectory
 
 from .runs import (
     assert_same,
@@ -289,7 +289,7 @@ def test_compile_on_without_a_compiler_is_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_data("lm", tmp_path)
-    monkeypatch.setattr(compiling, "compiler_trouble", lambda device: "there is no C++ compiler (g++)")
+    monkeypatch.setattr(compilation, "compiler_trouble", lambda device: "there is no C++ compiler (g++)")
     words = words_of("lm", data, f"train.out={tmp_path / 'run'}", "train.compile=on")
     assert cli.main(["train", "lm", *words, "--quiet"]) == 1
     assert capsys.readouterr().err == (
@@ -302,13 +302,13 @@ def test_precision_and_compilation_are_chosen_once(tmp_path: Path, monkeypatch: 
     """Another choice would round otherwise, and a run that goes on would not be the same."""
     data, out = write_data("translate", tmp_path), tmp_path / "run"
     chosen: list[Any] = []
-    choose = compiling.choose
+    choose = compilation.choose
 
     def noted(*args: Any, **options: Any) -> Any:
         chosen.append(choose(*args, **options))
         return chosen[-1]
 
-    monkeypatch.setattr("regard.training.run.choose", noted)
+    monkeypatch.setattr("regard.training.trainer.choose", noted)
     train("translate", out, data, "train.steps=3", "train.stop_at=1", "train.precision=auto")
     (out / "choice.json").write_text((out / "choice.json").read_text().replace('"fp32"', '"bf16"', 1))
     resume(out)

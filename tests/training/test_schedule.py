@@ -7,7 +7,7 @@ import math
 import pytest
 
 from regard.config import TrainConfig
-from regard.training.schedule import constant, cosine, noam, paper_lr, schedule_of, warmup_stable_decay
+from regard.training.optimiser import constant, cosine, noam, paper_lr, schedule_of, warmup_stable_decay
 
 
 @pytest.mark.parametrize(("d_model", "warmup"), [(512, 4000), (1024, 4000), (128, 10)])

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from regard import cli
-from regard.training.directory import RunDirectory
 from regard.training.journal import MetricsFile
+from regard.training.run_directory import RunDirectory
 
 from .runs import (
     assert_same,
@@ -152,7 +152,7 @@ def test_stop_at_saves_and_ends_well(tmp_path: Path, capsys: pytest.CaptureFixtu
 KILLS = 20
 STEPS = 5 * KILLS
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["regard.training.run", "torch.utils.tensorboard", "numpy.random", "pytest"])
+SERVER.set_forkserver_preload(["regard.training.trainer", "torch.utils.tensorboard", "numpy.random", "pytest"])
 
 
 def _resumed(out: Path) -> None:

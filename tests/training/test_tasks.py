@@ -25,9 +25,7 @@ from regard.data.token_models import MASK, SPECIAL
 from regard.data.tokenizers import Tokenizer
 from regard.models import build
 from regard.recipes import run_config
-from regard.training.batch import Batch
-from regard.training.loss import IGNORE
-from regard.training.objective import Objective
+from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.tasks import Task, open_task
 from regard.training.tasks.task import evaluate
 

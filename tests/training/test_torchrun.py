@@ -26,14 +26,14 @@ import torch
 from torch import distributed as dist
 
 import regard
-from regard.training.directory import RunDirectory
 from regard.training.loop import Loop
+from regard.training.run_directory import RunDirectory
 
 from .runs import environment, latest, losses, metrics, resume, stopped_after, train, words_of, write_data
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["regard.training.run", "torch.distributed.fsdp", "torch.utils.tensorboard", "numpy.random", "pytest"]
+    ["regard.training.trainer", "torch.distributed.fsdp", "torch.utils.tensorboard", "numpy.random", "pytest"]
 )
 DEADLINE = 120.0
 SLOW = pytest.mark.slow

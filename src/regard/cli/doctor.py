@@ -244,7 +244,7 @@ def _around() -> Iterator[Finding]:
     else:
         yield Finding("around", "fonts", "ok", f"Korean labels in pictures: {found[-1]}")
     yield Finding("around", "browser", "ok", "any will do; none is needed but to look at pages and the explorer")
-    from regard.training.speeds import table_path
+    from regard.training.compilation import table_path
 
     yield _writable("cache", table_path().parent, "what compiling brings is measured anew in each run", needed=False)
     yield _writable(

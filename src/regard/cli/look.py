@@ -152,7 +152,7 @@ def _document(
 def _need_known_truth(path: str) -> None:
     """A model of other data can be scored as well, but the number would say nothing about it."""
     from regard.errors import RegardError
-    from regard.training.directory import RUN_FILE, RunDirectory
+    from regard.training.run_directory import RUN_FILE, RunDirectory
 
     if not (Path(path) / RUN_FILE).is_file():
         return

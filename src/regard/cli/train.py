@@ -62,7 +62,7 @@ def train(
     if not typed or "=" in typed[0]:
         raise UsageError(f"a task comes first: regard train TASK, one of {', '.join(TASKS)}")
     config = run_config(typed[0], typed[1:], preset=preset)
-    from regard.training.run import train as run
+    from regard.training.trainer import train as run
 
     _show_once(run(config, style=style, command=ctx.obj.command), as_json)
 
@@ -81,7 +81,7 @@ def _resume(run: str, words: list[str], preset: str | None, style: Style, as_jso
             allowed = ", ".join(f"train.{name}" for name in MAY_CHANGE)
             raise UsageError(f"train.{field} cannot change in a resumed run; {allowed} can")
     check_section("train", overrides)
-    from regard.training.run import resume
+    from regard.training.trainer import resume
 
     _show_once(resume(run, style=style, **overrides), as_json)
 

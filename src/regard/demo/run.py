@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..foundation.logs import silence_warnings
-from ..training.interrupting import Interrupted
+from ..training.signals import Interrupted
 from . import stages
 from .says import Says
 from .showing import Shown

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..foundation.files import write_atomic
 from ..models import Model
 from ..training.systems import data_for, open_data, open_system, task_for
-from ..training.tasks.language import Texts
+from ..training.tasks.language_modelling import Texts
 from .sweep_report import Report, RowOf
 
 __all__ = ["FACTORS", "WORDS", "Lengths", "lengths", "losses", "losses_by_length"]

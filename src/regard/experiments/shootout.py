@@ -22,8 +22,8 @@ from ..config.mixers import mixers
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json
 from ..models import build
-from ..training.directory import RunDirectory
 from ..training.precision import Precision
+from ..training.run_directory import RunDirectory
 from .sweep import Cell, fingerprint, folder_of
 from .sweep_report import Report, RowOf
 

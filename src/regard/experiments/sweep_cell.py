@@ -30,12 +30,12 @@ from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import to_json
 from ..hub import Processor
 from ..models.build import build
-from ..training.directory import RUN_FILE, RunDirectory, provenance
 from ..training.evaluating import evaluate
-from ..training.interrupting import Interrupted
-from ..training.pace import peak_memory_mib
-from ..training.run import TrainResult, resume, train
+from ..training.reporter import peak_memory_mib
+from ..training.run_directory import RUN_FILE, RunDirectory, provenance
+from ..training.signals import Interrupted
 from ..training.tasks import open_task
+from ..training.trainer import TrainResult, resume, train
 from .sweep import RESULT_FILE, prune
 
 _CURVE = 80

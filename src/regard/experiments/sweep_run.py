@@ -167,7 +167,7 @@ class _Pool:
         self.waiting, self.stopping = list[Job](), False
 
     def run(self, waiting: list[Job]) -> None:
-        from ..training.interrupting import Interrupted, Signals
+        from ..training.signals import Interrupted, Signals
 
         self.waiting = waiting
         with Signals() as signals:

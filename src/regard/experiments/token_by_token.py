@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import Model
-from ..training.batch import Batch
-from ..training.loss import IGNORE
+from ..training.loss import IGNORE, Batch
 from ..training.systems import data_for, open_data, open_system, task_for
 
 __all__ = ["loss_token_by_token", "measure"]

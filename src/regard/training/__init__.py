@@ -1,6 +1,6 @@
 """From logits to weights: tasks, the loss, the recipe, one straight loop, checkpoints that are never half written."""
 
 from .evaluating import EvaluationReport, evaluate
-from .run import TrainResult, resume, train
+from .trainer import TrainResult, resume, train
 
 __all__ = ["EvaluationReport", "TrainResult", "evaluate", "resume", "train"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .muon import shard
+from .optimiser import shard
 
 _UPDATES = "updates"
 _AVERAGE = "average/"

@@ -14,15 +14,15 @@ from ..config import DataConfig
 from ..data.corpora import CORPORA
 from ..data.examples import BadData, Example
 from ..data.sources import Source
-from .bootstrap import Comparison, paired_bootstrap
 from .evaluation_files import need_ours, write_evaluation
 from .evaluation_text import table_of
 from .judging import Judged, judge
 from .judging_texts import judge_texts, paired_texts
+from .metrics.statistics import Comparison, paired_bootstrap
 from .precision import Precision, PrecisionName
 from .systems import ALL_OF_IT, System, data_for, open_data, open_system, task_for
 from .tasks import Row, Task
-from .tasks.language import Texts
+from .tasks.language_modelling import Texts
 
 __all__ = ["EvaluationReport", "SplitReport", "evaluate"]
 

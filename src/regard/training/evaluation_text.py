@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import showing
-from .showing import GAP
+from .console_display import GAP, format_pairs, format_rows, printable
 
 if TYPE_CHECKING:
     from .evaluating import EvaluationReport, SplitReport
@@ -27,24 +26,24 @@ def table_of(report: EvaluationReport) -> str:
         "data": f"{report.data['source']}, {report.data['held_out']}",
     }
     facts |= {name: value for name, value in report.options.items() if value is not None}
-    lines = [showing.visible(report.path), *showing.pairs(facts, _WIDTH)]
+    lines = [printable(report.path), *format_pairs(facts, _WIDTH)]
     for split in report.splits:
         lines += ["", *_split(split, report.against)]
-    lines += [f"note: {showing.visible(note)}" for note in report.notes]
+    lines += [f"note: {printable(note)}" for note in report.notes]
     return "\n".join(lines)
 
 
 def _split(split: SplitReport, against: str | None) -> list[str]:
-    lines = [f"{split.name}: {split.n:,} example{'s' * (split.n != 1)}", *showing.pairs(split.metrics, _WIDTH)]
+    lines = [f"{split.name}: {split.n:,} example{'s' * (split.n != 1)}", *format_pairs(split.metrics, _WIDTH)]
     classes = split.details.get("classes", [])
     if classes:
-        lines += ["classes", *showing.rows(classes[:_MOST_CLASSES], _WIDTH)]
+        lines += ["classes", *format_rows(classes[:_MOST_CLASSES], _WIDTH)]
         if len(classes) > _MOST_CLASSES:
             lines.append(f"{GAP}… and {len(classes) - _MOST_CLASSES:,} more")
         if len(classes) <= _MOST_CONFUSED:
             lines += ["who is taken for whom", *_confusion(classes, split.details["confusion"])]
     if split.comparisons:
-        lines += [f"against {showing.visible(str(against))}, by paired bootstrap", *_comparisons(split)]
+        lines += [f"against {printable(str(against))}, by paired bootstrap", *_comparisons(split)]
     worst = split.worst(_SHOWN_WORST)
     if worst:
         lines.append("worst")
@@ -52,7 +51,7 @@ def _split(split: SplitReport, against: str | None) -> list[str]:
             target = row.target if isinstance(row.target, str) else row.target[0]
             shown = {"source": row.source, "target": target, "output": row.output, "score": row.score}
             cut = {name: x[:_SHOWN_CHARACTERS] if isinstance(x, str) else x for name, x in shown.items()}
-            lines += [*showing.pairs(cut, _WIDTH), ""]
+            lines += [*format_pairs(cut, _WIDTH), ""]
         lines.pop()
     return lines
 
@@ -63,7 +62,7 @@ def _confusion(classes: list[dict[str, Any]], counts: list[list[int]]) -> list[s
     said = [
         {"true ↓ said →": name, **dict(zip(names, row, strict=True))} for name, row in zip(names, counts, strict=True)
     ]
-    return showing.rows(said, _WIDTH)
+    return format_rows(said, _WIDTH)
 
 
 def _comparisons(split: SplitReport) -> list[str]:
@@ -78,4 +77,4 @@ def _comparisons(split: SplitReport) -> list[str]:
         }
         for one in split.comparisons
     ]
-    return showing.rows(rows, _WIDTH)
+    return format_rows(rows, _WIDTH)

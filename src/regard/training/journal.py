@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..data.token_files import write_atomically
+from ..foundation.plotting import INK, SOFT, style_panel
+from .console_display import format_count, format_duration
 
 Note = Callable[[str], None]
 TIMINGS = ("seconds", "train_seconds", "tokens_per_s", "mfu", "memory_mib")
@@ -149,3 +152,232 @@ class TensorBoard:
     def _give_up(self, failure: OSError) -> None:
         self._writer = None
         self._note(f"TensorBoard events cannot be written: {failure.strerror or failure}")
+
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
+METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
+# With a panel of their own each, best first: what a person looks for before the rest.
+WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
+KOREAN = ("Noto Sans CJK KR", "Noto Sans KR", "NanumGothic", "Malgun Gothic", "Apple SD Gothic Neo", "UnDotum")
+Points = tuple[list[float], list[float]]
+
+
+def draw_curves(metrics_jsonl: Path, png: Path) -> None:
+    """Read the lines written so far and draw them; without any there is nothing to draw, and no file."""
+    with open(metrics_jsonl, encoding="utf-8", errors="replace") as lines:
+        records = [record for line in lines if (record := read_line(line)) is not None]
+    if not records:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.6), dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    groups = _groups([record for record in records if is_evaluation(record)])
+    heights = [1.0] * len(groups) + [0.62 if groups else 1.0]
+    grid = figure.add_gridspec(
+        len(heights),
+        2,
+        width_ratios=(1.45, 1),
+        height_ratios=heights,
+        left=0.05,
+        right=0.88,
+        top=0.80,
+        bottom=0.10,
+        wspace=0.46,
+        hspace=0.6,
+    )
+    most = max(record["step"] for record in records)
+    _loss(_panel(figure, grid[:, 0], "Loss", most), records)
+    for row, group in enumerate(groups):
+        panel = _panel(figure, grid[row, 1], " and ".join(map(_name, group)), most)
+        _metrics(panel, records, group)
+    rate = _panel(figure, grid[-1, 1], "Learning rate", most)
+    _rate(rate, _points(records, "lr", evaluation=False))
+    _title(figure, metrics_jsonl, records)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", facecolor="white")
+    write_atomically(png, picture.getvalue())
+
+
+def _points(records: Iterable[dict[str, Any]], name: str, *, evaluation: bool) -> Points:
+    """Steps and values of the lines that have this number."""
+    found = [(r["step"], r[name]) for r in records if is_evaluation(r) == evaluation and _is_number(r.get(name))]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _groups(evaluations: list[dict[str, Any]]) -> list[list[str]]:
+    """Metrics that share a scale (percent, or shares of one) share a panel; at most two panels."""
+    names = [name for record in evaluations for name, value in record.items() if _is_number(value)]
+    names = [name for name in dict.fromkeys(names) if name not in NOT_METRICS]
+    names.sort(key=lambda name: next((n for n, wanted in enumerate(WANTED) if wanted in name.lower()), len(WANTED)))
+    by_scale: dict[str, list[str]] = {}
+    for name in names:
+        most = max(abs(r[name]) for r in evaluations if _is_number(r.get(name)))
+        scale = "percent" if _percent(name) else "share" if most <= 1 else name
+        by_scale.setdefault(scale, []).append(name)
+    return [group[: len(METRICS)] for group in by_scale.values()][:2]
+
+
+def _percent(name: str) -> bool:
+    return any(word in name.lower() for word in ("bleu", "chrf"))
+
+
+def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    panel = figure.add_subplot(place)
+    panel.set_title(title, loc="left", fontsize=11, color=INK, pad=8)
+    panel.set_xlim(0, max(1, most) * 1.02)
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    style_panel(panel)
+    return panel
+
+
+def _loss(panel: Any, records: list[dict[str, Any]]) -> None:
+    """Each step's loss faintly, the mean between lines strongly; validation with its best point marked."""
+    each, mean = (_points(records, name, evaluation=False) for name in ("loss", "loss_mean"))
+    valid = _points(records, "valid_loss", evaluation=True)
+    if not each[0] and not valid[0]:
+        panel.text(0.5, 0.5, "no number yet", transform=panel.transAxes, ha="center", color=SOFT)
+        return
+    panel.plot(*each, color=TRAIN, linewidth=0.8, alpha=0.28, zorder=2)
+    panel.plot(*mean, color=TRAIN, linewidth=1.9, solid_capstyle="round", solid_joinstyle="round", zorder=3)
+    panel.plot(*valid, color=VALID, linewidth=1.9, zorder=4, **_dots(valid))
+    _loss_scale(panel, mean[1] + valid[1] or each[1])
+    ends = [(mean, "training", TRAIN), (valid, "validation", VALID)]
+    _labels(panel, [(x[-1], y[-1], f"{name} {y[-1]:.4g}", colour) for (x, y), name, colour in ends if x])
+    panel.set_xlabel("step", fontsize=9.5, color=SOFT)
+    if len(valid[1]) > 1:
+        best = min(range(len(valid[1])), key=valid[1].__getitem__)
+        _ring(panel, valid[0][best], valid[1][best], VALID, f"best {valid[1][best]:.4f}")
+
+
+def _loss_scale(panel: Any, values: list[float]) -> None:
+    """Logarithmic where the loss fell far, so that the end can be read as well as the beginning."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 4:
+        panel.set_yscale("log")
+        panel.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.06)
+        fell = high / low
+        subs = (1, 1.5, 2, 3, 4, 5, 7) if fell < 10 else (1, 2, 5) if fell < 30 else (1, 3) if fell < 1e3 else (1,)
+        panel.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        room = (high - low) or abs(high) or 1.0
+        panel.set_ylim(low - 0.10 * room, high + 0.06 * room)
+
+
+def _metrics(panel: Any, records: list[dict[str, Any]], group: list[str]) -> None:
+    ends: list[tuple[float, float, str, str]] = []
+    for name, colour in zip(group, METRICS, strict=False):
+        steps, values = _points(records, name, evaluation=True)
+        panel.plot(steps, values, color=colour, linewidth=1.9, zorder=3, **_dots((steps, values)))
+        ends.append((steps[-1], values[-1], f"{values[-1]:.4g}", colour))
+        if len(group) > 1:
+            ends[-1] = (*ends[-1][:2], f"{_name(name)} {values[-1]:.4g}", colour)
+    first = _points(records, group[0], evaluation=True)[1]
+    if len(group) == 1 and max(first) > 1 and not _percent(group[0]):  # perplexity falls as the loss does
+        _loss_scale(panel, first)
+    low, high = panel.get_ylim()
+    if panel.get_yscale() == "linear":
+        panel.set_ylim(low - 0.04 * (high - low), high + 0.06 * (high - low))
+    _labels(panel, ends)
+
+
+def _rate(panel: Any, rate: Points) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    panel.fill_between(*rate, color=RATE, alpha=0.16, linewidth=0)
+    panel.plot(*rate, color=RATE, linewidth=1.6)
+    panel.set_ylim(0, max(rate[1], default=1.0) * 1.08 or 1.0)
+    panel.yaxis.set_major_locator(MaxNLocator(3))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    panel.set_xlabel("step", fontsize=9.5, color=SOFT)
+
+
+def _short(value: float) -> str:
+    """0.0004 as 4e-4."""
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{value:.3g}" if value == 0 or value >= 0.01 else f"{float(mantissa):g}e{int(power)}"
+
+
+def _dots(points: Points) -> dict[str, Any]:
+    """Few evaluations are dots on a line; of many the line is enough."""
+    if len(points[0]) > 40:
+        return {}
+    return {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
+
+
+def _ring(panel: Any, x: float, y: float, colour: str, text: str) -> None:
+    panel.plot([x], [y], marker="o", markersize=9, markerfacecolor="none", markeredgecolor=colour, zorder=5)
+    if x < 0.9 * panel.get_xlim()[1]:  # at the end the label beside it says the number
+        panel.annotate(text, (x, y), (0, 14), textcoords="offset points", ha="center", fontsize=9, color=colour)
+
+
+def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:
+    """The name of each line at its end, right of the panel and never over another."""
+    height = panel.get_position().height * panel.figure.get_figheight() * 72  # in points
+    gap = 13 / height
+    axes_y = [panel.transAxes.inverted().transform(panel.transData.transform((x, y)))[1] for x, y, _, _ in ends]
+    order = sorted(range(len(ends)), key=axes_y.__getitem__)
+    placed: list[float] = []
+    for n in order:
+        placed.append(axes_y[n] if not placed else max(axes_y[n], placed[-1] + gap))
+    # What was pushed up is shared: all move down by half of it.
+    down = sum(at - axes_y[n] for at, n in zip(placed, order, strict=True)) / max(1, len(placed))
+    for at, n in zip(placed, order, strict=True):
+        _, _, text, colour = ends[n]
+        panel.text(1.015, at - down, text, transform=panel.transAxes, fontsize=9.5, color=colour, va="center")
+
+
+def _title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
+    last = records[-1]
+    facts = [f"step {last['step']:,}"]
+    valid = [r for r in records if _is_number(r.get("valid_loss"))]
+    if valid:
+        best = min(valid, key=lambda r: r["valid_loss"])
+        facts.append(f"validation loss {best['valid_loss']:.4f} at step {best['step']:,}")
+    if last.get("tokens"):
+        facts.append(f"{format_count(last['tokens'])} tokens")
+    if last.get("seconds"):
+        facts.append(format_duration(last["seconds"]))
+    name, fonts = _drawable(file.resolve().parent.name)
+    figure.text(0.05, 0.925, name or "Training", fontsize=15, weight="bold", color=INK, family=fonts)
+    figure.text(0.05, 0.878, "  ·  ".join(facts), fontsize=10, color=SOFT)
+
+
+def _drawable(text: str) -> tuple[str, list[str]]:
+    """The text and fonts that have all of its characters; without such fonts the text is left out, not boxed."""
+    from matplotlib import font_manager
+
+    text = text.replace("$", "")  # would begin a formula
+    plain = "DejaVu Sans"
+    have = font_manager.get_font(font_manager.findfont(plain)).get_charmap()
+    missing = {character for character in text if ord(character) not in have}
+    if not missing:
+        return text, [plain]
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    for name in KOREAN:
+        if name in installed:
+            more = font_manager.get_font(font_manager.findfont(name)).get_charmap()
+            if all(ord(character) in more for character in missing):
+                return text, [plain, name]
+    return "", [plain]
+
+
+def _name(metric: str) -> str:
+    """valid_exact_match → Exact match; BLEU, chrF and CIDEr as their authors write them."""
+    words = metric.removeprefix("valid_").replace("_", " ")
+    known = {"bleu": "BLEU", "chrf": "chrF", "cider": "CIDEr", "f1": "F1", "bleu4": "BLEU-4"}
+    return known.get(words.lower(), words[:1].upper() + words[1:])

@@ -19,13 +19,11 @@ from ..errors import RegardError
 from ..models import Model
 from ..models.heads import TokenHead
 from . import metrics
-from .batch import Batch
-from .loss import IGNORE
+from .loss import IGNORE, Batch, _hidden, _table
 from .metrics import Statistics
-from .objective import _hidden, _table
 from .precision import Precision
 from .tasks import Row, Task
-from .tasks.classes import Classes
+from .tasks.classification import Classes
 
 __all__ = ["Judged", "judge", "losses_of"]
 

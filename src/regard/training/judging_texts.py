@@ -22,7 +22,7 @@ from .metrics import Statistics
 from .precision import Precision
 from .systems import Foreign
 from .tasks import Row
-from .tasks.language import MaskedLanguageModel, Texts
+from .tasks.language_modelling import MaskedLanguageModel, Texts
 
 __all__ = ["TextLosses", "judge_texts", "paired_texts"]
 

@@ -1,38 +1,80 @@
-"""The loop, straight from the first step to the last. Tasks differ in data and loss only; it knows none of them."""
+"""Batches made ahead of time, in a thread, so that a GPU never waits for a tokenizer or a picture."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..config import TrainConfig
+from ..data.hashing import stable_key
 from ..errors import Diverged
 from ..models import Model
 from .averaging import Ema
-from .batch import Batch
 from .checkpoint import Checkpoint, Checkpoints, first_non_finite
-from .diverging import broken_gradient, broken_output
-from .interrupting import Interrupted, Signals
-from .objective import Objective
-from .optimiser import Optimiser
+from .loss import Batch, Objective
+from .optimiser import Optimiser, Schedule
 from .parallel import Group, clip_grad_norm, gathered, syncing
 from .precision import Precision
-from .prefetch import Prefetch
-from .randomness import seed_everything
-from .report import Reporter
-from .schedule import Schedule
+from .reporter import Reporter
 from .shards import is_sharded
+from .signals import Interrupted, Signals, broken_gradient, broken_output
 from .tasks import Task
 from .tasks.task import evaluate
 
-__all__ = ["Loop", "Position"]
+__all__ = ["Prefetch", "seed_everything", "Loop", "Position"]
+
+
+class Prefetch:
+    """``batch(number)`` as ``make(number)`` gives it, on the device; the next ones are already being made.
+
+    A thread makes the same batches as no thread, since a batch is a pure function of its number.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], device: torch.device, ahead: int = 4, stride: int = 1) -> None:
+        self._make, self._device, self._ahead, self._stride = make, device, ahead, stride
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches") if device.type == "cuda" else None
+        self._coming: dict[int, Future[Batch]] = {}
+
+    def batch(self, number: int) -> Batch:
+        """The batch on the device, its targets counted."""
+        if self._pool is None:
+            return self._make(number).to(self._device)
+        for ahead in range(number, number + self._stride * self._ahead, self._stride):
+            if ahead not in self._coming:
+                self._coming[ahead] = self._pool.submit(self._ready, ahead)
+        return self._coming.pop(number).result().to(self._device)
+
+    def _ready(self, number: int) -> Batch:
+        return self._make(number).pinned()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._coming.clear()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def seed_everything(seed: int, what: str, number: int = 0) -> None:
+    """Seed Python's, numpy's and torch's generators, on every device."""
+    key = stable_key("training", what, seed, number)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.manual_seed(key % 2**63)
 
 
 @dataclass

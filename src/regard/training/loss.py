@@ -1,13 +1,65 @@
-"""Losses. Targets equal to ``IGNORE`` count for nothing: padding, and what a masked language model was not asked."""
+"""What one forward pass of training is given."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from ..models import Decoder, Encoder, Model
+from ..models.heads import TokenHead
+from ..models.translating import SourceToTarget
+
+__all__ = ["Batch", "shifted", "Objective"]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The model's arguments, and what it should have said: token ids (B, T), IGNORE where nothing is asked, or (B,)."""
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    options: dict[str, Tensor] = field(default_factory=dict)
+    n_tokens: int = 0
+    """Tokens or patches the model goes through, padding not counted; pairs count both sides."""
+    n_counted: int | None = None
+    """``n_targets``, counted before the batch went to a device that would have to be waited for."""
+
+    @property
+    def n_targets(self) -> int:
+        """How many answers the loss is a sum over."""
+        return int((self.targets != IGNORE).sum()) if self.n_counted is None else self.n_counted
+
+    def to(self, device: torch.device) -> Batch:
+        """On a device; from pinned memory the copy does not wait."""
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            inputs=tuple(map(move, self.inputs)),
+            targets=move(self.targets),
+            options={name: move(x) for name, x in self.options.items()},
+            n_counted=self.n_targets,
+        )
+
+    def pinned(self) -> Batch:
+        """In memory the GPU can copy from by itself."""
+        options = {name: x.pin_memory() for name, x in self.options.items()}
+        inputs = tuple(x.pin_memory() for x in self.inputs)
+        return replace(self, inputs=inputs, targets=self.targets.pin_memory(), options=options)
+
+
+def shifted(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+    """<bos> a b <eos> as what the decoder reads, <bos> a b, and what it must say, a b <eos>. (B, T + 1) → two (B, T)"""
+    wanted = target[:, 1:]
+    return target[:, :-1].contiguous(), torch.where(wanted == pad_id, IGNORE, wanted)
+
 
 IGNORE = -100
 
@@ -187,3 +239,39 @@ def _backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...
 
 
 _chunked.register_autograd(_backward, setup_context=_keep)
+
+
+class Objective(nn.Module):
+    """A batch → the sum of the loss over its targets. A sum: whoever averages knows over how many, on how many ranks.
+
+    Token logits of a large vocabulary are never held whole: the head's matrix goes into the loss with the states.
+    """
+
+    def __init__(self, model: Model, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, batch: Batch) -> Tensor:
+        model, smoothing = self.model, self.smoothing if self.training else 0.0
+        head = getattr(model, "head", None)
+        if not isinstance(head, TokenHead):
+            return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing)
+        states = head.hidden(_hidden(model, batch))
+        weight = _table(model) if head.weight is None else head.weight
+        # Compiled, a number that differs from batch to batch would be compiled anew.
+        counted = None if torch.compiler.is_compiling() else batch.n_counted
+        return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, counted=counted)
+
+
+def _hidden(model: Model, batch: Batch) -> Tensor:
+    assert isinstance(model, Decoder | Encoder | SourceToTarget)
+    return model.hidden(*batch.inputs, **batch.options)  # type: ignore[arg-type]  # as many as it takes
+
+
+def _table(model: Model) -> Tensor:
+    """The token table a tied head shares."""
+    if isinstance(model, SourceToTarget):
+        return model.output_table
+    assert isinstance(model, Decoder | Encoder)
+    assert model.token is not None
+    return model.token.weight

@@ -1,9 +1,11 @@
-"""Which parameter is trained how: Adam, AdamW, or Muon for the matrices inside layers with AdamW for the rest."""
+"""The learning rate as a pure function of the step: nothing to store, nothing to resume."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +19,222 @@ from ..layers import FeedForward
 from ..layers.vision import VisionEmbeddings
 from ..models.block import Block
 from ..models.recurrent.recurrence import Gates
-from .muon import Muon, shard
+
+Schedule = Callable[[int], float]
+"""The factor on the peak learning rate at a step, counted from 1."""
+
+
+def schedule_of(train: TrainConfig, d_model: int) -> Schedule:
+    """The schedule ``train`` describes. ``train.lr`` is the peak of every one of them, the paper's included.
+
+    It is on ``d_model`` that the paper's peak depends: train.lr=paper_lr(d_model, train.warmup) gives its own rates.
+    """
+    warmup, steps, floor = train.warmup, train.steps, train.floor
+    if train.schedule == "noam":
+        return noam(warmup)
+    if train.schedule == "cosine":
+        return cosine(warmup, steps, floor)
+    if train.schedule == "wsd":
+        return warmup_stable_decay(warmup, steps, floor=floor)
+    return constant(warmup)
+
+
+def paper_lr(d_model: int, warmup: int) -> float:
+    """The peak of the paper's learning rate, d_model^-0.5 · warmup^-0.5: 7e-4 for the base model's 512 and 4,000."""
+    return (d_model * max(warmup, 1)) ** -0.5
+
+
+def noam(warmup: int) -> Schedule:
+    """The paper's (Vaswani et al. 2017, eq. 3), scaled so that its peak, at the end of the warm-up, is 1.
+
+    factor = min(step^-0.5, step · warmup^-1.5) · warmup^0.5, times the peak of ``paper_lr``: the paper's rates.
+    """
+    warmup = max(warmup, 1)
+    return lambda step: min((warmup / step) ** 0.5, step / warmup)
+
+
+def cosine(warmup: int, steps: int, floor: float = 0.0) -> Schedule:
+    """Linear warm-up, then half a cosine down to ``floor`` at the last step (Loshchilov & Hutter 2017)."""
+
+    def factor(step: int) -> float:
+        if step <= warmup:
+            return step / max(warmup, 1)
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def warmup_stable_decay(warmup: int, steps: int, decay: float = 0.2, floor: float = 0.0) -> Schedule:
+    """Up, level, and down in a straight line over the last ``decay`` share of the steps (Hu et al. 2024)."""
+    start = max(warmup, steps - round(decay * steps))
+
+    def factor(step: int) -> float:
+        if step <= warmup:
+            return step / max(warmup, 1)
+        if step <= start:
+            return 1.0
+        return floor + (1 - floor) * max(0.0, (steps - step) / max(1, steps - start))
+
+    return factor
+
+
+def constant(warmup: int) -> Schedule:
+    """Linear warm-up, then level."""
+    return lambda step: min(1.0, step / max(warmup, 1))
+
+
+# Of a quintic that lifts every singular value in (0, 1] to about 1 in five steps; exactness is given up for slope at 0.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+# Numbers made orthogonal at once, 128 MiB in bf16: large matrices fill the machine one by one.
+_MOST_AT_ONCE = 1 << 26
+
+
+class Muon(torch.optim.Optimizer):
+    """For 2-D parameters. ``joined`` gives the rows of each matrix in the parameters that hold more than one."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.02,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        steps: int = 5,
+        joined: Mapping[Tensor, tuple[int, ...]] | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} must lie in [0, 1)")
+        if steps < 1:
+            raise ValueError(f"steps={steps} must be at least 1")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "steps": steps,
+        }
+        super().__init__(params, defaults)
+        self._joined = {} if joined is None else dict(joined)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            rows = self._rows(param)
+            if param.dim() != 2 or sum(rows) != param.shape[0]:
+                raise ValueError(f"joined={rows} does not divide a parameter of shape {tuple(param.shape)}")
+
+    def _rows(self, param: Tensor) -> tuple[int, ...]:
+        return self._joined.get(param, (param.shape[0],))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch declares overloads
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if params := [param for param in group["params"] if param.grad is not None]:
+                self._step(params, group)
+        return loss
+
+    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        updates = self._momentum(params, group["momentum"], group["nesterov"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        rows = [self._rows(param) for param in params]
+        pieces = [piece for update, sizes in zip(updates, rows, strict=True) for piece in update.split(sizes)]
+        directions = iter(orthogonal(pieces, group["steps"]))
+        here: list[tuple[Tensor, Tensor]] = []
+        for param, sizes in zip(params, rows, strict=True):
+            found = [next(directions) for _ in sizes]
+            if _sharded(param):
+                param.add_(shard(torch.cat(found), param), alpha=-group["lr"])
+            else:
+                here += zip(param.split(sizes), found, strict=True)
+        if here:
+            torch._foreach_add_([part for part, _ in here], [direction for _, direction in here], alpha=-group["lr"])
+
+    def _momentum(self, params: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
+        """What is to be made orthogonal, whole: a gradient sharded over processes is gathered, for its spectrum is."""
+        grads = [param.grad for param in params if param.grad is not None]
+        for param in params:
+            if "momentum" not in self.state[param]:
+                self.state[param]["momentum"] = torch.zeros_like(param)
+        buffers = [self.state[param]["momentum"] for param in params]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+        return [_whole(update) for update in updates]
+
+
+def _sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, without loading torch.distributed to find out."""
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if _sharded(tensor) else tensor
+
+
+def shard(whole: Tensor, like: Any) -> Tensor:
+    """``whole``, the same on every process, sharded as ``like`` is: each keeps its own part, nothing is sent."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False).redistribute(
+        placements=like.placements
+    )
+
+
+def orthogonal(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
+    """max(1, rows / columns)^½ times the nearest orthogonal matrix U Vᵀ of each U S Vᵀ, roughly: S ends near 1.
+
+    The factor lets a matrix of any shape move its output alike. Matrices of one shape are stacked and go through
+    together; results are in order and in their matrix's dtype.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
+    results: dict[int, Tensor] = {}
+    for (shape, dtype, _), all_of_them in alike.items():
+        at_once = max(1, _MOST_AT_ONCE // max(1, shape.numel()))
+        for start in range(0, len(all_of_them), at_once):
+            some = all_of_them[start : start + at_once]
+            stacked = newton_schulz(torch.stack([matrices[i] for i in some]), steps).to(dtype)
+            if shape[0] > shape[1]:
+                stacked = stacked * (shape[0] / shape[1]) ** 0.5
+            results.update(zip(some, stacked.unbind(), strict=True))
+    return [results[i] for i in range(len(matrices))]
+
+
+def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
+    """X ← a X + (b X Xᵀ + c (X Xᵀ)²) X, ``steps`` times from X / ‖X‖, for each of a stack (…, rows, columns)."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    x = (x.mT if tall else x).to(product_dtype(x.device, x.dtype), memory_format=torch.contiguous_format)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if tall else x
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """bf16 where its products run in hardware, else as given; the iteration corrects what its rounding disturbs.
+
+    A property of the machine and never a measurement: a run continued on it must go on with the same numbers.
+    """
+    return torch.bfloat16 if dtype == torch.float32 and _has_bf16(device.type) else dtype
+
+
+@lru_cache
+def _has_bf16(device: str) -> bool:
+    if device == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0) or torch.version.hip is not None
+    if device == "cpu":  # these two say what the processor can; elsewhere torch works bf16 out in fp32, slowly
+        return any(getattr(torch.cpu, name)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return False
+
 
 _FUSED_ON = ("cpu", "cuda", "mps")  # one kernel for all of a step; on a CPU 4 to 7 times faster than foreach and loop
 _PEAK = "peak"  # each group's own learning rate, which the schedule's factor multiplies

@@ -20,7 +20,7 @@ from ..errors import BadModelFile
 from ..hub import Processor
 from ..hub.tokens import JsonTokenizer
 from ..models import Model
-from .directory import RUN_FILE, RunDirectory
+from .run_directory import RUN_FILE, RunDirectory
 from .tasks import Task, open_task
 
 __all__ = ["ALL_OF_IT", "Foreign", "System", "data_for", "open_data", "open_system", "task_for"]

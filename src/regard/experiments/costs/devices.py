@@ -10,7 +10,7 @@ import torch
 
 from ...errors import UsageError
 from ...foundation.suggestions import did_you_mean
-from ...training.flops import PEAKS, WITHOUT_BF16, peak_of
+from ...training.precision import PEAKS, WITHOUT_BF16, peak_of
 
 GB = 1e9
 

@@ -160,7 +160,7 @@ def _given(model: str | Path | ModelConfig, fields: dict[str, Any]) -> tuple[str
         preset(str(model))  # says which names there are
     from ...hub import read_config
     from ...hub.directory import Directory
-    from ...training.directory import RUN_FILE, RunDirectory
+    from ...training.run_directory import RUN_FILE, RunDirectory
 
     if (path / RUN_FILE).is_file():
         run = RunDirectory.open(path).config

@@ -5,21 +5,31 @@ each example adds to it), which the paired bootstrap resamples and ``worst_cases
 BLEU and chrF count from 0 to 100 as sacreBLEU does; accuracy, F1 and exact match are shares from 0 to 1.
 """
 
-from .captioning import CaptionScores, bleu_n_statistics, captions, cider_statistics
-from .classifying import (
+from .classification_metrics import (
     ClassificationScores,
     ClassScores,
     accuracy_statistics,
     classification,
     macro_f1_statistics,
 )
-from .language import LanguageScores, language_model, loss_statistics, perplexity, strided_losses, strided_perplexity
+from .language_metrics import (
+    LanguageScores,
+    language_model,
+    loss_statistics,
+    perplexity,
+    strided_losses,
+    strided_perplexity,
+)
 from .statistics import Case, Result, Statistics, mean_statistics, worst_cases
-from .translating import (
+from .translation_metrics import (
+    CaptionScores,
     TranslationScores,
+    bleu_n_statistics,
     bleu_statistics,
     bleu_tokenizer,
+    captions,
     chrf_statistics,
+    cider_statistics,
     exact_statistics,
     sentence_chrf,
     translation,

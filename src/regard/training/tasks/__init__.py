@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from ...config import RunConfig
 from ...data.sources import Source
 from ...hub import Processor
-from .captions import Caption
-from .classes import Classify, ClassifyImages
-from .language import LanguageModel, MaskedLanguageModel
-from .pairs import Translate
+from .captioning import Caption
+from .classification import Classify, ClassifyImages
+from .language_modelling import LanguageModel, MaskedLanguageModel
 from .task import Evaluation, Row, Task
+from .translation import Translate
 
 __all__ = ["TASKS", "Evaluation", "Row", "Task", "open_task"]
 

@@ -21,7 +21,7 @@ from ...data.token_models import MAKERS, MASK, SPECIAL, Template
 from ...data.tokenizers import Tokenizer, TokenizerKind, train_tokenizer
 from ...hub import Processor
 from ...models import Model
-from ..batch import Batch
+from ..loss import Batch
 
 __all__ = ["Evaluation", "Left", "Row", "Task"]
 

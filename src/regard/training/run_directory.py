@@ -37,10 +37,11 @@ from ..models import Model
 from ..models.build import build
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
-from .lora import add_lora, merge
+from .finetuning import add_lora, merge
 from .parallel import Group
 
 __all__ = ["RUN_FILE", "RunDirectory", "provenance"]
+
 
 RUN_FILE = "run.json"
 _LABELS = "labels.json"

@@ -19,8 +19,8 @@ from ...generation import GenerateConfig, generate
 from ...hub import Processor
 from ...models import Model
 from .. import metrics
-from ..batch import Batch, shifted
-from .classes import _image_processor, images_at_once, shown_image
+from ..loss import Batch, shifted
+from .classification import _image_processor, images_at_once, shown_image
 from .task import Left, Row, Task, shortened
 
 __all__ = ["Caption"]

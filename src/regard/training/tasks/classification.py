@@ -17,7 +17,7 @@ from ...data.tokenizers import Tokenizer
 from ...hub import ImageProcessor, Processor
 from ...models import Model
 from .. import metrics
-from ..batch import Batch
+from ..loss import Batch
 from .task import Left, Row, Task, by_length, shortened, uneven
 
 __all__ = ["Classes", "Classify", "ClassifyImages"]

@@ -19,8 +19,7 @@ from ...data.tokenizers import Tokenizer
 from ...generation import generate
 from ...hub import Processor
 from ...models import Model
-from ..batch import Batch
-from ..loss import IGNORE
+from ..loss import IGNORE, Batch
 from .task import Task, uneven
 
 __all__ = ["LanguageModel", "MaskedLanguageModel", "Texts"]

@@ -17,7 +17,7 @@ from ...generation import GenerateConfig, generate
 from ...hub import Processor
 from ...models import Model
 from .. import metrics
-from ..batch import Batch, shifted
+from ..loss import Batch, shifted
 from .task import Left, Row, Task, by_length, shortened
 
 __all__ = ["Translate"]

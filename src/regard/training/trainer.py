@@ -21,28 +21,24 @@ from ..hub import Processor
 from ..models import Model
 from ..models.build import build
 from .averaging import Ema
-from .batch import Batch
 from .checkpoint import Checkpoint, Checkpoints
-from .compiling import Choice, Compiled, choose, compile_objective, record
-from .console import Style
-from .directory import RunDirectory, provenance
-from .finetune import freeze, start_from
-from .flops import flops_per_token, peak_flops
-from .interrupting import Interrupted
-from .loop import Loop
-from .lora import add_lora
-from .objective import Objective
-from .optimiser import build_optimiser
+from .compilation import Choice, Compiled, choose, compile_objective, record
+from .console_display import Style
+from .finetuning import add_lora, freeze, start_from
+from .loop import Loop, seed_everything
+from .loss import Batch, Objective
+from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
-from .precision import Precision
-from .randomness import seed_everything
-from .report import Reporter
-from .schedule import schedule_of
+from .precision import Precision, flops_per_token, peak_flops
+from .reporter import Reporter
+from .run_directory import RunDirectory, provenance
+from .signals import Interrupted
 from .tasks import Task, open_task
-from .tasks.language import Texts
+from .tasks.language_modelling import Texts
 from .tasks.task import evaluate
 
 __all__ = ["TrainResult", "resume", "train"]
+
 
 RESUMABLE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
 """What may be changed when a run goes on; anything else would make it another run."""
