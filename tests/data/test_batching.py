@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from regard.data import token_files
 from regard.data.batching import BatchPlan, mask_tokens, pad
 from regard.data.examples import BadData
-from regard.data.hashing import bits, integers, order, stable_key, uniform
+from regard.data.hashing import bits, integers, permutation, stable_key, uniform
 from regard.data.packing import Blocks, PackedRows
 from regard.data.token_files import TokenFile, cached_tokens, open_tokens, write_tokens
 
@@ -37,7 +37,7 @@ def test_hashes_are_spread_evenly() -> None:
     counts = np.bincount(integers(1, np.arange(20_000), 7), minlength=7)
     assert counts.min() > 2600
     assert counts.max() < 3100
-    assert sorted(order(5, 1000)) == list(range(1000))
+    assert sorted(permutation(5, 1000)) == list(range(1000))
     assert stable_key("ab", "c") != stable_key("a", "bc")
 
 

@@ -16,25 +16,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data.corpora import fingerprint, open_corpus
-from regard.data.corpora.corpus import Draws
 from regard.data.corpora.enko import (
     HELD_OUT,
-    MOST_WORDS,
+    MAX_WORDS,
+    AlignedPair,
     EnKo,
-    Pair,
-    SimpleSentences,
     combinations_of,
     lemmas,
     lookup_accuracy,
     lookup_translate,
     realise,
 )
-from regard.data.corpora.enko.adverbs import MANNERS, NUMERALS
-from regard.data.corpora.enko.conjugation import Stem, honorific
-from regard.data.corpora.enko.endings import finish
-from regard.data.corpora.enko.hangul import compose, decompose, final, particle, with_final
-from regard.data.corpora.enko.inflection import article, comparative, gerund, past_tense, plural, third_person
-from regard.data.corpora.enko.lexicon import ADJECTIVES, NOUNS, VERBS
+from regard.data.corpora.enko.conjugation import (
+    Stem,
+    attach_particle,
+    compose,
+    conjugate,
+    decompose,
+    final_consonant,
+    honorific_stem,
+    with_final_consonant,
+)
+from regard.data.corpora.enko.english import article, comparative, gerund, plural, third_person
+from regard.data.corpora.enko.lexicon import ADJECTIVES, MANNERS, NOUNS, NUMERALS, VERBS
+from regard.data.hashing import Draws
+
+from .simple_sentences import SimpleSentences
 
 PAIRS = Path(__file__).with_name("enko_pairs.tsv")
 SAMPLES = 20_000
@@ -63,9 +70,9 @@ def test_what_is_no_syllable_is_refused(text: str) -> None:
 
 
 def test_finals() -> None:
-    assert [final(word) for word in ("사과", "빵", "연필", "닭")] == ["", "ㅇ", "ㄹ", "ㄺ"]
-    assert with_final("가", "ㄴ") == "간"
-    assert with_final("만들", "") == "만드"
+    assert [final_consonant(word) for word in ("사과", "빵", "연필", "닭")] == ["", "ㅇ", "ㄹ", "ㄺ"]
+    assert with_final_consonant("가", "ㄴ") == "간"
+    assert with_final_consonant("만들", "") == "만드"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def test_finals() -> None:
     ],
 )
 def test_particles_follow_the_last_sound(word: str, pair: str, expected: str) -> None:
-    assert particle(word, pair) == expected
+    assert attach_particle(word, pair) == expected
 
 
 # ------------------------------------------------------------------------------------------------ conjugation
@@ -174,7 +181,7 @@ KINDS: dict[str, Any] = {"v": "verb", "a": "adjective", "e": "exist"}
 
 
 def one(stem: Stem, tense: Any, ending: Any, register: Any = "polite") -> str:
-    return " ".join(text for text, _ in finish(stem, tense, ending, register))
+    return " ".join(text for text, _ in conjugate(stem, tense, ending, register))
 
 
 def test_at_least_sixty_words_are_checked() -> None:
@@ -194,7 +201,7 @@ def test_conjugation(line: str) -> None:
         one(stem, "present", "adnominal"),
         one(stem, "future" if kind == "a" else "past", "adnominal"),
         one(stem, "present", "if"),
-        one(honorific(stem), "present", "statement", "polite"),
+        one(honorific_stem(stem), "present", "statement", "polite"),
     ]
     assert found == forms.split()
 
@@ -242,7 +249,7 @@ def test_the_endings_of_an_irregular_verb(ending: str, tense: str, expected: str
 
 def test_endings_the_grammar_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="tense='future' has no ending='so'"):
-        finish(Stem("먹"), "future", "so", "polite")
+        conjugate(Stem("먹"), "future", "so", "polite")
 
 
 # ------------------------------------------------------------------------------------------------ English forms
@@ -258,7 +265,7 @@ def test_english_forms() -> None:
     assert [gerund(word) for word in ("write", "sit on", "lie on", "see", "cut", "visit")] == [
         *("writing", "sitting on", "lying on", "seeing", "cutting", "visiting")
     ]
-    assert [past_tense(word) for word in ("like", "carry", "stop", "play", "listen to")] == [
+    assert [VERBS[word].past for word in ("like", "carry", "stop", "play", "listen to")] == [
         *("liked", "carried", "stopped", "played", "listened to")
     ]
     assert [comparative(word) for word in ("big", "heavy", "wide", "good", "expensive", "famous", "narrow", "red")] == [
@@ -336,16 +343,16 @@ def corpus() -> EnKo:
 
 
 @pytest.fixture(scope="module")
-def train(corpus: EnKo) -> list[Pair]:
+def train(corpus: EnKo) -> list[AlignedPair]:
     return [corpus.example("train", index) for index in range(SAMPLES)]
 
 
 @pytest.fixture(scope="module")
-def held(corpus: EnKo) -> dict[str, list[Pair]]:
+def held(corpus: EnKo) -> dict[str, list[AlignedPair]]:
     return {split: [corpus.example(split, index) for index in range(1000)] for split in corpus.splits[1:]}
 
 
-def kept(pair: Pair) -> set[str]:
+def kept(pair: AlignedPair) -> set[str]:
     return {HELD_OUT[found] for found in combinations_of(pair.structure) if found in HELD_OUT}
 
 
@@ -383,13 +390,13 @@ def test_an_index_means_the_same_everywhere(corpus: EnKo, split: str, source: st
     assert (corpus.example(split, 0).source, corpus.example(split, 0).target) == (source, target)
 
 
-def test_no_held_out_combination_is_trained_on(train: list[Pair]) -> None:
+def test_no_held_out_combination_is_trained_on(train: list[AlignedPair]) -> None:
     met = {found for pair in train for found in combinations_of(pair.structure)}
     assert not met & HELD_OUT.keys()
     assert len(met) > 2000
 
 
-def test_every_lemma_is_trained_on(train: list[Pair]) -> None:
+def test_every_lemma_is_trained_on(train: list[AlignedPair]) -> None:
     met: set[str] = set()
     for node in (node for pair in train for node in nodes(pair.structure)):
         if node.get("noun") in NOUNS and "title" not in node:
@@ -411,7 +418,7 @@ def test_every_lemma_is_trained_on(train: list[Pair]) -> None:
     assert len(lemmas()) >= 400
 
 
-def test_held_out_splits_hold_what_they_say(held: dict[str, list[Pair]], train: list[Pair]) -> None:
+def test_held_out_splits_hold_what_they_say(held: dict[str, list[AlignedPair]], train: list[AlignedPair]) -> None:
     assert all(kept(pair) == {"combinations"} for pair in held["combinations"])
     assert all(kept(pair) == {"valid"} for pair in held["valid"])
     assert all(kept(pair) == set() for pair in held["longer"])
@@ -422,14 +429,14 @@ def test_held_out_splits_hold_what_they_say(held: dict[str, list[Pair]], train: 
     assert len(reached) > 0.6 * sum(keep == "combinations" for keep in HELD_OUT.values())
 
 
-def test_longer_begins_where_training_ends(train: list[Pair], held: dict[str, list[Pair]]) -> None:
+def test_longer_begins_where_training_ends(train: list[AlignedPair], held: dict[str, list[AlignedPair]]) -> None:
     longest = max(len(pair.source.split()) for pair in train)
-    assert longest <= MOST_WORDS < min(len(pair.source.split()) for pair in held["longer"])
+    assert longest <= MAX_WORDS < min(len(pair.source.split()) for pair in held["longer"])
     clauses = [sum("predicate" in node for node in nodes(pair.structure)) for pair in held["longer"]]
     assert sum(n >= 3 for n in clauses) > 0.9 * len(clauses)
 
 
-def test_english_determines_the_korean(train: list[Pair], held: dict[str, list[Pair]]) -> None:
+def test_english_determines_the_korean(train: list[AlignedPair], held: dict[str, list[AlignedPair]]) -> None:
     said: dict[str, str] = {}
     for pair in itertools.chain(train, *held.values()):
         assert said.setdefault(pair.source, pair.target) == pair.target
@@ -442,14 +449,14 @@ def test_the_tag_alone_decides_the_register() -> None:
     assert {pair.source.split(maxsplit=1)[1] for pair in said} == {"I slept."}
 
 
-def test_korean_is_whole_syllables(train: list[Pair]) -> None:
+def test_korean_is_whole_syllables(train: list[AlignedPair]) -> None:
     for pair in train[:5000]:
         assert re.fullmatch(r"[가-힣]+( [가-힣]+)*[.?]", pair.target), pair.target
         assert re.fullmatch(r"\[(polite|formal|plain)\] [A-Z][A-Za-z',. ]*[.?]", pair.source), pair.source
         assert unicodedata.is_normalized("NFC", pair.target)
 
 
-def test_words_are_evenly_met(train: list[Pair]) -> None:
+def test_words_are_evenly_met(train: list[AlignedPair]) -> None:
     counts = dict.fromkeys((*VERBS, *ADJECTIVES, *NOUNS), 0)
     for node in (node for pair in train for node in nodes(pair.structure)):
         for name in ("predicate", "adjective", "noun"):
@@ -459,7 +466,7 @@ def test_words_are_evenly_met(train: list[Pair]) -> None:
     assert max(counts.values()) <= 0.06 * len(train)
 
 
-def test_structures_are_json(train: list[Pair]) -> None:
+def test_structures_are_json(train: list[AlignedPair]) -> None:
     for pair in train[:2000]:
         again = realise(json.loads(json.dumps(pair.structure)))
         assert (again.source, again.target, again.alignment) == (pair.source, pair.target, pair.alignment)
@@ -468,12 +475,12 @@ def test_structures_are_json(train: list[Pair]) -> None:
 # ------------------------------------------------------------------------------------------------ alignment
 
 
-def linked(pair: Pair, links: tuple[tuple[int, int], ...]) -> set[tuple[str, str]]:
+def linked(pair: AlignedPair, links: tuple[tuple[int, int], ...]) -> set[tuple[str, str]]:
     source, target = pair.source.split(), pair.target.split()
     return {(source[i], target[j]) for i, j in links}
 
 
-def find(source: str) -> Pair:
+def find(source: str) -> AlignedPair:
     return realise(next(structure for written, _, structure in WRITTEN if written == source))
 
 
@@ -502,7 +509,7 @@ def test_numerals_negation_and_joins_are_aligned() -> None:
     assert {("will", "거예요."), ("eat", "먹을")} <= linked(future, future.alignment)
 
 
-def test_every_eojeol_is_linked(train: list[Pair], held: dict[str, list[Pair]]) -> None:
+def test_every_eojeol_is_linked(train: list[AlignedPair], held: dict[str, list[AlignedPair]]) -> None:
     for pair in itertools.chain(train[:3000], *held.values()):
         assert set(pair.alignment) <= set(pair.possible)
         n_source, n_target = len(pair.source.split()), len(pair.target.split())

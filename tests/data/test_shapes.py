@@ -14,7 +14,7 @@ from regard.data.corpora.shapes import (
     HELD_OUT,
     SHAPES,
     SIZES,
-    Picture,
+    CaptionedScene,
     Relation,
     Scene,
     Shapes,
@@ -22,8 +22,8 @@ from regard.data.corpora.shapes import (
     box_of,
     caption,
     draw,
+    is_held_out_for_valid,
 )
-from regard.data.corpora.shapes.corpus import kept_for_valid
 
 PAPER = (240, 240, 240)
 
@@ -149,7 +149,7 @@ def corpus() -> Shapes:
 
 
 @pytest.fixture(scope="module")
-def pictures(corpus: Shapes) -> dict[str, list[Picture]]:
+def pictures(corpus: Shapes) -> dict[str, list[CaptionedScene]]:
     return {
         "train": [corpus.example("train", index) for index in range(6000)],
         "valid": [corpus.example("valid", index) for index in range(400)],
@@ -190,11 +190,11 @@ def test_images_are_pixels(corpus: Shapes) -> None:
     assert korean.caption == picture.korean.text != picture.caption
 
 
-def pairs_of(picture: Picture) -> set[tuple[str, str]]:
+def pairs_of(picture: CaptionedScene) -> set[tuple[str, str]]:
     return {(thing.colour, thing.shape) for thing in picture.scene.things}
 
 
-def test_combinations_are_held_out(pictures: dict[str, list[Picture]]) -> None:
+def test_combinations_are_held_out(pictures: dict[str, list[CaptionedScene]]) -> None:
     assert len(HELD_OUT) == len(SHAPES)
     for split in ("train", "valid"):
         assert not any(pairs_of(picture) & HELD_OUT for picture in pictures[split])
@@ -204,15 +204,15 @@ def test_combinations_are_held_out(pictures: dict[str, list[Picture]]) -> None:
     assert trained == {(colour, shape) for colour in COLOURS for shape in SHAPES} - HELD_OUT
 
 
-def test_valid_has_compositions_of_its_own(pictures: dict[str, list[Picture]]) -> None:
-    def composition(picture: Picture) -> tuple[object, ...]:
-        return picture.scene.kind, *sorted(thing.look for thing in picture.scene.things)
+def test_valid_has_compositions_of_its_own(pictures: dict[str, list[CaptionedScene]]) -> None:
+    def composition(picture: CaptionedScene) -> tuple[object, ...]:
+        return picture.scene.kind, *sorted(thing.traits for thing in picture.scene.things)
 
     assert not {composition(p) for p in pictures["train"]} & {composition(p) for p in pictures["valid"]}
-    assert all(kept_for_valid(picture.scene) for picture in pictures["valid"])
+    assert all(is_held_out_for_valid(picture.scene) for picture in pictures["valid"])
 
 
-def test_scenes_have_what_captions_need(pictures: dict[str, list[Picture]]) -> None:
+def test_scenes_have_what_captions_need(pictures: dict[str, list[CaptionedScene]]) -> None:
     train = pictures["train"]
     assert {len(picture.scene.things) for picture in train} == {1, 2, 3, 4}
     assert {picture.scene.kind for picture in train} == {"one", "counted", "two", "three"}
@@ -224,7 +224,7 @@ def test_scenes_have_what_captions_need(pictures: dict[str, list[Picture]]) -> N
     assert set(SIZES) | set(COLOURS) | set(SHAPES) <= words
 
 
-def test_relations_are_to_be_seen(pictures: dict[str, list[Picture]]) -> None:
+def test_relations_are_to_be_seen(pictures: dict[str, list[CaptionedScene]]) -> None:
     for picture in (picture for split in pictures.values() for picture in split):
         first = picture.scene.things[0]
         for relation in picture.scene.relations:
@@ -246,7 +246,7 @@ def test_relations_are_to_be_seen(pictures: dict[str, list[Picture]]) -> None:
             assert first.size != second.size or picture.scene.relations[0].side in ("left", "above")
 
 
-def test_things_keep_apart_and_in_the_picture(pictures: dict[str, list[Picture]]) -> None:
+def test_things_keep_apart_and_in_the_picture(pictures: dict[str, list[CaptionedScene]]) -> None:
     for picture in pictures["train"][:2000]:
         boxes = [box_of(thing) for thing in picture.scene.things]
         assert all(-0.001 <= value <= 1.001 for box in boxes for value in box)
@@ -258,11 +258,11 @@ def test_things_keep_apart_and_in_the_picture(pictures: dict[str, list[Picture]]
                 assert inside & {a, b} or apart >= things[0].radius + things[1].radius + 0.015
 
 
-def test_counted_scenes_repeat_and_related_ones_do_not(pictures: dict[str, list[Picture]]) -> None:
+def test_counted_scenes_repeat_and_related_ones_do_not(pictures: dict[str, list[CaptionedScene]]) -> None:
     for picture in pictures["train"]:
-        looks = [thing.look for thing in picture.scene.things]
+        looks = [thing.traits for thing in picture.scene.things]
         assert (len(set(looks)) < len(looks)) == (picture.scene.kind == "counted")
-        assert len(picture.spoken.text.split()) == len(picture.spoken.things)
+        assert len(picture.words.text.split()) == len(picture.words.things)
 
 
 def test_errors(corpus: Shapes) -> None:

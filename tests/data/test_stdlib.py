@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regard.data.corpora import open_corpus
-from regard.data.corpora.stdlib import LICENCE, Document, Stdlib, split_of
+from regard.data.corpora.stdlib_text import LICENCE, ModuleText, Stdlib, split_of
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def everything(corpus: Stdlib) -> list[tuple[str, Document]]:
+def everything(corpus: Stdlib) -> list[tuple[str, ModuleText]]:
     return [(split, corpus.example(split, i)) for split in corpus.splits for i in range(corpus.size(split))]
 
 
@@ -51,7 +51,7 @@ def test_documents_are_the_modules(library: Path) -> None:
         "beta.deep": "이름 = '가'\n",
         "old": "# -*- coding: latin-1 -*-\nname = 'café'\n",
     }
-    assert corpus.left_out == ["broken"]
+    assert corpus.undecodable == ["broken"]
 
 
 def test_tests_are_read_when_asked_for(library: Path) -> None:

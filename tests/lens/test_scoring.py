@@ -244,7 +244,7 @@ def test_attention_on_the_things_points_right(monkeypatch: pytest.MonkeyPatch) -
     def on_things(seen: Look, n_rows: int, n_cols: int) -> torch.Tensor:
         picture = corpus.example("valid", next(at))
         targets, elsewhere = [0] * n_rows, [0] * n_rows
-        for tokens, things in zip(words_of(seen.rows("cross"), picture.caption), picture.spoken.things, strict=True):
+        for tokens, things in zip(words_of(seen.rows("cross"), picture.caption), picture.words.things, strict=True):
             for token in tokens if things else ():
                 thing = picture.scene.things[things[0]]
                 targets[token] = 1 + int(thing.y * 8) * 8 + int(thing.x * 8)

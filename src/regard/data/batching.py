@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from .hashing import bits, integers, order, stable_key, uniform
+from .hashing import bits, integers, permutation, stable_key, uniform
 
 __all__ = ["BatchPlan", "Masked", "mask_tokens", "pad"]
 
@@ -140,7 +140,7 @@ def _epoch(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.i
     if not plan.shuffle:
         return plan._kept[np.argsort(plan._rank, kind="stable")], np.arange(n_batches)
     ties = bits(stable_key("examples", plan.seed, epoch), plan._kept)
-    return plan._kept[np.lexsort((ties, plan._rank))], order(stable_key("batches", plan.seed, epoch), n_batches)
+    return plan._kept[np.lexsort((ties, plan._rank))], permutation(stable_key("batches", plan.seed, epoch), n_batches)
 
 
 def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> Tensor:

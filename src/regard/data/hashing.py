@@ -1,19 +1,24 @@
-"""Chance without state: a value is a hash of where it is used, so any of them can be had again without those before.
+"""Random numbers without state: a value is a hash of where it is used, so any of them can be computed on its own.
 
-Counter-based random numbers (Salmon et al. 2011) with the finaliser of splitmix64 (Steele et al. 2014), over arrays.
-Unlike numpy's generators, whose streams may change between versions, they are the same everywhere for good.
+Counter-based random numbers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the finaliser of
+splitmix64 (Steele et al. 2014): functions over arrays, and `Draws`, a stream of single choices. Unlike numpy's
+generators, whose streams may change between versions, they stay the same on every machine.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bits", "bits_of", "integers", "order", "stable_key", "uniform"]
+Item = TypeVar("Item")
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN_INT = int(_GOLDEN)
+_MASK = (1 << 64) - 1
 
 
 def stable_key(*parts: str | int | bytes) -> int:
@@ -23,6 +28,12 @@ def stable_key(*parts: str | int | bytes) -> int:
         raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return int.from_bytes(digest.digest(), "little")
+
+
+def stable_hash(*key: str | int) -> int:
+    """As ``stable_key``, by the older rule that the embedded corpora and their splits are defined by."""
+    text = "\x1f".join(map(str, key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def bits(key: int, index: NDArray[np.integer]) -> NDArray[np.uint64]:
@@ -54,6 +65,46 @@ def integers(key: int, index: NDArray[np.integer], n: int) -> NDArray[np.int64]:
     return np.minimum((uniform(key, index) * n).astype(np.int64), n - 1)
 
 
-def order(key: int, n: int) -> NDArray[np.int64]:
+def permutation(key: int, n: int) -> NDArray[np.int64]:
     """The numbers 0 … n − 1 in an order that depends on the key alone."""
     return np.argsort(bits(key, np.arange(n)), kind="stable")
+
+
+class Draws:
+    """A stream of random choices that depends on its key alone: state ← state + golden ratio, value = mix(state)."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, *key: str | int) -> None:
+        self._state = stable_hash(*key)
+
+    def bits(self) -> int:
+        """The next 64 bits."""
+        self._state = z = (self._state + _GOLDEN_INT) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    def below(self, n: int) -> int:
+        """An integer in [0, n); the bias of the multiplication is under n / 2⁶⁴."""
+        return (self.bits() * n) >> 64
+
+    def choice(self, items: Sequence[Item]) -> Item:
+        """One of the items, each as likely as the others."""
+        return items[(self.bits() * len(items)) >> 64]
+
+    def chance(self, probability: float) -> bool:
+        """True with this probability."""
+        return self.bits() < probability * 18446744073709551616.0
+
+    def uniform(self, low: float, high: float) -> float:
+        """A real number in [low, high)."""
+        return low + (high - low) * (self.bits() >> 11) / 9007199254740992.0
+
+    def shuffle(self, items: Sequence[Item]) -> list[Item]:
+        """A new list of the items in random order (Fisher and Yates)."""
+        result = list(items)
+        for last in range(len(result) - 1, 0, -1):
+            other = self.below(last + 1)
+            result[last], result[other] = result[other], result[last]
+        return result

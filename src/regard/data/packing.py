@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .hashing import integers, order, stable_key
+from .hashing import integers, permutation, stable_key
 from .token_files import TokenFile
 
 __all__ = ["Blocks", "PackedRow", "PackedRows"]
@@ -91,7 +91,7 @@ class PackedRows:
 def _laid_out(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(documents in the order of the epoch, where each ends). Remembered, never needed."""
     n = rows.file.n_documents
-    documents = order(stable_key("documents", rows.seed, epoch), n) if rows.shuffle else np.arange(n)
+    documents = permutation(stable_key("documents", rows.seed, epoch), n) if rows.shuffle else np.arange(n)
     return documents, np.cumsum(np.diff(rows.file.starts)[documents])
 
 

@@ -131,7 +131,7 @@ def _from_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
     hashes = [hashlib.sha256(f"{content} {name} {len(views[name])}".encode()).hexdigest() for name in (train, valid)]
     split_of = Split("by composition", *hashes)
     report = Report(n_read=sum(map(len, views.values())))
-    for file in getattr(corpus, "left_out", ()):
+    for file in getattr(corpus, "undecodable", ()):
         report.bad(file, 1, "cannot be decoded")
     others = {name: views[name] for name in rest}
     return Source(corpus.name, kind, views[train], views[valid], split_of, report=report, others=others)

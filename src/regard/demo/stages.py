@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..data.corpora.enko import REGISTERS, EnKo, Pair, lookup_accuracy, realise
+from ..data.corpora.enko import REGISTERS, AlignedPair, EnKo, lookup_accuracy, realise
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json
 from ..models import Model
@@ -20,7 +20,7 @@ _IN_EVERY_REGISTER, _OTHERS = 6, (1, 13, 20)
 _LOOKED_AT = 6
 
 
-def sentences() -> list[Pair]:
+def sentences() -> list[AlignedPair]:
     """What is translated, with the grammar's own answer."""
     corpus = EnKo()
     structure = corpus.example(SPLIT, _IN_EVERY_REGISTER).structure

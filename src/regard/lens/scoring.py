@@ -141,7 +141,7 @@ def pointing(model: Model, n: int = N, split: str = "valid", language: str | Non
         side = picture.size
         boxes = [tuple(x / side for x in box) for box in picture.boxes]
         related = bool(picture.scene.relations)
-        named = [(row, things) for row, things in zip(rows, picture.spoken.things, strict=True) if things and row]
+        named = [(row, things) for row, things in zip(rows, picture.words.things, strict=True) if things and row]
         named = [(row, things) for row, things in named if not (related and len(things) > 1)]
         for when in WHEN:
             sums.add(when, index, _pointed(seen, named, boxes, 0 if when == "written" else 1))

@@ -1,47 +1,91 @@
-"""The embedded corpora: what already stands on every machine, deterministic, without end, held out by composition.
+"""The embedded corpora: available on every machine, deterministic, without end, held out by composition.
 
 `en-ko` has sentence pairs with their true alignment, `shapes` drawn scenes with captions and the place of every thing,
-`stdlib` the text of the reader's own Python standard library.
+`stdlib` the text of the reader's own Python standard library. Each is a pure function from (split, index) to an
+example: example 7 of a split is the same on every machine, on the first call and on the last.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
-from typing import Any
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
-from .corpus import Corpus, Draws, examples, fingerprint
+from ...foundation.suggestions import did_you_mean
+from ..hashing import Draws
 
-__all__ = ["CORPORA", "Corpus", "Draws", "examples", "fingerprint", "open_corpus"]
+__all__ = ["CORPORA", "Corpus", "Draws", "check_index", "examples", "fingerprint", "open_corpus"]
 
+Item = TypeVar("Item")
+E_co = TypeVar("E_co", covariant=True)
 
-def _en_ko() -> Corpus[Any]:
-    from .enko import EnKo
-
-    return EnKo()
-
-
-def _shapes() -> Corpus[Any]:
-    from .shapes import Shapes
-
-    return Shapes()
+CORPORA = ("en-ko", "shapes", "stdlib")
 
 
-def _stdlib() -> Corpus[Any]:
-    from .stdlib import Stdlib
+class Corpus(Protocol[E_co]):
+    """A named source of examples, held out by what they are made of, never by chance."""
 
-    return Stdlib()
+    @property
+    def name(self) -> str:
+        """The word that selects this corpus: `en-ko`, `shapes`, `stdlib`."""
+        ...
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train` first, then the held-out ones."""
+        ...
 
-# Opened when asked for: the tables of one corpus are of no use to the other.
-_OPENERS: dict[str, Callable[[], Corpus[Any]]] = {"en-ko": _en_ko, "shapes": _shapes, "stdlib": _stdlib}
-CORPORA = tuple(_OPENERS)
+    def size(self, split: str) -> int | None:
+        """How many examples a split has; None where there is always a next one."""
+        ...
+
+    def example(self, split: str, index: int) -> E_co:
+        """The example at this index: a pure function of its two arguments."""
+        ...
 
 
 def open_corpus(name: str) -> Corpus[Any]:
-    """The embedded corpus of this name, as it is by default."""
-    if name not in _OPENERS:
-        near = difflib.get_close_matches(name, CORPORA, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"corpus={name!r} is not one of {', '.join(CORPORA)}{hint}")
-    return _OPENERS[name]()
+    """The embedded corpus of this name, with its default settings; its module is imported now."""
+    match name:
+        case "en-ko":
+            from .enko import EnKo
+
+            return EnKo()
+        case "shapes":
+            from .shapes import Shapes
+
+            return Shapes()
+        case "stdlib":
+            from .stdlib_text import Stdlib
+
+            return Stdlib()
+    raise ValueError(f"corpus={name!r} is not one of {', '.join(CORPORA)}{did_you_mean(name, CORPORA, cutoff=0.5)}")
+
+
+def check_index(corpus: Corpus[object], split: str, index: int) -> None:
+    """Refuse a split or an index that the corpus does not have."""
+    if split not in corpus.splits:
+        raise ValueError(f"split={split!r} is not one of {', '.join(corpus.splits)} of the corpus {corpus.name}")
+    size = corpus.size(split)
+    if index < 0 or (size is not None and index >= size):
+        valid = "any number from 0" if size is None else f"0 to {size - 1}"
+        raise IndexError(f"index={index} of split {split!r} in the corpus {corpus.name} is not {valid}")
+
+
+def examples(corpus: Corpus[Item], split: str, start: int = 0) -> Iterator[Item]:
+    """The examples of a split in order, from `start`: without end where the split has none."""
+    size = corpus.size(split)
+    index = start
+    while size is None or index < size:
+        yield corpus.example(split, index)
+        index += 1
+
+
+def fingerprint(corpus: Corpus[object], n: int = 64) -> str:
+    """SHA-256 over the first n examples of every split: what a run records to say which data it saw."""
+    digest = hashlib.sha256(corpus.name.encode())
+    for split in corpus.splits:
+        for example in islice(examples(corpus, split), n):
+            digest.update(f"\x1e{split}\x1f{example!r}".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

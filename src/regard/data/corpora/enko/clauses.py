@@ -1,15 +1,193 @@
-"""Drawing clauses: a predicate first, then the nouns it may have, then tense, negation and what surrounds it."""
+"""Drawing clauses: a predicate first, then the nouns it may have, then tense, negation and what surrounds it.
+
+`Phrases` draws noun phrases with determiners, numerals and adjectives; `Clauses` draws the clauses around them.
+"""
 
 from __future__ import annotations
 
-from . import choices
-from .lexicon import ADJECTIVES, NOUNS, VERBS, Adjective, Verb
-from .phrases import Phrases
-from .predicates import short_negation_allowed
-from .to_english import agreement
-from .words import Node
+from ...hashing import Draws
+from . import lexicon
+from .english import agreement
+from .grammar import Node
+from .korean import short_negation_allowed
+from .lexicon import ADJECTIVES, NAMES, NOUNS, PEOPLE, VERBS, Adjective, Noun, PairSplit, Verb, nouns_of, predicates_of
 
-__all__ = ["Clauses"]
+_SURNAMES, _TITLES, _NUMERALS = tuple(lexicon.SURNAMES), tuple(lexicon.TITLES), tuple(lexicon.NUMERALS)
+_DEGREES, _FREQUENCIES, _RELATIONS = tuple(lexicon.DEGREES), tuple(lexicon.FREQUENCIES), tuple(lexicon.RELATIONS)
+_PRONOUNS = ("I", "I", "I", "we", "he", "she", "they")
+_OTHERS = ("me", "us", "him", "her", "them")
+_SUBJECT_OF = {"me": "I", "us": "we", "him": "he", "her": "she", "them": "they"}
+# math, the moon, my mother: an adjective before them would say more than it means.
+_UNDESCRIBED = frozenset({"bare", "unique", "kin"})
+_UNCOUNTABLE = frozenset({"mass", "bare", "unique", "plural", "nocount"})
+
+
+def _may_precede(adjective: str) -> bool:
+    return "only-after" not in ADJECTIVES[adjective].marks
+
+
+def _may_be_owned(noun: Noun) -> bool:
+    """my dog, my friend, our house; but not my tiger, my thief or my mountain."""
+    if noun.tags & {"person", "place", "event", "nature", "travels", "wild", "food", "pleasure"}:
+        return "own" in noun.tags
+    return True
+
+
+class Phrases:
+    """Noun phrases for one sentence: they share its random draws and its duty to contain a held-out combination."""
+
+    def __init__(self, draws: Draws, split: PairSplit) -> None:
+        self.draws = draws
+        self.split = split
+        # Whether the held-out combination that the split asks for is already in the sentence.
+        self.complete = split == "train"
+
+    # ---------------------------------------------------------------------------------- combinations
+
+    def noun_for(self, predicate: str) -> str:
+        """A noun for a predicate: one held out, if the sentence still lacks it, else one of training."""
+        if not self.complete and self.draws.chance(0.6):
+            held = nouns_of(predicate, self.split)
+            if held:
+                self.complete = True
+                return self.draws.choice(held)
+        return self.draws.choice(nouns_of(predicate, "train"))
+
+    def adjective_for(self, noun: str) -> str | None:
+        """An adjective that may stand before a noun."""
+        if not self.complete and self.draws.chance(0.6):
+            held = [key for key in predicates_of(noun, "adjective", self.split) if _may_precede(key)]
+            if held:
+                self.complete = True
+                return self.draws.choice(held)
+        known = predicates_of(noun, "adjective", "train")
+        chosen = self.draws.choice(known) if known else None
+        return chosen if chosen is not None and _may_precede(chosen) else None
+
+    # ---------------------------------------------------------------------------------- phrases
+
+    def common(self, name: str, *, definite: bool = False, plain: bool = False) -> Node:
+        """A noun with a determiner it may have; `definite` leaves out `a` and numerals, `plain` everything else."""
+        noun, draws = NOUNS[name], self.draws
+        node: Node = {"noun": name}
+        if "kin" in noun.tags:
+            self._possess(node, noun)
+        elif noun.tags & _UNCOUNTABLE:
+            self._determine_uncountable(node, noun, definite)
+        else:
+            self._determine(node, noun, definite, plain)
+        if not noun.tags & _UNDESCRIBED and draws.chance(0.1 if plain else 0.3):
+            adjective = self.adjective_for(name)
+            if adjective is not None:
+                node["adjective"] = adjective
+        return node
+
+    def _possess(self, node: Node, noun: Noun) -> None:
+        """Relatives are always somebody's: mine, ours, Minsu's."""
+        roll = self.draws.below(10)
+        if roll < 2 and "spouse" not in noun.tags:
+            node["owner"] = {"noun": self.draws.choice(NAMES)}
+        else:
+            node["det"] = "our" if roll < 4 and not noun.tags & {"plural", "spouse"} else "my"
+
+    def _determine_uncountable(self, node: Node, noun: Noun, definite: bool) -> None:
+        if "bare" in noun.tags:
+            return
+        roll = self.draws.below(10)
+        if "unique" in noun.tags or definite or roll < 5 or "nocount" in noun.tags:
+            node["det"] = "the" if roll < 8 or "unique" in noun.tags or "mass" in noun.tags else "this"
+        elif roll < 7 and "worn" in noun.tags:
+            node["det"] = "my"
+
+    def _determine(self, node: Node, noun: Noun, definite: bool, plain: bool) -> None:
+        roll = self.draws.below(100)
+        living, ownable = "person" in noun.tags or "animal" in noun.tags, _may_be_owned(noun)
+        if roll < 38 or (plain and roll < 60):
+            node["det"] = "the"
+        elif roll < 58 and not definite:
+            node["det"] = "a"
+        elif roll < 68 and not definite and noun.counter:
+            node["number"] = self.draws.choice(_NUMERALS)
+        elif roll < 74:
+            node["det"] = "this" if roll & 1 else "that"
+        elif roll < 84 and living:
+            node["det"] = ("the", "my", "our", "the")[roll & 3] if ownable else "the"
+            node["number"] = "many"
+        elif roll < 84 and not definite and "goods" in noun.tags:
+            node["number"] = "many"
+        elif roll < 92 and ownable:
+            node["det"] = "our" if roll & 3 == 0 else "my"
+        elif not plain and not living and "goods" in noun.tags:
+            node["owner"] = self._owner()
+        else:
+            node["det"] = "the"
+
+    def _owner(self) -> Node:
+        roll = self.draws.below(3)
+        if roll == 0:
+            return {"noun": self.draws.choice(NAMES)}
+        owner = self.draws.choice(PEOPLE)
+        if "plural" in NOUNS[owner].tags:
+            return {"noun": "teacher", "det": "the"}
+        return {"noun": owner, "det": "my" if "kin" in NOUNS[owner].tags else "the"}
+
+    def title(self) -> Node:
+        """Mr. Kim, Professor Park."""
+        return {"title": self.draws.choice(_TITLES), "noun": self.draws.choice(_SURNAMES)}
+
+    def person(self, *, definite: bool = True, titles: bool = True, pronouns: bool = True, plain: bool = False) -> Node:
+        """Somebody as a subject."""
+        roll = self.draws.below(100)
+        if roll < 22 and pronouns:
+            return {"noun": self.draws.choice(_PRONOUNS)}
+        if roll < 38:
+            return {"noun": self.draws.choice(NAMES)}
+        if roll < 46 and titles:
+            return self.title()
+        if roll < 50 and not plain:
+            return self._pair()
+        name = self.draws.choice(PEOPLE)
+        while not titles and "hon" in NOUNS[name].tags:
+            name = self.draws.choice(PEOPLE)
+        return self.common(name, definite=definite, plain=plain)
+
+    def _pair(self) -> Node:
+        """the boy and the girl, Minsu and I."""
+        if self.draws.chance(0.5):
+            return {"and": [{"noun": self.draws.choice(NAMES)}, {"noun": "I"}]}
+        first, second = self.draws.shuffle(("boy", "girl", "child", "student", "man", "woman"))[:2]
+        return {"and": [{"noun": first, "det": "the"}, {"noun": second, "det": "the"}]}
+
+    def other(self, subject: Node | None, *, titles: bool = True) -> Node:
+        """Somebody to whom something is done: not the subject again, not a pronoun that could be."""
+        roll = self.draws.below(100)
+        own = {part.get("noun") for part in subject.get("and", (subject,))} if subject else set()
+        if roll < 16:
+            pronoun = _SUBJECT_OF[self.draws.choice(_OTHERS)]
+            if not own & ({"I", "we"} if pronoun in ("I", "we") else {pronoun}):
+                return {"noun": pronoun}
+        if roll < 40:
+            name = self.draws.choice(NAMES)
+            if name not in own:
+                return {"noun": name}
+        if roll < 52 and titles:
+            return self.title()
+        name = self.draws.choice(PEOPLE)
+        while name in own or (not titles and "hon" in NOUNS[name].tags):
+            name = self.draws.choice(PEOPLE)
+        return self.common(name, definite=True, plain=True)
+
+    def subject_of(self, word: Verb | Adjective, *, definite: bool, pronouns: bool = True, plain: bool = False) -> Node:
+        """The subject of an intransitive verb or an adjective: one of its nouns, or a name, which goes with all."""
+        if word.takes_people and self.draws.chance(0.35):
+            roll = self.draws.below(10)
+            if roll < 5 and pronouns:
+                return {"noun": self.draws.choice(_PRONOUNS)}
+            if roll < 8 or not word.takes_titles:
+                return {"noun": self.draws.choice(NAMES)}
+            return self.title()
+        name = self.noun_for(word.key)
+        return self.common(name, definite=definite or bool(NOUNS[name].tags & _UNCOUNTABLE), plain=plain)
 
 
 class Clauses(Phrases):
@@ -19,28 +197,28 @@ class Clauses(Phrases):
 
     def any_clause(self, *, embedded: bool = False) -> Node:
         """A clause of any kind."""
-        throw = self.draws.below(100)
-        if throw < 38:
-            return self.activity(self.draws.choice(choices.FRAMES["transitive"]), embedded=embedded)
-        if throw < 52:
-            return self.activity(self.draws.choice(choices.FRAMES["intransitive"]), embedded=embedded)
-        if throw < 61:
-            return self.activity(self.draws.choice(choices.FRAMES["motion"]), embedded=embedded)
-        if throw < 69:
-            return self.activity(self.draws.choice(choices.FRAMES["ditransitive"]), embedded=embedded)
-        if throw < 88:
-            return self.description(self.draws.choice(choices.PREDICATIVE), embedded=embedded)
-        if throw < 91:
+        roll = self.draws.below(100)
+        if roll < 38:
+            return self.activity(self.draws.choice(lexicon.FRAMES["transitive"]), embedded=embedded)
+        if roll < 52:
+            return self.activity(self.draws.choice(lexicon.FRAMES["intransitive"]), embedded=embedded)
+        if roll < 61:
+            return self.activity(self.draws.choice(lexicon.FRAMES["motion"]), embedded=embedded)
+        if roll < 69:
+            return self.activity(self.draws.choice(lexicon.FRAMES["ditransitive"]), embedded=embedded)
+        if roll < 88:
+            return self.description(self.draws.choice(lexicon.PREDICATIVE), embedded=embedded)
+        if roll < 91:
             return self.identity(embedded=embedded)
-        if throw < 95:
+        if roll < 95:
             return self.location(embedded=embedded)
-        if throw < 97 or embedded:
+        if roll < 97 or embedded:
             return self.weather()
         return self.existence()
 
     def activity(self, verb: Verb, *, embedded: bool = False, subject: Node | None = None) -> Node:
         """A verb with everything it asks for, done by somebody who does such things."""
-        if embedded and verb.key in choices.MAIN_ONLY:
+        if embedded and verb.key in lexicon.MAIN_CLAUSE_VERBS:
             verb = VERBS["like"]
         definite = embedded or "state" in verb.marks
         clause: Node = {"predicate": verb.key}
@@ -68,7 +246,7 @@ class Clauses(Phrases):
         """The object; None stands for a name or pronoun that has to wait for the subject."""
         if verb.takes_people and verb.key != "bite" and self.draws.chance(0.3):
             return None
-        name = self.partner(verb.key)
+        name = self.noun_for(verb.key)
         if verb.key == "become":
             return {"noun": name, "det": "a"}
         if verb.frame == "motion":
@@ -77,7 +255,7 @@ class Clauses(Phrases):
         if verb.key == "have" and node.get("det", "a") != "a":
             return {"noun": name, "det": "a"} if not NOUNS[name].tags & {"mass", "plural"} else {"noun": name}
         if verb.frame == "transitive" and not embedded and self.draws.chance(0.05) and not verb.takes_people:
-            second = self.draws.choice(verb.partners)
+            second = self.draws.choice(verb.nouns)
             if second != name:
                 return {
                     "and": [
@@ -113,13 +291,13 @@ class Clauses(Phrases):
         clause["tense"] = (
             self.draws.choice(("past", "present")) if "lasting" in adjective.marks else self._tense("present")
         )
-        if not embedded and adjective.key in choices.COMPARED and "noun" in subject and self.draws.chance(0.2):
+        if not embedded and adjective.key in lexicon.COMPARABLE and "noun" in subject and self.draws.chance(0.2):
             other = self.subject_of(adjective, definite=True, pronouns=False, plain=True)
             if other["noun"] != subject["noun"] and clause["tense"] != "future":
                 return {**clause, "than": other}
         if not self._negate(clause, adjective.key, 0.2) and not embedded and self.draws.chance(0.3):
-            degree = self.draws.choice(choices.ALL_DEGREES)
-            if degree in ("very", "really") or adjective.key in choices.SLIGHT:
+            degree = self.draws.choice(_DEGREES)
+            if degree in ("very", "really") or adjective.key in lexicon.COMPLAINTS:
                 clause["degree"] = degree
         if "mood" in adjective.marks:
             self._time(clause, 0.25)
@@ -132,20 +310,22 @@ class Clauses(Phrases):
             subject = self.person(pronouns=not embedded, plain=True)
         tense = self.draws.choice(("past", "present", "present"))
         clause: Node = {"subject": subject, "predicate": "be", "tense": tense}
-        clause["complement"] = {"noun": self.draws.choice(choices.JOBS), "det": "a"}
+        clause["complement"] = {"noun": self.draws.choice(lexicon.JOBS), "det": "a"}
         if self.draws.chance(0.3):
             clause["not"] = "long" if agreement(subject) == "I" or self.draws.chance(0.5) else "short"
         return clause
 
     def location(self, *, embedded: bool = False) -> Node:
         """Somebody or something is somewhere."""
-        throw = self.draws.below(10)
-        if throw < 6:
+        roll = self.draws.below(10)
+        if roll < 6:
             subject = self.person(pronouns=not embedded, plain=True)
-            where: Node = {"of": self._spot(choices.SPOTS)}
+            where: Node = {"of": self._spot(lexicon.PERSON_PLACES)}
         else:
             subject = self.common(
-                self.draws.choice(choices.SMALL if throw < 8 else choices.LITTLE_ANIMALS), definite=True, plain=True
+                self.draws.choice(lexicon.SMALL_THINGS if roll < 8 else lexicon.SMALL_ANIMALS),
+                definite=True,
+                plain=True,
             )
             where = self._beside()
         clause: Node = {"subject": subject, "predicate": "be at", "where": where}
@@ -157,11 +337,11 @@ class Clauses(Phrases):
     def existence(self) -> Node:
         """There is a cat under the table; there are two students in the classroom."""
         kinds = (
-            (choices.SMALL, ()),
-            (choices.SMALL, choices.WHERE_THINGS_ARE),
-            (choices.LITTLE_ANIMALS, ()),
-            (choices.ANIMALS, choices.WHERE_ANIMALS_ARE),
-            (choices.GROUPS, choices.SPOTS),
+            (lexicon.SMALL_THINGS, ()),
+            (lexicon.SMALL_THINGS, lexicon.THING_PLACES),
+            (lexicon.SMALL_ANIMALS, ()),
+            (lexicon.ANIMALS, lexicon.ANIMAL_PLACES),
+            (lexicon.GROUPS, lexicon.PERSON_PLACES),
         )
         names, spots = self.draws.choice(kinds)
         name = self.draws.choice(names)
@@ -181,22 +361,26 @@ class Clauses(Phrases):
 
     def _beside(self) -> Node:
         """Where something small is: on, under, behind, next to, in front of or inside something larger."""
-        relation = self.draws.choice(choices.ALL_RELATIONS)
+        relation = self.draws.choice(_RELATIONS)
         things = (
-            choices.ROOMY if relation == "inside" else choices.TOPS if relation in ("on", "under") else choices.SURFACES
+            lexicon.CONTAINERS
+            if relation == "inside"
+            else lexicon.TOPS
+            if relation in ("on", "under")
+            else lexicon.LANDMARKS
         )
         return {"relation": relation, "of": self.common(self.draws.choice(things), definite=True, plain=True)}
 
     def weather(self) -> Node:
         """It rains, it will snow; the weather is warm."""
         if self.draws.chance(0.6):
-            clause: Node = {"predicate": self.draws.choice(choices.FRAMES["weather"]).key, "tense": self._tense("past")}
+            clause: Node = {"predicate": self.draws.choice(lexicon.FRAMES["weather"]).key, "tense": self._tense("past")}
             if clause["tense"] == "present" and self.draws.chance(0.6):
                 clause["aspect"] = "progressive"
             elif not self._negate(clause, clause["predicate"], 0.2):
                 self._time(clause, 0.4)
             return clause
-        sky = self.draws.choice(choices.SKIES)
+        sky = self.draws.choice(lexicon.WEATHER_ADJECTIVES)
         return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky.key, "tense": self._tense("past")}
 
     # ---------------------------------------------------------------------------------- tense and surroundings
@@ -207,14 +391,14 @@ class Clauses(Phrases):
     def _when(self, clause: Node, verb: Verb) -> None:
         """Tense, aspect and negation of an activity or a state."""
         clause["tense"] = self._tense("past")
-        throw = self.draws.below(100)
+        roll = self.draws.below(100)
         human = "person" in _tags(clause["subject"])
         if "state" in verb.marks:
             pass
-        elif throw < 12 and "quick" not in verb.marks and clause["tense"] != "future":
+        elif roll < 12 and "quick" not in verb.marks and clause["tense"] != "future":
             clause["aspect"] = "progressive"
-        elif throw < 27 and human and not verb.marks & {"thetic", "quick"} and clause["tense"] != "future":
-            clause["aspect"] = ("can", "want", "must")[throw % 3]
+        elif roll < 27 and human and not verb.marks & {"thetic", "quick"} and clause["tense"] != "future":
+            clause["aspect"] = ("can", "want", "must")[roll % 3]
         if self._ambiguous(clause, agreement(clause["subject"])):
             clause["tense"] = "past"
         asserted = "asserted" in verb.marks and clause.get("aspect") != "can"
@@ -247,20 +431,20 @@ class Clauses(Phrases):
         free = "not" not in clause and clause.get("aspect") not in ("must", "want")
         if free and self.draws.chance(0.35):
             self._adverb(clause, verb)
-        throw = self.draws.below(100)
-        if throw < 10 and "company" in verb.marks and "animal" not in _tags(clause["subject"]):
+        roll = self.draws.below(100)
+        if roll < 10 and "company" in verb.marks and "animal" not in _tags(clause["subject"]):
             if clause.get("manner") != "alone":
                 clause["companion"] = self.other(clause["subject"])
-        elif throw < 22 and verb.tools and "not" not in clause and "animal" not in _tags(clause["subject"]):
+        elif roll < 22 and verb.tools and "not" not in clause and "animal" not in _tags(clause["subject"]):
             clause["tool"] = {"noun": self.draws.choice(verb.tools), "det": "a"}
         elif (
-            throw < 22
+            roll < 22
             and verb.key in ("go to", "come to", "return to", "arrive at", "visit")
             and "place" in _tags(clause["object"])
         ):
             far = "city" in _tags(clause["object"])
-            clause["tool"] = {"noun": self.draws.choice(choices.FAR_RIDES if far else choices.NEAR_RIDES)}
-        elif throw < 40 and verb.places:
+            clause["tool"] = {"noun": self.draws.choice(lexicon.LONG_RIDES if far else lexicon.SHORT_RIDES)}
+        elif roll < 40 and verb.places:
             place = self.draws.choice(verb.places)
             clause["place"] = {"noun": place} if "bare" in NOUNS[place].tags else {"noun": place, "det": "the"}
         if "state" not in verb.marks and verb.key != "become":
@@ -275,7 +459,7 @@ class Clauses(Phrases):
         if manner != "often":
             clause["manner"] = manner
         elif "aspect" not in clause and clause["tense"] != "future":
-            clause["frequency"] = self.draws.choice(choices.ALL_FREQUENCIES)
+            clause["frequency"] = self.draws.choice(_FREQUENCIES)
 
     def _time(self, clause: Node, probability: float) -> None:
         if "frequency" in clause or not self.draws.chance(probability):
@@ -289,9 +473,9 @@ class Clauses(Phrases):
             return
         if tense == "present" and "not" in clause:
             return
-        time = self.draws.choice(choices.TIMES_OF[tense])
+        time = self.draws.choice(lexicon.TIMES_OF[tense])
         verb = VERBS.get(clause["predicate"])
-        if verb is not None and "thetic" in verb.marks and time not in choices.NEAR_TIMES:
+        if verb is not None and "thetic" in verb.marks and time not in lexicon.MOMENTARY_TIMES:
             return
         clause["time"] = time
         if self.draws.chance(0.3):

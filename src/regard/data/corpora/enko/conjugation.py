@@ -1,11 +1,17 @@
-"""Korean conjugation: three ways to join an ending, and what each irregular class does to them.
+"""Korean word forms: Hangul syllables, particles, conjugation, and the endings of a clause.
 
-Endings that begin with a consonant (고, 지, 기) take the stem as the dictionary has it; endings with 으 (으면, 은,
-을, 으시) and endings with 아/어 (아요, 았, 아서) meet the irregular classes:
+A syllable is 가 + (lead × 21 + vowel) × 28 + tail (Unicode standard, section 3.12). Particles (은/는, 이/가, 을/를,
+과/와, (으)로) depend on the sound of the last one.
+
+An ending joins a stem in one of three ways. Endings that begin with a consonant (고, 지, 기) take the stem as the
+dictionary has it; endings with 으 (으면, 은, 을, 으시) and with 아/어 (아요, 았, 아서) meet the irregular classes:
 
     ㅂ 돕다 → 도우면, 도와요     ㄷ 듣다 → 들으면, 들어요     ㅅ 짓다 → 지으면, 지어요
     ㅎ 빨갛다 → 빨가면, 빨개요   르 부르다 → 부르면, 불러요   하 일하다 → 일하면, 일해요
     and without being marked: ㄹ 만들다 → 만드는, 만듭니다, 만들면;  으 쓰다 → 쓰면, 써요
+
+A clause ends in its tense and the ending that its place in the sentence and the register ask for. Registers are 해요체
+(polite), 합쇼체 (formal) and 해라체 (plain). An eojeol is what Korean writes between two spaces.
 """
 
 from __future__ import annotations
@@ -13,16 +19,61 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, NamedTuple
 
-from .hangul import compose, decompose, final, with_final
+_LEADS = "ㄱㄲㄴㄷㄸㄹㅁㅂㅃㅅㅆㅇㅈㅉㅊㅋㅌㅍㅎ"
+_VOWELS = "ㅏㅐㅑㅒㅓㅔㅕㅖㅗㅘㅙㅚㅛㅜㅝㅞㅟㅠㅡㅢㅣ"
+_TAILS = ("", *"ㄱㄲㄳㄴㄵㄶㄷㄹㄺㄻㄼㄽㄾㄿㅀㅁㅂㅄㅅㅆㅇㅈㅊㅋㅌㅍㅎ")
+_FIRST, _LAST = ord("가"), ord("힣")
 
-__all__ = ["CLASSES", "Kind", "Stem", "honorific", "infinitive", "join_eu", "join_plain", "past"]
 
-Kind = Literal["verb", "adjective", "exist", "copula"]
-"""What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own."""
+def decompose(syllable: str) -> tuple[str, str, str]:
+    """`값` → (ㄱ, ㅏ, ㅄ); the tail is the empty string where there is none."""
+    if len(syllable) != 1 or not _FIRST <= ord(syllable) <= _LAST:
+        raise ValueError(f"syllable={syllable!r} is not one composed Hangul syllable")
+    lead_vowel, tail = divmod(ord(syllable) - _FIRST, len(_TAILS))
+    lead, vowel = divmod(lead_vowel, len(_VOWELS))
+    return _LEADS[lead], _VOWELS[vowel], _TAILS[tail]
 
-CLASSES = ("", "ㅂ", "ㄷ", "ㅅ", "ㅎ", "르", "하", "시", "어", "아니")
-"""Regular, the irregular classes, 시 the honorific suffix, 어 a stem that takes 어 whole (피다 → 피어요, 갔 → 갔어요),
-and 아니다."""
+
+def compose(lead: str, vowel: str, tail: str = "") -> str:
+    """(ㄱ, ㅏ, ㅄ) → `값`: the inverse of `decompose`."""
+    if len(lead) != 1 or lead not in _LEADS or len(vowel) != 1 or vowel not in _VOWELS or tail not in _TAILS:
+        raise ValueError(f"lead={lead!r}, vowel={vowel!r}, tail={tail!r} do not make a Hangul syllable")
+    place = (_LEADS.index(lead) * len(_VOWELS) + _VOWELS.index(vowel)) * len(_TAILS) + _TAILS.index(tail)
+    return chr(_FIRST + place)
+
+
+def final_consonant(word: str) -> str:
+    """The consonant a word ends with, or the empty string after a vowel."""
+    if not word:
+        raise ValueError("word='' has no last syllable")
+    return decompose(word[-1])[2]
+
+
+def with_final_consonant(word: str, tail: str) -> str:
+    """The word with another final consonant, or none: (`가`, ㄴ) → `간`."""
+    lead, vowel, _ = decompose(word[-1])
+    return word[:-1] + compose(lead, vowel, tail)
+
+
+@cache
+def attach_particle(word: str, pair: str) -> str:
+    """The word with the particle its sound asks for; the pair is written consonant form first, as in `을/를`.
+
+    으로/로 is the exception: after ㄹ it behaves as after a vowel (연필로, but 손으로). Invariable ones have no slash.
+    """
+    if "/" not in pair:
+        return word + pair
+    after_consonant, after_vowel = pair.split("/")
+    tail = final_consonant(word)
+    open_end = not tail or (tail == "ㄹ" and after_vowel == "로")
+    return word + (after_vowel if open_end else after_consonant)
+
+
+# ------------------------------------------------------------------------------------------------ stems
+
+# What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own.
+StemKind = Literal["verb", "adjective", "exist", "copula"]
+
 
 _BRIGHT = "ㅏㅑㅗ"
 # Where a vowel meets 아/어: the vowel it becomes. What is not listed keeps the ending as a syllable (쉬다 → 쉬어).
@@ -33,18 +84,22 @@ _CONTRACTED = {
 
 
 class Stem(NamedTuple):
-    """A verb or adjective without its ending: 먹다 is Stem("먹"), 춥다 is Stem("춥", "ㅂ", "adjective")."""
+    """A verb or adjective without its ending: 먹다 is Stem("먹"), 춥다 is Stem("춥", "ㅂ", "adjective").
+
+    ``irregular`` is empty, an irregular class, 시 (the honorific suffix), 어 (a stem that takes 어 whole: 피다 →
+    피어요, 갔 → 갔어요), or 아니 (아니다).
+    """
 
     text: str
     irregular: str = ""
-    kind: Kind = "verb"
+    kind: StemKind = "verb"
 
 
 @cache
-def join_plain(stem: Stem, ending: str) -> str:
+def join_consonant(stem: Stem, ending: str) -> str:
     """Stem and an ending that begins with a consonant; ㄹ falls before ㄴ and ㅅ: 만들 + 는 → 만드는."""
-    if final(stem.text) == "ㄹ" and decompose(ending[0])[0] in "ㄴㅅ":
-        return with_final(stem.text, "") + ending
+    if final_consonant(stem.text) == "ㄹ" and decompose(ending[0])[0] in "ㄴㅅ":
+        return with_final_consonant(stem.text, "") + ending
     return stem.text + ending
 
 
@@ -54,11 +109,11 @@ def join_eu(stem: Stem, ending: str) -> str:
     base, open_end = _base_before_eu(stem)
     bare = ending[0] in "ㄴㄹㅂ"  # a jamo that becomes the final consonant of the syllable before it
     falls = bare or decompose(ending[0])[0] in "ㄴㅅ"
-    if final(base) == "ㄹ" and not open_end and stem.irregular != "ㄷ":
-        base, open_end = (with_final(base, "") if falls else base), True
+    if final_consonant(base) == "ㄹ" and not open_end and stem.irregular != "ㄷ":
+        base, open_end = (with_final_consonant(base, "") if falls else base), True
     if not open_end:
         base += "으"
-    return with_final(base, ending[0]) + ending[1:] if bare else base + ending
+    return with_final_consonant(base, ending[0]) + ending[1:] if bare else base + ending
 
 
 def _base_before_eu(stem: Stem) -> tuple[str, bool]:
@@ -66,14 +121,14 @@ def _base_before_eu(stem: Stem) -> tuple[str, bool]:
     text = stem.text
     match stem.irregular:
         case "ㅂ":
-            return with_final(text, "") + "우", True
+            return with_final_consonant(text, "") + "우", True
         case "ㄷ":
-            return with_final(text, "ㄹ"), False
+            return with_final_consonant(text, "ㄹ"), False
         case "ㅅ":
-            return with_final(text, ""), False
+            return with_final_consonant(text, ""), False
         case "ㅎ":
-            return with_final(text, ""), True
-    return text, not final(text)
+            return with_final_consonant(text, ""), True
+    return text, not final_consonant(text)
 
 
 @cache
@@ -85,15 +140,15 @@ def infinitive(stem: Stem) -> str:
         case "하":
             return text[:-1] + "해"
         case "ㅂ":  # only 돕다 and 곱다 keep the bright vowel
-            return with_final(text, "") + ("와" if text in ("돕", "곱") else "워")
+            return with_final_consonant(text, "") + ("와" if text in ("돕", "곱") else "워")
         case "ㄷ":
-            return with_final(text, "ㄹ") + _harmony(vowel)
+            return with_final_consonant(text, "ㄹ") + _harmony(vowel)
         case "ㅅ":
-            return with_final(text, "") + _harmony(vowel)
+            return with_final_consonant(text, "") + _harmony(vowel)
         case "ㅎ":
             return text[:-1] + compose(lead, "ㅒ" if vowel == "ㅑ" else "ㅐ")
         case "르":
-            before = with_final(text[:-1], "ㄹ")
+            before = with_final_consonant(text[:-1], "ㄹ")
             return before + ("라" if decompose(before[-1])[1] in _BRIGHT else "러")
         case "어" | "아니":
             return text + "어"
@@ -112,12 +167,171 @@ def _harmony(vowel: str) -> str:
 
 
 @cache
-def past(stem: Stem) -> Stem:
+def past_stem(stem: Stem) -> Stem:
     """The stem with 았/었: 먹 → 먹었, 가 → 갔, 하 → 했. It takes adjective endings, tense being already said."""
-    return Stem(with_final(infinitive(stem), "ㅆ"), "어", "adjective")
+    return Stem(with_final_consonant(infinitive(stem), "ㅆ"), "어", "adjective")
 
 
 @cache
-def honorific(stem: Stem) -> Stem:
+def honorific_stem(stem: Stem) -> Stem:
     """The stem with (으)시: 읽 → 읽으시, 만들 → 만드시, 춥 → 추우시."""
     return Stem(join_eu(stem, "시"), "시", "adjective" if stem.kind == "exist" else stem.kind)
+
+
+# ------------------------------------------------------------------------------------------------ endings
+
+Register = Literal["polite", "formal", "plain"]
+Tense = Literal["past", "present", "future"]
+Ending = Literal[
+    "statement", "question", "adnominal", "quote", "fact", "hope", "because", "so", "but", "and", "when", "if"
+]
+# The text of an eojeol and its role: `verb`, `tense` (the future's 거예요), `link` (때문에, 때).
+Eojeol = tuple[str, str]
+
+
+_FUTURE_ENDINGS = {
+    ("statement", "polite"): "거예요",
+    ("statement", "formal"): "겁니다",
+    ("statement", "plain"): "것이다",
+    ("question", "polite"): "거예요",
+    ("question", "formal"): "겁니까",
+    ("question", "plain"): "거니",
+}
+
+
+@cache
+def conjugate(stem: Stem, tense: Tense, ending: Ending, register: Register) -> tuple[Eojeol, ...]:
+    """Stem → eojeols: (먹, past, because) → 먹었기 때문에; (먹, future, statement, polite) → 먹을 거예요."""
+    if ending == "adnominal":
+        return ((_adnominal(stem, tense), "verb"),)
+    if tense == "future":
+        return _conjugate_future(stem, ending, register)
+    if tense == "past":
+        stem = _past_stem_of(stem)
+    match ending:
+        case "statement":
+            return ((_statement(stem, register), "verb"),)
+        case "question":
+            return ((_question(stem, register), "verb"),)
+        case "quote":
+            return ((_quote(stem) + "고", "verb"),)
+        case "fact":
+            return ((_quote(stem) + "는", "verb"), ("것을", "link"))
+        case "hope":
+            return ((_attach(stem, "기를", written_out=True), "verb"),)
+        case "because":
+            return ((_attach(stem, "기", written_out=True), "verb"), ("때문에", "link"))
+        case "so":
+            return ((_infinitive(stem) + "서", "verb"),)
+        case "but":
+            return ((_attach(stem, "지만"), "verb"),)
+        case "and":
+            return ((_attach(stem, "고"), "verb"),)
+        case "when":
+            return ((_attach_eu(stem, "ㄹ"), "verb"), ("때", "link"))
+        case "if":
+            return ((_attach_eu(stem, "면"), "verb"),)
+
+
+def _conjugate_future(stem: Stem, ending: Ending, register: Register) -> tuple[Eojeol, ...]:
+    """(으)ㄹ 것이다, in the forms it takes: 먹을 거예요, 먹을 거라고, 먹을 것이기 때문에."""
+    will = (_attach_eu(stem, "ㄹ"), "verb")
+    match ending:
+        case "statement" | "question":
+            return (will, (_FUTURE_ENDINGS[ending, register], "tense"))
+        case "quote":
+            return (will, ("거라고", "tense"))
+        case "fact":
+            return (will, ("거라는", "tense"), ("것을", "link"))
+        case "because":
+            return (will, ("것이기", "tense"), ("때문에", "link"))
+    raise ValueError(f"tense='future' has no ending={ending!r} in this grammar")
+
+
+def _statement(stem: Stem, register: Register) -> str:
+    if register == "formal":
+        return _formal(stem) + "다"
+    if register == "polite":
+        return _polite(stem)
+    return _declarative(stem)
+
+
+def _question(stem: Stem, register: Register) -> str:
+    if register == "formal":
+        return _formal(stem) + "까"
+    return _polite(stem) if register == "polite" else _attach(stem, "니")
+
+
+def _polite(stem: Stem) -> str:
+    """해요체: 먹어요, 가세요, 학생이에요, 의사예요, 아니에요."""
+    if stem.irregular == "시":
+        return _attach(stem, "")[:-1] + "세요"
+    if stem.kind == "copula":
+        return stem.text + ("이에요" if final_consonant(stem.text) else "예요")
+    return stem.text + "에요" if stem.irregular == "아니" else _infinitive(stem) + "요"
+
+
+def _formal(stem: Stem) -> str:
+    """합쇼체 without its last syllable: 먹습니-, 갑니-, 만듭니-, 학생입니-."""
+    if stem.kind == "copula" and stem.irregular != "시":
+        return stem.text + "입니"
+    text = _attach(stem, "")
+    return with_final_consonant(text, "ㅂ") + "니" if final_consonant(text) in ("", "ㄹ") else text + "습니"
+
+
+def _declarative(stem: Stem) -> str:
+    """해라체: verbs say 먹는다 and 간다, everything else 크다, 있다, 먹었다, 학생이다."""
+    if stem.kind != "verb":
+        return _attach(stem, "다")
+    if final_consonant(stem.text) in ("", "ㄹ"):
+        return with_final_consonant(stem.text, "ㄴ") + "다"
+    return stem.text + "는다"
+
+
+def _quote(stem: Stem) -> str:
+    """What stands before 고 of reported speech: 먹는다, 크다, 학생이라, 아니라."""
+    if stem.kind == "copula" or stem.irregular == "아니" or stem.text.endswith("아니시"):
+        return _attach(stem, "라")
+    return _declarative(stem)
+
+
+@cache
+def _adnominal(stem: Stem, tense: Tense) -> str:
+    """The form before a noun: 먹는, 먹은, 먹을; 큰, 컸던; 있는, 있던."""
+    if tense == "future":
+        return _attach_eu(stem, "ㄹ")
+    if tense == "present":
+        return join_consonant(stem, "는") if stem.kind in ("verb", "exist") else _attach_eu(stem, "ㄴ")
+    if stem.kind == "verb":
+        return join_eu(stem, "ㄴ")
+    return join_consonant(stem, "던") if stem.kind == "exist" else _past_stem_of(stem).text + "던"
+
+
+def _past_stem_of(stem: Stem) -> Stem:
+    if stem.kind != "copula":
+        return past_stem(stem)
+    if stem.irregular == "시":
+        return Stem(_attach(stem, "")[:-1] + "셨", "어", "adjective")
+    return Stem(stem.text + ("이었" if final_consonant(stem.text) else "였"), "어", "adjective")
+
+
+def _attach(stem: Stem, ending: str, written_out: bool = False) -> str:
+    """A consonant ending; the copula's 이 is heard after a consonant and swallowed after a vowel unless written out."""
+    if stem.kind != "copula":
+        return join_consonant(stem, ending) if ending else stem.text
+    linking = "이" if final_consonant(stem.text) or written_out else ""
+    return stem.text + linking + ("시" if stem.irregular == "시" else "") + ending
+
+
+def _attach_eu(stem: Stem, ending: str) -> str:
+    if stem.kind != "copula":
+        return join_eu(stem, ending)
+    return join_eu(Stem(_attach(stem, "", written_out=True)), ending)
+
+
+def _infinitive(stem: Stem) -> str:
+    if stem.kind != "copula":
+        return infinitive(stem)
+    if stem.irregular == "시":
+        return _attach(stem, "")[:-1] + "셔"
+    return stem.text + ("이어" if final_consonant(stem.text) else "여")

@@ -1,4 +1,4 @@
-"""A sentence as a structure, and the pair of sentences it is.
+"""The structure of a sentence, its words with what they mean, and the predicate–noun combinations in it.
 
 A structure is plain JSON. A **sentence** has `register` (polite, formal, plain), `clause`, and perhaps `question`; or
 it is two clauses: `join` (because, so, but, and, when, if), `first` (the clause Korean says first), `clause` (the
@@ -16,41 +16,112 @@ phrases.
 English does not say how politely it speaks, so the sentence begins with a tag, [polite], [formal] or [plain]: the side
 constraint of Sennrich, Haddow and Birch (2016), "Controlling politeness in neural machine translation". With it English
 determines the Korean.
+
+Each word carries keys of the structure it expresses: (which node, which part of it). Words of the two languages that
+share a key are linked; the link is sure when both express it outright, and possible when one of them has it only in
+passing (an article, a do-support, a counter). Sure and possible links are those of Och and Ney (2003).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from .to_english import english
-from .to_korean import korean
-from .words import Links, Node, align
-
-__all__ = ["Pair", "REGISTERS", "realise"]
+from .lexicon import ADJECTIVES, HELD_OUT, NOUNS, VERBS, Combination, PairSplit
 
 REGISTERS = ("polite", "formal", "plain")
 
-
-class Pair(NamedTuple):
-    """A sentence in both languages, how its words correspond, and the structure both say."""
-
-    source: str
-    """English, its register tag first."""
-    target: str
-    """Korean."""
-    alignment: Links
-    """Sure links (i, j): word i of `source.split()` is said by eojeol j of `target.split()`."""
-    possible: Links
-    """All links: the sure ones, and words such as articles that have no eojeol of their own."""
-    structure: Node
+Node = dict[str, Any]  # a sentence, a clause or a noun phrase
+Key = tuple[int, str]  # (id of a node, a part of it)
+Links = tuple[tuple[int, int], ...]  # pairs (source word, target word)
 
 
-def realise(structure: Node) -> Pair:
-    """The pair of sentences that a structure is."""
-    if structure.get("register") not in REGISTERS:
-        raise ValueError(f"register={structure.get('register')!r} is not one of {', '.join(REGISTERS)}")
-    source, target = english(structure), korean(structure)
-    sure, possible = align(source, target)
-    return Pair(
-        " ".join([word.text for word in source]), " ".join([word.text for word in target]), sure, possible, structure
-    )
+class Word(NamedTuple):
+    """One word as it is written, the keys it expresses, and those it only touches."""
+
+    text: str
+    sure: tuple[Key, ...] = ()
+    weak: tuple[Key, ...] = ()
+
+
+def align(source: list[Word], target: list[Word]) -> tuple[Links, Links]:
+    """(sure links, all links), sorted."""
+    positions: dict[Key, list[tuple[int, bool]]] = {}
+    for i, word in enumerate(source):
+        for key in word.sure:
+            positions.setdefault(key, []).append((i, True))
+        for key in word.weak:
+            positions.setdefault(key, []).append((i, False))
+    sure: set[tuple[int, int]] = set()
+    possible: set[tuple[int, int]] = set()
+    for j, word in enumerate(target):
+        for key in word.sure:
+            for i, is_sure in positions.get(key, ()):
+                possible.add((i, j))
+                if is_sure:
+                    sure.add((i, j))
+        for key in word.weak:
+            possible.update((i, j) for i, _ in positions.get(key, ()))
+    return tuple(sorted(sure)), tuple(sorted(possible))
+
+
+def held_out_splits(structure: Node) -> set[PairSplit]:
+    """The splits whose held-out combinations a sentence contains; empty where it has none."""
+    return {HELD_OUT[pair] for pair in combinations_of(structure) if pair in HELD_OUT}
+
+
+def combinations_of(structure: Node) -> Iterator[Combination]:
+    """Every predicate–argument pair of a sentence, wherever it stands."""
+    clauses = [structure["clause"]]
+    shared: Node | None = None
+    if "join" in structure:
+        clauses.append(structure["first"])
+        if structure.get("shared"):
+            shared = next(clause["subject"] for clause in clauses if "subject" in clause)
+    for clause in clauses:
+        yield from _clause_combinations(clause, clause.get("subject", shared))
+
+
+def _clause_combinations(clause: Node, subject: Node | None, head: Node | None = None) -> Iterator[Combination]:
+    """The pairs of a clause; `head` is the noun phrase that fills the gap of a relative clause."""
+    name = clause["predicate"]
+    target = clause.get("object")
+    if head is not None and clause["gap"] == "object":
+        target = head
+    verb = VERBS.get(name)
+    if verb is not None and verb.frame == "intransitive":
+        target = subject
+    if name in ADJECTIVES:
+        target = subject
+        yield from ((name, noun) for noun in _head_nouns(clause.get("than")))
+    yield from ((name, noun) for noun in _head_nouns(target))
+    for part in ("subject", "object", "to", "complement", "than", "place", "companion", "tool"):
+        if part in clause:
+            yield from _phrase_combinations(clause[part])
+    if "where" in clause:
+        yield from _phrase_combinations(clause["where"]["of"])
+    if "content" in clause:
+        yield from _clause_combinations(clause["content"], clause["content"].get("subject"))
+
+
+def _phrase_combinations(node: Node) -> Iterator[Combination]:
+    if "and" in node:
+        for part in node["and"]:
+            yield from _phrase_combinations(part)
+        return
+    if "adjective" in node:
+        yield (node["adjective"], node["noun"])
+    if "owner" in node:
+        yield from _phrase_combinations(node["owner"])
+    if "clause" in node:
+        clause = node["clause"]
+        yield from _clause_combinations(clause, node if clause["gap"] == "subject" else clause["subject"], node)
+
+
+def _head_nouns(node: Node | None) -> Iterator[str]:
+    """The common nouns at the head of a phrase: names, titles and pronouns combine with everything."""
+    if node is None:
+        return
+    for part in node.get("and", (node,)):
+        if "title" not in part and part["noun"] in NOUNS and "name" not in NOUNS[part["noun"]].tags:
+            yield part["noun"]

@@ -1,23 +1,47 @@
-"""The lexicon: the tables of words, read once into records that the grammar asks.
+"""The lexicon of en-ko: words read from the tables beside this file, which words combine, and what is held out.
 
-A verb or adjective knows the nouns it goes with, so that people eat food and read books; which of those pairs are held
-out for testing is decided in `combinations.py`.
+`nouns.tsv`: English, Korean, counter, tags. Tags are what verbs and adjectives ask for (food, place …), m f (gender),
+hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too), elder (whose owner is 우리), mass
+(uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people and
+places that may be mine or ours), name (of a person).
+
+`verbs.tsv`: frame, English, past, Korean stem, irregular class, objects (subjects where there is
+no object), marks. `@tag` stands for every noun with that tag, `-word` removes one. Marks: by=… who does it where it is
+not people; hon=… the honorific stem; humble=… the stem when it is done for somebody honoured; not=… the stem of its
+negation; state (no progressive, no place, no manner); noshort (no 안 before it); short (안 although it ends in 하다);
+quick (no progressive); how=… the manners it may be done in; with=… its tools; in=… its places; company (it may be done
+with somebody); feeds=… the objects it has when animals do it; asserted (not negated: Korean would say 못); thetic (the
+whole event is news, so its subject takes 이/가 even when known); 가, 에, 로 (the particle of the object); says=… the
+subject that Korean has where English says `it`.
+
+`adjectives.tsv`: English, Korean stem, irregular class, the nouns it may describe, marks: hon, noshort, mood (a passing
+state, which gives reasons); lasting (not said of the future); before=… the form before a noun where it is not the
+regular one; only-before, only-after.
+
+`words.json`: adverbs, times, numerals, titles, and lists of words for particular constructions.
+
+A combination is a predicate and a noun it goes with: a verb and its object (its subject where it has none, its place
+where it is a motion), an adjective and the noun it describes. A fixed few of each predicate's nouns are held out for
+the splits `valid` and `combinations`, in the order of a hash: training meets both words, never the pair.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from importlib import resources
+from typing import Any, Literal
 
-from . import adjectives, adverbs, nouns, verbs
-from .conjugation import Kind, Stem
-from .hangul import is_syllable
-from .inflection import past_tense, plural
-
-__all__ = ["ADJECTIVES", "NOUNS", "VERBS", "Adjective", "Frame", "Noun", "Verb", "lemmas"]
+from ...hashing import stable_hash
+from .conjugation import Stem, StemKind
 
 Frame = Literal["transitive", "intransitive", "motion", "ditransitive", "reporting", "weather"]
+Combination = tuple[str, str]  # (predicate, noun), such as ("eat", "apple")
+PairSplit = Literal["train", "valid", "combinations"]
+
+_PARTICLES = {"가": "이/가", "에": "에", "로": "으로/로"}
+_KEY_SUFFIXES = {"ditransitive": " to", "reporting": " that"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,97 +54,84 @@ class Noun:
     counter: str
 
     @property
-    def plural(self) -> str:
-        return self.english if "plural" in self.tags else plural(self.english)
-
-    @property
     def gender(self) -> str:
         return "m" if "m" in self.tags else "f" if "f" in self.tags else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
-    """A verb: English forms, Korean stems, the nouns it goes with, and its marks (see `verbs.py`)."""
+class Predicate:
+    """What verbs and adjectives have in common; ``nouns`` are the ones it combines with."""
 
     key: str
-    english: str
-    past: str
-    frame: Frame
     stem: Stem
-    partners: tuple[str, ...]
-    """Its objects; places for motion, subjects for intransitive verbs."""
-    doers: tuple[str, ...]
-    """Who does it, where it is not everybody: empty stands for people."""
-    feeds: frozenset[str]
-    tools: tuple[str, ...]
-    places: tuple[str, ...]
-    manners: tuple[str, ...]
+    nouns: tuple[str, ...]  # objects; places of motions, subjects of intransitive verbs and adjectives
     honorific: Stem | None
-    humble: Stem | None
-    negative: Stem | None
     marks: frozenset[str]
-    particle: str
-    """Of the object: 을/를, 이/가 (something is needed), 에 or 으로/로 (a place is gone to)."""
-    weather: str
-    """비가, 눈이: the subject Korean has where English says `it`."""
-    takes_people: bool
-    """Whether names and pronouns may stand for its nouns."""
-    takes_titles: bool
-    """Whether people spoken of with honour may."""
+    takes_people: bool  # names and pronouns may stand for its nouns
+    takes_titles: bool  # people spoken of with honour may
 
 
 @dataclass(frozen=True, slots=True)
-class Adjective:
-    """An adjective: both words, the nouns it describes, and its marks (see `adjectives.py`)."""
+class Verb(Predicate):
+    """A verb: English forms, Korean stems, and who does it with what, where and how."""
 
-    key: str
-    stem: Stem
-    partners: tuple[str, ...]
-    honorific: Stem | None
+    english: str
+    past: str
+    frame: Frame
+    doers: tuple[str, ...]  # empty: people
+    feeds: frozenset[str]  # objects when an animal does it
+    tools: tuple[str, ...]
+    places: tuple[str, ...]
+    manners: tuple[str, ...]
+    humble: Stem | None
+    negative: Stem | None
+    particle: str  # of the object: 을/를, 이/가 (something is needed), 에 or 으로/로 (a place is gone to)
+    weather: str  # 비가, 눈이: the subject Korean has where English says `it`
+
+
+@dataclass(frozen=True, slots=True)
+class Adjective(Predicate):
+    """An adjective; ``before`` is its form before a noun where that is not the regular one."""
+
     before: str
-    """The form before a noun, where it is not the regular one."""
-    marks: frozenset[str]
-    takes_people: bool
-    """Whether names and pronouns may stand for its nouns."""
-    takes_titles: bool
-    """Whether people spoken of with honour may."""
 
 
-_PARTICLES = {"가": "이/가", "에": "에", "로": "으로/로"}
+# ------------------------------------------------------------------------------------------------ reading the tables
 
 
-def _read_nouns() -> dict[str, Noun]:
-    found: dict[str, Noun] = {}
-    for block_tags, block_counter, block in nouns.NOUN_BLOCKS:
-        for entry in block.replace("\n", "/").split("/"):
-            words = entry.split()
-            if not words:
-                continue
-            split = next(place for place, word in enumerate(words) if is_syllable(word[0]))
-            english, korean, rest = " ".join(words[:split]), words[split], words[split + 1 :]
-            counter = next((word[:-1] for word in rest if word.endswith(":")), block_counter)
-            taken = {word[1:] for word in rest if word.startswith("-")}
-            tags = frozenset({*block_tags.split(), *rest} - taken)
-            if english in found:
-                raise ValueError(f"the noun {english!r} stands twice in the lexicon")
-            found[english] = Noun(english, korean, tags, counter)
-    for english, (korean, gender) in adverbs.NAMES.items():
-        found[english] = Noun(english, korean, frozenset({"person", "name", "bare", gender}), "")
-    return found
+def _read_text(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-NOUNS: dict[str, Noun] = _read_nouns()
+def _read_table(name: str) -> Iterator[list[str]]:
+    return (line.split("\t") for line in _read_text(name).splitlines()[1:])
+
+
+def _add(table: dict[str, Any], key: str, entry: Noun | Predicate) -> None:
+    if key in table:
+        raise ValueError(f"{key!r} stands twice in the lexicon")
+    table[key] = entry
+
+
+def _load_nouns() -> dict[str, Noun]:
+    nouns: dict[str, Noun] = {}
+    for english, korean, counter, tags in _read_table("nouns.tsv"):
+        _add(nouns, english, Noun(english, korean, frozenset(tags.split()), counter))
+    return nouns
+
+
+NOUNS: dict[str, Noun] = _load_nouns()
 
 
 def _expand(words: list[str]) -> tuple[str, ...]:
     """`@food bread -rice` → the nouns meant, sorted."""
-    chosen: set[str] = set()
-    removed: set[str] = set()
+    included: set[str] = set()
+    excluded: set[str] = set()
     for word in words:
-        group, name = (removed, word[1:]) if word.startswith("-") else (chosen, word)
+        group, name = (excluded, word[1:]) if word.startswith("-") else (included, word)
         name = name.replace("_", " ")
         if name.startswith("@"):
-            members = [noun.english for noun in NOUNS.values() if name[1:] in noun.tags and "name" not in noun.tags]
+            members = nouns_with(name[1:], without="name")
             if not members:
                 raise ValueError(f"no noun has the tag {name[1:]!r}")
             group.update(members)
@@ -128,108 +139,239 @@ def _expand(words: list[str]) -> tuple[str, ...]:
             group.add(name)
         else:
             raise ValueError(f"the lexicon has no noun {name!r}")
-    return tuple(sorted(chosen - removed))
+    return tuple(sorted(included - excluded))
 
 
-def _people(partners: str) -> bool:
-    return not {"@person", "@adult"}.isdisjoint(partners.split())
+def nouns_with(tag: str, without: str = "") -> tuple[str, ...]:
+    """The nouns that have a tag and none of the tags of ``without``."""
+    excluded = without.split()
+    return tuple(noun.english for noun in NOUNS.values() if tag in noun.tags and noun.tags.isdisjoint(excluded))
 
 
-def _rows(table: str) -> Iterator[list[str]]:
-    """The rows of a table, cell by cell; an indented line goes on with the row above it."""
-    for line in table.strip().replace("\n    ", " ").splitlines():
-        yield [cell.strip() for cell in line.split("|")]
+class _Marks:
+    """The last column of a table: flags, and values as name=a,b."""
+
+    def __init__(self, text: str) -> None:
+        words = [word.partition("=") for word in text.split()]
+        self.flags = frozenset(name for name, equals, _ in words if not equals)
+        self._values = {name: values.split(",") for name, equals, values in words if equals}
+
+    def values(self, name: str) -> list[str]:
+        return self._values.get(name, [])
+
+    def text(self, name: str) -> str:
+        return "".join(self.values(name))
+
+    def stem(self, name: str, irregular: str = "", kind: StemKind = "verb") -> Stem | None:
+        return Stem(self.text(name), irregular, kind) if name in self._values else None
 
 
-def _values(marks: list[str], name: str) -> list[str]:
-    return next((mark.removeprefix(f"{name}=").split(",") for mark in marks if mark.startswith(f"{name}=")), [])
+def _predicate_fields(key: str, stem: Stem, nouns: str, marks: _Marks) -> dict[str, Any]:
+    """The fields of ``Predicate``, apart from the honorific stem."""
+    people = not {"@person", "@adult"}.isdisjoint(nouns.split())
+    return {
+        "key": key,
+        "stem": stem,
+        "nouns": _expand(nouns.split()),
+        "marks": marks.flags,
+        "takes_people": people,
+        "takes_titles": people and "-@hon" not in nouns,
+    }
 
 
-def _stem_of(marks: list[str], name: str, irregular: str = "", kind: Kind = "verb") -> Stem | None:
-    values = _values(marks, name)
-    return Stem(values[0], irregular, kind) if values else None
-
-
-def _kind(stem: str, marks: list[str]) -> Kind:
-    return "exist" if stem.endswith("있") else "adjective" if "adjective" in marks else "verb"
-
-
-def _read_verbs() -> dict[str, Verb]:
-    tables: list[tuple[Frame, str]] = [
-        ("transitive", verbs.TRANSITIVE),
-        ("intransitive", verbs.INTRANSITIVE),
-        ("motion", verbs.MOTION),
-        ("ditransitive", verbs.DITRANSITIVE),
-        ("reporting", verbs.REPORTING),
-        ("weather", verbs.WEATHER),
-    ]
-    suffix = {"ditransitive": " to", "reporting": " that"}
-    found: dict[str, Verb] = {}
-    for frame, table in tables:
-        for english, past, stem, irregular, partners, flags in _rows(table):
-            key, marks = english + suffix.get(frame, ""), flags.split()
-            if key in found:
-                raise ValueError(f"the verb {key!r} stands twice in the lexicon")
-            kind = _kind(stem, marks)
-            not_stem = _values(marks, "not")
-            found[key] = Verb(
-                key=key,
-                english=english,
-                past=past or past_tense(english),
-                frame=frame,
-                stem=Stem(stem, irregular, kind),
-                partners=_expand(partners.split()),
-                doers=_expand(_values(marks, "by")),
-                feeds=frozenset(_expand(_values(marks, "feeds"))),
-                tools=_expand(_values(marks, "with")),
-                places=_expand(_values(marks, "in")),
-                manners=tuple(_values(marks, "how")),
-                honorific=_stem_of(marks, "hon", "시"),
-                humble=_stem_of(marks, "humble"),
-                negative=Stem(not_stem[0], "르" if not_stem[0] == "모르" else "", kind) if not_stem else None,
-                marks=frozenset(mark for mark in marks if "=" not in mark),
-                particle=next((pair for mark, pair in _PARTICLES.items() if mark in marks), "을/를"),
-                weather="".join(_values(marks, "says")),
-                takes_people=_people(partners),
-                takes_titles=_people(partners) and "-@hon" not in partners,
-            )
-    return found
-
-
-def _read_adjectives() -> dict[str, Adjective]:
-    found: dict[str, Adjective] = {}
-    for english, stem, irregular, partners, flags in _rows(adjectives.ADJECTIVES):
-        marks = flags.split()
-        kind: Kind = "exist" if stem.endswith("있") else "adjective"
-        found[english] = Adjective(
-            key=english,
-            stem=Stem(stem, irregular, kind),
-            partners=_expand(partners.split()),
-            honorific=_stem_of(marks, "hon", "시", "adjective"),
-            before="".join(_values(marks, "before")),
-            marks=frozenset(mark for mark in marks if "=" not in mark),
-            takes_people=_people(partners),
-            takes_titles=_people(partners) and "-@hon" not in partners,
+def _load_verbs() -> dict[str, Verb]:
+    verbs: dict[str, Verb] = {}
+    for frame, english, past, stem, irregular, nouns, mark_text in _read_table("verbs.tsv"):
+        key, marks = english + _KEY_SUFFIXES.get(frame, ""), _Marks(mark_text)
+        kind: StemKind = "exist" if stem.endswith("있") else "adjective" if "adjective" in marks.flags else "verb"
+        negative = marks.stem("not", "르" if marks.text("not") == "모르" else "", kind)
+        verb = Verb(
+            **_predicate_fields(key, Stem(stem, irregular, kind), nouns, marks),
+            english=english,
+            past=past,
+            frame=frame,  # type: ignore[arg-type]  # the table has no others
+            doers=_expand(marks.values("by")),
+            feeds=frozenset(_expand(marks.values("feeds"))),
+            tools=_expand(marks.values("with")),
+            places=_expand(marks.values("in")),
+            manners=tuple(marks.values("how")),
+            honorific=marks.stem("hon", "시"),
+            humble=marks.stem("humble"),
+            negative=negative,
+            particle=next((pair for mark, pair in _PARTICLES.items() if mark in marks.flags), "을/를"),
+            weather=marks.text("says"),
         )
-    return found
+        _add(verbs, key, verb)
+    return verbs
 
 
-VERBS: dict[str, Verb] = _read_verbs()
-ADJECTIVES: dict[str, Adjective] = _read_adjectives()
-if shared := VERBS.keys() & ADJECTIVES.keys():
-    raise ValueError(f"{', '.join(sorted(shared))} is both a verb and an adjective, so a predicate could be either")
+def _load_adjectives() -> dict[str, Adjective]:
+    adjectives: dict[str, Adjective] = {}
+    for english, korean, irregular, nouns, mark_text in _read_table("adjectives.tsv"):
+        marks = _Marks(mark_text)
+        stem = Stem(korean, irregular, "exist" if korean.endswith("있") else "adjective")
+        adjective = Adjective(
+            **_predicate_fields(english, stem, nouns, marks),
+            honorific=marks.stem("hon", "시", "adjective"),
+            before=marks.text("before"),
+        )
+        _add(adjectives, english, adjective)
+    return adjectives
+
+
+VERBS: dict[str, Verb] = _load_verbs()
+ADJECTIVES: dict[str, Adjective] = _load_adjectives()
+PREDICATES: dict[str, Verb | Adjective] = {**VERBS, **ADJECTIVES}
+if len(PREDICATES) < len(VERBS) + len(ADJECTIVES):
+    both = ", ".join(sorted(VERBS.keys() & ADJECTIVES.keys()))
+    raise ValueError(f"{both} is both a verb and an adjective, so a predicate could be either")
+
+# ------------------------------------------------------------------------------------------------ adverbs, times, lists
+
+_WORDS: dict[str, Any] = json.loads(_read_text("words.json"))
+MANNERS: dict[str, tuple[str, str]] = _WORDS["manners"]  # the key that verbs name → (English, Korean)
+FREQUENCIES: dict[str, str] = _WORDS["frequencies"]  # said before the verb in English
+DEGREES: dict[str, str] = _WORDS["degrees"]  # said before an adjective
+TIMES: dict[str, tuple[str, list[str]]] = _WORDS["times"]  # (Korean, tenses); `now` is the progressive present
+RELATIONS: dict[str, str] = _WORDS["relations"]  # Korean says them with a noun after the thing
+NUMERALS: dict[int, tuple[str, str]] = {int(number): words for number, words in _WORDS["numerals"].items()}
+SURNAMES: dict[str, str] = _WORDS["surnames"]
+TITLES: dict[str, tuple[str, str]] = _WORDS["titles"]  # (Korean, gender); the surname stands before them in Korean
+NAMES = nouns_with("name")
+TIMES_OF = {
+    tense: tuple(time for time, (_, tenses) in TIMES.items() if tense in tenses)
+    for tense in ("past", "present", "future", "now")
+}
+MOMENTARY_TIMES = frozenset(_WORDS["momentary_times"])  # of events over in a moment: water does not boil last year
+
+_FRAMES: tuple[Frame, ...] = ("transitive", "intransitive", "motion", "ditransitive", "weather")
+FRAMES: dict[Frame, tuple[Verb, ...]] = {
+    frame: tuple(verb for verb in VERBS.values() if verb.frame == frame) for frame in _FRAMES
+}
+# What people do.
+ACTIVITIES = tuple(
+    verb for frame in _FRAMES[:-1] for verb in FRAMES[frame] if not verb.marks & {"state", "thetic"} and not verb.doers
+)
+# What one may do with one thing and not with another.
+CONTRASTED = tuple(
+    verb
+    for verb in ACTIVITIES
+    if verb.frame in ("transitive", "motion") and len(verb.nouns) > 5 and "asserted" not in verb.marks
+)
+
+
+def _listed_verbs(name: str) -> tuple[Verb, ...]:
+    return tuple(VERBS[key] for key in _WORDS[name])
+
+
+EVERYDAY_VERBS = _listed_verbs("everyday_verbs")  # what people do when it rains, when the class ends, and otherwise
+VERBS_FOR_OTHERS = _listed_verbs("verbs_for_others")  # what people do because somebody else is sick or sad
+NEWS_VERBS = _listed_verbs("news_verbs")  # what happens and makes people do something
+# Left out of embedded clauses: two phrases with 이/가 in a row can be read either way.
+MAIN_CLAUSE_VERBS = frozenset(_WORDS["main_clause_verbs"])
+MOOD_RESPONSES: dict[str, list[str]] = _WORDS["mood_responses"]  # what people do about a mood
+
+PREDICATIVE = tuple(word for word in ADJECTIVES.values() if "only-before" not in word.marks)
+MOODS = tuple(word for word in PREDICATIVE if "mood" in word.marks)
+WEATHER_ADJECTIVES = tuple(word for word in PREDICATIVE if "weather" in word.nouns)
+COMPARABLE = frozenset(
+    word.key for word in PREDICATIVE if not word.marks & {"mood", "only-after"} and word.key not in ("bad", "good")
+)
+COMPLAINTS = frozenset(_WORDS["complaint_adjectives"])  # what may be `a little` or `too` so
+
+PEOPLE = tuple(name for name in nouns_with("person", without="name") if name != "baby")
+GENDERED_PEOPLE: list[str] = _WORDS["gendered_people"]
+JOBS = nouns_with("job")
+GROUPS = nouns_with("person", without="kin name royal")
+SMALL_THINGS = nouns_with("kept", without="mass vehicle")
+SMALL_ANIMALS: list[str] = _WORDS["small_animals"]
+ANIMALS = nouns_with("animal")
+ANIMAL_PLACES: list[str] = _WORDS["animal_places"]
+THING_PLACES: list[str] = _WORDS["thing_places"]
+PERSON_PLACES = nouns_with("place", without="by on city")
+TOPS: list[str] = _WORDS["tops"]
+LANDMARKS = [*TOPS, *_WORDS["beside_only"]]
+CONTAINERS: list[str] = _WORDS["containers"]
+LONG_RIDES: list[str] = _WORDS["long_distance_rides"]
+SHORT_RIDES: list[str] = _WORDS["short_distance_rides"]
 
 
 def lemmas() -> frozenset[str]:
     """Every lemma, marked by its kind: `noun:cat`, `verb:read`, `adjective:big`, `time:yesterday` …"""
-    kinds: list[tuple[str, list[str]]] = [
-        ("noun", list(NOUNS)),
-        ("verb", list(VERBS)),
-        ("adjective", list(ADJECTIVES)),
-        ("adverb", [*(english for english, _ in adverbs.MANNERS.values()), *adverbs.FREQUENCIES, *adverbs.DEGREES]),
-        ("time", list(adverbs.TIMES)),
-        ("relation", list(adverbs.RELATIONS)),
-        ("numeral", [english for english, _ in adverbs.NUMERALS.values()]),
-        ("title", [*adverbs.TITLES, *adverbs.SURNAMES]),
-    ]
-    return frozenset(f"{kind}:{word}" for kind, words in kinds for word in words)
+    kinds: dict[str, list[str]] = {
+        "noun": list(NOUNS),
+        "verb": list(VERBS),
+        "adjective": list(ADJECTIVES),
+        "adverb": [*(english for english, _ in MANNERS.values()), *FREQUENCIES, *DEGREES],
+        "time": list(TIMES),
+        "relation": list(RELATIONS),
+        "numeral": [english for english, _ in NUMERALS.values()],
+        "title": [*TITLES, *SURNAMES],
+    }
+    return frozenset(f"{kind}:{word}" for kind, words in kinds.items() for word in words)
+
+
+# ------------------------------------------------------------------------------------------------ combinations
+
+# A predicate with fewer nouns keeps them all: it could not be learned from less.
+_MIN_NOUNS = 6
+# One noun in this many is held out for each of the two splits.
+_SHARE = 16
+
+
+def _hold_out() -> dict[Combination, PairSplit]:
+    held_out: dict[Combination, PairSplit] = {}
+    for key, word in PREDICATES.items():
+        nouns = sorted(word.nouns, key=lambda noun: stable_hash("en-ko held out", key, noun))
+        if len(nouns) < _MIN_NOUNS:
+            continue
+        share = max(1, len(nouns) // _SHARE)
+        held_out.update({(key, noun): "combinations" for noun in nouns[:share]})
+        held_out.update({(key, noun): "valid" for noun in nouns[share : 2 * share]})
+    return held_out
+
+
+HELD_OUT: dict[Combination, PairSplit] = _hold_out()
+
+
+def _noun_weights() -> dict[str, int]:
+    """How often each noun stands in a predicate's list, so that words few predicates ask for are drawn about as often.
+
+    A noun would be drawn Σ 1/|nouns| over its predicates; the rarer that is, the larger its weight, up to eight. People
+    need none: they are also the subjects.
+    """
+    share = dict.fromkeys(NOUNS, 0.0)
+    for word in PREDICATES.values():
+        for noun in word.nouns:
+            share[noun] += (0.4 if isinstance(word, Adjective) else 1.0) / len(word.nouns)
+    people = {noun for noun in NOUNS if "person" in NOUNS[noun].tags}
+    things = sorted(share[noun] for noun in share if noun not in people)
+    aim = 1.5 * things[len(things) // 2]
+    return {noun: 1 if noun in people else max(1, min(8, round(aim / share[noun]))) for noun in share}
+
+
+_NOUNS_OF: dict[tuple[str, PairSplit], list[str]] = {}
+_PREDICATES_OF: dict[tuple[str, str, PairSplit], list[str]] = {}
+
+
+def _fill_combination_tables() -> None:
+    weights = _noun_weights()
+    for key, word in PREDICATES.items():
+        kind = word.frame if isinstance(word, Verb) else "adjective"
+        for noun in word.nouns:
+            split: PairSplit = HELD_OUT.get((key, noun), "train")
+            _NOUNS_OF.setdefault((key, split), []).extend([noun] * weights[noun])
+            _PREDICATES_OF.setdefault((noun, kind, split), []).append(key)
+
+
+_fill_combination_tables()
+
+
+def nouns_of(predicate: str, split: PairSplit) -> list[str]:
+    """The nouns of a predicate in one split, the rare ones repeated; perhaps none."""
+    return _NOUNS_OF.get((predicate, split), [])
+
+
+def predicates_of(noun: str, kind: str, split: PairSplit) -> list[str]:
+    """The predicates of one kind (`adjective`, or a verb's frame) that go with a noun in one split; perhaps none."""
+    return _PREDICATES_OF.get((noun, kind, split), [])

@@ -1,29 +1,41 @@
 """Drawing whole sentences: one clause, a question, a clause in a clause, or two clauses joined.
 
-Training sentences embed at most once and have at most `MOST_WORDS` words; the split `longer` begins where they end.
+Training sentences embed at most once and have at most `MAX_WORDS` words; the split `longer` begins where they end.
 """
 
 from __future__ import annotations
 
-from ..corpus import Draws
-from .adverbs import NAMES
-from .choices import CONTRASTED, FOR_OTHERS, MOODS
-from .combinations import Keep
-from .embedding import Embedding
-from .grammar import REGISTERS
-from .lexicon import NOUNS, VERBS, Verb
-from .words import Node
+from ...hashing import Draws
+from .clauses import Clauses
+from .english import agreement
+from .grammar import REGISTERS, Node
+from .korean import is_honoured
+from .lexicon import (
+    ACTIVITIES,
+    CONTRASTED,
+    EVERYDAY_VERBS,
+    FRAMES,
+    GENDERED_PEOPLE,
+    MAIN_CLAUSE_VERBS,
+    MOOD_RESPONSES,
+    MOODS,
+    NAMES,
+    NEWS_VERBS,
+    NOUNS,
+    VERBS,
+    VERBS_FOR_OTHERS,
+    WEATHER_ADJECTIVES,
+    Adjective,
+    PairSplit,
+    Verb,
+    predicates_of,
+)
 
-__all__ = ["MOST_WORDS", "Sentences", "draw_longer", "draw_sentence", "nouns_repeat"]
-
-MOST_WORDS = 13
-"""English words of a training sentence at most, its tag included."""
+MAX_WORDS = 13  # English words of a training sentence at most, its tag included
 
 _REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
 _JOINS = ("because", "because", "so", "but", "and", "when", "if")
-_NAMES = tuple(NAMES)
-_GENDERED = ("boy", "girl", "man", "woman", "mother", "father", "grandmother", "grandfather", "prince", "princess")
-_MOOD_NAMES = frozenset(mood.key for mood in MOODS)
+_MOOD_KEYS = frozenset(mood.key for mood in MOODS)
 
 
 def nouns_repeat(structure: object) -> bool:
@@ -44,10 +56,10 @@ def nouns_repeat(structure: object) -> bool:
     return False
 
 
-def draw_sentence(draws: Draws, keep: Keep) -> tuple[Node, bool]:
+def draw_sentence(draws: Draws, split: PairSplit) -> tuple[Node, bool]:
     """A structure, and whether it contains the held-out combination its split asks for."""
-    sentences = Sentences(draws, keep)
-    return sentences.sentence(), sentences.found
+    sentences = Sentences(draws, split)
+    return sentences.sentence(), sentences.complete
 
 
 def draw_longer(draws: Draws) -> Node:
@@ -60,20 +72,111 @@ def _is_deed(clause: Node) -> bool:
     return clause["predicate"] in VERBS and "state" not in VERBS[clause["predicate"]].marks
 
 
+class Embedding(Clauses):
+    """Clauses for sentences of more than one."""
+
+    # ---------------------------------------------------------------------------------- for joined sentences
+
+    def reason(self, tense: str) -> Node:
+        """A state of things that explains what people do: the weather, the beginning or end of something, a mood."""
+        roll = self.draws.below(100)
+        if roll < 20:
+            mood = self.draws.choice(MOODS)
+            return self.mood(mood, tense, self.subject_of(mood, definite=True, pronouns=False, plain=True))
+        if roll < 55:
+            return {"predicate": self.draws.choice(FRAMES["weather"]).key, "tense": tense}
+        if roll < 70:
+            sky = self.draws.choice(WEATHER_ADJECTIVES).key
+            return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky, "tense": tense}
+        verb = self.draws.choice(NEWS_VERBS)
+        subject = self.common(self.noun_for(verb.key), definite=True, plain=True)
+        return {"subject": subject, "predicate": verb.key, "tense": tense}
+
+    def mood(self, mood: Adjective, tense: str, subject: Node) -> Node:
+        """Somebody is tired, happy, lonely …"""
+        return {"subject": subject, "predicate": mood.key, "tense": tense}
+
+    def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
+        """A mood, and what is done about it by the same person: I am tired, I sleep."""
+        mood, honour = self.draws.choice(MOODS), is_honoured(subject)
+        while honour and not mood.takes_titles:
+            mood = self.draws.choice(MOODS)
+        answer = VERBS[self.draws.choice(MOOD_RESPONSES[mood.key])]
+        while honour and answer.takes_people and not answer.takes_titles:
+            answer = VERBS[self.draws.choice(MOOD_RESPONSES[mood.key])]
+        return self.mood(mood, earlier, subject), self.deed(later, subject, verb=answer)
+
+    def deed(self, tense: str, subject: Node | None = None, *, verb: Verb | None = None, pronouns: bool = True) -> Node:
+        """Something that people do, said briefly."""
+        verb = verb or self.draws.choice(EVERYDAY_VERBS)
+        if verb.frame == "intransitive" and subject is not None and is_honoured(subject) and not verb.takes_titles:
+            verb = VERBS["rest"]
+        titles = verb.frame != "intransitive" or verb.takes_titles
+        who = subject or self.person(pronouns=pronouns, titles=titles, plain=True)
+        clause = self.activity(verb, embedded=True, subject=who)
+        for part in ("aspect", "not", "time", "frequency"):
+            clause.pop(part, None)
+        return {**clause, "tense": tense}
+
+    # ---------------------------------------------------------------------------------- relative clauses
+
+    def relative(self, node: Node) -> bool:
+        """Give a noun phrase a relative clause, if there is one for it; say whether there was."""
+        noun = NOUNS[node["noun"]]
+        clause: Node | None = None
+        if "person" in noun.tags and self.draws.chance(0.6):
+            clause = self._relative_subject(node)
+        elif predicates_of(noun.english, "transitive", "train"):
+            clause = self._relative_object(noun.english)
+        if clause is None:
+            return False
+        clause["tense"] = self.draws.choice(("past", "past", "past", "past", "present", "present", "present", "future"))
+        lasts = VERBS[clause["predicate"]].marks.isdisjoint(("state", "quick"))
+        if lasts and clause["tense"] == "present" and self.draws.chance(0.5):
+            clause["aspect"] = "progressive"
+        if self._ambiguous(clause, agreement(node if clause["gap"] == "subject" else clause["subject"])):
+            clause["tense"] = "past"
+        plain = "aspect" not in clause and clause["tense"] != "future"
+        if plain and not VERBS[clause["predicate"]].marks & {"state", "asserted"} and self.draws.chance(0.12):
+            clause["not"] = "long"
+        node["clause"] = clause
+        return True
+
+    def _relative_subject(self, node: Node) -> Node | None:
+        verb = self.draws.choice(ACTIVITIES)
+        if verb.frame == "intransitive":
+            known = predicates_of(node["noun"], "intransitive", "train")
+            return {"gap": "subject", "predicate": self.draws.choice(known)} if known else None
+        target = self._object(verb, embedded=True) or self.other(node)
+        if self._same(node, target) or verb.frame == "ditransitive":
+            return None
+        return {"gap": "subject", "predicate": verb.key, "object": target}
+
+    def _relative_object(self, noun: str) -> Node | None:
+        held = () if self.complete else predicates_of(noun, "transitive", self.split)
+        if held:
+            self.complete = True
+        verb = VERBS[self.draws.choice(held or predicates_of(noun, "transitive", "train"))]
+        if verb.key in MAIN_CLAUSE_VERBS or verb.key == "become":
+            return None
+        subject = self._doer(verb, {"noun": noun}, definite=True, embedded=True)
+        return {"gap": "object", "predicate": verb.key, "subject": subject}
+
+
 class Sentences(Embedding):
     """Sentences of every kind."""
 
     def sentence(self) -> Node:
         """A sentence as training has them."""
         register = self.draws.choice(REGISTERS)
-        throw = self.draws.below(100)
-        if throw < 46:
+        roll = self.draws.below(100)
+        if roll < 46:
             return {"register": register, "clause": self.any_clause()}
-        if throw < 56:
+        if roll < 56:
             return self.question(register)
-        if throw < 69:
+        if roll < 69:
             return {"register": register, "clause": self.with_relative()}
-        if throw < 80:
+        if roll < 80:
             return {"register": register, "clause": self.report()}
         return self.joined(register)
 
@@ -154,7 +257,7 @@ class Sentences(Embedding):
             (reason if join == "because" else deed).pop("subject")
             return {**sentence, "shared": True, "first": reason, "clause": deed}
         reason = self.reason(earlier)
-        verb = self.draws.choice(FOR_OTHERS) if reason["predicate"] in _MOOD_NAMES else None
+        verb = self.draws.choice(VERBS_FOR_OTHERS) if reason["predicate"] in _MOOD_KEYS else None
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
     def _side_by_side(self, sentence: Node, may_share: bool) -> Node:
@@ -189,12 +292,12 @@ class Sentences(Embedding):
 
     def _who_is_said_again(self, join: str) -> Node:
         """A subject that English can repeat as a pronoun; beside `when` and `if` only speakers themselves."""
-        throw = self.draws.below(10)
-        if join in ("when", "if") or throw < 3:
-            return {"noun": "we" if throw & 1 else "I"}
-        if throw < 6:
-            return {"noun": self.draws.choice(_NAMES)}
-        name = self.draws.choice(_GENDERED)
+        roll = self.draws.below(10)
+        if join in ("when", "if") or roll < 3:
+            return {"noun": "we" if roll & 1 else "I"}
+        if roll < 6:
+            return {"noun": self.draws.choice(NAMES)}
+        name = self.draws.choice(GENDERED_PEOPLE)
         return {"noun": name, "det": "my" if "kin" in NOUNS[name].tags else "the"}
 
     # ---------------------------------------------------------------------------------- longer
@@ -202,11 +305,11 @@ class Sentences(Embedding):
     def deep(self) -> Node:
         """Two or three embeddings in one sentence."""
         register = self.draws.choice(REGISTERS)
-        throw = self.draws.below(3)
-        if throw == 0:  # think that … who … the thing that …
+        roll = self.draws.below(3)
+        if roll == 0:  # think that … who … the thing that …
             return {"register": register, "clause": self._report_of_relatives(both=self.draws.chance(0.8))}
         sentence = self.joined(register, may_share=False)
-        if throw == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
+        if roll == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
             main = self.with_relative(both=self.draws.chance(0.7))
             while not _is_deed(main):
                 main = self.with_relative(both=self.draws.chance(0.7))

@@ -15,22 +15,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .corpus import check_place, stable_hash
-
-__all__ = ["LICENCE", "Document", "Stdlib"]
+from ..hashing import stable_hash
+from . import check_index
 
 LICENCE = "Python Software Foundation License, https://docs.python.org/3/license.html"
 # Not the library's own text: what was installed beside it, its tests, and tools that travel with it.
-_NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
+_INSTALLED_BESIDE = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 _TESTS = frozenset({"test", "tests", "idle_test"})
 # Written when this Python was built or set up, so different on every machine.
-_OF_THE_MACHINE = ("_sysconfigdata", "_sysconfig_vars", "config-", "sitecustomize", "usercustomize")
+_MACHINE_SPECIFIC = ("_sysconfigdata", "_sysconfig_vars", "config-", "sitecustomize", "usercustomize")
 # Of a hundred top-level modules and packages so many go to each held-out split.
-_VALID, _PACKAGES = 8, 8
+_VALID_PERCENT, _PACKAGES_PERCENT = 8, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class ModuleText:
     """One file of the library: its dotted name and its text."""
 
     name: str
@@ -38,7 +37,7 @@ class Document:
 
 
 class Stdlib:
-    """Documents, whole top-level modules and packages held out: `asyncio` is in one split with everything in it.
+    """ModuleTexts, whole top-level modules and packages held out: `asyncio` is in one split with everything in it.
 
     `valid` and `packages` hold about eight in a hundred each, chosen by a hash of the name, so that the same ones are
     held out under every version of Python.
@@ -50,16 +49,15 @@ class Stdlib:
     def __init__(self, root: Path | str | None = None, *, tests: bool = False) -> None:
         self.root = Path(root if root is not None else sysconfig.get_path("stdlib"))
         self.tests = tests
-        self.left_out: list[str] = []
-        """Files that could not be decoded."""
+        self.undecodable: list[str] = []  # names of files that were left out
 
     def size(self, split: str) -> int:
         """How many documents a split has."""
         return len(self._files[split])
 
-    def example(self, split: str, index: int) -> Document:
+    def example(self, split: str, index: int) -> ModuleText:
         """The document at this place: files are in the order of their names."""
-        check_place(self, split, index)
+        check_index(self, split, index)
         return self._read(self._files[split][index])
 
     @cached_property
@@ -79,20 +77,20 @@ class Stdlib:
 
     @cached_property
     def _files(self) -> dict[str, list[Path]]:
-        found: dict[str, list[Path]] = {split: [] for split in self.splits}
+        files: dict[str, list[Path]] = {split: [] for split in self.splits}
         for file in sorted(self.root.rglob("*.py"), key=lambda path: path.relative_to(self.root).parts):
             parts = file.relative_to(self.root).parts
-            if _NOT_OURS.intersection(parts) or parts[0].startswith(_OF_THE_MACHINE):
+            if _INSTALLED_BESIDE.intersection(parts) or parts[0].startswith(_MACHINE_SPECIFIC):
                 continue
             if not self.tests and _TESTS.intersection(parts[:-1]):
                 continue
             if not self._decodes(file):
-                self.left_out.append(self._name(file))
+                self.undecodable.append(self._name(file))
             elif file.stat().st_size:
-                found[split_of(parts[0].removesuffix(".py"))].append(file)
-        if not any(found.values()):
+                files[split_of(parts[0].removesuffix(".py"))].append(file)
+        if not any(files.values()):
             raise ValueError(f"root={str(self.root)!r} holds no Python source files")
-        return found
+        return files
 
     def _name(self, file: Path) -> str:
         return ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
@@ -105,13 +103,15 @@ class Stdlib:
             return False
         return True
 
-    def _read(self, file: Path) -> Document:
+    def _read(self, file: Path) -> ModuleText:
         """The file as Python decodes it: by its coding line or mark, else UTF-8."""
         with tokenize.open(file) as opened:
-            return Document(self._name(file), opened.read())
+            return ModuleText(self._name(file), opened.read())
 
 
 def split_of(package: str) -> str:
     """The split of a top-level module or package."""
-    place = stable_hash("stdlib held out", package) % 100
-    return "valid" if place < _VALID else "packages" if place < _VALID + _PACKAGES else "train"
+    bucket = stable_hash("stdlib held out", package) % 100
+    if bucket < _VALID_PERCENT:
+        return "valid"
+    return "packages" if bucket < _VALID_PERCENT + _PACKAGES_PERCENT else "train"

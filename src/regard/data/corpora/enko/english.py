@@ -1,15 +1,94 @@
-"""Structure → English words: articles, agreement, tense, do-support, relative and joined clauses."""
+"""English: word forms by rule, and a structure as English words.
+
+Articles, agreement, tense, do-support, relative and joined clauses; irregular past forms stand in the lexicon.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
-from .adverbs import MANNERS, NUMERALS, TITLES
-from .inflection import article, comparative, gerund, third_person
-from .lexicon import ADJECTIVES, NOUNS, VERBS
-from .words import Node, Word
+from .grammar import Node, Word
+from .lexicon import ADJECTIVES, MANNERS, NOUNS, NUMERALS, TITLES, VERBS
 
-__all__ = ["agreement", "english", "noun_phrase_english", "pronoun_for"]
+_VOWELS = "aeiou"
+# Spelled with a vowel but spoken with a consonant, and the other way round.
+_SPOKEN_CONSONANT = ("uni", "use", "euro", "one")
+_SPOKEN_VOWEL = ("honest", "hour")
+_IRREGULAR_PLURALS = {
+    "child": "children", "man": "men", "woman": "women", "mouse": "mice", "sheep": "sheep",
+    "wife": "wives", "knife": "knives", "leaf": "leaves", "wolf": "wolves", "thief": "thieves", "scarf": "scarves",
+    "tomato": "tomatoes", "potato": "potatoes", "fisherman": "fishermen",
+}  # fmt: skip
+_DOUBLED = {"sit", "swim", "run", "get", "stop", "cut", "hug", "put", "win", "begin", "forget", "plan"}
+_COMPARATIVES = {"good": "better", "bad": "worse", "far": "farther"}
+# Two syllables, and yet English says more: more honest, not honester.
+_WITH_MORE = {"honest", "famous", "boring", "tired", "handsome", "friendly", "lonely", "polite", "comfortable"}
+
+
+@cache
+def article(word: str) -> str:
+    """`a` or `an`, by the sound the next word begins with."""
+    vowel = word[0] in _VOWELS and not word.startswith(_SPOKEN_CONSONANT)
+    return "an" if vowel or word.startswith(_SPOKEN_VOWEL) else "a"
+
+
+def _add_s(word: str) -> str:
+    """The -s of plurals and of the third person."""
+    if word.endswith(("s", "x", "z", "ch", "sh")):
+        return word + "es"
+    if word.endswith("y") and word[-2] not in _VOWELS:
+        return word[:-1] + "ies"
+    return word + "s"
+
+
+@cache
+def plural(noun: str) -> str:
+    """The plural of a noun: cities, knives, children."""
+    return _IRREGULAR_PLURALS.get(noun) or _add_s(noun)
+
+
+@cache
+def third_person(verb: str) -> str:
+    """he … goes, watches, carries, waits for: only the first word of a phrasal verb changes."""
+    head, *rest = verb.split(" ")
+    form = {"go": "goes", "do": "does", "have": "has", "be": "is"}.get(head) or _add_s(head)
+    return " ".join([form, *rest])
+
+
+@cache
+def gerund(verb: str) -> str:
+    """The -ing form: writing, sitting, lying down."""
+    head, *rest = verb.split(" ")
+    if head in _DOUBLED:
+        form = head + head[-1] + "ing"
+    elif head.endswith("ie"):
+        form = head[:-2] + "ying"
+    elif head.endswith("e") and not head.endswith(("ee", "oe", "ye")):
+        form = head[:-1] + "ing"
+    else:
+        form = head + "ing"
+    return " ".join([form, *rest])
+
+
+@cache
+def comparative(adjective: str) -> str:
+    """bigger, heavier, more expensive: one syllable or a final -y takes -er, the rest takes more."""
+    if adjective in _COMPARATIVES:
+        return _COMPARATIVES[adjective]
+    syllables = len(re.findall("[aeiouy]+", adjective.rstrip("e")))
+    if adjective in _WITH_MORE or syllables > 2 or (syllables == 2 and not adjective.endswith(("y", "ow"))):
+        return f"more {adjective}"
+    if adjective.endswith("y") and adjective[-2] not in _VOWELS:
+        return adjective[:-1] + "ier"
+    if adjective.endswith("e"):
+        return adjective + "r"
+    if adjective[-1] in "gdtnm" and adjective[-2] in _VOWELS and adjective[-3] not in _VOWELS:
+        return adjective + adjective[-1] + "er"
+    return adjective + "er"
+
+
+# ------------------------------------------------------------------------------------------------ sentences
 
 _OBJECT_FORMS = {"I": "me", "we": "us", "he": "him", "she": "her", "they": "them", "you": "you"}
 _AGREEMENT = {"I": "I", "we": "they", "they": "they", "you": "they", "he": "he", "she": "he"}
@@ -18,10 +97,10 @@ _CONTRACTED = {
     "do": "don't", "does": "doesn't", "did": "didn't", "will": "won't", "is": "isn't", "are": "aren't", "was": "wasn't",
     "were": "weren't", "can": "can't", "could": "couldn't",
 }  # fmt: skip
-BE_LIKE = ("be", "be at", "exist")
+_BE_LIKE = ("be", "be at", "exist")
 
 
-def english(sentence: Node) -> list[Word]:
+def english_words(sentence: Node) -> list[Word]:
     """The whole sentence, register tag first, with capital letter and full stop."""
     words = _sentence(sentence)
     words[0] = words[0]._replace(text=words[0].text[0].upper() + words[0].text[1:])
@@ -35,21 +114,21 @@ def _sentence(sentence: Node) -> list[Word]:
         return _clause(main, question=bool(sentence.get("question")))
     join, first, link = sentence["join"], sentence["first"], ((id(sentence), "link"),)
     # A shared subject stands in the clause that English says first; the other one speaks of it again.
-    again = main.get("subject") if join == "because" else first.get("subject")
-    shared = again if sentence.get("shared") else None
+    subject = main.get("subject") if join == "because" else first.get("subject")
+    shared = subject if sentence.get("shared") else None
     match join:
         case "because":
             return [*_clause(main), Word("because", link), *_clause(first, shared=shared)]
         case "when" | "if":
-            return [Word(join, link), *_comma(_clause(first)), *_clause(main, shared=shared)]
+            return [Word(join, link), *_append_comma(_clause(first)), *_clause(main, shared=shared)]
         case "and" if shared:
             return [*_clause(first), Word("and", link), *_clause(main, shared=shared, silent=True)]
         case "so" | "but" | "and":
-            return [*_comma(_clause(first)), Word(join, link), *_clause(main, shared=shared)]
+            return [*_append_comma(_clause(first)), Word(join, link), *_clause(main, shared=shared)]
     raise ValueError(f"join={join!r} is not one of because, so, but, and, when, if")
 
 
-def _comma(words: list[Word]) -> list[Word]:
+def _append_comma(words: list[Word]) -> list[Word]:
     return [*words[:-1], words[-1]._replace(text=words[-1].text + ",")]
 
 
@@ -61,16 +140,16 @@ def _clause(
 ) -> list[Word]:
     """One clause. `shared` is the subject it has from another clause, said as a pronoun or left out (`silent`);
     `gap` names the part that a relative clause lacks."""
-    who, agrees = _subject(clause, shared, silent)
+    subject, agrees = _subject(clause, shared, silent)
     first, rest = _verb_group(clause, agrees, question)
     time = _time(clause)
     if clause["predicate"] == "exist":
         there = Word("there", (), ((id(clause), "verb"),))
         core = [*first, there, *rest] if question else [there, *first, *rest]
-        return [*core, *who, *_where(clause), *time]
-    core = [*first, *who, *rest] if question else [*who, *first, *rest]
+        return [*core, *subject, *_where(clause), *time]
+    core = [*first, *subject, *rest] if question else [*subject, *first, *rest]
     if time and clause.get("front"):
-        return [*_comma(time), *core, *_tail(clause, gap)]
+        return [*_append_comma(time), *core, *_tail(clause, gap)]
     return [*core, *_tail(clause, gap), *time]
 
 
@@ -82,10 +161,10 @@ def _subject(clause: Node, shared: Node | None, silent: bool) -> tuple[list[Word
         return [Word("it")], "he"
     agrees = agreement(node)
     if clause["predicate"] == "exist":
-        return noun_phrase_english(node, "object"), agrees
+        return noun_phrase(node, "object"), agrees
     if node.get("noun") == "you":  # where Korean drops it, its honorific verb speaks for it
         return [Word("you", ((id(node), "noun"),), ((id(clause), "tense"),))], agrees
-    return noun_phrase_english(node, "subject"), agrees
+    return noun_phrase(node, "subject"), agrees
 
 
 def agreement(node: Node) -> str:
@@ -118,7 +197,7 @@ def _verb_texts(
     predicate: str, tense: str, aspect: str, negation: str, agrees: str, question: bool
 ) -> tuple[tuple[str, str, str], ...]:
     """The verb group as (text, sure roles, weak roles), the word that goes before the subject of a question first."""
-    be_like = predicate in BE_LIKE or predicate in ADJECTIVES
+    be_like = predicate in _BE_LIKE or predicate in ADJECTIVES
     verb = None if be_like else VERBS[predicate]
     base = "be" if verb is None else verb.english
     group: list[tuple[str, str, str]] = []
@@ -129,7 +208,7 @@ def _verb_texts(
     elif verb is None or aspect == "progressive":
         form = _BE[agrees][tense == "past"]
         if verb is None:
-            group = [(form, "verb", "") if predicate in BE_LIKE else (form, "", "verb")]
+            group = [(form, "verb", "") if predicate in _BE_LIKE else (form, "", "verb")]
         else:
             group = [(form, "aux", ""), (gerund(base), "verb", "aux")]
     else:
@@ -144,10 +223,10 @@ def _verb_texts(
             group = [(form, "aux" if helper else "verb", "")]
         if helper:
             group += [("to", "", "aux"), (base, "verb", "")]
-    return tuple(_negated(group, negation))
+    return tuple(_negate(group, negation))
 
 
-def _negated(group: list[tuple[str, str, str]], negation: str) -> list[tuple[str, str, str]]:
+def _negate(group: list[tuple[str, str, str]], negation: str) -> list[tuple[str, str, str]]:
     if not negation:
         return group
     first, sure, weak = group[0]
@@ -172,7 +251,7 @@ def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list
         words.extend(Word(part, sure_keys, weak_keys) for part in text.split(" "))
     if frequency := clause.get("frequency"):
         # Before the verb that means something, which is the first word where no helper stands before it.
-        place = 0 if len(texts) == 1 and predicate not in BE_LIKE and predicate not in ADJECTIVES else 1
+        place = 0 if len(texts) == 1 and predicate not in _BE_LIKE and predicate not in ADJECTIVES else 1
         words.insert(place, Word(frequency, ((node, "frequency"),)))
     return words[:1], words[1:]
 
@@ -184,22 +263,22 @@ def _tail(clause: Node, gap: str) -> list[Word]:
     if predicate in ADJECTIVES:
         words += _adjective(clause)
     if "complement" in clause:
-        words += noun_phrase_english(clause["complement"], "object")
+        words += noun_phrase(clause["complement"], "object")
     if "object" in clause and gap != "object":
-        words += noun_phrase_english(clause["object"], "object")
+        words += noun_phrase(clause["object"], "object")
     if "to" in clause:
-        words += _after("to", clause["to"])
+        words += _prepositional_phrase("to", clause["to"])
     if "manner" in clause:
         words.append(Word(MANNERS[clause["manner"]][0], ((node, "manner"),)))
     if "where" in clause:
         words += _where(clause)
     if "companion" in clause:
-        words += _after("with", clause["companion"])
+        words += _prepositional_phrase("with", clause["companion"])
     if "tool" in clause:
         by = "vehicle" in NOUNS[clause["tool"]["noun"]].tags
-        words += _after("by" if by else "with", clause["tool"])
+        words += _prepositional_phrase("by" if by else "with", clause["tool"])
     if "place" in clause:
-        words += _after(_preposition(clause["place"]), clause["place"])
+        words += _prepositional_phrase(_preposition(clause["place"]), clause["place"])
     if "content" in clause:
         words += [Word("that", (), ((id(clause["content"]), "link"),)), *_clause(clause["content"])]
     return words
@@ -213,7 +292,7 @@ def _adjective(clause: Node) -> list[Word]:
     *more, form = comparative(predicate).split(" ")
     words += [Word(part, ((node, "more"),)) for part in more]
     words.append(Word(form, ((node, "verb"), (node, "more")) if not more else ((node, "verb"),)))
-    return [*words, *_after("than", clause["than"])]
+    return [*words, *_prepositional_phrase("than", clause["than"])]
 
 
 def _preposition(place: Node) -> str:
@@ -226,9 +305,9 @@ def _where(clause: Node) -> list[Word]:
     where = clause["where"]
     relation = where.get("relation")
     if relation is None:
-        return _after(_preposition(where["of"]), where["of"])
+        return _prepositional_phrase(_preposition(where["of"]), where["of"])
     words = [Word(part, ((id(where), "relation"),)) for part in relation.split()]
-    return [*words, *noun_phrase_english(where["of"], "object")]
+    return [*words, *noun_phrase(where["of"], "object")]
 
 
 def _time(clause: Node) -> list[Word]:
@@ -238,17 +317,17 @@ def _time(clause: Node) -> list[Word]:
 # ------------------------------------------------------------------------------------------------ noun phrases
 
 
-def _after(preposition: str, node: Node) -> list[Word]:
+def _prepositional_phrase(preposition: str, node: Node) -> list[Word]:
     key = (id(node["and"][-1] if "and" in node else node), "noun")
-    return [Word(preposition, (), (key,)), *noun_phrase_english(node, "object")]
+    return [Word(preposition, (), (key,)), *noun_phrase(node, "object")]
 
 
-def noun_phrase_english(node: Node, case: str) -> list[Word]:
+def noun_phrase(node: Node, case: str) -> list[Word]:
     """A noun phrase with everything before and after its noun."""
     if "and" in node:
         first, second = node["and"]
         link = Word("and", (), ((id(first), "noun"),))
-        return [*noun_phrase_english(first, case), link, *noun_phrase_english(second, case)]
+        return [*noun_phrase(first, case), link, *noun_phrase(second, case)]
     name, key = node["noun"], (id(node), "noun")
     if name in _AGREEMENT:
         return [Word(name if case == "subject" else _OBJECT_FORMS[name], (key,))]
@@ -256,8 +335,8 @@ def noun_phrase_english(node: Node, case: str) -> list[Word]:
         return [Word(node["title"], (key,)), Word(name, ((id(node), "surname"),))]
     noun = NOUNS[name]
     number = node.get("number")
-    shown = noun.plural if number else name
-    words = [Word(part, (key,)) for part in shown.split(" ")]
+    form = plural(name) if number and "plural" not in noun.tags else name
+    words = [Word(part, (key,)) for part in form.split(" ")]
     if "adjective" in node:
         words.insert(0, Word(node["adjective"], ((id(node), "adjective"),)))
     if isinstance(number, int):
@@ -268,9 +347,9 @@ def noun_phrase_english(node: Node, case: str) -> list[Word]:
     return words
 
 
-def _determiner(node: Node, next_word: str, plural: bool) -> list[Word]:
+def _determiner(node: Node, next_word: str, is_plural: bool) -> list[Word]:
     if "owner" in node:
-        *before, owner = noun_phrase_english(node["owner"], "subject")
+        *before, owner = noun_phrase(node["owner"], "subject")
         return [*before, owner._replace(text=owner.text + "'s")]
     determiner = node.get("det", "")
     match determiner:
@@ -281,8 +360,8 @@ def _determiner(node: Node, next_word: str, plural: bool) -> list[Word]:
         case "the":
             return [Word("the", (), ((id(node), "noun"),))]
         case "this" | "that":
-            shown = {"this": "these", "that": "those"}[determiner] if plural else determiner
-            return [Word(shown, ((id(node), "det"),))]
+            form = {"this": "these", "that": "those"}[determiner] if is_plural else determiner
+            return [Word(form, ((id(node), "det"),))]
     return [Word(determiner, ((id(node), "det"),))]
 
 

@@ -1,19 +1,179 @@
-"""Structure → Korean eojeols: subject first, verb last, and everything between marked by its particle."""
+"""Korean: a structure as eojeols, subject first, verb last, and everything between marked by its particle.
+
+The predicate carries negation, aspect and honorification around its stem: 안 먹다 · 먹지 않다 · 먹고 있다 · 먹을 수
+있다 · 먹고 싶다 · 먹어야 하다, and of somebody honoured 드시다, 먹지 않으시다, 드시고 계시다 …
+"""
 
 from __future__ import annotations
 
-from .adverbs import DEGREES, FREQUENCIES, MANNERS, NUMERALS, RELATIONS, SURNAMES, TIMES, TITLES
-from .endings import Ending, Register, finish
-from .hangul import particle
-from .lexicon import ADJECTIVES, NOUNS, VERBS
-from .predicates import honoured, predicate
-from .words import Key, Node, Word
+from functools import cache
+from typing import NamedTuple
 
-__all__ = ["korean"]
+from .conjugation import (
+    Ending,
+    Register,
+    Stem,
+    attach_particle,
+    conjugate,
+    honorific_stem,
+    infinitive,
+    join_consonant,
+    join_eu,
+)
+from .grammar import Key, Node, Word
+from .lexicon import (
+    ADJECTIVES,
+    DEGREES,
+    FREQUENCIES,
+    MANNERS,
+    NOUNS,
+    NUMERALS,
+    PREDICATES,
+    RELATIONS,
+    SURNAMES,
+    TIMES,
+    TITLES,
+    VERBS,
+    Verb,
+)
 
-_ONE_SELF = {"polite": "저", "formal": "저", "plain": "나"}
+_EXISTS = Stem("있", "", "exist")
+_LACKS = Stem("없", "", "exist")
+_STAYS = Stem("계시", "시", "verb")
+_DOES = Stem("하", "하", "verb")
+_WISHES = Stem("싶", "", "adjective")
+_IS_NOT = Stem("아니", "아니", "adjective")
+
+
+class PredicateParts(NamedTuple):
+    """A predicate up to its last stem: eojeols that are whole as (text, roles …), then the stem and its roles."""
+
+    before: tuple[tuple[str, ...], ...]
+    stem: Stem
+    roles: tuple[str, ...]
+
+
+def is_honoured(node: Node) -> bool:
+    """Whether somebody is spoken of with -시- and 께서."""
+    if "and" in node:
+        return is_honoured(node["and"][-1])
+    return "title" in node or (node["noun"] in NOUNS and "hon" in NOUNS[node["noun"]].tags)
+
+
+def build_predicate(clause: Node, subject: Node | None, honour: bool) -> PredicateParts:
+    """The predicate of a clause; `honour` says whether its subject is spoken of with -시-."""
+    name, negation = clause["predicate"], clause.get("not", "")
+    if name == "be":
+        return _build_copula(NOUNS[clause["complement"]["noun"]].korean, bool(negation), honour)
+    served = clause.get("to") or clause.get("object")
+    humble = served is not None and is_honoured(served)
+    # 싶다 tells one's own wish; of others one says that they show it: 싶어 하다.
+    speaker = subject is not None and _includes_speaker(subject)
+    return _build_word(name, negation, clause.get("aspect", ""), honour, humble, speaker)
+
+
+def _includes_speaker(subject: Node) -> bool:
+    if "and" in subject:
+        return any(_includes_speaker(part) for part in subject["and"])
+    return subject["noun"] in ("I", "we", "you")
+
+
+def _build_copula(noun: str, negated: bool, honour: bool) -> PredicateParts:
+    if negated:
+        return PredicateParts((), honorific_stem(_IS_NOT) if honour else _IS_NOT, ("verb", "neg"))
+    return PredicateParts((), Stem(noun, "시" if honour else "", "copula"), ("verb",))
+
+
+@cache
+def short_negation_allowed(name: str) -> bool:
+    """안 goes before short native stems; noun + 하다 and long adjectives are negated with -지 않다."""
+    word = PREDICATES[name]
+    if "short" in word.marks:
+        return True
+    return "noshort" not in word.marks and word.stem.irregular != "하" and len(word.stem.text) <= 3
+
+
+@cache
+def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: bool, speaker: bool) -> PredicateParts:
+    if name in ("be at", "exist"):
+        return _build_existence(bool(negation), honour)
+    word = PREDICATES[name]
+    plain, respectful = word.stem, word.honorific
+    before: tuple[tuple[str, ...], ...] = ()
+    if isinstance(word, Verb):
+        if humble and word.humble:
+            plain, respectful = word.humble, None
+        if word.weather:
+            before = ((word.weather, "verb"),)
+        if negation and word.negative:
+            return PredicateParts(before, honorific_stem(word.negative) if honour else word.negative, ("verb", "neg"))
+    if negation == "short" and aspect != "can":
+        if not short_negation_allowed(name):
+            raise ValueError(f"predicate={name!r} takes not='long' only: 안 does not go before {plain.text}다")
+        before = (*before, ("안", "neg"))
+    inflected = (respectful or honorific_stem(plain)) if honour else plain
+    base = respectful if honour and respectful else plain
+    if not aspect:
+        if negation == "long":
+            stem = Stem("않", "", "verb" if plain.kind == "verb" else "adjective")
+            whole = (join_consonant(base, "지"), "verb")
+            return PredicateParts((*before, whole), honorific_stem(stem) if honour else stem, ("neg",))
+        return PredicateParts(before, inflected, ("verb",))
+    return _build_aspect(before, base, inflected, aspect, negation, honour, speaker)
+
+
+def _build_aspect(
+    before: tuple[tuple[str, ...], ...],
+    base: Stem,
+    inflected: Stem,
+    aspect: str,
+    negation: str,
+    honour: bool,
+    speaker: bool,
+) -> PredicateParts:
+    long = negation == "long"
+    match aspect:
+        case "progressive":
+            before = (*before, (join_consonant(base, "고"), "verb"))
+            return _build_auxiliary(before, _STAYS if honour else _EXISTS, long, honour=False)
+        case "can":
+            before = (*before, (join_eu(inflected, "ㄹ"), "verb"), ("수", "aux"))
+            return (
+                PredicateParts(before, _LACKS, ("aux", "neg"))
+                if negation
+                else PredicateParts(before, _EXISTS, ("aux",))
+            )
+        case "want":
+            before = (*before, (join_consonant(base, "고"), "verb"))
+            if speaker:
+                return _build_auxiliary(before, _WISHES, long, honour)
+            return _build_auxiliary((*before, ("싶어", "aux")), _DOES, long, honour)
+        case "must" if not negation:
+            return PredicateParts((*before, (infinitive(inflected) + "야", "verb")), _DOES, ("aux",))
+    raise ValueError(f"aspect={aspect!r} with not={negation!r} is not in this grammar")
+
+
+def _build_auxiliary(before: tuple[tuple[str, ...], ...], stem: Stem, negated: bool, honour: bool) -> PredicateParts:
+    """The helper itself, or -지 않다 after it."""
+    if not negated:
+        return PredicateParts(before, honorific_stem(stem) if honour else stem, ("aux",))
+    not_ = Stem("않", "", "verb" if stem.kind == "verb" else "adjective")
+    return PredicateParts(
+        (*before, (join_consonant(stem, "지"), "aux")), honorific_stem(not_) if honour else not_, ("neg",)
+    )
+
+
+def _build_existence(negated: bool, honour: bool) -> PredicateParts:
+    if not honour:
+        return PredicateParts((), _LACKS if negated else _EXISTS, ("verb", "neg") if negated else ("verb",))
+    return PredicateParts((("안", "neg"),) if negated else (), _STAYS, ("verb",))
+
+
+# ------------------------------------------------------------------------------------------------ sentences
+
+_I = {"polite": "저", "formal": "저", "plain": "나"}
 _MY = {"polite": "제", "formal": "제", "plain": "내"}
-_US = {"polite": "우리", "formal": "저희", "plain": "우리"}
+_WE = {"polite": "우리", "formal": "저희", "plain": "우리"}
 _THIRD = {"he": "그", "she": "그녀", "they": "그들"}
 # Before 가 the short pronouns change: 저 + 가 → 제가.
 _BEFORE_GA = {"저": "제", "나": "내", "너": "네"}
@@ -25,19 +185,19 @@ _TOPICAL = ("statement", "question", "but", "and")
 _TENSELESS = ("so", "and", "hope")
 
 
-def korean(sentence: Node) -> list[Word]:
+def korean_words(sentence: Node) -> list[Word]:
     """The whole sentence with its full stop."""
     register: Register = sentence["register"]
     question = bool(sentence.get("question"))
     main = sentence["clause"]
     ending: Ending = "question" if question else "statement"
     joined = "join" in sentence
-    words = _joined(sentence, register) if joined else _clause(main, main.get("subject"), register, ending)
+    words = _joined_clauses(sentence, register) if joined else _clause(main, main.get("subject"), register, ending)
     words[-1] = words[-1]._replace(text=words[-1].text + ("?" if question else "."))
     return words
 
 
-def _joined(sentence: Node, register: Register) -> list[Word]:
+def _joined_clauses(sentence: Node, register: Register) -> list[Word]:
     """Two clauses, the joining one first; a subject they share stands before both, as the topic."""
     first, main, ending, link = sentence["first"], sentence["clause"], sentence["join"], (id(sentence), "link")
     if not sentence.get("shared"):
@@ -70,22 +230,22 @@ def _clause(
 
     `opening` replaces the words of the subject, `gap` names the part that a relative clause lacks.
     """
-    who = _subject(clause, subject, register, ending) if opening is None else opening
+    topic = _subject(clause, subject, register, ending) if opening is None else opening
     time = _time(clause)
     return [
-        *([*time, *who] if clause.get("front") else [*who, *time]),
-        *_habit(clause),
+        *([*time, *topic] if clause.get("front") else [*topic, *time]),
+        *_early_adverbs(clause),
         *_complements(clause, register, gap),
         *_adverbs(clause),
         *_predicate(clause, subject, register, ending, link),
     ]
 
 
-def _honours(subject: Node | None, register: Register) -> bool:
+def _takes_honorific(subject: Node | None, register: Register) -> bool:
     """Whether the verb carries -시-: for the people honoured, and for whoever is asked politely."""
     if subject is None:
         return False
-    return honoured(subject) or (subject.get("noun") == "you" and register != "plain")
+    return is_honoured(subject) or (subject.get("noun") == "you" and register != "plain")
 
 
 def _subject(clause: Node, node: Node | None, register: Register, ending: Ending) -> list[Word]:
@@ -93,21 +253,21 @@ def _subject(clause: Node, node: Node | None, register: Register, ending: Ending
         return []  # it rains says its subject with the verb; whom one asks politely is not named
     if clause["predicate"] == "exist":
         return [*_where(clause, register), *_phrase(node, register, "이/가")]
-    topical = ending in _TOPICAL and _definite(node) and not _thetic(clause)
-    if honoured(node):
+    topical = ending in _TOPICAL and _is_definite(node) and not _is_thetic(clause)
+    if is_honoured(node):
         return _phrase(node, register, "께서는" if topical else "께서")
     return _phrase(node, register, "은/는" if topical else "이/가")
 
 
-def _thetic(clause: Node) -> bool:
+def _is_thetic(clause: Node) -> bool:
     verb = VERBS.get(clause["predicate"])
     return verb is not None and "thetic" in verb.marks
 
 
-def _definite(node: Node) -> bool:
+def _is_definite(node: Node) -> bool:
     """What is known can be a topic: everything but `a cat` and `two cats`."""
     if "and" in node:
-        return _definite(node["and"][-1])
+        return _is_definite(node["and"][-1])
     return node.get("det") != "a" and not isinstance(node.get("number"), int)
 
 
@@ -129,7 +289,7 @@ def _complements(clause: Node, register: Register, gap: str) -> list[Word]:
     if "where" in clause and clause["predicate"] != "exist":
         words += _where(clause, register)
     if "to" in clause:
-        words += _phrase(clause["to"], register, "께" if honoured(clause["to"]) else "에게")
+        words += _phrase(clause["to"], register, "께" if is_honoured(clause["to"]) else "에게")
     if "object" in clause and gap != "object":
         words += _phrase(clause["object"], register, VERBS[clause["predicate"]].particle)
     if "than" in clause:
@@ -149,7 +309,7 @@ def _where(clause: Node, register: Register) -> list[Word]:
     return [*_phrase(where["of"], register, ""), Word(RELATIONS[where["relation"]], ((id(where), "relation"),))]
 
 
-def _habit(clause: Node) -> list[Word]:
+def _early_adverbs(clause: Node) -> list[Word]:
     """항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb."""
     frequency = clause.get("frequency", "often")
     return [] if frequency == "often" else [Word(FREQUENCIES[frequency], ((id(clause), "frequency"),))]
@@ -169,24 +329,24 @@ def _adverbs(clause: Node) -> list[Word]:
 
 def _predicate(clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None) -> list[Word]:
     """The verb and its helpers; the last eojeol carries the tense, and the joining of clauses where no word does."""
-    honour = clause["predicate"] != "exist" and _honours(subject, register)
-    built = predicate(clause, subject, honour)
+    honour = clause["predicate"] != "exist" and _takes_honorific(subject, register)
+    parts = build_predicate(clause, subject, honour)
     tense = "present" if ending in _TENSELESS else clause["tense"]
-    finished = finish(built.stem, tense, ending, register)
+    eojeols = conjugate(parts.stem, tense, ending, register)
     node = id(clause)
     words: list[Word] = []
     if "complement" in clause and "not" in clause:
         words += _phrase(clause["complement"], register, "이/가")
-    words += [Word(text, tuple((node, role) for role in roles)) for text, *roles in built.before]
-    for text, role in finished:
+    words += [Word(text, tuple((node, role) for role in roles)) for text, *roles in parts.before]
+    for text, role in eojeols:
         if role == "verb":
-            words.append(Word(text, tuple((node, each) for each in built.roles)))
+            words.append(Word(text, tuple((node, each) for each in parts.roles)))
         elif role == "tense":
             words.append(Word(text, ((node, "tense"),)))
         else:
             words.append(Word(text, (link,) if link else ()))
     last = len(words) - 1
-    bearer = last - 1 if finished[-1][1] == "link" else last
+    bearer = last - 1 if eojeols[-1][1] == "link" else last
     words[bearer] = words[bearer]._replace(sure=(*words[bearer].sure, (node, "tense")))
     if link and bearer == last:
         words[last] = words[last]._replace(sure=(*words[last].sure, link))
@@ -208,30 +368,30 @@ def _phrase(node: Node, register: Register, pair: str) -> list[Word]:
     if (pronoun := _pronoun(name, register)) is not None:
         if pair == "이/가":
             pronoun = _BEFORE_GA.get(pronoun, pronoun)
-        return [Word(particle(pronoun, pair), (key,))]
+        return [Word(attach_particle(pronoun, pair), (key,))]
     if "title" in node:
         surname = Word(SURNAMES[name], ((id(node), "surname"),))
-        return [surname, Word(particle(TITLES[node["title"]][0], pair), (key,))]
-    return _common(node, register, pair, key)
+        return [surname, Word(attach_particle(TITLES[node["title"]][0], pair), (key,))]
+    return _common_noun(node, register, pair, key)
 
 
-def _common(node: Node, register: Register, pair: str, key: Key) -> list[Word]:
+def _common_noun(node: Node, register: Register, pair: str, key: Key) -> list[Word]:
     noun, number = NOUNS[node["noun"]], node.get("number")
     words = _before_noun(node, register)
     if isinstance(number, int):
-        counted = Word(particle(noun.counter, pair), (), (key, (id(node), "number")))
+        counted = Word(attach_particle(noun.counter, pair), (), (key, (id(node), "number")))
         return [*words, Word(noun.korean, (key,)), Word(NUMERALS[number][1], ((id(node), "number"),)), counted]
     # Only people and animals are marked as many; a plural thing is left to the context.
     several = number == "many" and ("det" in node or "owner" in node) and not noun.tags.isdisjoint(_COUNTED_AS_MANY)
-    return [*words, Word(particle(noun.korean + ("들" if several else ""), pair), (key,))]
+    return [*words, Word(attach_particle(noun.korean + ("들" if several else ""), pair), (key,))]
 
 
 def _pronoun(name: str, register: Register) -> str | None:
     match name:
         case "I":
-            return _ONE_SELF[register]
+            return _I[register]
         case "we":
-            return _US[register]
+            return _WE[register]
         case "you":
             return "너"
     return _THIRD.get(name)
@@ -249,10 +409,10 @@ def _before_noun(node: Node, register: Register) -> list[Word]:
         words.append(Word(_DEMONSTRATIVES[determiner], ((id(node), "det"),)))
     elif determiner in ("my", "our"):
         ours = determiner == "our" or "elder" in NOUNS[node["noun"]].tags  # Koreans share their mothers
-        words.append(Word((_US if ours else _MY)[register], ((id(node), "det"),)))
+        words.append(Word((_WE if ours else _MY)[register], ((id(node), "det"),)))
     if "adjective" in node:
         adjective = ADJECTIVES[node["adjective"]]
-        form = adjective.before or finish(adjective.stem, "present", "adnominal", register)[0][0]
+        form = adjective.before or conjugate(adjective.stem, "present", "adnominal", register)[0][0]
         words.append(Word(form, ((id(node), "adjective"),)))
     return words
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from .adverbs import NAMES, SURNAMES, TIMES, TITLES
-from .combinations import HELD_OUT
-from .grammar import REGISTERS
-from .lexicon import ADJECTIVES, NOUNS, VERBS, Noun, Verb
-from .words import Node
-
-__all__ = ["SimpleSentences"]
+from regard.data.corpora.enko.grammar import REGISTERS, Node
+from regard.data.corpora.enko.lexicon import (
+    ADJECTIVES,
+    HELD_OUT,
+    NAMES,
+    NOUNS,
+    SURNAMES,
+    TIMES,
+    TITLES,
+    VERBS,
+    Noun,
+    Verb,
+)
 
 _TENSES = ("past", "present", "future")
 _PRONOUNS = ("I", "we", "he", "she", "they")
@@ -65,7 +71,7 @@ class SimpleSentences:
                 times: list[Node] = [{}]
                 for time, (_, when) in TIMES.items():
                     # Habits are not denied with a time in this grammar: it could be read either way.
-                    if tense in when.split() and not (tense == "present" and denied):
+                    if tense in when and not (tense == "present" and denied):
                         times += [{"time": time}, {"time": time, "front": True}]
                 settings += [{"tense": tense, **denied, **time} for time in times]
         return settings
@@ -85,7 +91,7 @@ def _acts(verb: Verb) -> bool:
 
 def _targets(verb: Verb) -> list[Node]:
     targets: list[Node] = []
-    for name in verb.partners:
+    for name in verb.nouns:
         if (verb.key, name) in HELD_OUT:
             continue
         for node in _determined(NOUNS[name]):
@@ -108,6 +114,6 @@ def _adjectives(noun: Noun) -> list[str]:
         for adjective in ADJECTIVES.values()
         if "unique" not in noun.tags
         and "only-after" not in adjective.marks
-        and noun.english in adjective.partners
+        and noun.english in adjective.nouns
         and (adjective.key, noun.english) not in HELD_OUT
     ]

@@ -1,0 +1,307 @@
+"""Scenes of shapes: which things there are, where they stand, and their pixels.
+
+A scene is of one of these kinds, and a traits at it tells which: one thing; several of which some are alike (they are
+counted); two that differ (one is left of, right of, above, below or inside the other); three that differ (one of them
+stands so to the other two). Coordinates are shares of the picture's side, x to the right and y downwards. Pixels are
+drawn four times too large and averaged down, which is anti-aliasing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from ..hashing import Draws, stable_hash
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Kind = Literal["one", "counted", "two", "three"]
+Side = Literal["left", "right", "above", "below", "inside"]
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1
+Traits = tuple[str, str, str]  # size, colour, shape: what a caption says of a thing
+
+SIZES = ("small", "large")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "black")
+SHAPES = ("circle", "square", "triangle", "star", "heart", "diamond", "cross", "ring")
+_RADII = {"small": (0.08, 0.095), "large": (0.135, 0.15)}
+# Something stands inside only what is wide in the middle, and that one is drawn larger than large.
+_CONTAINERS = ("circle", "square", "diamond", "triangle")
+_CONTAINER_RADIUS = (0.21, 0.235)
+# Corners reach a little beyond the radius.
+_GAP = 0.03
+_STEPS: dict[Side, tuple[float, float]] = {"left": (1, 0), "right": (-1, 0), "above": (0, 1), "below": (0, -1)}
+_SIDES: tuple[Side, ...] = ("left", "right", "above", "below")
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One drawn object: what it is, and how it is drawn."""
+
+    size: str
+    colour: str
+    shape: str
+    x: float
+    y: float
+    radius: float
+    tilt: float  # degrees
+    tone: tuple[int, int, int]  # added to the colour's red, green and blue
+
+    @property
+    def traits(self) -> Traits:
+        return (self.size, self.colour, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """The first thing of a scene is on this side of another."""
+
+    side: Side
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is to be seen: things, the relations of the first to the others, and the paper they are drawn on."""
+
+    kind: Kind
+    things: tuple[Thing, ...]
+    relations: tuple[Relation, ...]
+    paper: tuple[int, int, int]
+
+
+# Colour and shape never seen together in training: one colour for each shape, so each word is seen.
+HELD_OUT: frozenset[tuple[str, str]] = frozenset(
+    zip(sorted(COLOURS, key=lambda colour: stable_hash("shapes held out", colour)), SHAPES, strict=True)
+)
+
+
+def draw_scene(draws: Draws, held_out: bool) -> Scene:
+    """A scene; `held_out` puts one held-out combination into it, and otherwise it has none."""
+    kind: Kind = draws.choice(("one", "counted", "counted", "counted", "two", "two", "three", "three", "three"))
+    all_traits = _draw_all_traits(draws, kind, held_out)
+    relations: list[Relation] = []
+    if kind in ("one", "counted"):
+        things = _scatter(draws, all_traits)
+    elif kind == "two":
+        things, relations = _place_two(draws, all_traits)
+    else:
+        things, relations = _place_three(draws, all_traits)
+    paper = (232 + draws.below(24), 232 + draws.below(24), 232 + draws.below(24))
+    return Scene(kind, tuple(things), tuple(relations), paper)
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+def _draw_all_traits(draws: Draws, kind: Kind, held_out: bool) -> list[Traits]:
+    """The traits of each thing: all different, unless they are counted."""
+    groups = {"one": (1,), "two": (1, 1), "three": (1, 1, 1)}.get(kind)
+    if groups is None:
+        groups = draws.choice(((2,), (3,), (4,), (2, 1), (3, 1), (2, 2), (2, 1, 1)))
+    different: list[Traits] = []
+    special = draws.below(len(groups)) if held_out else -1
+    while len(different) < len(groups):
+        traits = _draw_traits(draws, len(different) == special)
+        if traits not in different:
+            different.append(traits)
+    return [traits for traits, count in zip(different, groups, strict=True) for _ in range(count)]
+
+
+def _draw_traits(draws: Draws, held_out: bool) -> Traits:
+    while True:
+        traits = (draws.choice(SIZES), draws.choice(COLOURS), draws.choice(SHAPES))
+        if (traits[1:] in HELD_OUT) == held_out:
+            return traits
+
+
+def _draw_thing(draws: Draws, traits: Traits, x: float, y: float, radius: float) -> Thing:
+    tilt = 0.0 if traits[2] in ("circle", "ring") else draws.uniform(-10, 10)
+    tone = (draws.below(25) - 12, draws.below(25) - 12, draws.below(25) - 12)
+    return Thing(*traits, x, y, radius, tilt, tone)
+
+
+def _draw_radius(draws: Draws, traits: Traits) -> float:
+    return draws.uniform(*_RADII[traits[0]])
+
+
+# ------------------------------------------------------------------------------------------------ where it stands
+
+
+def _scatter(draws: Draws, all_traits: list[Traits]) -> list[Thing]:
+    """Things anywhere, but apart from each other."""
+    while True:
+        things: list[Thing] = []
+        for traits in all_traits:
+            radius = _draw_radius(draws, traits)
+            for _ in range(30):
+                x, y = draws.uniform(radius + 0.02, 0.98 - radius), draws.uniform(radius + 0.02, 0.98 - radius)
+                if all(math.hypot(x - t.x, y - t.y) > 1.12 * (radius + t.radius) + _GAP for t in things):
+                    things.append(_draw_thing(draws, traits, x, y, radius))
+                    break
+        if len(things) == len(all_traits):
+            return things
+
+
+def _place_two(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
+    """Two things in line. The smaller one is the subject; of two equals the left or the upper one."""
+    subject, other = sorted(all_traits, key=lambda traits: SIZES.index(traits[0]))
+    if subject[0] != other[0] and other[2] in _CONTAINERS and subject[1] != other[1] and draws.chance(0.4):
+        outer = _container(draws, other, draws.uniform(0.3, 0.7), draws.uniform(0.3, 0.7))
+        return [_thing_inside(draws, subject, outer), outer], [Relation("inside", 1)]
+    side = draws.choice(_SIDES if subject[0] != other[0] else ("left", "above"))
+    a, b = _draw_radius(draws, subject), _draw_radius(draws, other)
+    distance = draws.uniform(a + b + 0.08, 0.62)
+    x, y = _first_position(draws, side, distance, a, b)
+    step = _STEPS[side]
+    first = _draw_thing(draws, subject, x, y, a)
+    second = _draw_thing(draws, other, x + step[0] * distance, y + step[1] * distance, b)
+    return [first, second], [Relation(side, 1)]
+
+
+def _first_position(draws: Draws, side: Side, distance: float, a: float, b: float) -> tuple[float, float]:
+    """Where the first of two things stands so that both are in the picture."""
+    margin = max(a, b) + 0.02
+    along = draws.uniform(margin, 1 - margin - distance)
+    across = draws.uniform(margin, 1 - margin)
+    forward = side in ("left", "above")
+    start = along if forward else along + distance
+    return (start, across) if side in ("left", "right") else (across, start)
+
+
+def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
+    """Three things: one at the corner or in the middle of the others, or inside one of them with the third beside."""
+    subject, second, third = all_traits
+    inner = subject[0] == "small" and second[0] == "large" and second[2] in _CONTAINERS and subject[1] != second[1]
+    if inner and draws.chance(0.6):
+        return _place_nested(draws, subject, second, third)
+    sides = sorted(draws.shuffle(_SIDES)[:2], key=_SIDES.index)
+    radii = [_draw_radius(draws, traits) for traits in all_traits]
+    x, y = (0.5 + draws.uniform(-0.02, 0.02) - sum(_STEPS[side][axis] for side in sides) * 0.16 for axis in (0, 1))
+    things = [_draw_thing(draws, subject, x, y, radii[0])]
+    for side, traits, radius in zip(sides, (second, third), radii[1:], strict=True):
+        distance = max(radius + radii[0] + 0.02, draws.uniform(0.3, 0.33))
+        dx, dy = (_STEPS[side][axis] * distance for axis in (0, 1))
+        things.append(_draw_thing(draws, traits, x + dx, y + dy, radius))
+    return things, [Relation(side, other) for other, side in enumerate(sides, 1)]
+
+
+def _place_nested(draws: Draws, subject: Traits, second: Traits, third: Traits) -> tuple[list[Thing], list[Relation]]:
+    side = draws.choice(_SIDES)
+    radius = _draw_radius(draws, third)
+    step = _STEPS[side]
+    x, y = (0.5 - step[axis] * 0.2 + draws.uniform(-0.03, 0.03) for axis in (0, 1))
+    outer = _container(draws, second, x, y)
+    reach = outer.radius + radius + draws.uniform(0.03, 0.07)
+    beside = _draw_thing(draws, third, x + step[0] * reach, y + step[1] * reach, radius)
+    return [_thing_inside(draws, subject, outer), outer, beside], [Relation("inside", 1), Relation(side, 2)]
+
+
+def _container(draws: Draws, traits: Traits, x: float, y: float) -> Thing:
+    return _draw_thing(draws, traits, x, y, draws.uniform(*_CONTAINER_RADIUS))
+
+
+def _thing_inside(draws: Draws, traits: Traits, outer: Thing) -> Thing:
+    lower = 0.02 if outer.shape == "triangle" else 0.0  # a triangle is widest below its middle
+    return _draw_thing(draws, traits, outer.x, outer.y + lower, draws.uniform(0.08, 0.085))
+
+
+# ------------------------------------------------------------------------------------------------ pixels
+
+_RGB = {
+    "red": (214, 39, 40),
+    "orange": (245, 130, 25),
+    "yellow": (238, 205, 30),
+    "green": (40, 150, 60),
+    "blue": (35, 95, 215),
+    "purple": (125, 50, 170),
+    "pink": (245, 130, 185),
+    "black": (28, 28, 32),
+}
+_SCALE = 4
+_RING_HOLE = 0.55
+
+
+def draw(scene: Scene, size: int = 64) -> Image:
+    """The scene as an RGB image of size × size pixels."""
+    from PIL import Image, ImageDraw
+
+    big = size * _SCALE
+    image = Image.new("RGB", (big, big), scene.paper)
+    pen = ImageDraw.Draw(image)
+    # What contains another thing is drawn before it.
+    for thing in sorted(scene.things, key=lambda t: -t.radius):
+        red, green, blue = (
+            max(0, min(255, ink + tone)) for ink, tone in zip(_RGB[thing.colour], thing.tone, strict=True)
+        )
+        if thing.shape in ("circle", "ring"):
+            pen.ellipse(_disc_box(thing, 1.0, big), fill=(red, green, blue))
+            if thing.shape == "ring":
+                pen.ellipse(_disc_box(thing, _RING_HOLE, big), fill=scene.paper)
+        else:
+            pen.polygon([(x * big, y * big) for x, y in _placed_outline(thing)], fill=(red, green, blue))
+    return image.reduce(_SCALE)
+
+
+def box_of(thing: Thing) -> Box:
+    """The smallest box around a thing, in shares of the picture's side."""
+    if thing.shape in ("circle", "ring"):
+        return (thing.x - thing.radius, thing.y - thing.radius, thing.x + thing.radius, thing.y + thing.radius)
+    points = _placed_outline(thing)
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    return (min(xs), min(ys), max(xs), max(ys))
+
+
+def _disc_box(thing: Thing, share: float, big: int) -> Box:
+    radius = thing.radius * share
+    return (
+        (thing.x - radius) * big,
+        (thing.y - radius) * big,
+        (thing.x + radius) * big - 1,
+        (thing.y + radius) * big - 1,
+    )
+
+
+def _placed_outline(thing: Thing) -> list[tuple[float, float]]:
+    """The outline where it stands: turned, scaled and moved."""
+    cos, sin = math.cos(math.radians(thing.tilt)) * thing.radius, math.sin(math.radians(thing.tilt)) * thing.radius
+    return [(thing.x + x * cos - y * sin, thing.y + x * sin + y * cos) for x, y in outline(thing.shape)]
+
+
+@cache
+def outline(shape: str) -> tuple[tuple[float, float], ...]:
+    """The outline of a shape with corners, within the circle of radius 1 around 0."""
+    match shape:
+        case "square":
+            return ((-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8))
+        case "triangle":
+            return tuple((1.1 * math.sin(turn), 0.15 - 1.1 * math.cos(turn)) for turn in _angles(3))
+        case "diamond":
+            return ((0.0, -1.1), (0.75, 0.0), (0.0, 1.1), (-0.75, 0.0))
+        case "star":
+            radii = [1.1 if corner % 2 == 0 else 0.46 for corner in range(10)]
+            return tuple(
+                (r * math.sin(turn), 0.05 - r * math.cos(turn)) for r, turn in zip(radii, _angles(10), strict=True)
+            )
+        case "cross":
+            a, b = 0.34, 1.0
+            points = [(-a, -b), (a, -b), (a, -a)]
+            for _ in range(3):  # the same three corners, a quarter turn further
+                points += [(-y, x) for x, y in points[-3:]]
+            return tuple(points)
+        case "heart":
+            return tuple(_heart_point(turn) for turn in _angles(36))
+    raise ValueError(f"shape={shape!r} has no outline of corners")
+
+
+def _angles(n: int) -> list[float]:
+    return [2 * math.pi * corner / n for corner in range(n)]
+
+
+def _heart_point(turn: float) -> tuple[float, float]:
+    """x = 16 sin³ t, y = 13 cos t − 5 cos 2t − 2 cos 3t − cos 4t, turned upright and brought to size."""
+    x = 16 * math.sin(turn) ** 3
+    y = 13 * math.cos(turn) - 5 * math.cos(2 * turn) - 2 * math.cos(3 * turn) - math.cos(4 * turn)
+    return x / 16, (-y - 2.5) / 15
