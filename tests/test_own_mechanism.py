@@ -27,7 +27,7 @@ from generation.spoken import LINES
 from models.small import decode
 from regard.cli import completing
 from regard.config import MIXERS, ModelConfig, mixers
-from regard.config.words import parse_words
+from regard.config.overrides import parse_overrides
 from regard.data.tokenizers import train_tokenizer
 from regard.errors import BadModelFile, UsageError
 from regard.experiments.ablations import ablate, ablation
@@ -187,13 +187,13 @@ def test_the_shoot_out_has_a_row_for_it(cosine: Path) -> None:
 
 def test_a_typed_name_is_imported(cosine: Path) -> None:
     assert "cosine" not in MIXERS
-    assert parse_words(["model.mixer=cosine:Cosine"]) == {"model": {"mixer": "cosine:Cosine"}}
+    assert parse_overrides(["model.mixer=cosine:Cosine"]) == {"model": {"mixer": "cosine:Cosine"}}
     assert ModelConfig(mixer="cosine:Cosine").mixing is MIXERS["cosine"]
     assert os.environ[mixers.VARIABLE] == "cosine:Cosine", "children of this process know it too"
     with pytest.raises(UsageError, match=r"^model\.mixer=cosin:Cosine: there is no module 'cosin', here"):
-        parse_words(["model.mixer=cosin:Cosine"])
+        parse_overrides(["model.mixer=cosin:Cosine"])
     with pytest.raises(UsageError, match="cosine has no Sine"):
-        parse_words(["model.mixer=cosine:Sine"])
+        parse_overrides(["model.mixer=cosine:Sine"])
 
 
 @pytest.mark.parametrize("place", ["cosines/__init__.py", "cosines/angles.py"])

@@ -8,7 +8,7 @@ from regard.config import DataConfig, ModelConfig, TrainConfig
 from regard.errors import UsageError
 from regard.models import build
 from regard.presets import PRESETS
-from regard.recipes import RECIPES, TASKS, default_recipe, recipe, recipes_document, recipes_table, run_config
+from regard.recipes import RECIPES, TASKS, default_recipe, recipe, recipes_to_dict, recipes_to_text, run_config
 
 OF_FILES = [task for task in TASKS if "source" not in default_recipe(task)["data"]]
 
@@ -108,8 +108,8 @@ def test_wrong_names_and_values_are_usage_errors(call: object, sentence: str) ->
 
 
 def test_the_list_shows_every_task_preset_and_model() -> None:
-    table = recipes_table()
+    table = recipes_to_text()
     for name in (*TASKS, *RECIPES, *PRESETS):
         assert name in table
     assert "model=captioner model.image_size=64" in table
-    assert set(recipes_document()["presets"]) == set(RECIPES)
+    assert set(recipes_to_dict()["presets"]) == set(RECIPES)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from .config import DataConfig, ModelConfig, RunConfig, Task, TrainConfig
-from .config.words import PRESET, SECTIONS, build_section, parse_words, written
+from .config.overrides import PRESET, SECTIONS, build_section, format_value, parse_overrides
 from .errors import UsageError
 from .foundation.suggestions import did_you_mean
 from .presets import PRESETS
@@ -248,7 +248,7 @@ def run_config(task: str, words: Sequence[str] = (), *, preset: str | None = Non
     start = default_recipe(task)
     if preset is not None and (start := recipe(preset))["task"] != task:
         raise UsageError(f"preset={preset} is for the task {start['task']}, not for {task}")
-    layers: list[Mapping[str, Any]] = [start, parse_words(words)]
+    layers: list[Mapping[str, Any]] = [start, parse_overrides(words)]
     fields = {section: _merged(layer.get(section, {}) for layer in layers) for section in SECTIONS}
     if "source" not in fields["data"]:
         like = f"data.source={_SOURCE_LIKE[task]}"
@@ -273,12 +273,12 @@ def _merged(layers: Any) -> dict[str, Any]:
     return fields
 
 
-def recipes_document() -> dict[str, Any]:
+def recipes_to_dict() -> dict[str, Any]:
     """Tasks and recipes as JSON."""
     return {"tasks": {task: _DEFAULTS[task] for task in TASKS}, "presets": RECIPES}
 
 
-def recipes_table() -> str:
+def recipes_to_text() -> str:
     """Tasks and recipes for people, fields as they would be typed."""
     lines = ["tasks, and the preset each starts from"]
     lines += [f"  {task:16} {_DEFAULTS[task]}" for task in TASKS]
@@ -293,4 +293,4 @@ def recipes_table() -> str:
 
 
 def _word(section: str, key: str, value: Any) -> str:
-    return f"{section}={value}" if key == PRESET else f"{section}.{key}={written(value)}"
+    return f"{section}={value}" if key == PRESET else f"{section}.{key}={format_value(value)}"

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard.attention.cache import CrossCache
 from regard.config import ModelConfig, TrainConfig
-from regard.config.keys import keys_met
+from regard.config.mixers import keys_per_query
 from regard.errors import UsageError
 from regard.experiments.costs.cache import kv_cache
 from regard.experiments.costs.crossing import ALL_PAIRS, SEEN
@@ -444,7 +444,7 @@ def test_where_a_random_pattern_passes_the_matrices() -> None:
     found = regard.cost("gpt2", 1, sparsity="bigbird", sparsity_random=40.0)
     length = int(found.crossover[SEEN] or 0)
     near = round(length / 64) * 64
-    assert keys_met(found.config, 0, near, hidden=True) == pytest.approx(4608, rel=0.005)
+    assert keys_per_query(found.config, 0, near, causal=True) == pytest.approx(4608, rel=0.005)
     assert near > 32 * 64
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from models.small import SIZES, shaken
 from regard.config import MIXERS, ModelConfig, Positions
-from regard.config.keys import keys_met
+from regard.config.mixers import keys_per_query
 from regard.experiments import extrapolation, measure, shootout
 from regard.experiments.ablate_file import read_grid
 from regard.experiments.ablations import FINISHED, SWEEPS, ablate, ablation
@@ -50,7 +50,7 @@ def test_sparse_patterns_look_at_about_as_much_as_each_other() -> None:
     sweep = ablation("mechanisms")
     for cell in (cell for cell in sweep.cells if cell.group == "B"):
         config = sweep.config(cell)
-        share = keys_met(config.model, 0, config.data.max_len, hidden=False) / config.data.max_len
+        share = keys_per_query(config.model, 0, config.data.max_len, causal=False) / config.data.max_len
         assert 0.15 < share < 0.45, cell.name
 
 

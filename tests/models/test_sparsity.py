@@ -9,7 +9,7 @@ import torch
 
 from regard.attention import masks, record
 from regard.config import ModelConfig
-from regard.config.keys import keys_met
+from regard.config.mixers import keys_per_query
 from regard.generation import generate
 from regard.hub.comparing import behaviour
 from regard.models import build
@@ -103,14 +103,14 @@ def test_keys_are_counted(fields: dict[str, Any], hidden: bool, length: int) -> 
     config = ModelConfig(**SIZES | KINDS["decoder" if hidden else "encoder"] | fields)
     mask = layer_mask(config, 0, hidden, False) or masks.everything()
     met = (mask & masks.causal() if hidden else mask).dense(length).double().sum(-1).mean().item()
-    assert keys_met(config, 0, length, hidden=hidden) == pytest.approx(met)
+    assert keys_per_query(config, 0, length, causal=hidden) == pytest.approx(met)
 
 
 def test_chance_is_counted_on_average() -> None:
     config = ModelConfig(**SIZES | KINDS["decoder"] | {"sparsity": "bigbird", "sparsity_size": 4})
     layers = [layer_mask(config, layer, True, False) for layer in range(12)]
     met = torch.stack([(mask & masks.causal()).dense(512).double().sum(-1).mean() for mask in layers if mask]).mean()
-    assert keys_met(config, 0, 512, hidden=True) == pytest.approx(met.item(), rel=0.05)
+    assert keys_per_query(config, 0, 512, causal=True) == pytest.approx(met.item(), rel=0.05)
 
 
 def test_sizes_count_only_where_a_pattern_reads_them() -> None:

@@ -17,9 +17,9 @@ Offer = str | tuple[str, str]
 """What may be typed, alone or with a few words about it."""
 
 
-def choices(*names: str) -> Callable[[str], list[str]]:
+def choices(*mixer_names: str) -> Callable[[str], list[str]]:
     """Fixed ones."""
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+    return lambda incomplete: [name for name in mixer_names if name.startswith(incomplete)]
 
 
 def tasks(ctx: typer.Context, incomplete: str) -> list[Offer]:
@@ -53,7 +53,7 @@ def data_words(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def _fields(start: str) -> Iterator[tuple[str, str]]:
-    from regard.config.words import SECTIONS
+    from regard.config.overrides import SECTIONS
 
     for section, config in SECTIONS.items():
         for name, field in config.model_fields.items():
@@ -62,7 +62,7 @@ def _fields(start: str) -> Iterator[tuple[str, str]]:
 
 
 def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
-    from regard.config.words import SECTIONS, _choices, written
+    from regard.config.overrides import SECTIONS, _choices, format_value
 
     found: Iterable[str] = ()
     section, _, field = name.partition(".")
@@ -75,12 +75,12 @@ def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
 
         found = [*CORPORA, *_paths(start, files=True)]
     elif name == "model.mixer":
-        from regard.config.mixers import names
+        from regard.config.mixers import mixer_names
 
-        found = names()  # the tab key runs nobody's code
+        found = mixer_names()  # the tab key runs nobody's code
     elif section in SECTIONS and field in SECTIONS[section].model_fields:
         annotation: Any = SECTIONS[section].model_fields[field].annotation
-        found = ("true", "false") if annotation is bool else [written(choice) for choice in _choices(annotation)]
+        found = ("true", "false") if annotation is bool else [format_value(choice) for choice in _choices(annotation)]
     for value in found:
         if value.startswith(start):
             yield f"{name}={value}", ""

@@ -38,10 +38,10 @@ def cost(
 
     Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
-    from regard.config.words import SECTIONS, check_section, parse_words
+    from regard.config.overrides import SECTIONS, check_section, parse_overrides
     from regard.errors import UsageError
 
-    typed = parse_words(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
+    typed = parse_overrides(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
     model = dict(typed.get("model", {}))
     if "preset" in model:
         raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")

@@ -51,11 +51,11 @@ def describe(
     Files with bad lines are refused, each line being named; data.bad_lines=skip leaves them out and counts them.
     """
     from regard.config import DataConfig
-    from regard.config.words import build_section, parse_words
+    from regard.config.overrides import build_section, parse_overrides
 
     options = {"tokenizer": tokenizer, "max_len": max_len}
     short = [f"data.{name}={value}" for name, value in options.items() if value is not None]
-    fields = parse_words([f"data.source={source}", *short, *(words or [])], sections={"data": DataConfig})["data"]
+    fields = parse_overrides([f"data.source={source}", *short, *(words or [])], sections={"data": DataConfig})["data"]
     config = build_section("data", DataConfig, fields)
     kind = _tokenizer_kind(config)
 

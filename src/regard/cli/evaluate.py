@@ -50,10 +50,10 @@ def evaluate(
 ) -> None:
     """Metrics on held-out data: the run's own, or data.source=… and other data.* words."""
     from regard.config import DataConfig
-    from regard.config.words import parse_words
+    from regard.config.overrides import parse_overrides
     from regard.errors import UsageError
 
-    data: dict[str, Any] = parse_words(words or [], sections={"data": DataConfig}).get("data", {})
+    data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UsageError(f"--device {device} is none of auto, cpu, cuda, mps")
     if precision not in (None, "fp32", "bf16", "fp16"):

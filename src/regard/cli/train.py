@@ -68,14 +68,14 @@ def train(
 
 
 def _resume(run: str, words: list[str], preset: str | None, style: Style, as_json: bool) -> None:
-    from regard.config.words import SECTIONS, check_section, parse_words
+    from regard.config.overrides import SECTIONS, check_section, parse_overrides
     from regard.errors import UsageError
 
     if preset is not None:
         raise UsageError("--resume goes on with the run's own recipe; --preset cannot change it")
     if words and "=" not in words[0]:
         raise UsageError(f"--resume RUN knows its task: leave out {words[0]!r}")
-    overrides: dict[str, Any] = parse_words(words, sections={"train": SECTIONS["train"]}).get("train", {})
+    overrides: dict[str, Any] = parse_overrides(words, sections={"train": SECTIONS["train"]}).get("train", {})
     for field in overrides:
         if field not in MAY_CHANGE:
             allowed = ", ".join(f"train.{name}" for name in MAY_CHANGE)
@@ -93,10 +93,10 @@ def _show_once(result: Result, as_json: bool) -> None:
 
 
 def _lists(recipes: bool, as_json: bool) -> None:
-    from regard.config.words import fields_document, fields_table
-    from regard.recipes import recipes_document, recipes_table
+    from regard.config.overrides import fields_to_dict, fields_to_text
+    from regard.recipes import recipes_to_dict, recipes_to_text
 
     if as_json:
-        emit(recipes_document() if recipes else fields_document())
+        emit(recipes_to_dict() if recipes else fields_to_dict())
     else:
-        print(recipes_table() if recipes else fields_table())
+        print(recipes_to_text() if recipes else fields_to_text())

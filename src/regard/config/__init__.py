@@ -4,9 +4,9 @@ No torch here: a config can be read, checked and shown without loading anything.
 """
 
 from .base import Config
-from .data import DataConfig, Format, Kind
+from .data_config import DataConfig, Format, Kind
 from .mixers import MIXERS, Mixer
-from .model import (
+from .model_config import (
     ACTIVATIONS,
     Architecture,
     Backend,
@@ -17,7 +17,7 @@ from .model import (
     Source,
     Sparsity,
 )
-from .run import RunConfig, Task, TrainConfig
+from .train_config import RunConfig, Task, TrainConfig
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,11 +1,13 @@
-"""What all configs have in common: checked, frozen, and wrong ones told in one sentence."""
+"""The base of all configs: checked, frozen, and errors of one sentence."""
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Iterable
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..foundation.suggestions import nearest_name
 
 
 class Config(BaseModel):
@@ -17,20 +19,35 @@ class Config(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ValueError(_one_sentence(error, type(self))) from None
+            raise ValueError(_first_problem(error, type(self))) from None
 
     def with_(self, **changes: Any) -> Self:
         """The same config with some fields changed, checked again."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
+    def check_at_least(self, least: float, fields: Iterable[str]) -> None:
+        """Refuse values of these fields below ``least`` (0 or 1); None passes."""
+        for name in fields:
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}={value} must {'be at least 1' if least else 'not be negative'}")
 
-def _one_sentence(error: ValidationError, config: type[Config]) -> str:
-    """The first problem pydantic found, said the way the rest of the library says it."""
+    def check_shares(self, fields: Iterable[str]) -> None:
+        """Refuse values of these fields outside [0, 1); None passes."""
+        for name in fields:
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must lie in [0, 1)")
+
+
+def split_commas(value: Any) -> Any:
+    """``0.9,0.98`` as it is typed → ("0.9", "0.98"); anything but a string stays."""
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+def _first_problem(error: ValidationError, config: type[Config]) -> str:
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(field, config.model_fields, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{config.__name__} has no field {field!r}{hint}"
+        nearest = nearest_name(field, config.model_fields)
+        return f"{config.__name__} has no field {field!r}" + (f"; did you mean {nearest!r}?" if nearest else "")
     message = str(problem["msg"]).removeprefix("Value error, ")
     return message if not field else f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -1,60 +1,64 @@
-"""The table of mechanisms: what may mix tokens in a model, and what each of them is able to do.
+"""The table of mechanisms: what may mix tokens in a model, what each can do and what it costs.
 
-A mechanism is a class in a file of its own and one entry here. Configs, models, generation, cost, shoot-out, explorer
-and command line ask the entry for its facts and never look at a name. The class is imported when a model is built, so
-that this file needs no torch. From outside the package the same entry is one line, ``MIXERS["mine"] = Mixer(…)``.
+A mechanism is a class in a file of its own and one entry here. All other modules ask the entry for its facts and never
+look at its name. The class is imported when a model is built, so this module needs no torch. From outside the package
+the same entry is one line, ``MIXERS["mine"] = Mixer(…)``.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..foundation.suggestions import nearest_name
+
+if TYPE_CHECKING:
+    from .model_config import ModelConfig
 
 VARIABLE = "REGARD_MIXERS"
-"""Mechanisms of one's own, MODULE:CLASS separated by commas, that every command may meet in a model it opens."""
+"""Environment variable with mechanisms of one's own, MODULE:CLASS separated by commas."""
 
 
-class Work(NamedTuple):
-    """What one layer does for one token, as far as it decides what mixing costs."""
+class MixingWork(NamedTuple):
+    """What decides the cost of mixing in one layer, for one token."""
 
     n_heads: int
     d_head: int
-    keys: float  # that a query meets, on average
-    size: int  # mixer_size, or the mechanism's own
+    keys: float  # per query, on average
+    size: int  # mixer_size, or the mechanism's default
 
 
-def pairs_flops(work: Work) -> float:
-    """q·k and weight · v, a multiplication and an addition each, for every key that is met."""
+def pairs_flops(work: MixingWork) -> float:
+    """q·k and weight · v for every key, a multiplication and an addition each."""
     return 4 * work.n_heads * work.d_head * work.keys
 
 
-def _additive_flops(work: Work) -> float:
+def _additive_flops(work: MixingWork) -> float:
     """W_q q and W_k k once a token; v · tanh(…) and weight · value for every pair."""
     return pairs_flops(work) + 4 * work.n_heads * work.d_head**2
 
 
-def _linear_flops(work: Work) -> float:
+def _linear_flops(work: MixingWork) -> float:
     """φ(k) vᵀ is added to a D × D state, φ(q) is multiplied with it."""
     return 4 * work.n_heads * work.d_head**2
 
 
-def _performer_flops(work: Work) -> float:
+def _performer_flops(work: MixingWork) -> float:
     """Features of q and k, D × m each, and a state of m × D."""
     return 8 * work.n_heads * work.d_head * work.size
 
 
-def _linformer_flops(work: Work) -> float:
+def _linformer_flops(work: MixingWork) -> float:
     """A column of E and of F for each token, and attention over the summaries."""
     return 8 * work.n_heads * work.d_head * min(work.size, work.keys)
 
 
-def _no_flops(work: Work) -> float:
+def _no_flops(work: MixingWork) -> float:
     """A Fourier transform has no matrix products."""
     return 0.0
 
@@ -63,26 +67,16 @@ def _no_flops(work: Work) -> float:
 class Mixer:
     """One entry. The defaults describe attention by scores of token pairs, which can do everything."""
 
-    make: str
-    """``package.module:Class``: an ``attention.Mechanism``; without ``weights`` a module (B, T, M) → (B, T, M)."""
-    summary: str = ""
-    """One line for people."""
-    causal: bool = True
-    """Whether the future can be hidden from it, and any other pair of tokens; False: it mixes all tokens at once."""
-    by_token: bool = True
-    """Whether it can go token by token with a cache of keys and values; what is not causal never can."""
-    pairs: bool = True
-    """Whether it scores pairs of tokens, so that a position bias (alibi, t5, xl) has something to be added to."""
-    weights: bool = True
-    """Whether it is attention: queries, keys and weights to look at. False: a module that takes attention's place."""
-    cross: bool = True
-    """Whether it can look from one text at another; where it cannot, the scaled dot product stands in."""
-    size: int | None = None
-    """What mixer_size is unless given (random features, rank); None: mixer_size means nothing to it."""
-    built_for_length: bool = False
-    """Whether parameters are made for max_len tokens."""
-    flops: Callable[[Work], float] = pairs_flops
-    """Operations of one token in one layer, forward, beside the projections W_q, W_k, W_v and W_o."""
+    make: str  # package.module:Class, an attention.Mechanism; without weights a module (B, T, M) → (B, T, M)
+    summary: str = ""  # one line for people
+    causal: bool = True  # the future, or any other pair of tokens, can be masked; False: mixes all tokens at once
+    by_token: bool = True  # can decode token by token with a KV cache; never without causal
+    pairs: bool = True  # scores pairs of tokens, so that a position bias (alibi, t5, xl) can be added
+    weights: bool = True  # is attention: has queries, keys and weights; False: a module in attention's place
+    cross: bool = True  # can attend to another sequence; where it cannot, the scaled dot product is used there
+    size: int | None = None  # default of mixer_size (random features, rank); None: mixer_size is not used
+    built_for_length: bool = False  # has parameters for max_len tokens
+    flops: Callable[[MixingWork], float] = pairs_flops  # forward, one token, one layer, without W_q, W_k, W_v and W_o
 
     def __post_init__(self) -> None:
         module, colon, name = self.make.partition(":")
@@ -97,15 +91,15 @@ class Mixer:
     @property
     def family(self) -> Any:
         """The class itself; its module is imported now."""
-        module, _, name = self.make.partition(":")
-        found = importlib.import_module(module)
-        if not hasattr(found, name):
-            raise ValueError(f"make={self.make!r}: {module} has no {name}")
-        return getattr(found, name)
+        module_name, _, name = self.make.partition(":")
+        module = importlib.import_module(module_name)
+        if not hasattr(module, name):
+            raise ValueError(f"make={self.make!r}: {module_name} has no {name}")
+        return getattr(module, name)
 
-    def size_of(self, asked: int | None) -> int:
-        """mixer_size as it is meant; 0 where there is none."""
-        return (asked or self.size) if self.size is not None else 0
+    def size_of(self, mixer_size: int | None) -> int:
+        """The configured mixer_size or the default; 0 where it is not used."""
+        return (mixer_size or self.size) if self.size is not None else 0
 
 
 MIXERS: dict[str, Mixer] = {
@@ -146,61 +140,60 @@ MIXERS: dict[str, Mixer] = {
 }
 
 
-def mixer(name: str) -> Mixer:
-    """The entry of that name. Nothing is imported for a name that a file brings: only what was registered is known."""
-    found = _find(name) or _find(name, mixers())
-    if found is not None:
-        return found
+def get_mixer(name: str) -> Mixer:
+    """The entry of that name. Nothing is imported for it: only built-in and registered mechanisms are known."""
+    entry = _lookup(name) or _lookup(name, all_mixers())
+    if entry is not None:
+        return entry
     if ":" in name:
         raise ValueError(
             f"mixer={name!r} is not registered, and code that a model names is never run unasked; if you trust it, "
             f"call regard.config.mixers.register({name!r}), or set {VARIABLE}={name}"
         )
-    near = difflib.get_close_matches(name, MIXERS, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    nearest = nearest_name(name, MIXERS)
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
     raise ValueError(f"mixer={name!r} is none of {', '.join(MIXERS)}{hint}")
 
 
-def mixers() -> dict[str, Mixer]:
-    """The table, with what the environment adds to it."""
-    for name in _named():
+def all_mixers() -> dict[str, Mixer]:
+    """The table, with the mechanisms that the environment names."""
+    for name in _environment_names():
         register(name)
     return MIXERS
 
 
-def names() -> list[str]:
-    """What may be typed for ``mixer``. Nothing is imported, so what a module of one's own calls itself is not known."""
-    made = {one.make for one in MIXERS.values()}
-    return [*MIXERS, *(name for name in _named() if name not in made and name not in MIXERS)]
+def mixer_names() -> list[str]:
+    """What may be typed for ``mixer``, for completion: nothing is imported."""
+    classes = {entry.make for entry in MIXERS.values()}
+    return [*MIXERS, *(name for name in _environment_names() if name not in classes and name not in MIXERS)]
 
 
-def _named() -> list[str]:
-    """What the environment names."""
+def _environment_names() -> list[str]:
     return [name for part in os.environ.get(VARIABLE, "").split(",") if (name := part.strip())]
 
 
 def register(name: str) -> Mixer:
     """Import ``module:Class``, from the working directory too, and enter it in the table, for child processes as well.
 
-    What differs from the defaults is said by an entry the module itself makes, ``MIXERS["…"] = Mixer("module:Class",
+    Where the defaults of ``Mixer`` do not fit, the module makes its own entry, ``MIXERS["…"] = Mixer("module:Class",
     causal=False, …)``. This runs the module: call it for a name that a person gave, never for one read from a file.
     """
-    if (known := _find(name)) is not None:
-        return known
+    if (entry := _lookup(name)) is not None:
+        return entry
     module, colon, kind = name.partition(":")
     if not (module and colon and kind):
         raise ValueError(f"mixer={name!r} is not of the form module:Class")
     _import(module, name)
-    if (found := _find(name)) is None:
+    if (entry := _lookup(name)) is None:
         lines = (Mixer(name).family.__doc__ or "").strip().splitlines()
-        found = MIXERS[name] = Mixer(name, lines[0] if lines else "")
-    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_named(), name]))
-    return found
+        entry = MIXERS[name] = Mixer(name, lines[0] if lines else "")
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_environment_names(), name]))
+    return entry
 
 
-def _find(name: str, table: dict[str, Mixer] = MIXERS) -> Mixer | None:
-    """By its name, or by what it makes."""
-    return table.get(name) or next((one for one in table.values() if one.make == name), None)
+def _lookup(name: str, table: dict[str, Mixer] = MIXERS) -> Mixer | None:
+    """An entry by its name or by its class."""
+    return table.get(name) or next((entry for entry in table.values() if entry.make == name), None)
 
 
 def _import(module: str, name: str) -> None:
@@ -214,3 +207,37 @@ def _import(module: str, name: str) -> None:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # its own import of something else
         raise ValueError(f"mixer={name!r}: there is no module {error.name!r}, here or on the path") from None
+
+
+def keys_per_query(config: ModelConfig, layer: int, length: int, *, causal: bool, has_memory: bool = False) -> float:
+    """Keys a query of this layer may look at, averaged over a text; ``has_memory``: in a decoder beside an encoder."""
+    if config.shifted_windows is not None and not has_memory:
+        return min(config.shifted_windows**2, length)
+    if config.sparsity == "strided":
+        return _strided_keys(config.sparsity_size, length, causal)
+    if config.sparsity == "bigbird":
+        return _bigbird_keys(config.sparsity_size, config.sparsity_random / 100, length, causal)
+    windowed = config.window is not None and (config.window_layers is None or layer in config.window_layers)
+    window = min(config.window or length, length) if windowed else length
+    past = window - window * (window - 1) / (2 * length)  # the first queries see fewer
+    return past if causal else 2 * past - 1 if window < length else length
+
+
+def _strided_keys(stride: int, length: int, causal: bool) -> float:
+    near = min(stride, length)
+    past = near - near * (near - 1) / (2 * length)
+    whole, rest = divmod(length, stride)
+    far = (stride * whole * (whole - 1) / 2 + rest * whole) / length  # Σ ⌊i / stride⌋ / T
+    return past + far if causal else 2 * (past + far) - 1
+
+
+def _bigbird_keys(size: int, share: float, length: int, causal: bool) -> float:
+    """The expected number: a random ``share`` of the other blocks is open."""
+    blocks = [min(size, length - start) for start in range(0, length, size)]
+    total = 0.0
+    for row, n_queries in enumerate(blocks):
+        last = row if causal else len(blocks) - 1
+        near = {0, *range(max(0, row - 1), min(row + 1, last) + 1)} if row or causal else set(range(len(blocks)))
+        keys = sum(blocks[col] * (1.0 if col in near else share) for col in range(last + 1))
+        total += n_queries * (keys - (n_queries - 1) / 2 if causal else keys)
+    return total / length

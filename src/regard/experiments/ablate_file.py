@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.words import written
+from ..config.overrides import format_value
 from ..errors import UsageError
 from ..foundation.suggestions import did_you_mean
 from .sweep import Cell, Sweep
@@ -98,7 +98,7 @@ def _grid(grid: dict[str, Any]) -> list[Cell]:
             raise UsageError(f"grid: {key!r} needs a list of values, not {values!r}")
     cells = []
     for chosen in itertools.product(*grid.values()):
-        pairs = [(key, written(value)) for key, value in zip(grid, chosen, strict=True)]
+        pairs = [(key, format_value(value)) for key, value in zip(grid, chosen, strict=True)]
         name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in pairs)
         cells.append(Cell(name.replace("/", "-").replace(":", "."), tuple(f"{key}={value}" for key, value in pairs)))
     return cells

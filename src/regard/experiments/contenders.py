@@ -14,7 +14,7 @@ from regard.attention import attend
 from regard.attention.biases import T5Bias
 from regard.attention.masks import Mask, bigbird, causal, strided, window
 from regard.config import ModelConfig
-from regard.config.mixers import Mixer, Work, mixer, mixers, register
+from regard.config.mixers import Mixer, MixingWork, all_mixers, get_mixer, register
 from regard.models.parts import mechanism, mixing
 
 from .measure import measure
@@ -110,7 +110,7 @@ def _mixer(name: str, backend: str = "auto") -> Callable[[Setup], tuple[Forward,
     """A mechanism of the table as a model's layer would build it."""
 
     def build(setup: Setup) -> tuple[Forward, list[Tensor]]:
-        entry, width = mixer(name), setup.n_heads * setup.d_head
+        entry, width = get_mixer(name), setup.n_heads * setup.d_head
         config = ModelConfig(
             architecture="encoder", head="none", d_model=width, n_heads=setup.n_heads, mixer=name, max_len=setup.length
         )
@@ -127,7 +127,7 @@ def _mixer(name: str, backend: str = "auto") -> Callable[[Setup], tuple[Forward,
 
 def _from_table(name: str, entry: Mixer) -> Contender:
     """What nothing is known about but its entry: the time it takes grows with the work it says it does."""
-    near, far = (entry.flops(Work(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
+    near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
     return Contender(
         name,
         entry.summary or name,
@@ -164,7 +164,7 @@ CONTENDERS = {
 
 def contenders() -> dict[str, Contender]:
     """Those below, and whatever else stands in the table of mechanisms; plain dot products are there by backend."""
-    own = {name: _from_table(name, entry) for name, entry in mixers().items() if name not in (*CONTENDERS, "dot")}
+    own = {name: _from_table(name, entry) for name, entry in all_mixers().items() if name not in (*CONTENDERS, "dot")}
     return {**CONTENDERS, **own}
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import Positions, RunConfig
-from ..config.mixers import mixers
+from ..config.mixers import all_mixers
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json
 from ..models import build
@@ -57,7 +57,7 @@ def mechanisms(base: RunConfig) -> list[Cell]:
     decoder, size = base.model.has_decoder and base.model.causal, max(1, base.data.max_len // 2)
     return [
         Cell(name.replace(":", "."), (f"model.mixer={name}", *([f"model.mixer_size={size}"] if entry.size else [])))
-        for name, entry in mixers().items()
+        for name, entry in all_mixers().items()
         if name != base.model.mixer and (entry.causal or not decoder)
     ]
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..config import RunConfig
-from ..config.words import parse_words
+from ..config.overrides import parse_overrides
 from ..errors import BadModelFile, RegardError, UsageError
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
@@ -295,7 +295,7 @@ def report(out: str | Path, sweep: Sweep | None = None) -> Report:
 def named_words(words: Sequence[str]) -> list[str]:
     """Words that a person gave, checked for their form before any process is started; a mechanism of their own that
     they name is imported now, and known from then on."""
-    parse_words(words)
+    parse_overrides(words)
     return list(words)
 
 

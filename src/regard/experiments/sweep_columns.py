@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import RunConfig
-from ..config.words import written
+from ..config.overrides import format_value
 from .sweep import settings
 
 __all__ = ["columns_of", "symbol"]
@@ -27,7 +27,9 @@ def columns_of(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...
     columns = tuple(dict.fromkeys(keys))
     shown = {
         name: {
-            key: written(found.get(key)) for key in columns if name == base or found.get(key) != values[base].get(key)
+            key: format_value(found.get(key))
+            for key in columns
+            if name == base or found.get(key) != values[base].get(key)
         }
         for name, found in values.items()
     }

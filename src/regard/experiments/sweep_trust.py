@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..config.mixers import mixer
+from ..config.mixers import get_mixer
 from ..errors import BadModelFile
 
 __all__ = ["need_known", "need_our_measures"]
@@ -20,7 +20,7 @@ def need_known(words: Iterable[str]) -> None:
         field, _, name = word.partition("=")
         if field == "model.mixer" and ":" in name:
             try:
-                mixer(name)
+                get_mixer(name)
             except ValueError as error:
                 raise BadModelFile(str(error)) from None
 

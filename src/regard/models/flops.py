@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import ModelConfig
-from ..config.keys import keys_met
-from ..config.mixers import Work
+from ..config.mixers import MixingWork, keys_per_query
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
 N_REGIONS = 36
@@ -182,7 +181,7 @@ def _attention(config: ModelConfig, stack: StackShape, tokens: int) -> Flops:
 def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
     """What one token's mixing takes, as its mechanism declares; across two texts the dot product may stand in."""
     mixing = config.mixing
-    work = Work(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))
+    work = MixingWork(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))
     if cross and not mixing.cross:
         return 4.0 * stack.n_heads * stack.d_head * keys
     return float(mixing.flops(work))
@@ -201,7 +200,7 @@ def _distances(config: ModelConfig, stack: StackShape, batch: int) -> Flops:
 
 def keys_seen(config: ModelConfig, stack: StackShape, layer: int) -> float:
     """Keys a query of this layer may look at, on average over the text."""
-    return keys_met(config, layer, stack.length, hidden=stack.causal, beside=stack.memory is not None)
+    return keys_per_query(config, layer, stack.length, causal=stack.causal, has_memory=stack.memory is not None)
 
 
 def _head(config: ModelConfig, batch: int, length: int) -> list[Flops]:

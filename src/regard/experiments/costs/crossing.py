@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...config import ModelConfig
-from ...config.keys import keys_met
+from ...config.mixers import keys_per_query
 from ...models.flops import Flops, StackShape, mixing_flops, stacks_of
 from .pieces import Setting
 
@@ -59,7 +59,7 @@ def _keys_of(config: ModelConfig, stack: StackShape, layer: int) -> Callable[[in
     """Keys that a query of this layer meets, by length."""
 
     def met(n: int) -> float:
-        return keys_met(config, layer, n, hidden=stack.causal, beside=stack.memory is not None)
+        return keys_per_query(config, layer, n, causal=stack.causal, has_memory=stack.memory is not None)
 
     if config.sparsity != "bigbird":
         return met

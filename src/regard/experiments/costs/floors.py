@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...config import ModelConfig
-from ...config.keys import keys_met
+from ...config.mixers import keys_per_query
 from ...models.flops import Flops, count, source_places, stacks_of
 from .cache import CacheLayer
 from .devices import Device
@@ -110,7 +110,7 @@ def _places_read(config: ModelConfig, setting: Setting, one: CacheLayer) -> floa
     """All that are kept, or as many as the pattern of a sparse model lets the last token see."""
     if one.kind != "all" or config.sparsity == "none" or setting.length == 1:
         return one.tokens
-    met, before = (n * keys_met(config, one.layer, n, hidden=True) for n in (setting.length, setting.length - 1))
+    met, before = (n * keys_per_query(config, one.layer, n, causal=True) for n in (setting.length, setting.length - 1))
     return met - before
 
 

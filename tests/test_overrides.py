@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import DataConfig, ModelConfig, TrainConfig
-from regard.config.words import SECTIONS, build_section, fields_document, fields_table, parse_words, written
+from regard.config.overrides import (
+    SECTIONS,
+    build_section,
+    fields_to_dict,
+    fields_to_text,
+    format_value,
+    parse_overrides,
+)
 from regard.errors import UsageError
 
 FIELDS = [(section, name) for section, config in SECTIONS.items() for name in config.model_fields]
@@ -17,7 +24,7 @@ FIELDS = [(section, name) for section, config in SECTIONS.items() for name in co
 
 def one(word: str) -> Any:
     """The only value of a word."""
-    ((fields,),) = (parse_words([word]).values(),)
+    ((fields,),) = (parse_overrides([word]).values(),)
     ((value,),) = (fields.values(),)
     return value
 
@@ -61,18 +68,18 @@ def test_a_value_is_what_its_field_says(word: str, value: Any) -> None:
 
 
 def test_numbers_of_columns_are_numbers_in_the_config() -> None:
-    assert DataConfig(**parse_words(["data.columns=0,en"])["data"]).columns == (0, "en")
+    assert DataConfig(**parse_overrides(["data.columns=0,en"])["data"]).columns == (0, "en")
 
 
 def test_a_config_inside_a_config_is_json() -> None:
     scaling = one('model.rope_scaling={"kind": "linear", "factor": 2}')
     assert (scaling.kind, scaling.factor) == ("linear", 2.0)
-    assert one(f"model.rope_scaling={written(scaling)}") == scaling
+    assert one(f"model.rope_scaling={format_value(scaling)}") == scaling
 
 
 def test_short_forms() -> None:
     words = ["data=pairs.tsv", "model=gpt2", "model.n_layers=2"]
-    assert parse_words(words) == {"data": {"source": "pairs.tsv"}, "model": {"preset": "gpt2", "n_layers": 2}}
+    assert parse_overrides(words) == {"data": {"source": "pairs.tsv"}, "model": {"preset": "gpt2", "n_layers": 2}}
 
 
 @pytest.mark.parametrize(
@@ -113,21 +120,21 @@ def test_short_forms() -> None:
 )
 def test_what_is_wrong_is_one_sentence_and_usage(words: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_words(words)
+        parse_overrides(words)
     assert str(raised.value) == sentence
     assert raised.value.exit_code == 2
 
 
 def test_very_deep_json_is_refused_too() -> None:
     with pytest.raises(UsageError, match="is not JSON"):
-        parse_words(["model.window_layers=" + "[" * 100_000])
+        parse_overrides(["model.window_layers=" + "[" * 100_000])
 
 
 def test_only_the_sections_asked_for() -> None:
     with pytest.raises(UsageError, match=r"^train\.steps=5: only data\.\* can be given here$"):
-        parse_words(["train.steps=5"], sections={"data": DataConfig})
+        parse_overrides(["train.steps=5"], sections={"data": DataConfig})
     with pytest.raises(UsageError, match=r"^model=gpt2: only data\.\* can be given here$"):
-        parse_words(["model=gpt2"], sections={"data": DataConfig})
+        parse_overrides(["model=gpt2"], sections={"data": DataConfig})
 
 
 @pytest.mark.parametrize(
@@ -149,16 +156,16 @@ def test_what_a_config_refuses_names_its_section(
 @pytest.mark.parametrize(("section", "name"), FIELDS, ids=".".join)
 def test_every_default_can_be_typed_and_every_field_is_documented(section: str, name: str) -> None:
     default = SECTIONS[section].model_fields[name].default
-    assert one(f"{section}.{name}={written(default)}") == default
-    about = fields_document()[section][name]
+    assert one(f"{section}.{name}={format_value(default)}") == default
+    about = fields_to_dict()[section][name]
     assert about["about"], f"{section}.{name} has no docstring"
     assert about["type"] != ""
-    assert f"  {section}.{name}={written(default)}  ({about['type']})\n      {about['about']}" in fields_table()
+    assert f"  {section}.{name}={format_value(default)}  ({about['type']})\n      {about['about']}" in fields_to_text()
 
 
 @given(st.text(min_size=1))
 def test_any_text_is_a_source(text: str) -> None:
-    assert parse_words([f"data.source={text}"]) == {"data": {"source": text}}
+    assert parse_overrides([f"data.source={text}"]) == {"data": {"source": text}}
 
 
 @given(st.sampled_from(FIELDS), st.text())
@@ -168,4 +175,4 @@ def test_no_value_gets_past_as_something_else(field: tuple[str, str], text: str)
         value, said = one(word), ""
     except UsageError as error:
         value, said = None, str(error)
-    assert word in said or one(f"{field[0]}.{field[1]}={written(value)}") == value
+    assert word in said or one(f"{field[0]}.{field[1]}={format_value(value)}") == value

@@ -16,15 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from ..errors import UsageError
 from ..foundation.suggestions import did_you_mean
 from .base import Config
-from .data import DataConfig
+from .data_config import DataConfig
 from .mixers import register
-from .model import ModelConfig
-from .run import TrainConfig
-
-__all__ = [
-    *("PRESET", "SECTIONS", "build_section", "check_section"),
-    *("fields_document", "fields_table", "parse_words", "written"),
-]
+from .model_config import ModelConfig
+from .train_config import TrainConfig
 
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 PRESET = "preset"
@@ -35,7 +30,9 @@ _ALONE = {"data": "source", "model": PRESET}
 C = TypeVar("C", bound=Config)
 
 
-def parse_words(words: Sequence[str], *, sections: Mapping[str, type[Config]] = SECTIONS) -> dict[str, dict[str, Any]]:
+def parse_overrides(
+    words: Sequence[str], *, sections: Mapping[str, type[Config]] = SECTIONS
+) -> dict[str, dict[str, Any]]:
     """The typed words as fields of their sections, each checked by its type; a section without words is not there.
 
     ``data=SOURCE`` is data.source, and ``model=NAME`` stands in the model's fields as ``preset``.
@@ -134,7 +131,7 @@ def _raw(annotation: Any, text: str, word: str) -> Any:
             raise UsageError(f"{word}: {text[:80]} is not JSON: {error}") from None
     if is_tuple:
         return tuple(part.strip() for part in text.split(",")) if text else ()
-    choices = {written(choice): choice for choice in _choices(annotation)}
+    choices = {format_value(choice): choice for choice in _choices(annotation)}
     return choices.get(text, text)
 
 
@@ -164,7 +161,7 @@ _SAID = {
 
 
 def _complaint(annotation: Any, text: str, word: str, error: ValidationError) -> str:
-    choices = [written(choice) for choice in _choices(annotation)]
+    choices = [format_value(choice) for choice in _choices(annotation)]
     if choices:
         return f"{word} is none of {', '.join(choices)}{did_you_mean(text, choices)}"
     problem = error.errors()[0]
@@ -182,7 +179,7 @@ def _complaint(annotation: Any, text: str, word: str, error: ValidationError) ->
 # ------------------------------------------------------------------------------------- fields shown to people
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is typed in a word."""
     match value:
         case None:
@@ -190,18 +187,18 @@ def written(value: Any) -> str:
         case bool():
             return str(value).lower()
         case tuple() | list():
-            return ",".join(written(part) for part in value)
+            return ",".join(format_value(part) for part in value)
         case Config():
             return json.dumps(value.model_dump(exclude_none=True))
     return str(value)
 
 
-def fields_document() -> dict[str, dict[str, Any]]:
+def fields_to_dict() -> dict[str, dict[str, Any]]:
     """Every field by section: its default, what it may be, and its line of documentation."""
     return {
         section: {
             name: {
-                "default": written(field.default),
+                "default": format_value(field.default),
                 "type": _type_text(field.annotation),
                 "about": " ".join((field.description or "").split()),
             }
@@ -211,10 +208,10 @@ def fields_document() -> dict[str, dict[str, Any]]:
     }
 
 
-def fields_table() -> str:
+def fields_to_text() -> str:
     """The same for people, fields as they would be typed."""
     lines = []
-    for section, fields in fields_document().items():
+    for section, fields in fields_to_dict().items():
         lines += ["", f"{section}: {(SECTIONS[section].__doc__ or '').strip()}"]
         for name, field in fields.items():
             lines.append(f"  {section}.{name}={field['default']}  ({field['type']})")
@@ -231,7 +228,7 @@ def _type_text(annotation: Any) -> str:
     if annotation in _NAMES:
         return _NAMES[annotation]
     if origin is Literal:
-        return "|".join(written(choice) for choice in parts)
+        return "|".join(format_value(choice) for choice in parts)
     if origin is tuple:
         several = parts[-1] is Ellipsis
         return ",".join([_type_text(part) for part in parts if part is not Ellipsis] + (["…"] if several else []))

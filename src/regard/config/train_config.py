@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from .base import Config
-from .data import DataConfig
-from .model import ModelConfig
+from .base import Config, split_commas
+from .data_config import DataConfig
+from .model_config import ModelConfig
 
 Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "caption"]
 
@@ -102,45 +102,16 @@ class TrainConfig(Config):
     lora_targets: tuple[str, ...] = ("w_qkv", "w_q", "w_kv", "w_o")
     """Which linear layers get them, by the last part of their names."""
 
-    @field_validator("freeze", "lora_targets", "betas", mode="before")
-    @classmethod
-    def _words(cls, value: Any) -> Any:
-        """``0.9,0.98`` and ``encoder.*,token.*`` as they are typed."""
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    _split = field_validator("freeze", "lora_targets", "betas", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in (
-            "steps",
-            "batch_tokens",
-            "batch_size",
-            "accumulate",
-            "keep",
-            "log_every",
-            "beam",
-            "lora",
-            "patience",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in (
-            "warmup",
-            "average",
-            "eval_every",
-            "eval_examples",
-            "save_every",
-            "samples",
-            "weight_decay",
-            "eps",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        self.check_at_least(1, _POSITIVE)
+        self.check_at_least(0, _NOT_NEGATIVE)
         for name in ("lr", "muon_lr", "clip"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a positive number")
-        for name in ("label_smoothing", "ema", "floor"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must lie in [0, 1)")
+        self.check_shares(("label_smoothing", "ema", "floor"))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must lie in [0, 1)")
         return self

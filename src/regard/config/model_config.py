@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from .base import Config
-from .mixers import Mixer, mixer
+from .mixers import Mixer, get_mixer
 
 Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
 Source = Literal["text", "image", "regions"]
@@ -242,7 +242,7 @@ class ModelConfig(Config):
     @property
     def mixing(self) -> Mixer:
         """What the mixer is able to do."""
-        return mixer(self.mixer)
+        return get_mixer(self.mixer)
 
     @property
     def head_width(self) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from .base import Config
+from .base import Config, split_commas
 
 Kind = Literal["pairs", "text", "labelled", "captions", "images"]
 """Sentence pairs, plain text, labelled text, captioned images, labelled images."""
@@ -81,40 +81,21 @@ class DataConfig(Config):
     flip: bool = False
     """Every second training image is mirrored."""
 
-    @field_validator("columns", "labels", mode="before")
-    @classmethod
-    def _words(cls, value: Any) -> Any:
-        """``en,de`` and ``bad,good`` as they are typed; a list where it is one."""
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    _split = field_validator("columns", "labels", mode="before")(split_commas)
 
     @field_validator("columns")
     @classmethod
-    def _numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
+    def _column_numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
         """``0,1`` are numbers."""
         return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdigit() else x for x in value)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not 0.0 <= self.valid_fraction < 1.0:
-            raise ValueError(f"valid_fraction={self.valid_fraction} must lie in [0, 1)")
+        self.check_shares(("valid_fraction", "hide_rate"))
         if not 0.0 < self.mask_rate < 1.0:
             raise ValueError(f"mask_rate={self.mask_rate} must lie in (0, 1)")
-        if not 0.0 <= self.hide_rate < 1.0:
-            raise ValueError(f"hide_rate={self.hide_rate} must lie in [0, 1)")
-        if self.shift < 0:
-            raise ValueError(f"shift={self.shift} must not be negative")
-        for name in (
-            "valid_rows",
-            "max_chars",
-            "max_pixels",
-            "epoch_examples",
-            "vocab_size",
-            "max_len",
-            "max_target_len",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        self.check_at_least(0, ("shift",))
+        self.check_at_least(1, _POSITIVE)
         return self
 
 
