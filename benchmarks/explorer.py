@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 import regard
-from regard.data.tokenizers import train_tokenizer
-from regard.hub import Processor
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
 
 SENTENCE = "the cat sat on the mat. "
 

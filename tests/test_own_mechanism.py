@@ -28,13 +28,13 @@ from models.small import decode
 from regard.cli import completing
 from regard.config import MIXERS, ModelConfig, mixers
 from regard.config.overrides import parse_overrides
-from regard.data.tokenizers import train_tokenizer
 from regard.errors import BadModelFile, UsageError
 from regard.experiments.ablations import ablate, ablation
 from regard.experiments.contenders import Setup, choose, ready
 from regard.generation import generate
-from regard.hub import Processor
 from regard.models import Decoder
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
 from web.served import asking, numbers, opened
 
 ROOT = Path(__file__).resolve().parents[1]

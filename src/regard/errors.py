@@ -6,7 +6,9 @@ caller may want to tell apart: a file that cannot be trusted, a training run tha
 
 from __future__ import annotations
 
-__all__ = ["BadModelFile", "Diverged", "RegardError", "UsageError"]
+from dataclasses import dataclass
+
+__all__ = ["BadData", "BadLine", "BadModelFile", "Diverged", "RegardError", "UsageError"]
 
 
 class RegardError(Exception):
@@ -25,6 +27,26 @@ class BadModelFile(RegardError):
     """A checkpoint or model directory is damaged, incomplete or not what its manifest says."""
 
     exit_code = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line of a data file that is no example, and why."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+class BadData(RegardError):
+    """Data files that cannot be used as they are; ``lines`` holds the first of the ``n_bad`` bad lines."""
+
+    def __init__(self, message: str, lines: tuple[BadLine, ...] = (), n_bad: int = 0) -> None:
+        super().__init__(message)
+        self.lines, self.n_bad = lines, n_bad
 
 
 class Diverged(RegardError):

@@ -22,6 +22,7 @@ from .foundation.jsonio import to_json
 from .hub.manifest import need_ours
 from .hub.weights import INDEX
 from .models import Model
+from .text import Processor, read_processor
 from .training.run_directory import RUN_FILE, RunDirectory
 
 __all__ = ["Description", "describe", "load", "save"]
@@ -94,7 +95,7 @@ class Description:
     dtypes: tuple[str, ...]
     files: dict[str, int]
     """Every file and its size."""
-    processor: hub.Processor | None
+    processor: Processor | None
 
     def document(self) -> dict[str, Any]:
         """As one JSON document."""
@@ -220,8 +221,8 @@ class _Opened:
             self.directory.bytes(GENERATION) if self.directory.has(GENERATION) else None,
         )
 
-    def processor(self) -> hub.Processor | None:
-        return hub.read_processor(self.directory, self.fields, self.understood.config)
+    def processor(self) -> Processor | None:
+        return read_processor(self.directory, self.fields, self.understood.config)
 
 
 def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:

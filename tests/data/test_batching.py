@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from regard.data import token_files
 from regard.data.batching import BatchPlan, mask_tokens, pad
-from regard.data.examples import BadData
 from regard.data.hashing import bits, integers, permutation, stable_key, uniform
 from regard.data.packing import Blocks, PackedRows
 from regard.data.token_files import TokenFile, cached_tokens, open_tokens, write_tokens
+from regard.errors import BadData
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 pair_lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=60)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from regard.data.describe import Lengths, describe
 from regard.data.sources import open_source
-from regard.data.tokenizers import train_tokenizer
+from regard.text.tokenizer_training import train_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from regard.config import DataConfig
-from regard.data.examples import BadData, ImageExample, Labelled, Pair, Report, Text, key_of
+from regard.data.examples import ImageExample, Labelled, Pair, Report, Text, key_of
 from regard.data.images import image_batch, pixels_of, read_idx
 from regard.data.lines import read_lines
 from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
-from regard.errors import RegardError
+from regard.errors import BadData, RegardError
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -19,8 +19,9 @@ from regard.errors import BadModelFile
 from regard.export import BoundBroken, Bounds, certify, engines_in, export, open_engine, table
 from regard.export.cases import make_cases
 from regard.export.ctranslate2 import export_ctranslate2
-from regard.hub import Manifest, Processor
+from regard.hub import Manifest
 from regard.models import Model
+from regard.text.processor import Processor
 
 from .translators import learned, pairs, tokenizers, translator, writer
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from models.small import shaken
 from regard.data import open_corpus
-from regard.data.tokenizers import Tokenizer, train_pair, train_tokenizer
-from regard.hub import Processor
 from regard.models import Model, build
+from regard.text.processor import Processor
+from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer_training import train_pair, train_tokenizer
 
 
 @functools.cache

@@ -10,9 +10,11 @@ from PIL import Image
 
 import regard
 from models.small import shaken
-from regard.data.tokenizers import Tokenizer, TokenizerKind, train_tokenizer
-from regard.hub import ImageProcessor, Processor
 from regard.models import Model
+from regard.text.image_processor import ImageProcessor
+from regard.text.processor import Processor
+from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer_training import TokenizerKind, train_tokenizer
 
 LINES = [
     "the cat sat on the mat.",

@@ -13,11 +13,14 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
 
 from regard.errors import BadModelFile
-from regard.hub import ImageProcessor, JsonTokenizer, Processor
 from regard.io import describe, load
+from regard.text.image_processor import ImageProcessor
+from regard.text.processor import Processor
+from regard.text.tokenizer import Tokenizer
 
 from .helpers import THEIRS, VOCAB, copy, edit_json, ours, speaks, theirs
 
@@ -189,15 +192,15 @@ def test_a_snapshot_of_the_cache_is_made_of_links(folder: Folder, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
+def tokenizer() -> Backend:
+    made = Backend(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, show_progress=False))
     return made
 
 
-def test_tokenizer_json(folder: Folder, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_tokenizer_json(folder: Folder, tmp_path: Path, tokenizer: Backend) -> None:
     directory = copy(folder("gpt2"), tmp_path / "with")
     wanted = tokenizer.encode(TEXT[0]).ids
     tokenizer.enable_truncation(2)  # the file's own limits are not the caller's
@@ -212,9 +215,9 @@ def test_tokenizer_json(folder: Folder, tmp_path: Path, tokenizer: Tokenizer) ->
     assert load(folder("gpt2")).processor is None
 
 
-def test_processor_goes_through_save_and_transformers_opens_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_processor_goes_through_save_and_transformers_opens_it(tmp_path: Path, tokenizer: Backend) -> None:
     model = ours(positions="learned", norm_place="pre", activation="gelu_tanh")
-    model.processor = Processor(source=JsonTokenizer(tokenizer.to_str().encode()))
+    model.processor = Processor(source=Tokenizer(tokenizer.to_str().encode()))
     saved = model.save(tmp_path / "model")
     again = load(saved)
     assert again.processor.tokenizer.encode(TEXT[2]) == tokenizer.encode(TEXT[2]).ids
@@ -224,20 +227,20 @@ def test_processor_goes_through_save_and_transformers_opens_it(tmp_path: Path, t
     assert describe(saved).document()["tokens"] == {"source": tokenizer.get_vocab_size()}
 
 
-def test_a_pair_of_tokenizers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_pair_of_tokenizers(tmp_path: Path, tokenizer: Backend) -> None:
     model = ours(architecture="encoder-decoder", target_vocab_size=VOCAB)
     content = tokenizer.to_str().encode()
-    model.processor = Processor(source=JsonTokenizer(content), target=JsonTokenizer(content))
+    model.processor = Processor(source=Tokenizer(content), target=Tokenizer(content))
     processor = load(model.save(tmp_path / "model")).processor
     assert processor.source.encode(TEXT[0]) == processor.target.encode(TEXT[0]) == tokenizer.encode(TEXT[0]).ids
     with pytest.raises(ValueError, match=r"there are 2 tokenizers; ask for processor\.source or processor\.target"):
         _ = processor.tokenizer
 
 
-def test_an_image_has_no_source_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_image_has_no_source_text(tmp_path: Path, tokenizer: Backend) -> None:
     model = ours(architecture="encoder-decoder", source="image", image_size=8, patch_size=4)
     model.processor = Processor(
-        target=JsonTokenizer(tokenizer.to_str().encode()), image=ImageProcessor((8, 8), (0.1,) * 3, (0.2,) * 3)
+        target=Tokenizer(tokenizer.to_str().encode()), image=ImageProcessor((8, 8), (0.1,) * 3, (0.2,) * 3)
     )
     processor = load(model.save(tmp_path / "model")).processor
     assert processor.source is None

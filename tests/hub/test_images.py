@@ -14,8 +14,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from regard.config import ModelConfig
 from regard.errors import BadModelFile
-from regard.hub import ImageProcessor
 from regard.io import load
+from regard.text.image_processor import ImageProcessor
 
 from .helpers import edit_json, theirs
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from generation.spoken import made
 from regard.attention import AttentionMap
 from regard.data.corpora import examples, open_corpus
-from regard.data.tokenizers import train_pair, train_tokenizer
-from regard.hub import ImageProcessor, Processor
 from regard.models import Model
+from regard.text.image_processor import ImageProcessor
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_pair, train_tokenizer
 
 
 def map_of(weights: Tensor) -> AttentionMap:

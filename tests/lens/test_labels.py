@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import regard
 from generation.spoken import LINES, language_model, made, translator
 from models.small import small, small_config
-from regard.data.tokenizers import Tokenizer, TokenizerKind, train_tokenizer
-from regard.hub import Processor
-from regard.hub.tokens import JsonTokenizer, MarianTokenizer
 from regard.lens import Label, Look
 from regard.lens.labels import begins_word, joined, token_labels, token_text, visible
+from regard.text.processor import Processor
+from regard.text.tokenizer import MarianTokenizer, Tokenizer
+from regard.text.tokenizer_training import TokenizerKind, train_tokenizer
 
 CONFIG = small_config("gpt2")
 TEXT = "고양이가 매트 위에, don't sit!"
@@ -80,7 +80,7 @@ def _tokenizer(kind: TokenizerKind) -> Tokenizer:
 # ---- anybody's
 
 
-def from_json(model: dict[str, Any], decoder: dict[str, Any] | None, special: tuple[str, ...] = ()) -> JsonTokenizer:
+def from_json(model: dict[str, Any], decoder: dict[str, Any] | None, special: tuple[str, ...] = ()) -> Tokenizer:
     vocab = model["vocab"] if isinstance(model["vocab"], dict) else {x[0]: n for n, x in enumerate(model["vocab"])}
     added = [
         {"id": vocab[x], "content": x, "special": True}
@@ -89,7 +89,7 @@ def from_json(model: dict[str, Any], decoder: dict[str, Any] | None, special: tu
     ]
     content = {"version": "1.0", "added_tokens": added, "model": model, "decoder": decoder}
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
-    return JsonTokenizer(json.dumps(nothing | content).encode())
+    return Tokenizer(json.dumps(nothing | content).encode())
 
 
 def test_word_pieces_join_at_their_marks() -> None:
@@ -124,7 +124,7 @@ def test_byte_level_tokens_of_others() -> None:
     ours = train_tokenizer(LINES, "bpe", 290)
     fields = json.loads(ours.content)
     fields["added_tokens"] = [x for x in fields["added_tokens"] if x["content"] == "<eos>"]
-    tokenizer = JsonTokenizer(json.dumps(fields).encode())
+    tokenizer = Tokenizer(json.dumps(fields).encode())
     ids = ours.encode("고양이 cat")
     assert texts(token_labels(ids, tokenizer, CONFIG)) == texts(token_labels(ids, ours, CONFIG))
 

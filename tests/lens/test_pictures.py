@@ -166,7 +166,7 @@ def test_a_picture_that_is_cropped_shows_the_part_that_was_read() -> None:
     model = captioner()
     from dataclasses import replace
 
-    from regard.hub import ImageProcessor
+    from regard.text.image_processor import ImageProcessor
 
     model.processor = replace(model.processor, image=ImageProcessor(16, crop=(16, 16)))
     look = regard.look(model, np.zeros((40, 60, 3), dtype=np.uint8), "the cat")

@@ -21,9 +21,9 @@ from regard.config import DataConfig
 from regard.data.batching import mask_tokens
 from regard.data.sources import open_source
 from regard.errors import BadModelFile, RegardError
-from regard.hub import Processor
-from regard.hub.tokens import JsonTokenizer
 from regard.recipes import run_config
+from regard.text.processor import Processor
+from regard.text.tokenizer import Tokenizer
 from regard.training import evaluation_files, metrics
 from regard.training.metrics.statistics import paired_bootstrap
 from regard.training.run_directory import RunDirectory
@@ -387,16 +387,17 @@ def test_a_model_directory_says_its_task(house: House, name: str, data: dict[str
 
 
 def test_a_tokenizer_made_elsewhere(house: House, tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({"!": 0, **{c: n for n, c in enumerate(alphabet, 1)}}, []))
+    inner = Backend(models.BPE({"!": 0, **{c: n for n, c in enumerate(alphabet, 1)}}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     torch.manual_seed(0)
     sizes = {"vocab_size": 300, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "max_len": 48}
     model = regard.build("gpt2", **sizes, pad_id=299, bos_id=299, eos_id=299)
-    model.processor = Processor(source=JsonTokenizer(inner.to_str().encode()))
+    model.processor = Processor(source=Tokenizer(inner.to_str().encode()))
     model.eval().save(tmp_path / "foreign")
     report = _ask(tmp_path / "foreign", {"source": str(house.file("text.txt"))}, stride=16)
     ids = inner.encode(house.file("text.txt").read_text()).ids

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import regard
 from models.small import inputs_of, shaken, small, small_config
-from regard.data.tokenizers import Tokenizer, train_tokenizer
-from regard.hub import Processor
 from regard.models import Model, build
+from regard.text.processor import Processor
+from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer_training import train_tokenizer
 from regard.training.finetuning import LoraLinear, add_lora, freeze, has_lora, lora_names, merge, start_from
 
 DEFAULT = ("w_qkv", "w_q", "w_kv", "w_o")

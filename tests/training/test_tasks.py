@@ -21,10 +21,9 @@ from regard import cli
 from regard.config import RunConfig
 from regard.data.examples import ImageExample, Labelled, Pair, Text
 from regard.data.sources import open_source
-from regard.data.token_models import MASK, SPECIAL
-from regard.data.tokenizers import Tokenizer
 from regard.models import build
 from regard.recipes import run_config
+from regard.text.tokenizer import MASK, SPECIAL, Tokenizer
 from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.tasks import Task, open_task
 from regard.training.tasks.task import evaluate

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from generation.spoken import image_classifier, language_model, made
 from regard.data.corpora import open_corpus
-from regard.data.tokenizers import train_tokenizer
 from regard.generation.pictures import pixels
-from regard.hub import ImageProcessor, Processor
 from regard.models import Model
+from regard.text.image_processor import ImageProcessor
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
 from regard.web.served import Served
 from regard.web.server import explorer
 

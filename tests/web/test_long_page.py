@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from generation.spoken import LINES, made
-from regard.data.tokenizers import train_tokenizer
-from regard.hub import Processor
 from regard.lens import Look, look
 from regard.models import Model
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
 
 from .browsing import Tab, serving
 from .conftest import WIDE

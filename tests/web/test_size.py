@@ -13,8 +13,8 @@ import torch
 
 import regard
 from generation.spoken import LINES
-from regard.data.tokenizers import train_tokenizer
-from regard.hub import Processor
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
 
 from .test_serve import serving
 

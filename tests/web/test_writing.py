@@ -10,8 +10,8 @@ import pytest
 
 from generation.spoken import LINES
 from regard.config import ModelConfig
-from regard.data.tokenizers import train_tokenizer
 from regard.lens.labels import Label, token_labels
+from regard.text.tokenizer_training import train_tokenizer
 from regard.web import writing
 from regard.web.reading import _texts
 from regard.web.writing import Labelling

@@ -16,7 +16,7 @@ from .common import AsJson, Words, progress, show
 if TYPE_CHECKING:
     from regard.config import DataConfig
     from regard.data.sources import Source
-    from regard.data.tokenizers import Tokenizer
+    from regard.text.tokenizer import Tokenizer
 
 app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
 
@@ -76,9 +76,9 @@ def describe(
 
 def _tokenizer_kind(config: DataConfig) -> str:
     """What the option names, checked before anything is read; auto is what training takes it for."""
-    from regard.data.tokenizers import TokenizerKind
     from regard.errors import UsageError
     from regard.foundation.suggestions import did_you_mean
+    from regard.text.tokenizer_training import TokenizerKind
 
     kinds = get_args(TokenizerKind)
     kind = "bpe" if config.tokenizer == "auto" else config.tokenizer
@@ -90,7 +90,8 @@ def _tokenizer_kind(config: DataConfig) -> str:
 def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
     """Those that training would use: the one for both sides, or for each side its own."""
     from regard.data.examples import ImageExample, Labelled, Pair, Text
-    from regard.data.tokenizers import Tokenizer, train_tokenizer
+    from regard.text.tokenizer import Tokenizer
+    from regard.text.tokenizer_training import train_tokenizer
 
     if kind == "none" or source.kind == "images":
         return None, None

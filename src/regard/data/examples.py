@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RegardError
+from ..errors import BadData, BadLine
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
 __all__ = [
-    *("BadData", "BadLine", "Example", "ImageExample", "Labelled", "Pair", "Report", "Text", "key_of"),
+    *("Example", "ImageExample", "Labelled", "Pair", "Report", "Text", "key_of"),
 ]
 
 MOST_SHOWN = 20
@@ -65,26 +65,6 @@ def key_of(example: Example) -> str | bytes:
             return path.name
     assert not isinstance(example.image, Path)
     return example.image.tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that is no example, and why."""
-
-    file: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
-
-
-class BadData(RegardError):
-    """Files that cannot be used as they are; ``lines`` holds the first bad lines, ``n_bad`` says how many there are."""
-
-    def __init__(self, message: str, lines: tuple[BadLine, ...] = (), n_bad: int = 0) -> None:
-        super().__init__(message)
-        self.lines, self.n_bad = lines, n_bad
 
 
 @dataclass

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import DataConfig, Kind
-from .examples import BadData, Report, Text
+from ..errors import BadData
+from .examples import Report, Text
 from .lines import open_bytes, read_lines
 
 __all__ = ["Row", "Schema", "read_caption_json", "read_csv", "read_jsonl", "read_parallel", "read_texts", "read_tsv"]

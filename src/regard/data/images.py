@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .examples import BadData, ImageExample
+from ..errors import BadData
+from .examples import ImageExample
 from .hashing import bits_of, stable_key
 from .lines import open_bytes
 

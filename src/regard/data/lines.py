@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, cast
 
 from ..config import DataConfig
-from .examples import BadData, Report
+from ..errors import BadData
+from .examples import Report
 
 __all__ = ["open_bytes", "read_lines", "stem_of", "suffix_of"]
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import DataConfig, Format, Kind
-from ..errors import RegardError
+from ..errors import BadData, RegardError
 from .corpora import CORPORA
 from .detect import IMAGE_SUFFIXES, detect_format, detect_schema, schema_of_keys
-from .examples import BadData, Report, Text
+from .examples import Report, Text
 from .files import Row, Schema, cells_of, read_caption_json, read_csv, read_jsonl, read_parallel, read_texts, read_tsv
 from .images import read_idx
 from .lines import stem_of, suffix_of

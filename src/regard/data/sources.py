@@ -13,8 +13,9 @@ from typing import Any, cast
 import numpy as np
 
 from ..config import DataConfig, Kind
+from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
-from .examples import BadData, Example, ImageExample, Labelled, Pair, Report, Text
+from .examples import Example, ImageExample, Labelled, Pair, Report, Text
 from .files import Row
 from .images import IdxImages, check_image
 from .places import Place, place_of, rows_of

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .examples import BadData
+from ..errors import BadData
 
 __all__ = ["TokenFile", "cached_tokens", "open_tokens", "write_atomically", "write_tokens"]
 

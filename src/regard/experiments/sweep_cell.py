@@ -28,8 +28,8 @@ from ..data.sources import open_source
 from ..errors import BadModelFile, Diverged, RegardError
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import to_json
-from ..hub import Processor
 from ..models.build import build
+from ..text.processor import Processor
 from ..training.evaluating import evaluate
 from ..training.reporter import peak_memory_mib
 from ..training.run_directory import RUN_FILE, RunDirectory, provenance

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..data.examples import BadData, Labelled, Pair
+from ..data.examples import Labelled, Pair
 from ..data.sources import open_source
+from ..errors import BadData
 from ..training import metrics
 from .engines import Ct2Engine, Engine, TorchEngine
 

@@ -23,6 +23,7 @@ from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import prompts_of, sources_of
 from ..models import Model
+from ..text import Processor, read_processor
 from .ctranslate2 import FOLDER as CT2_FOLDER
 from .ctranslate2 import need_ctranslate2, vocabulary
 from .quantise import is_quantised, open_int8
@@ -332,12 +333,12 @@ def engines_in(root: Path) -> list[EngineName]:
     return ["torch", *(name for name, folder in others if (root / folder).is_dir())]
 
 
-def open_description(root: Path) -> tuple[hub.Directory, ModelConfig, hub.Processor | None]:
+def open_description(root: Path) -> tuple[hub.Directory, ModelConfig, Processor | None]:
     """What stands in a directory around its weights."""
     directory = hub.Directory(root)
     fields = directory.config()
     config = hub.read_config(fields).config
-    return directory, config, hub.read_processor(directory, fields, config)
+    return directory, config, read_processor(directory, fields, config)
 
 
 def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
@@ -350,7 +351,7 @@ def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     understood = hub.read_config(fields)
     fitting = hub.fit(understood.config, understood.steps, weights.layout)
     model = hub.fill(fitting, understood.steps, weights, torch.device(device), None)
-    model.processor = hub.read_processor(directory, fields, understood.config)
+    model.processor = read_processor(directory, fields, understood.config)
     return model
 
 

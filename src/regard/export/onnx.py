@@ -22,6 +22,7 @@ from ..errors import BadModelFile
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
+from ..text import read_processor
 from .onnx_graphs import graphs_of
 from .onnx_maps import weighing_parts
 from .onnx_model import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder
@@ -117,7 +118,7 @@ def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list
         model.take_parts(_parts(place / MAPS), place)
     if place != root and (root / "config.json").is_file():
         directory = hub.Directory(root)
-        model.processor = hub.read_processor(directory, directory.config(), config)
+        model.processor = read_processor(directory, directory.config(), config)
     return model
 
 

@@ -22,6 +22,7 @@ from ..foundation.jsonio import parse_json, to_json
 from ..layers.int8 import Int8Linear
 from ..layers.int8 import quantise as round_in_place
 from ..models import Model, build
+from ..text import read_processor
 
 MARK = "regard_quantisation"
 """The field of config.json that says the weights are quantised, and how."""
@@ -103,7 +104,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     n_parameters = model.n_parameters
     model = cast(Model, round_in_place(model))
     _need_fit(directory.root, model, weights)
-    model.processor = hub.read_processor(directory, fields, understood.config)
+    model.processor = read_processor(directory, fields, understood.config)
     model.provenance = hub.Provenance(directory.root, understood.model_type, directory.verified)
     return Int8Directory(directory, weights, model, n_parameters)
 

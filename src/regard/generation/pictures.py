@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import DataConfig
-from ..data.examples import BadData
 from ..data.images import check_image, pixels_of
-from ..hub.images import ImageProcessor
+from ..errors import BadData
 from ..models import Model
+from ..text.image_processor import ImageProcessor
 
 _MOST_PIXELS: int = DataConfig.model_fields["max_pixels"].default
 

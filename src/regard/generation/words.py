@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..data.token_models import speakable
-from ..hub.tokens import Tokenizer
 from ..models import Decoder, Model
+from ..text.tokenizer import Tokenizer, replace_surrogates
 from .pieces import Decode
 
 Stop = str | int | Sequence[str | int | Sequence[int]]
@@ -50,7 +49,7 @@ class Words:
 
     def _row(self, text: str, name: str) -> list[int]:
         """The ids of a text with what stands around one in training, but no end behind a prompt that is to go on."""
-        tokenizer, text = self.source, speakable(text)
+        tokenizer, text = self.source, replace_surrogates(text)
         first, ids, last = parts(tokenizer, text)
         if not ids:
             raise ValueError(f"{name} is empty: there is nothing to {'continue' if self.goes_on else 'read'}")
@@ -58,7 +57,7 @@ class Words:
 
     def beginning(self, text: str | Sequence[int]) -> list[int]:
         """The ids of what a text begins with, and nothing around them."""
-        return parts(self.target, speakable(text))[1] if isinstance(text, str) else list(text)
+        return parts(self.target, replace_surrogates(text))[1] if isinstance(text, str) else list(text)
 
     def token(self, word: str | int) -> int:
         """The id of a token: as it is written in the tokenizer's file, or the text that is exactly this one token."""
@@ -66,7 +65,7 @@ class Words:
             return word
         if word in self._written:
             return self._written[word]
-        ids = parts(self.target, speakable(word))[1]
+        ids = parts(self.target, replace_surrogates(word))[1]
         if len(ids) == 1 and self.decode([ids[0], ids[0]]).endswith(word) and word:
             return ids[0]
         many = f"it is {len(ids)} tokens" if len(ids) > 1 else "the tokenizer does not have it"
@@ -75,10 +74,7 @@ class Words:
     @cached_property
     def _written(self) -> dict[str, int]:
         """Every token as it is written."""
-        target: Any = self.target
-        if not hasattr(target, "token"):
-            return dict(getattr(target, "vocab", {}))
-        words = ((target.token(index), index) for index in range(self.config.output_vocab_size))
+        words = ((self.target.token(index), index) for index in range(self.config.output_vocab_size))
         return {word: index for word, index in words if word is not None}
 
     def bias(self, logit_bias: Mapping[str | int, float]) -> dict[int, float]:

@@ -7,10 +7,8 @@ from .directory import Directory, Provenance
 from .families import BY_TYPE, FAMILIES
 from .family import Family, Foreign
 from .fitting import Fitting, fill, fit
-from .images import ImageProcessor
 from .manifest import Manifest
 from .steps import Step, Tensors, to_ours, to_theirs
-from .tokens import JsonTokenizer, MarianTokenizer, Processor, Tokenizer, read_processor
 from .weights import Weights, write_safetensors
 
 __all__ = [
@@ -44,11 +42,4 @@ __all__ = [
     "fit",
     "to_ours",
     "to_theirs",
-    # text, images, labels
-    "ImageProcessor",
-    "JsonTokenizer",
-    "MarianTokenizer",
-    "Processor",
-    "Tokenizer",
-    "read_processor",
 ]

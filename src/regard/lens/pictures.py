@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..data.images import pixels_of
 from ..generation.pictures import pixels
-from ..hub.images import ImageProcessor
 from ..models import Model
+from ..text.image_processor import ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,8 +12,9 @@ import torch
 
 from ..config import DataConfig
 from ..data.corpora import CORPORA
-from ..data.examples import BadData, Example
+from ..data.examples import Example
 from ..data.sources import Source
+from ..errors import BadData
 from .evaluation_files import need_ours, write_evaluation
 from .evaluation_text import table_of
 from .judging import Judged, judge

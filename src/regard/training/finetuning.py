@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
-from ..hub import Processor
 from ..layers import FeedForward, Learned
 from ..models import Model
 from ..models.heads import TokenHead
+from ..text.processor import Processor
+from ..text.tokenizer import MarianTokenizer, Tokenizer
 
 __all__ = ["Started", "freeze", "start_from"]
 
@@ -167,31 +168,24 @@ def _vocabularies(model: Model) -> dict[str, list[str]]:
     return sides
 
 
-def _tokenizer(processor: Processor | None, side: str) -> Any:
+def _tokenizer(processor: Processor | None, side: str) -> Tokenizer | None:
     if processor is None:
         return None
     first, second = (processor.source, processor.target) if side == "source" else (processor.target, processor.source)
     return second if first is None else first
 
 
-def _same_tokens(ours: Any, theirs: Any) -> bool:
+def _same_tokens(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:
     """Whether an id is the same piece of text. Where neither side has a tokenizer, ids are all there is."""
     if ours is None or theirs is None:
         return ours is None and theirs is None
-    if ours is theirs or getattr(ours, "content", 0) == getattr(theirs, "content", 1):
-        return True
-    mine, yours = _pieces(ours), _pieces(theirs)
-    return mine is not None and mine == yours
+    return ours.content == theirs.content or _vocabulary(ours) == _vocabulary(theirs)
 
 
-def _pieces(tokenizer: Any) -> list[str | None] | None:
+def _vocabulary(tokenizer: Tokenizer) -> list[str | None]:
     """Every token as it is written, by id."""
-    if (vocabulary := getattr(tokenizer, "vocab", None)) is not None:  # Marian's
-        by_id = {index: piece for piece, index in vocabulary.items()}
-        return [by_id.get(index) for index in range(max(by_id, default=-1) + 1)]
-    if (token := getattr(tokenizer, "token", None)) is not None:
-        return [token(index) for index in range(tokenizer.size)]
-    return None
+    size = max(tokenizer.vocab.values(), default=-1) + 1 if isinstance(tokenizer, MarianTokenizer) else tokenizer.size
+    return [tokenizer.token(index) for index in range(size)]
 
 
 def _strange_labels(model: Model, ours: Processor | None, there: Model) -> dict[str, str]:

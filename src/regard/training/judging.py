@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.examples import BadData, Example, Labelled
-from ..errors import RegardError
+from ..data.examples import Example, Labelled
+from ..errors import BadData, RegardError
 from ..models import Model
 from ..models.heads import TokenHead
 from . import metrics

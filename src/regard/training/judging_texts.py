@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.examples import BadData, Example, Text
-from ..data.tokenizers import Tokenizer
+from ..data.examples import Example, Text
+from ..errors import BadData
 from ..models import Decoder, Model
+from ..text.tokenizer import Tokenizer
 from . import metrics
 from .judging import Floats, Judged, losses_of, need_finite
 from .loss import IGNORE
 from .metrics import Statistics
 from .precision import Precision
-from .systems import Foreign
 from .tasks import Row
 from .tasks.language_modelling import MaskedLanguageModel, Texts
 
@@ -37,7 +37,7 @@ _SHOWN_BEFORE = 32
 class TextLosses:
     """All tokens of some texts and -log p of each; NaN where a token was not asked for."""
 
-    tokenizer: Tokenizer | Foreign
+    tokenizer: Tokenizer
     texts: list[str]
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
@@ -161,7 +161,7 @@ def _masked_rows(found: TextLosses, inputs: NDArray[np.int64], context: int) -> 
         place = slice(first, min(first + context, len(found.tokens)))
         if (asked := scored[place]).any():
             loss = float(found.losses[place][asked].mean())
-            seen = "".join(cast(Tokenizer, found.tokenizer).display_pieces(inputs[place].tolist()))
+            seen = "".join(found.tokenizer.span_texts(inputs[place].tolist()))
             yield Row(seen, decode(found.tokens[place]), decode(filled[place]), math.exp(-loss), loss)
 
 
@@ -218,7 +218,7 @@ def _by_characters(a: TextLosses, b: TextLosses) -> tuple[Statistics, Statistics
 
 
 def _gives_back(found: TextLosses) -> bool:
-    return isinstance(found.tokenizer, Tokenizer) and all(
+    return found.tokenizer.is_native and all(
         found.tokenizer.decode(found.tokens[start:end]) == text
         for text, start, end in zip(found.texts, found.starts[:-1], found.starts[1:], strict=True)
     )
@@ -229,7 +229,7 @@ def _bits_of_stretches(found: TextLosses) -> dict[Unit, float]:
     bits: dict[Unit, float] = {}
     unread: set[Unit] = set()
     for document, start in enumerate(found.starts[:-1].tolist()):
-        for piece in cast(Tokenizer, found.tokenizer).pieces(found.tokens[start : found.starts[document + 1]].tolist()):
+        for piece in found.tokenizer.token_spans(found.tokens[start : found.starts[document + 1]].tolist()):
             losses = found.losses[start + piece.first : start + piece.last]
             unit = document, piece.start // _STRETCH
             if piece.end > piece.start and np.isnan(losses).any():

@@ -27,14 +27,14 @@ import torch
 
 from ..config import RunConfig
 from ..data.sources import Source
-from ..data.tokenizers import Tokenizer
 from ..errors import BadModelFile
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..hub import ImageProcessor, Processor
-from ..hub.tokens import IMAGE, ONE, SOURCE, TARGET
 from ..models import Model
 from ..models.build import build
+from ..text.image_processor import ImageProcessor
+from ..text.processor import IMAGE, ONE, SOURCE, TARGET, Processor
+from ..text.tokenizer import Tokenizer
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .finetuning import add_lora, merge
@@ -112,7 +112,7 @@ class RunDirectory:
     def processor(self) -> Processor:
         def tokenizer(name: str) -> Tokenizer | None:
             path = self.root / name
-            return Tokenizer(path.read_bytes(), str(path)) if path.exists() else None
+            return Tokenizer.read_native(path.read_bytes(), str(path)) if path.exists() else None
 
         source, target = tokenizer(ONE) or tokenizer(SOURCE), tokenizer(TARGET)
         if self.config.task == "caption":
@@ -182,7 +182,6 @@ def _processor_files(processor: Processor) -> dict[str, bytes]:
     files = {}
     for tokenizer, name in ((processor.source, SOURCE), (processor.target, TARGET)):
         if tokenizer is not None:
-            assert isinstance(tokenizer, Tokenizer)
             files[name if both else ONE] = tokenizer.content
     if processor.image is not None:
         files[IMAGE] = to_json(processor.image.fields())

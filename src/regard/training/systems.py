@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,15 +14,14 @@ from ..config import DataConfig, ModelConfig, RunConfig
 from ..config import Task as TaskName
 from ..data.corpora import CORPORA
 from ..data.sources import Source, open_source
-from ..data.tokenizers import Tokenizer
 from ..errors import BadModelFile
-from ..hub import Processor
-from ..hub.tokens import JsonTokenizer
 from ..models import Model
+from ..text.processor import Processor
+from ..text.tokenizer import Tokenizer
 from .run_directory import RUN_FILE, RunDirectory
 from .tasks import Task, open_task
 
-__all__ = ["ALL_OF_IT", "Foreign", "System", "data_for", "open_data", "open_system", "task_for"]
+__all__ = ["ALL_OF_IT", "System", "data_for", "open_data", "open_system", "task_for"]
 
 WHERE = (
     *("source", "valid", "format", "valid_fraction", "valid_rows", "split_seed", "deduplicated", "epoch_examples"),
@@ -59,7 +57,7 @@ class System:
     def tokens_sha256(self) -> tuple[str, ...]:
         """What its tokenizers are recognised by."""
         sides = (self.processor.source, self.processor.target)
-        return tuple(side.sha256 for side in sides if isinstance(side, Tokenizer | Foreign))
+        return tuple(side.sha256 for side in sides if side is not None)
 
 
 def open_system(path: str | Path, device: torch.device) -> System:
@@ -134,7 +132,7 @@ def _task_of(name: str, model: ModelConfig) -> TaskName:
 
 
 def _adapted(name: str, task: TaskName, model: Model) -> Processor:
-    """The processor a directory came with, its tokenizers able to do what tasks ask of those made here."""
+    """The processor a directory came with, its tokenizers with the special ids that tasks need."""
     found: Processor = model.processor or Processor()
     needs = {
         "classify-images": ("image",),
@@ -144,46 +142,18 @@ def _adapted(name: str, task: TaskName, model: Model) -> Processor:
         if getattr(found, part) is None:
             what = "preprocessor_config.json" if part == "image" else "tokenizer"
             raise BadModelFile(f"{name} has no {what}, which the task {task!r} needs")
-    sides: dict[str, Any] = {
-        side: tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Foreign(tokenizer, model.config)
-        for side, tokenizer in (("source", found.source), ("target", found.target))
-    }
-    if task == "mlm" and isinstance(sides["source"], Foreign):
+    if task == "mlm" and "mask" not in getattr(found.source, "special_ids", ()):
         raise ValueError(f"{name} has a tokenizer that was not made here: what hides its tokens is not known")
-    return replace(found, **sides)
+    return replace(found, source=_with_ids(found.source, model.config), target=_with_ids(found.target, model.config))
 
 
-class Foreign:
-    """Anybody's tokenizer with what tasks ask of those made here; its special tokens are those of the model."""
-
-    def __init__(self, inner: Any, config: ModelConfig) -> None:
-        self.inner, self.pad_id = inner, config.pad_id
-        self.bos_id = config.pad_id if config.bos_id is None else config.bos_id
-        self.eos_id = self.bos_id if config.eos_id is None else config.eos_id
-
-    @property
-    def size(self) -> int:
-        return int(self.inner.size)
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(getattr(self.inner, "content", None) or self.inner.model).hexdigest()
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        if special:
-            return cast(list[int], self.inner.encode(text))
-        if isinstance(self.inner, JsonTokenizer):
-            return list(self.inner._inner.encode(text, add_special_tokens=False).ids)
-        return cast(list[int], self.inner.encode(text))[:-1]  # Marian's only one ends the text
-
-    def encode_all(self, texts: Iterable[str], *, special: bool = True) -> list[list[int]]:
-        return list(self.encode_stream(texts, special=special))
-
-    def encode_stream(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
-        return (self.encode(text, special=special) for text in texts)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return str(self.inner.decode([int(index) for index in ids]))
+def _with_ids(tokenizer: Tokenizer | None, config: ModelConfig) -> Tokenizer | None:
+    """A foreign tokenizer with the special ids of its model."""
+    if tokenizer is None or tokenizer.is_native:
+        return tokenizer
+    bos_id = config.pad_id if config.bos_id is None else config.bos_id
+    eos_id = bos_id if config.eos_id is None else config.eos_id
+    return tokenizer.with_special_ids(pad=config.pad_id, bos=bos_id, eos=eos_id)
 
 
 # ------------------------------------------------------------------------------------- the examples
@@ -238,7 +208,7 @@ def task_for(system: System, source: Source, data: DataConfig, words: Mapping[st
     fields |= {name: value for name, value in words.items() if name not in WHERE}
     if fields.get("packing", "auto") == "auto":
         # How many documents there are now says nothing about how the model was taught to tell them apart.
-        own = isinstance(system.processor.source, Tokenizer)
+        own = system.processor.source is not None and system.processor.source.is_native
         fields["packing"] = "documents" if own and system.config.model.eos_id is not None else "blocks"
     read, model = DataConfig(**fields), system.config.model
     if (

@@ -17,9 +17,9 @@ from ..data.sources import Source, open_source
 from ..errors import RegardError
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..hub import Processor
 from ..models import Model
 from ..models.build import build
+from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint, Checkpoints
 from .compilation import Choice, Compiled, choose, compile_objective, record

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...config import RunConfig
 from ...data.sources import Source
-from ...hub import Processor
+from ...text.processor import Processor
 from .captioning import Caption
 from .classification import Classify, ClassifyImages
 from .language_modelling import LanguageModel, MaskedLanguageModel

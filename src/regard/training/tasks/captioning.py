@@ -14,10 +14,10 @@ from ...config import ModelConfig
 from ...data.batching import BatchPlan
 from ...data.examples import Example, ImageExample
 from ...data.images import image_batch
-from ...data.tokenizers import Tokenizer
 from ...generation import GenerateConfig, generate
-from ...hub import Processor
 from ...models import Model
+from ...text.processor import Processor
+from ...text.tokenizer import Tokenizer
 from .. import metrics
 from ..loss import Batch, shifted
 from .classification import _image_processor, images_at_once, shown_image

@@ -13,9 +13,10 @@ from ...config import ModelConfig
 from ...data.batching import BatchPlan
 from ...data.examples import Example, ImageExample, Labelled
 from ...data.images import image_batch
-from ...data.tokenizers import Tokenizer
-from ...hub import ImageProcessor, Processor
 from ...models import Model
+from ...text.image_processor import ImageProcessor
+from ...text.processor import Processor
+from ...text.tokenizer import Tokenizer
 from .. import metrics
 from ..loss import Batch
 from .task import Left, Row, Task, by_length, shortened, uneven

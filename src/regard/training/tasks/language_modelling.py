@@ -15,10 +15,10 @@ from ...data.batching import BatchPlan, mask_tokens
 from ...data.examples import Example, Text
 from ...data.packing import Blocks, PackedRow, PackedRows
 from ...data.token_files import TokenFile, cached_tokens
-from ...data.tokenizers import Tokenizer
 from ...generation import generate
-from ...hub import Processor
 from ...models import Model
+from ...text.processor import Processor
+from ...text.tokenizer import EOS, MASK, Tokenizer
 from ..loss import IGNORE, Batch
 from .task import Task, uneven
 
@@ -46,11 +46,7 @@ class Texts(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        ids = (
-            {**self._ids, "bos_id": Tokenizer.eos_id}
-            if self._separated
-            else {**self._ids, "bos_id": None, "eos_id": None}
-        )
+        ids = {**self._ids, "bos_id": EOS} if self._separated else {**self._ids, "bos_id": None, "eos_id": None}
         return self.config.model.with_(
             vocab_size=self._tokens.size, max_len=max(self.context, self.config.model.max_len), **ids
         )
@@ -182,7 +178,7 @@ class MaskedLanguageModel(Texts):
             mask_tokens(
                 row,
                 vocab_size=self._tokens.size,
-                mask_id=Tokenizer.mask_id,
+                mask_id=MASK,
                 share=self.config.data.mask_rate,
                 seed=self.config.train.seed,
                 epoch=epoch,

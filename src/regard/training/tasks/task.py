@@ -14,13 +14,14 @@ import torch
 
 from ...config import Kind, ModelConfig, RunConfig
 from ...data.batching import BatchPlan, pad
-from ...data.examples import BadData, Example
+from ...data.examples import Example
 from ...data.hashing import stable_key, uniform
 from ...data.sources import Source
-from ...data.token_models import MAKERS, MASK, SPECIAL, Template
-from ...data.tokenizers import Tokenizer, TokenizerKind, train_tokenizer
-from ...hub import Processor
+from ...errors import BadData
 from ...models import Model
+from ...text.processor import Processor
+from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
+from ...text.tokenizer_training import TOKENIZER_KINDS, Template, TokenizerKind, train_tokenizer
 from ..loss import Batch
 
 __all__ = ["Evaluation", "Left", "Row", "Task"]
@@ -143,9 +144,10 @@ class Task(ABC):
         """The one the config names, made from these texts unless it is a file."""
         data = self.config.data
         kind = self.tokenizer_kind if data.tokenizer == "auto" else data.tokenizer
-        if kind not in MAKERS:
+        if kind not in TOKENIZER_KINDS:
             if not kind.endswith(".json"):
-                raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(MAKERS)}, nor a tokenizer.json")
+                kinds = ", ".join(TOKENIZER_KINDS)
+                raise ValueError(f"data.tokenizer={kind!r} is none of {kinds}, nor a tokenizer.json")
             return Tokenizer.load(kind)
         size = data.vocab_size if kind in ("bpe", "unigram") else None
         return train_tokenizer(texts[:_MOST_TRAINED_ON], cast(TokenizerKind, kind), size, template or self.template)
@@ -193,7 +195,7 @@ class Task(ABC):
     @cached_property
     def _ids(self) -> dict[str, int]:
         """The special tokens of every tokenizer made here."""
-        return {"pad_id": Tokenizer.pad_id, "bos_id": Tokenizer.bos_id, "eos_id": Tokenizer.eos_id}
+        return {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
 
 
 def evaluate(

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from ...config import ModelConfig
 from ...data.batching import BatchPlan
 from ...data.examples import Example, Pair
-from ...data.tokenizers import Tokenizer
 from ...generation import GenerateConfig, generate
-from ...hub import Processor
 from ...models import Model
+from ...text.processor import Processor
+from ...text.tokenizer import Tokenizer
 from .. import metrics
 from ..loss import Batch, shifted
 from .task import Left, Row, Task, by_length, shortened

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.examples import BadData
 from regard.data.sources import open_source
-from regard.data.tokenizers import SPECIAL, Tokenizer, train_pair, train_tokenizer
-from regard.data.unigram import train_unigram
+from regard.errors import BadData
+from regard.text.tokenizer import SPECIAL, Tokenizer
+from regard.text.tokenizer_training import train_pair, train_tokenizer
+from regard.text.unigram import train_unigram
 
 KINDS = ("chars", "bytes", "words", "bpe", "unigram")
 EXACT = ("bytes", "bpe")
@@ -76,7 +77,7 @@ def test_any_text_comes_back_composed_where_all_of_it_is_known(kind: str, text: 
 def test_pieces_are_whole_characters_in_order_and_cover_all_tokens(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode(text)
-    pieces, decoded = tokenizer.pieces(ids), tokenizer.decode(ids)
+    pieces, decoded = tokenizer.token_spans(ids), tokenizer.decode(ids)
     assert [place for piece in pieces for place in range(piece.first, piece.last)] == list(range(len(ids)))
     for piece in pieces:
         if ids[piece.first] != tokenizer.unk_id:
@@ -88,7 +89,7 @@ def test_pieces_are_whole_characters_in_order_and_cover_all_tokens(kind: str, te
 @given(ids=st.lists(st.integers(5, 260), max_size=12))
 def test_bytes_that_are_no_text_are_shown_as_they_decode(ids: list[int]) -> None:
     tokenizer = TOKENIZERS["bytes"]
-    pieces = tokenizer.pieces(ids)
+    pieces = tokenizer.token_spans(ids)
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(ids)
     assert sum(piece.last - piece.first for piece in pieces) == len(ids)
 
@@ -98,16 +99,16 @@ def test_hangul_and_emoji_that_were_never_seen_are_one_piece_each(kind: str) -> 
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode("뷁🦜")
     assert len(ids) > 2
-    assert tokenizer.display_pieces(ids) == ["뷁", "🦜"]
-    assert tokenizer.display_pieces([1, *ids[:1], 2]) == ["<bos>", "\ufffd", "<eos>"]
+    assert tokenizer.span_texts(ids) == ["뷁", "🦜"]
+    assert tokenizer.span_texts([1, *ids[:1], 2]) == ["<bos>", "\ufffd", "<eos>"]
 
 
 def test_pieces_as_people_see_them() -> None:
     shown = made("words", "eos")
-    assert shown.display_pieces(shown.encode("The cat sat.")) == ["The", " cat", " sat", ".", "<eos>"]
+    assert shown.span_texts(shown.encode("The cat sat.")) == ["The", " cat", " sat", ".", "<eos>"]
     characters = TOKENIZERS["chars"]
-    assert characters.display_pieces(characters.encode("학교에 q")) == ["학", "교", "에", " ", "<unk>"]
-    assert characters.display_pieces([10_000, 0]) == ["<10000>", "<pad>"]
+    assert characters.span_texts(characters.encode("학교에 q")) == ["학", "교", "에", " ", "<unk>"]
+    assert characters.span_texts([10_000, 0]) == ["<10000>", "<pad>"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,15 +160,30 @@ def test_saved_and_loaded_it_is_the_same_and_transformers_agrees(kind: str, tmp_
         assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
 
 
-def test_the_hub_reads_the_same_file() -> None:
-    from regard.hub.tokens import JsonTokenizer
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_foreign_file_is_read_by_the_same_class(kind: str) -> None:
+    """The same vocabulary under other names of its special tokens, as another program would have written it."""
+    ours = made(kind, "eos")
+    theirs = Tokenizer(ours.content.replace(b'"<pad>"', b'"[PAD]"'))
+    assert (ours.is_native, theirs.is_native) == (True, False)
+    assert theirs.size == ours.size
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert theirs.encode(text) == ids
+        assert theirs.encode_all([text], special=False) == [ours.encode(text, special=False)]
+        assert theirs.decode(ids) == ours.decode(ids)
+        assert [span.text.strip() for span in theirs.token_spans(ids)] == [x.strip() for x in ours.span_texts(ids)]
 
-    for kind in KINDS:
-        ours = made(kind, "eos")
-        theirs = JsonTokenizer(ours.content)
-        assert theirs.size == ours.size
-        assert all(theirs.encode(text) == ours.encode(text) for text in TEXTS)
-        assert all(theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text)) for text in TEXTS)
+
+def test_special_ids_of_a_foreign_file_are_those_of_its_model() -> None:
+    ours = made("bytes", "none")
+    theirs = Tokenizer(ours.content.replace(b'"<pad>"', b'"[PAD]"'), "theirs.json")
+    with pytest.raises(ValueError, match=r"theirs\.json was not learned here: which of its tokens is pad is not known"):
+        _ = theirs.pad_id
+    told = theirs.with_special_ids(pad=7, eos=9)
+    assert (told.pad_id, told.eos_id, theirs.special_ids) == (7, 9, {})
+    with pytest.raises(BadData, match=r"starts with the tokens \('\[PAD\]', .* are needed"):
+        Tokenizer.read_native(theirs.content, "theirs.json")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +195,7 @@ def test_the_order_of_the_texts_does_not_matter(kind: str) -> None:
 
 def test_another_process_trains_the_same_files() -> None:
     script = (
-        "import json, sys\nfrom regard.data.tokenizers import train_tokenizer\n"
+        "import json, sys\nfrom regard.text import train_tokenizer\n"
         "texts, sizes = json.load(sys.stdin)\n"
         "print(json.dumps({k: train_tokenizer(texts, k, n).sha256 for k, n in sizes.items()}))"
     )

@@ -11,8 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["train_unigram"]
-
 _LONGEST = 16
 _SEED_FACTOR = 6
 _KEPT = 0.7  # share of the pieces that survives a round

@@ -1,0 +1,17 @@
+"""Between people and models: text to token ids and back, images to pixels, classes to names."""
+
+from .image_processor import ImageProcessor
+from .processor import Processor, read_processor
+from .tokenizer import MarianTokenizer, Tokenizer, TokenSpan
+from .tokenizer_training import train_pair, train_tokenizer
+
+__all__ = [
+    "ImageProcessor",
+    "MarianTokenizer",
+    "Processor",
+    "TokenSpan",
+    "Tokenizer",
+    "read_processor",
+    "train_pair",
+    "train_tokenizer",
+]

@@ -1,0 +1,141 @@
+"""A model's inputs and outputs in people's terms: its tokenizers, image processor and class names, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config import ModelConfig
+from ..errors import BadModelFile
+from ..foundation.jsonio import to_json
+from .image_processor import ImageProcessor
+from .tokenizer import MarianTokenizer, Tokenizer
+
+ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
+IMAGE = "preprocessor_config.json"
+# Files beside the tokenizer that only other programs read; they are written back unchanged.
+_COMPANIONS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("source.spm", "target.spm", "target_vocab.json", IMAGE),
+)
+
+
+class ModelFiles(Protocol):
+    """What ``read_processor`` needs of a model directory."""
+
+    root: Path
+
+    def has(self, name: str) -> bool: ...
+
+    def bytes(self, name: str) -> bytes: ...
+
+    def json(self, name: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Processor:
+    """``source``: tokenizer of what the model reads; ``target``: of what it writes, None where it is the source's."""
+
+    source: Tokenizer | None = None
+    target: Tokenizer | None = None
+    image: ImageProcessor | None = None
+    labels: tuple[str, ...] | None = None
+    companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files that only other programs read
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, where there is exactly one."""
+        tokenizers = [x for x in (self.source, self.target) if x is not None]
+        if len(tokenizers) != 1:
+            raise ValueError(f"there are {len(tokenizers)} tokenizers; ask for processor.source or processor.target")
+        return tokenizers[0]
+
+    def sizes(self) -> dict[str, int]:
+        """Vocabulary size of each side that has its own tokenizer."""
+        sides = {"source": self.source, "target": self.target}
+        return {name: tokenizer.size for name, tokenizer in sides.items() if tokenizer is not None}
+
+    def files(self, config: ModelConfig) -> dict[str, bytes]:
+        """The files from which this is read back, and from which transformers reads it too."""
+        both = self.source is not None and self.target is not None
+        files = dict(self.companions)
+        for tokenizer, name in ((self.source, SOURCE), (self.target, TARGET)):
+            if isinstance(tokenizer, MarianTokenizer):
+                files[tokenizer.name] = tokenizer.model
+                shared = not both or name == SOURCE or tokenizer.vocab == getattr(self.source, "vocab", None)
+                files.setdefault("vocab.json" if shared else "target_vocab.json", to_json(dict(tokenizer.vocab)))
+            elif tokenizer is not None:
+                files[name if both else ONE] = tokenizer.content
+                if not both:
+                    files.setdefault("tokenizer_config.json", to_json(_tokenizer_config(tokenizer, config)))
+        if self.image is not None:
+            files.setdefault(IMAGE, to_json(self.image.fields()))
+        return files
+
+
+def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: ModelConfig) -> Processor | None:
+    """The processor of a model directory whose config.json has ``fields``; None where it has no part of one."""
+    source, target = _read_tokenizers(directory)
+    if target is None and config.source != "text":
+        source, target = None, source
+    image = None
+    if directory.has(IMAGE) and config.source == "image":
+        try:
+            image = ImageProcessor.read(directory.json(IMAGE), config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadModelFile(f"{directory.root / IMAGE} cannot be read: {error}") from None
+    labels = _read_labels(fields.get("id2label"), config) if config.head == "classify" else None
+    if source is None and target is None and image is None and labels is None:
+        return None
+    companions = {name: directory.bytes(name) for name in _COMPANIONS if directory.has(name)}
+    return Processor(source, target, image, labels, companions)
+
+
+def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer | None]:
+    def read_json(name: str) -> Tokenizer:
+        return Tokenizer(directory.bytes(name), str(directory.root / name))
+
+    if directory.has(ONE):
+        return read_json(ONE), None
+    if directory.has(SOURCE) and directory.has(TARGET):
+        return read_json(SOURCE), read_json(TARGET)
+    if directory.has("source.spm") and directory.has("target.spm") and directory.has("vocab.json"):
+        vocab = _read_vocabulary(directory, "vocab.json")
+        target_vocab = _read_vocabulary(directory, "target_vocab.json") if directory.has("target_vocab.json") else vocab
+        return (
+            MarianTokenizer(directory.bytes("source.spm"), vocab, "source.spm"),
+            MarianTokenizer(directory.bytes("target.spm"), target_vocab, "target.spm"),
+        )
+    return None, None
+
+
+def _read_vocabulary(directory: ModelFiles, name: str) -> dict[str, int]:
+    vocab = directory.json(name)
+    if not all(isinstance(index, int) for index in vocab.values()):
+        raise BadModelFile(f"{directory.root / name} does not number its tokens")
+    return vocab
+
+
+def _read_labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
+    """``{"0": "bad", "1": "good"}`` in order; None for the placeholders transformers writes for unnamed classes."""
+    if names is None:
+        return None
+    try:
+        by_index = {int(index): str(name) for index, name in names.items()}
+    except (ValueError, AttributeError):
+        by_index = {}
+    if sorted(by_index) != list(range(config.n_classes)):
+        raise BadModelFile(f"config.json has id2label={names!r}, which does not name {config.n_classes} classes")
+    labels = tuple(by_index[index] for index in range(config.n_classes))
+    return None if labels == tuple(f"LABEL_{index}" for index in range(config.n_classes)) else labels
+
+
+def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+    """The fields transformers needs beside a tokenizer.json."""
+    fields: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
+    special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+    tokens = {name: tokenizer.token(index) for name, index in special.items()}
+    return fields | {name: token for name, token in tokens.items() if token is not None}

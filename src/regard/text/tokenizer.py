@@ -1,0 +1,349 @@
+"""Text to token ids and back.
+
+``Tokenizer`` reads any tokenizer.json, learned here or written by Hugging Face. The kinds learned here:
+
+- ``bytes`` and ``bpe`` (byte-level; Sennrich et al. 2016, Radford et al. 2019) give any text back exactly.
+- ``chars``, ``words`` and ``unigram`` (Kudo 2018) give it back in NFC, with <unk> for what was not in the training
+  texts. In the last two, ▁ stands for the space before a word; one is added before the text and removed on decoding.
+
+``MarianTokenizer`` is the one foreign kind without a tokenizer.json. A byte-level token may hold a part of a character:
+``token_spans`` groups the tokens that together make whole characters.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadData, BadModelFile, RegardError
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import to_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
+PAD, BOS, EOS, UNK, MASK = range(5)  # ids in every tokenizer learned here; the first three are ModelConfig's defaults
+SPACE = "▁"
+_BATCH_SIZE = 4096
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_STANDS_FOR_A_WORD = re.compile(r"unk|mask", re.IGNORECASE)
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The letter byte-level models write for each byte (Radford et al. 2019): printable bytes are themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _byte_of_letter()
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which have no UTF-8 form, by U+FFFD."""
+    return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Consecutive tokens ``first`` to ``last`` (exclusive) that make whole characters together."""
+
+    text: str
+    first: int
+    last: int
+    start: int  # characters start:end of the decoded text; empty for special and unknown tokens
+    end: int
+    special: bool = False  # marks where a text begins, ends or is padded
+
+
+class Tokenizer:
+    """A tokenizer.json, run by the ``tokenizers`` library. ``content`` is the file, byte for byte.
+
+    ``special_ids`` maps "pad", "bos", "eos", "unk" and "mask" to ids. Files learned here (``is_native``) have all five
+    at 0 to 4; a foreign file does not say, so it has none until ``with_special_ids`` gives it those of its model.
+    """
+
+    special_ids: Mapping[str, int]
+    is_native: bool
+
+    def __init__(self, content: bytes, name: str = "tokenizer.json") -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self.content, self.name = content, name
+        with _library_errors_as_bad_file(name):
+            self._backend: Backend = Backend.from_str(content.decode("utf-8"))
+            # Length limits and padding are the caller's choice, not the file's.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self.is_native = self._first_tokens() == SPECIAL
+        self.special_ids = {}
+        if self.is_native:
+            self.special_ids = {"pad": PAD, "bos": BOS, "eos": EOS, "unk": UNK, "mask": MASK}
+            self._backend.encode_special_tokens = True  # "<eos>" typed by someone is five characters, not the end
+
+    @classmethod
+    def read_native(cls, content: bytes, name: str) -> Tokenizer:
+        """A tokenizer learned here; BadData for any other file."""
+        try:
+            tokenizer = cls(content, name)
+        except BadModelFile as error:
+            raise BadData(str(error)) from None
+        if not tokenizer.is_native:
+            raise BadData(f"{name} starts with the tokens {tokenizer._first_tokens()}, but {SPECIAL} are needed")
+        return tokenizer
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """The native tokenizer in a file."""
+        try:
+            return cls.read_native(Path(path).read_bytes(), str(path))
+        except OSError as error:
+            raise BadData(f"{path} cannot be read: {error.strerror}") from None
+
+    def save(self, path: str | Path) -> None:
+        write_atomic(Path(path), self.content)
+
+    def with_special_ids(self, **ids: int) -> Tokenizer:
+        """The same tokenizer with these special ids: ``with_special_ids(pad=0, eos=2)``."""
+        other = copy.copy(self)
+        other.special_ids = {**self.special_ids, **ids}
+        return other
+
+    def _special_id(self, name: str) -> int:
+        if name not in self.special_ids:
+            raise ValueError(f"{self.name} was not learned here: which of its tokens is {name} is not known")
+        return self.special_ids[name]
+
+    @property
+    def pad_id(self) -> int:
+        return self._special_id("pad")
+
+    @property
+    def bos_id(self) -> int:
+        return self._special_id("bos")
+
+    @property
+    def eos_id(self) -> int:
+        return self._special_id("eos")
+
+    @property
+    def unk_id(self) -> int:
+        return self._special_id("unk")
+
+    @property
+    def mask_id(self) -> int:
+        return self._special_id("mask")
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return self._backend.get_vocab_size()
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text; ``special`` adds the special tokens the file puts around a text."""
+        with _library_errors_as_bad_file(self.name):
+            return list(self._backend.encode(replace_surrogates(text), add_special_tokens=special).ids)
+
+    def encode_all(self, texts: Iterable[str], *, special: bool = True) -> list[list[int]]:
+        """The ids of many texts, on all cores."""
+        return list(self.encode_stream(texts, special=special))
+
+    def encode_stream(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
+        """Like ``encode_all``, holding a few thousand texts at a time."""
+        cleaned = map(replace_surrogates, texts)
+        while batch := list(islice(cleaned, _BATCH_SIZE)):
+            with _library_errors_as_bad_file(self.name):
+                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=special)
+            for encoding in encodings:
+                yield encoding.ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids, without special tokens."""
+        with _library_errors_as_bad_file(self.name):
+            return self._backend.decode([int(index) for index in ids])
+
+    def token(self, index: int | None) -> str | None:
+        """How an id is written in the vocabulary; None for one that does not exist."""
+        return None if index is None or index < 0 else self._backend.id_to_token(index)
+
+    def _first_tokens(self) -> tuple[str | None, ...]:
+        return tuple(self._backend.id_to_token(index) for index in range(len(SPECIAL)))
+
+    def span_texts(self, ids: Sequence[int]) -> list[str]:
+        """The texts of ``token_spans``."""
+        return [span.text for span in self.token_spans(ids)]
+
+    def token_spans(self, ids: Sequence[int]) -> list[TokenSpan]:
+        """Tokens as people read them, in order; tokens that hold parts of one character make one span.
+
+        The texts of the spans with start < end, joined, are what ``decode`` gives for a native tokenizer.
+        """
+        spans: list[TokenSpan] = []
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        first, start, text, at_start = 0, 0, "", True
+
+        def close_span(last: int) -> None:
+            nonlocal first, start, text
+            if first < last:
+                spans.append(TokenSpan(text, first, last, start, start + len(text)))
+                start += len(text)
+            first, text = last, ""
+
+        for position, index in enumerate(map(int, ids)):
+            token = self.token(index)
+            if token is None or token in self._special_tokens:
+                text += decoder.decode(b"", final=True)
+                decoder.reset()
+                close_span(position)
+                name, special = self._special_text(index, token)
+                spans.append(TokenSpan(name, position, position + 1, start, start, special))
+                first = position + 1
+                at_start = at_start and (special or self.is_native)
+                continue
+            text += decoder.decode(self._spell(token, at_start))
+            at_start = False
+            if not decoder.getstate()[0]:  # no bytes of an unfinished character are left
+                close_span(position + 1)
+        text += decoder.decode(b"", final=True)
+        close_span(len(ids))
+        return spans
+
+    def _special_text(self, index: int, token: str | None) -> tuple[str, bool]:
+        """How a token without text is shown, and whether it marks a place instead of standing for a word."""
+        if token is None:
+            return f"<{index}>", False
+        if self.is_native:
+            return token, index in (PAD, BOS, EOS)
+        return (f" {token}", False) if _STANDS_FOR_A_WORD.search(token) else (token, True)
+
+    @cached_property
+    def _special_tokens(self) -> set[str]:
+        if self.is_native:
+            return set(SPECIAL)
+        added = json.loads(self.content).get("added_tokens") or ()
+        return {token["content"] for token in added if token.get("special")}
+
+    @cached_property
+    def _spell(self) -> Callable[[str, bool], bytes]:
+        """A function from a token, and whether it is the first, to the bytes it adds to a text."""
+        return _speller(set(re.findall(r'"type": "(\w+)"', json.dumps(json.loads(self.content).get("decoder")))))
+
+
+class MarianTokenizer(Tokenizer):
+    """One side of Marian's pair: SentencePiece cuts a text into pieces, vocab.json numbers them, </s> ends it.
+
+    ``>>de<<`` at the start of a text, the language to translate into, is one token.
+    """
+
+    is_native = False
+
+    def __init__(self, model: bytes, vocab: Mapping[str, int], name: str) -> None:
+        self.model, self.vocab, self.name, self.special_ids = model, vocab, name, {}
+        self.content = model + to_json(dict(vocab))
+        try:
+            self._unknown, self._end = vocab["<unk>"], vocab["</s>"]
+        except KeyError as error:
+            raise BadModelFile(f"vocab.json for {name} has no token {error}") from None
+        if importlib.util.find_spec("sentencepiece") is not None:
+            self._pieces  # noqa: B018 — refuse a damaged file now, not at the first text
+
+    @cached_property
+    def _pieces(self) -> Any:
+        try:
+            library = importlib.import_module("sentencepiece")
+        except ImportError:
+            raise RegardError(f"{self.name} is read by sentencepiece, which is not installed") from None
+        try:
+            pieces = library.SentencePieceProcessor()
+            pieces.LoadFromSerializedProto(self.model)
+            return pieces
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise BadModelFile(f"{self.name} is not a SentencePiece model: {error}") from None
+
+    @property
+    def size(self) -> int:
+        return len(self.vocab)
+
+    @cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {index: token for token, index in self.vocab.items()}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        language = re.match(r">>.+<<", text)
+        pieces = [] if language is None else [language[0]]
+        pieces += self._pieces.encode(text if language is None else text[language.end() :], out_type=str)
+        return [self.vocab.get(piece, self._unknown) for piece in pieces] + [self._end] * special
+
+    def encode_stream(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
+        return (self.encode(text, special=special) for text in texts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        pieces = [self._tokens.get(int(index), "<unk>") for index in ids]
+        kept = [piece for piece in pieces if piece not in self._special_tokens]
+        return self._pieces.decode_pieces(kept).replace(SPACE, " ").strip()
+
+    def token(self, index: int | None) -> str | None:
+        return None if index is None else self._tokens.get(index)
+
+    @cached_property
+    def _special_tokens(self) -> set[str]:
+        return {"<unk>", "</s>", "<pad>"}
+
+    @cached_property
+    def _spell(self) -> Callable[[str, bool], bytes]:
+        return _spell_spaced
+
+
+def _speller(decoders: set[str]) -> Callable[[str, bool], bytes]:
+    """How tokens spell text, by the types of the file's decoders."""
+    if "ByteLevel" in decoders:
+        return _spell_byte_level
+    if "WordPiece" in decoders or not decoders:  # without any decoder, words are joined by spaces
+        return _spell_word_piece
+    if decoders & {"BPEDecoder", "Metaspace", "Replace", "ByteFallback"}:
+        return _spell_spaced
+    return lambda token, at_start: token.encode()
+
+
+def _spell_byte_level(token: str, at_start: bool) -> bytes:
+    return bytes(BYTE_OF_LETTER[x] for x in token) if all(x in BYTE_OF_LETTER for x in token) else token.encode()
+
+
+def _spell_word_piece(token: str, at_start: bool) -> bytes:
+    return (token[2:] if token.startswith("##") and len(token) > 2 else token if at_start else f" {token}").encode()
+
+
+def _spell_spaced(token: str, at_start: bool) -> bytes:
+    if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes([int(byte[1], 16)])
+    text = token.replace(SPACE, " ").replace("</w>", " ")
+    return (text.removeprefix(" ") if at_start else text).encode()
+
+
+@contextmanager
+def _library_errors_as_bad_file(name: str) -> Iterator[None]:
+    """``tokenizers`` raises a bare Exception on a malformed file, or panics in Rust, which is no Exception at all."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadModelFile(f"{name} is not a tokenizer that can be read: {reason}") from None

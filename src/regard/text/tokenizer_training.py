@@ -1,0 +1,188 @@
+"""Learning tokenizers from texts with the ``tokenizers`` library: the same texts always give the same file."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from .tokenizer import BOS, BYTE_OF_LETTER, EOS, SPACE, SPECIAL, UNK, Tokenizer, replace_surrogates
+from .unigram import train_unigram
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]
+Template = Literal["none", "eos", "bos-eos"]
+"""Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
+
+_WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
+_LETTERS = tuple(sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter]))
+
+
+def train_tokenizer(
+    texts: Iterable[str], kind: TokenizerKind = "bpe", vocab_size: int | None = None, template: Template = "none"
+) -> Tokenizer:
+    """A tokenizer for texts like these: the same texts in any order, on any machine, give the same file.
+
+    ``vocab_size`` counts the special tokens; None: 8,000 for bpe and unigram, everything seen for chars and words.
+    """
+    if kind not in TOKENIZER_KINDS:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(TOKENIZER_KINDS)}")
+    least = len(SPECIAL) + (256 if kind in ("bytes", "bpe") else 1)
+    if vocab_size is not None and vocab_size < least:
+        raise ValueError(f"vocab_size={vocab_size} is less than the {least} that kind={kind!r} needs")
+    with _single_threaded():
+        backend = TOKENIZER_KINDS[kind](texts, vocab_size)
+    backend.add_special_tokens(list(SPECIAL))
+    _set_template(backend, template)
+    return Tokenizer(backend.to_str(pretty=False).encode("utf-8"))
+
+
+def train_pair(
+    pairs: Iterable[tuple[str, str]],
+    kind: TokenizerKind = "bpe",
+    vocab_size: int | None = None,
+    *,
+    joint: bool = True,
+    template: Template = "eos",
+) -> tuple[Tokenizer, Tokenizer]:
+    """Tokenizers for both sides of pairs: one vocabulary for both (the paper), or each its own."""
+    sides = list(pairs)
+    if joint:
+        both = train_tokenizer([text for pair in sides for text in pair], kind, vocab_size, template)
+        return both, both
+    source, target = zip(*sides, strict=True) if sides else ((), ())
+    return train_tokenizer(source, kind, vocab_size, template), train_tokenizer(target, kind, vocab_size, template)
+
+
+def _train_chars(texts: Iterable[str], vocab_size: int | None) -> Backend:
+    from tokenizers import decoders, normalizers
+
+    counts: Counter[str] = Counter()
+    nfc = normalizers.NFC()
+    for text in texts:
+        counts.update(nfc.normalize_str(replace_surrogates(text)))
+    backend = _characters_as_tokens(sorted(_most_frequent(counts, vocab_size)), unk_token=SPECIAL[UNK])
+    backend.normalizer, backend.decoder = nfc, decoders.Fuse()
+    return backend
+
+
+def _train_bytes(texts: Iterable[str], vocab_size: int | None) -> Backend:
+    from tokenizers import decoders, pre_tokenizers
+
+    backend = _characters_as_tokens(_LETTERS, unk_token=None)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int | None) -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size or 8000,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=list(_LETTERS),
+        show_progress=False,
+    )
+    backend.train_from_iterator(sorted(map(replace_surrogates, texts)), trainer)
+    return backend
+
+
+def _train_words(texts: Iterable[str], vocab_size: int | None) -> Backend:
+    from tokenizers import models
+
+    backend = _word_splitter()
+    words = _most_frequent(_count_words(backend, texts), vocab_size)
+    ids = {word: index for index, word in enumerate([*SPECIAL, *words])}
+    backend.model = models.WordLevel(ids, unk_token=SPECIAL[UNK])
+    return backend
+
+
+def _train_unigram(texts: Iterable[str], vocab_size: int | None) -> Backend:
+    from tokenizers import models
+
+    backend = _word_splitter()
+    pieces = train_unigram(_count_words(backend, texts), (vocab_size or 8000) - len(SPECIAL))
+    backend.model = models.Unigram([*((name, 0.0) for name in SPECIAL), *pieces], unk_id=UNK)
+    return backend
+
+
+TOKENIZER_KINDS: dict[str, Callable[[Iterable[str], int | None], Any]] = {
+    "chars": _train_chars,
+    "bytes": _train_bytes,
+    "words": _train_words,
+    "bpe": _train_bpe,
+    "unigram": _train_unigram,
+}
+
+
+def _most_frequent(counts: Counter[str], vocab_size: int | None) -> list[str]:
+    ordered = sorted(counts, key=lambda token: (-counts[token], token))
+    return ordered if vocab_size is None else ordered[: vocab_size - len(SPECIAL)]
+
+
+def _characters_as_tokens(characters: Iterable[str], unk_token: str | None) -> Backend:
+    """A BPE without merges: every character is a token."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    ids = {token: index for index, token in enumerate([*SPECIAL, *characters])}
+    return Backend(models.BPE(ids, [], unk_token=unk_token, fuse_unk=False))
+
+
+def _word_splitter() -> Backend:
+    """Splits into words and punctuation, each with the space before it, so that they can be joined again."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.WordLevel({}, unk_token=SPECIAL[UNK]))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return backend
+
+
+def _count_words(backend: Backend, texts: Iterable[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    assert backend.normalizer is not None and backend.pre_tokenizer is not None
+    for text, n in Counter(map(replace_surrogates, texts)).items():
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)):
+            counts[word] += n
+    return counts
+
+
+def _set_template(backend: Backend, template: Template) -> None:
+    from tokenizers import processors
+
+    shapes = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
+    if template not in shapes:
+        raise ValueError(f"template={template!r} is not one of {', '.join(shapes)}")
+    if template != "none":
+        single = shapes[template]
+        pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
+        special = [("<bos>", BOS), ("<eos>", EOS)]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Several threads would add up counts in an order that changes from run to run."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
