@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from regard.attention import masks
+from regard.attention.attention_map import AttentionMap
 from regard.attention.biases import T5Bias
-from regard.attention.map import AttentionMap
 
 Question = Callable[[AttentionMap], object]
 

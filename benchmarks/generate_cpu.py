@@ -66,7 +66,7 @@ def model_with_something_to_say() -> regard.Model:
 
 def ours(folder: Path, int8: bool) -> Write:
     from regard.generation import generate
-    from regard.layers.int8 import quantise
+    from regard.layers.quantised_linear import quantise
 
     model: Any = regard.load(folder / "hf").eval()
     if int8:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 import torch
 
-from regard.attention.backends import prepare
+from regard.attention.attend import prepare
 from regard.attention.frame import Frame
 from regard.attention.masks import BlockPlan, Mask, causal, everything
 from regard.experiments.contenders import Setup, sparse_mask

@@ -74,14 +74,15 @@ def _describe(name: str, thing: object, root: str) -> Iterator[str]:
 
 
 def public_packages(root: ModuleType, depth: int = 0) -> Iterator[ModuleType]:
-    """Whatever declares `__all__`: the root, its modules, and packages at any depth.
+    """Whatever declares `__all__`: the root, its modules, packages at any depth and modules a package exports by name.
 
-    A file inside a room is reached through the room's own `__all__`, so it is not listed a second time.
+    Other files inside a room are reached through the room's own `__all__`, so they are not listed a second time.
     """
     if hasattr(root, "__all__"):
         yield root
     for found in sorted(pkgutil.iter_modules(getattr(root, "__path__", [])), key=lambda module: module.name):
-        if not found.name.startswith("_") and (found.ispkg or depth == 0):
+        exported = inspect.ismodule(getattr(root, found.name, None)) and found.name in getattr(root, "__all__", ())
+        if not found.name.startswith("_") and (found.ispkg or depth == 0 or exported):
             yield from public_packages(importlib.import_module(f"{root.__name__}.{found.name}"), depth + 1)
 
 

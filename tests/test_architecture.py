@@ -82,7 +82,7 @@ class Import:
 
     where: str  # "attention/tiled.py:12"
     room: str  # "attention"
-    target: str  # "regard.layers.norms", "torch.nn"
+    target: str  # "regard.layers.feedforward", "torch.nn"
     lazy: bool  # inside a function: runs only when called
 
 
@@ -133,7 +133,7 @@ def rooms_to_the_left(room: str) -> set[str]:
 
 
 def _own_room(target: str, package: Path) -> str:
-    """`regard.layers.norms` → layers; `regard.attend`, a name exported by the front door → __init__."""
+    """`regard.layers.feedforward` → layers; `regard.attend`, a name exported by the front door → __init__."""
     first = target.split(".")[1] if "." in target else FRONT_DOOR
     return first if (package / first).is_dir() or (package / f"{first}.py").is_file() else FRONT_DOOR
 

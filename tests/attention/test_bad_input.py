@@ -140,9 +140,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "mask padding(lengths) has 3 lengths, the batch is 2",
     ),
     "keep that does not fit": (
-        ask(mask=masks.keep(torch.ones(B, T, dtype=torch.bool)) | masks.causal()),
+        ask(mask=masks.valid_keys(torch.ones(B, T, dtype=torch.bool)) | masks.causal()),
         ValueError,
-        "mask keep(...) of shape (2, 5) does not fit (batch, keys) = (2, 7)",
+        "mask valid_keys(...) of shape (2, 5) does not fit (batch, keys) = (2, 7)",
     ),
     "fractional lengths": (
         lambda: masks.padding(torch.tensor([1.0, 2.0])),
@@ -150,9 +150,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "padding lengths must be whole numbers of shape (B,), got torch.float32 of shape (2,)",
     ),
     "keep of numbers": (
-        lambda: masks.keep(torch.ones(2, 3)),
+        lambda: masks.valid_keys(torch.ones(2, 3)),
         ValueError,
-        "keep wants booleans of shape (B, S), got torch.float32 of shape (2, 3)",
+        "valid_keys wants booleans of shape (B, S), got torch.float32 of shape (2, 3)",
     ),
     "documents unknown": (
         ask(mask=masks.document()),
@@ -231,9 +231,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "mask from_dense(...) is on meta but q is on cpu; mask.to('cpu') moves it",
     ),
     "device of keep": (
-        ask(mask=masks.keep(torch.ones(B, S, dtype=torch.bool, device=META))),
+        ask(mask=masks.valid_keys(torch.ones(B, S, dtype=torch.bool, device=META))),
         ValueError,
-        "mask keep(...) is on meta but q is on cpu; mask.to('cpu') moves it",
+        "mask valid_keys(...) is on meta but q is on cpu; mask.to('cpu') moves it",
     ),
     "device of the bias": (
         ask(bias=T5Bias(H).to(META)),

@@ -11,10 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import Dot, Frame, XLRelative, attend, masks
-from regard.attention.backends import prepare
-from regard.attention.biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, alibi_slopes
-from regard.attention.capabilities import able
-from regard.attention.skew import skew, toeplitz, toeplitz_backward, unskew
+from regard.attention.attend import prepare
+from regard.attention.backends import capable_backends
+from regard.attention.biases import (
+    Alibi,
+    Bias,
+    DenseBias,
+    RelativeBias,
+    Sum,
+    T5Bias,
+    alibi_slopes,
+    skew,
+    toeplitz,
+    toeplitz_backward,
+    unskew,
+)
 
 from .helpers import Sizes, inputs
 
@@ -212,7 +223,7 @@ CASES = [
     (name, backend)
     for name in TRAINABLE
     for feature in ["content bias" if name in READ_CONTENT else "trainable bias"]
-    for backend in able("dot", "cpu", "backward", frozenset({feature}))
+    for backend in capable_backends("dot", "cpu", "backward", frozenset({feature}))
     if backend != "reference"
 ]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.attention import Additive, Concat, Frame, General, Mechanism, attend, masks
+from regard.attention.backends import missing_features
 from regard.attention.biases import Alibi, Bias, T5Bias, XLRelative
 from regard.attention.cache import Cache, CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
-from regard.attention.cache.slots import Slots
-from regard.attention.capabilities import missing
+from regard.attention.cache.static_cache import Slots
 from regard.attention.masks import Mask
 from regard.layers.rope import Rope
 
@@ -163,7 +163,7 @@ def masks_for(kind: str) -> list[str]:
 
 def able(backend: str, scheme: str) -> bool:
     feature = {"alibi": "bias", "t5": "trainable bias", "xl": "content bias"}.get(scheme, "plain")
-    return not missing(backend, "dot", "cpu", "forward", frozenset({feature, "mask", "gqa"}))
+    return not missing_features(backend, "dot", "cpu", "forward", frozenset({feature, "mask", "gqa"}))
 
 
 EVERY = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.attention import Frame, MultiHeadAttention, attend, masks
 from regard.attention.biases import T5Bias
-from regard.attention.dropout import draw_seed, keep_tile
+from regard.attention.reference import draw_seed, dropout_tile
 
 from .helpers import Sizes, inputs
 
@@ -21,7 +21,7 @@ RATES = [0.05, 0.1, 0.5, 0.9]
 
 def keep(rate: float, seed: int = 0, frame: Frame | None = None) -> Tensor:
     frame = Frame.aligned(B, H, T, S) if frame is None else frame
-    return keep_tile(rate, torch.tensor(seed), ALL, ALL, frame)
+    return dropout_tile(rate, torch.tensor(seed), ALL, ALL, frame)
 
 
 def within(share: float, wanted: float, n: int, sigmas: float = 5.0) -> bool:
@@ -33,10 +33,10 @@ def test_a_tile_is_a_part_of_the_whole() -> None:
     whole = keep(0.3, 9)
     index = torch.tensor([30, 2, 17])
     for rows, cols in ((slice(3, 20), slice(40, 50)), (slice(39, 40), ALL), (index, slice(7, 8)), (index, index)):
-        assert torch.equal(keep_tile(0.3, seed, rows, cols, frame), whole[:, :, rows][..., cols])
+        assert torch.equal(dropout_tile(0.3, seed, rows, cols, frame), whole[:, :, rows][..., cols])
     part = frame.part(range(1, 3), range(2, 6))
-    assert torch.equal(keep_tile(0.3, seed, ALL, ALL, part), whole[1:3, 2:6])
-    inner = keep_tile(0.3, seed, slice(5, 9), slice(8, 30), part)
+    assert torch.equal(dropout_tile(0.3, seed, ALL, ALL, part), whole[1:3, 2:6])
+    inner = dropout_tile(0.3, seed, slice(5, 9), slice(8, 30), part)
     assert torch.equal(inner, whole[1:3, 2:6, 5:9, 8:30])
 
 

@@ -15,19 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.attention import Frame, Mechanism, XLRelative, attend, masks
-from regard.attention.backends import features_of, prepare
-from regard.attention.biases import Alibi, T5Bias
-from regard.attention.cache import Cache, GrowingCache, RingCache, StaticCache
-from regard.attention.capabilities import (
+from regard.attention.attend import prepare
+from regard.attention.backends import (
     BACKENDS,
     CAPABILITIES,
     DEVICES,
     DIRECTIONS,
     FEATURES,
     Capability,
-    able,
-    missing,
+    capable_backends,
+    features_of,
+    missing_features,
 )
+from regard.attention.biases import Alibi, T5Bias
+from regard.attention.cache import Cache, GrowingCache, RingCache, StaticCache
 
 from .helpers import DEVICES_HERE, MECHANISMS, Problem, Sizes, formula, inputs, mechanism_named
 
@@ -305,7 +306,7 @@ def test_undeclared_capability_is_refused_and_those_that_can_are_named(c: Case) 
         assert "can only be padding(lengths)" in str(refused.value)
         return
     asked = {c.feature, "dropout"} if c.feature == "seed" else {c.feature}
-    can = able(KIND_OF[c.mechanism], "cpu", c.direction, frozenset(asked))
+    can = capable_backends(KIND_OF[c.mechanism], "cpu", c.direction, frozenset(asked))
     assert str(refused.value).startswith(f"backend={c.backend!r} cannot do ")
     assert str(refused.value).endswith(f"these can: {', '.join(can) or 'none'}")
     assert c.backend not in can
@@ -321,7 +322,7 @@ def pairs_with(*features: str, direction: str = "forward") -> list[object]:
         for backend in BACKENDS
         for mechanism in MECHANISMS
         for device in DEVICES_HERE
-        if not missing(backend, KIND_OF[mechanism], device, direction, frozenset({"plain", *features}))
+        if not missing_features(backend, KIND_OF[mechanism], device, direction, frozenset({"plain", *features}))
     ]
 
 
@@ -439,19 +440,19 @@ def blind_rows(pair: Pair) -> dict[str, tuple[Problem, Tensor]]:
     """Problems in which some rows see no key, and which rows those are, as far as the pair declares the mask."""
     cases = {}
     backend, mechanism, device = pair
-    if not missing(backend, KIND_OF[mechanism], device, "forward", frozenset({"mask"})):
+    if not missing_features(backend, KIND_OF[mechanism], device, "forward", frozenset({"mask"})):
         p = setting(pair, "mask")
         assert p.mask is not None
         rows = ~p.mask.tile(slice(None), slice(None), Frame.of(p.q, p.k)).any(-1)
         cases["a row of a matrix"] = p, rows
         gone = Frame(2, 4, torch.arange(6, device=device), torch.full((6,), -1, device=device))
         cases["every slot empty"] = setting(pair).with_(frame=gone), torch.ones_like(rows)
-    if not missing(backend, KIND_OF[mechanism], device, "forward", frozenset({"padding"})):
+    if not missing_features(backend, KIND_OF[mechanism], device, "forward", frozenset({"padding"})):
         p = setting(pair).with_(mask=masks.padding(torch.tensor([0, 3], device=device)))
         rows = torch.zeros(p.q.shape[:3], dtype=torch.bool, device=device)
         rows[0] = True
         cases["an empty sequence"] = p, rows
-    if not missing(backend, KIND_OF[mechanism], device, "forward", frozenset({"causal"})):
+    if not missing_features(backend, KIND_OF[mechanism], device, "forward", frozenset({"causal"})):
         p = setting(pair, "causal", t=6, s=4)
         rows = torch.zeros(p.q.shape[:3], dtype=torch.bool, device=device)
         rows[:, :, :2] = True  # they stand before the first key
@@ -489,7 +490,9 @@ UNRULY = {"deadline": None, "derandomize": True, "suppress_health_check": list(H
 def drawn_problem(data: st.DataObject, pair: Pair, direction: str) -> Problem:
     """Any shape and any combination of the features that the pair declares for this direction."""
     backend, mechanism, device = pair
-    declared = [f for f in FEATURES[1:] if not missing(backend, KIND_OF[mechanism], device, direction, frozenset({f}))]
+    declared = [
+        f for f in FEATURES[1:] if not missing_features(backend, KIND_OF[mechanism], device, direction, frozenset({f}))
+    ]
     wanted = data.draw(st.sets(st.sampled_from(declared), max_size=4), label="features") - {"dropout", "seed", "gqa"}
     biases = [f for f in wanted if f.endswith("bias")]
     wanted -= set(biases[1:])  # one bias at a time
@@ -540,7 +543,7 @@ def test_tiles_meet_at_their_borders(mechanism: str, length: int) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_auto_finds_a_backend_wherever_one_is_declared(mechanism: str, feature: str) -> None:
     p = problem_for(mechanism, "cpu", torch.float64, Sizes(), feature)
-    declared = able(KIND_OF[mechanism], "cpu", "forward", frozenset({feature}))
+    declared = capable_backends(KIND_OF[mechanism], "cpu", "forward", frozenset({feature}))
     if not declared:
         with pytest.raises(ValueError, match=r"^no backend can do |can only be padding"):
             attend(p.q, p.k, p.v, **p.options)

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.attention import Frame, attend, masks
-from regard.attention.call import Scoring
-from regard.attention.linear import Kernel, Linear, LinearState, Performer, orthogonal_gaussian
+from regard.attention.linear_attention import Kernel, Linear, LinearState, Performer, orthogonal_gaussian
 from regard.attention.masks import Mask
-from regard.attention.mixing import approximation_error
+from regard.attention.score_matrix import ScoreMatrix
+from regard.attention.token_mixing import approximation_error
 
-linear_module = importlib.import_module("regard.attention.linear")
+linear_module = importlib.import_module("regard.attention.linear_attention")
 
 MECHANISMS: dict[str, Callable[[int], Kernel]] = {
     "linear": lambda d_head: Linear(),
@@ -142,7 +142,8 @@ def test_shared_key_heads_equal_repeated_ones() -> None:
 
 
 def test_auto_takes_the_fast_form_where_it_can() -> None:
-    from regard.attention.backends import choose, prepare
+    from regard.attention.attend import prepare
+    from regard.attention.backends import choose
 
     q, k, v = inputs(1, 2, 2, 5, 5, 4)
     assert choose(prepare(q, k, v, masks.causal(), mechanism=Linear())) == "linear"
@@ -208,7 +209,7 @@ def test_implied_weights_sum_to_one_and_tiles_agree(mechanism: str) -> None:
     weights = attend(q, k, v, mask=masks.causal(), mechanism=kernel, weights=True).weights
     assert weights is not None
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
-    recorded = Scoring(kernel.queries(q), kernel.keys(k), masks.causal(), None, kernel, Frame.of(q, k))
+    recorded = ScoreMatrix(kernel.queries(q), kernel.keys(k), masks.causal(), None, kernel, Frame.of(q, k))
     tile = recorded.tile(slice(5, 9), slice(2, 7))
     assert (tile >= 0).all()
     torch.testing.assert_close(tile, recorded.tile()[:, :, 5:9, 2:7])
@@ -238,7 +239,7 @@ def test_state_decoding_equals_the_causal_form(mechanism: str, bites: list[int])
 def test_state_refuses_what_does_not_fit() -> None:
     q, k, v = inputs(2, 2, 2, 3, 3, 4)
     with pytest.raises(TypeError, match="got Dot"):
-        LinearState(importlib.import_module("regard.attention.scores").Dot())
+        LinearState(importlib.import_module("regard.attention.mechanisms").Dot())
     state = LinearState(Linear())
     with pytest.raises(ValueError, match="q has 1 tokens but k has 3"):
         state.update(q[:, :, :1], k, v)
@@ -447,6 +448,6 @@ def test_a_part_of_a_batch_keeps_its_own_lengths() -> None:
     q, k, v = (heads(3, 2, 5, 4, seed=n) for n in range(3))
     mask, whole = masks.padding(torch.tensor([5, 2, 3])), Frame.aligned(3, 2, 5, 5)
     wanted = attend(q, k, v, mask=mask, mechanism=Linear()).output[1:]
-    call = importlib.import_module("regard.attention.backends").prepare(q, k, v, mask, mechanism=Linear(), frame=whole)
+    call = importlib.import_module("regard.attention.attend").prepare(q, k, v, mask, mechanism=Linear(), frame=whole)
     part = replace(call, frame=whole.part(range(1, 3), range(2)), q=call.q[1:], k=call.k[1:], v=v[1:])
     torch.testing.assert_close(linear_module.linear(part), wanted)

@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard.attention import Additive, Concat, Frame, General, Mechanism, explain, masks
-from regard.attention.backends import prepare
+from regard.attention.attend import prepare
+from regard.attention.attention_map import AttentionMap
 from regard.attention.biases import Alibi, Bias, DenseBias, Sum, T5Bias, XLRelative
-from regard.attention.call import Scoring
-from regard.attention.linear import Linear, Performer
-from regard.attention.map import AttentionMap
+from regard.attention.linear_attention import Linear, Performer
+from regard.attention.mask import plan
 from regard.attention.masks import Mask
-from regard.attention.masks.plan import plan
-from regard.attention.mixing import Linformer
+from regard.attention.score_matrix import ScoreMatrix
 from regard.attention.tiled import tiled_with_lse
+from regard.attention.token_mixing import Linformer
 
 B, H, G, T, S, D = 2, 4, 2, 19, 23, 6
 GAPPY = torch.rand(B, 1, T, S, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -81,7 +81,7 @@ def double(x: Any) -> Any:
 @contextmanager
 def blocks_of(height: int, width: int) -> Iterator[None]:
     """Blocks small enough that small maps have many."""
-    with mock.patch.object(Scoring, "plan", lambda self: plan(self.mask, self.frame, (height, width))):
+    with mock.patch.object(ScoreMatrix, "plan", lambda self: plan(self.mask, self.frame, (height, width))):
         yield
 
 
@@ -425,14 +425,14 @@ def test_a_part_and_its_whole_share_what_they_know() -> None:
 def scored_pairs() -> Iterator[list[int]]:
     """How many (query, key) pairs are scored, tile by tile."""
     pairs: list[int] = []
-    tile = Scoring.tile
+    tile = ScoreMatrix.tile
 
-    def counting(self: Scoring, *args: Any, **kwargs: Any) -> Tensor:
+    def counting(self: ScoreMatrix, *args: Any, **kwargs: Any) -> Tensor:
         made = tile(self, *args, **kwargs)
         pairs.append(made.shape[-1] * made.shape[-2])
         return made
 
-    with mock.patch.object(Scoring, "tile", counting):
+    with mock.patch.object(ScoreMatrix, "tile", counting):
         yield pairs
 
 

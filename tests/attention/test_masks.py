@@ -12,8 +12,8 @@ from torch import Tensor
 
 from regard.attention import Frame, attend, masks
 from regard.attention.frame import Site
+from regard.attention.mask import EMPTY, FULL, PARTIAL
 from regard.attention.masks import Mask, plan
-from regard.attention.masks.plan import EMPTY, FULL, PARTIAL
 
 Pair = Callable[[int, int], bool]
 """Whether the query at position i may look at the key at position j."""
@@ -55,7 +55,7 @@ DEFINED: dict[str, tuple[Mask, Pair]] = {
 # Those that need more than a position: a batch, documents, a hash.
 OTHERS: dict[str, Mask] = {
     "padding": masks.padding(torch.tensor([9, 4])),
-    "keep": masks.keep(torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6),
+    "keep": masks.valid_keys(torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6),
     "document": masks.document(),
     "from_dense": masks.from_dense(DENSE),
     "random blocks": masks.random_blocks(2, 40.0, seed=3),
@@ -114,7 +114,7 @@ def test_padding_hides_what_follows_each_length() -> None:
 
 def test_keep_hides_padding_wherever_it_stands() -> None:
     real = torch.tensor([[False, True, True], [True, False, True]])
-    found = masks.keep(real).dense(2, 3, n_batch=2, n_heads=2)
+    found = masks.valid_keys(real).dense(2, 3, n_batch=2, n_heads=2)
     assert torch.equal(found, real[:, None, None].expand(2, 2, 2, 3))
 
 
@@ -196,7 +196,9 @@ def test_not_does_not_bring_empty_slots_back() -> None:
 
 
 def test_moves_to_a_device() -> None:
-    mask = (masks.padding(torch.tensor([3, 4])) | ~masks.from_dense(DENSE)) & masks.causal() & masks.keep(DENSE[:2])
+    mask = (
+        (masks.padding(torch.tensor([3, 4])) | ~masks.from_dense(DENSE)) & masks.causal() & masks.valid_keys(DENSE[:2])
+    )
     moved = mask.to("meta")
     frame = Frame.aligned(2, 1, 12, 12, "meta")
     assert moved.tile(ALL, ALL, frame).device.type == "meta"
@@ -276,7 +278,7 @@ def any_mask(data: st.DataObject, n_queries: int, n_keys: int, depth: int = 2) -
         "random": lambda: masks.random_blocks(draw(few), draw(st.sampled_from([0.0, 5.0, 50.0, 95.0, 100.0]))),
         "grid": lambda: masks.grid_windows(draw(few), draw(st.integers(1, 4)), n_before=draw(st.integers(0, 2))),
         "padding": lambda: masks.padding(torch.tensor([draw(st.integers(0, n_keys)), draw(st.integers(0, n_keys))])),
-        "keep": lambda: masks.keep(_bits(data, 2, n_keys)),
+        "keep": lambda: masks.valid_keys(_bits(data, 2, n_keys)),
         "document": masks.document,
         "from_dense": lambda: masks.from_dense(_bits(data, n_queries, n_keys)),
     }
@@ -389,7 +391,7 @@ def test_bigbird_plan_skips_the_blocks_it_has_not_drawn() -> None:
 
 
 def test_the_plan_of_too_many_random_blocks_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.attention.masks.sparse.MOST_COUNTED", 3)
+    monkeypatch.setattr("regard.attention.masks.MOST_COUNTED", 3)
     frame = Frame.aligned(1, 1, 8, 8)
     assert (plan(masks.random_blocks(2, 50.0), frame, (4, 4)).kinds == PARTIAL).all()
 

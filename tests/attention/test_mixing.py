@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.attention import Dot, Frame, attend, masks
-from regard.attention.mixing import Fourier, Linformer, approximation_error, fourier_mix
+from regard.attention.token_mixing import Fourier, Linformer, approximation_error, fourier_mix
 
 BACKENDS = ("reference", "tiled", "sdpa")
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard.attention import attend, explain, masks
+from regard.attention.attention_map import AttentionMap
 from regard.attention.biases import T5Bias
-from regard.attention.map import AttentionMap
 from regard.attention.readings import flow_to, retrieve, rollout, smoother, stationary, walk
 
 B, H, G, T, D = 2, 4, 2, 13, 6

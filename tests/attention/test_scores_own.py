@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import regard
 from regard.attention import Dot, Mechanism
-from regard.attention.backends import attend
-from regard.attention.capabilities import BACKENDS
-from regard.attention.linear import Linear
+from regard.attention.attend import attend
+from regard.attention.backends import BACKENDS
+from regard.attention.linear_attention import Linear
 from regard.attention.masks import causal
-from regard.attention.scores import Operands
+from regard.attention.mechanisms import Operands
 from regard.config import MIXERS, Mixer
 
 

@@ -25,8 +25,8 @@ from regard.attention import (
 )
 from regard.attention.biases import Alibi, Bias, T5Bias
 from regard.attention.cache import Cache, CrossCache, GrowingCache, RingCache, StaticCache
-from regard.attention.joined import Seen
 from regard.attention.masks import Mask
+from regard.attention.taps import Seen
 from regard.layers import Rope
 
 B, T, S, M, H, G, D = 2, 7, 5, 24, 4, 2, 6

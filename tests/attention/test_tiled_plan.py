@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from regard.attention import attend, masks
-from regard.attention.backends import prepare
+from regard.attention.attend import prepare
 from regard.attention.biases import T5Bias
-from regard.attention.call import hide
 from regard.attention.masks import BlockPlan, Mask
+from regard.attention.score_matrix import apply_mask
 
 MASKS: dict[str, Callable[[], Mask]] = {
     "causal": masks.causal,
@@ -86,10 +86,10 @@ def test_a_decoding_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_hiding_is_the_same_with_and_without_a_graph(dtype: torch.dtype) -> None:
     allowed = torch.tensor([[True, False, True], [False, False, False]])
     scores = torch.tensor([[1.0, 2.0, -3.0], [float("inf"), 5.0, 0.0]], dtype=dtype)
-    kept = hide(scores.clone(), allowed, float("-inf"))
+    kept = apply_mask(scores.clone(), allowed, float("-inf"))
     with torch.no_grad():
         in_place = scores.clone()
-        assert hide(in_place, allowed, float("-inf")) is in_place
+        assert apply_mask(in_place, allowed, float("-inf")) is in_place
     assert torch.equal(in_place, kept)
     assert kept.dtype == dtype
     assert torch.equal(kept == float("-inf"), ~allowed)

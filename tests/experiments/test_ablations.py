@@ -167,7 +167,7 @@ def test_a_grid_may_name_a_mechanism_of_ones_own(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(mixers.VARIABLE, "")
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "gridded.py").write_text("from regard.attention.scores import Dot\n\nclass Mine(Dot):\n    pass\n")
+    (tmp_path / "gridded.py").write_text("from regard.attention.mechanisms import Dot\n\nclass Mine(Dot):\n    pass\n")
     (tmp_path / "mine.toml").write_text('recipe = "en-ko"\n[grid]\n"model.mixer" = ["dot", "gridded:Mine"]\n')
     try:
         (cell,) = read_grid(tmp_path / "mine.toml").cells

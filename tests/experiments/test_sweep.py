@@ -301,7 +301,7 @@ def test_two_cells_of_one_name_are_refused() -> None:
 # ------------------------------------------------------------------------------------- a directory of somebody else's
 
 
-OWN = "from regard.attention.scores import Dot\n\nopen('ran', 'w').close()\n\nclass Mine(Dot):\n    pass\n"
+OWN = "from regard.attention.mechanisms import Dot\n\nopen('ran', 'w').close()\n\nclass Mine(Dot):\n    pass\n"
 
 
 @pytest.fixture

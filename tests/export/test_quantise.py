@@ -17,7 +17,7 @@ from regard.export.quantise import MARK, int8_files, is_quantised, open_int8, qu
 from regard.generation import generate
 from regard.hub import Manifest
 from regard.io import describe
-from regard.layers.int8 import Int8Linear
+from regard.layers.quantised_linear import Int8Linear
 from regard.models import build
 from regard.presets import PRESETS
 

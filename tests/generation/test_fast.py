@@ -14,7 +14,7 @@ from regard.generation.engine import TextEngine
 from regard.generation.fast import FastEngine, hastened, why_not
 from regard.generation.fast_top import top
 from regard.generation.start import read, start
-from regard.layers.int8 import quantise
+from regard.layers.quantised_linear import quantise
 from regard.models import Decoder, Model
 
 from .test_engine import FEATURES, SEARCHES, TARGETS, inputs_for, texts, write

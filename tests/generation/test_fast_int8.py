@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from models.small import inputs_of, small
-from regard.layers import int8
-from regard.layers.int8 import Int8Embedding, Int8Linear, quantise, rounded
+from regard.layers import quantised_linear
+from regard.layers.quantised_linear import Int8Embedding, Int8Linear, quantise, quantise_weight
 
 TORCH = torch.Generator().manual_seed(0)
 
@@ -39,9 +39,9 @@ def test_the_product_is_that_of_whole_numbers(n_rows: int, n_in: int, n_out: int
     x = torch.randn(n_rows, n_in, generator=TORCH) * torch.logspace(-3, 3, n_rows)[:, None]
     told = by_hand(linear, x)
     # A number half-way between two steps may go either way: one step of one input, at most.
-    one_step = x.abs().amax(1, keepdim=True) / int8._levels() * linear.scale.max() * 127
+    one_step = x.abs().amax(1, keepdim=True) / quantised_linear._input_levels() * linear.scale.max() * 127
     assert ((linear(x) - told).abs() <= 2 * one_step).all()
-    assert ((linear(x) - told).abs().mean(1) <= 0.02 * one_step[:, 0]).all() or int8._levels() != 127
+    assert ((linear(x) - told).abs().mean(1) <= 0.02 * one_step[:, 0]).all() or quantised_linear._input_levels() != 127
     torch.testing.assert_close(linear._whole_numbers(x) + linear.bias, told.float(), rtol=1e-3, atol=0.02)
 
 
@@ -81,7 +81,7 @@ def test_zeros_and_what_is_no_number() -> None:
 
 
 def test_weights_of_zeros() -> None:
-    weight, scale = rounded(torch.zeros(3, 4))
+    weight, scale = quantise_weight(torch.zeros(3, 4))
     assert not weight.any()
     assert torch.equal(scale, torch.ones(3))
 
@@ -96,7 +96,7 @@ def test_other_types_and_shapes_come_back_as_they_were() -> None:
 def test_without_the_packed_product(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, x = made(64, 32), torch.randn(5, 64, generator=TORCH)
     packed = linear(x)
-    monkeypatch.setattr(int8, "_can_pack", lambda: False)
+    monkeypatch.setattr(quantised_linear, "_can_pack", lambda: False)
     torch.testing.assert_close(linear(x), packed, rtol=0, atol=2e-2)
 
 

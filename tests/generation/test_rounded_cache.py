@@ -15,39 +15,41 @@ from regard.generation import generate
 DRIFT = {"bf16": 0.02, "int8": 0.05}
 
 
-def logits_by_token(model: Any, tokens: torch.Tensor, numbers: str) -> torch.Tensor:
-    cache = model.new_cache(*tokens.shape, numbers)
+def logits_by_token(model: Any, tokens: torch.Tensor, cache_dtype: str) -> torch.Tensor:
+    cache = model.new_cache(*tokens.shape, cache_dtype)
     with torch.no_grad():
         return torch.cat([model(tokens[:, n : n + 1], cache=cache) for n in range(tokens.shape[1])], 1)
 
 
-@pytest.mark.parametrize("numbers", ["bf16", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("name", "fields"), [("gpt2", {}), ("llama-1b", {}), ("mistral-7b", {"window": 6})], ids=str)
-def test_logits_drift_by_little_and_by_something(name: str, fields: dict[str, Any], numbers: str) -> None:
+def test_logits_drift_by_little_and_by_something(name: str, fields: dict[str, Any], cache_dtype: str) -> None:
     model = small(name, **fields)
     tokens = torch.randint(3, 31, (3, 14), generator=torch.Generator().manual_seed(0))
-    exact, rounded = (logits_by_token(model, tokens, kind) for kind in ("model", numbers))
+    exact, rounded = (logits_by_token(model, tokens, kind) for kind in ("model", cache_dtype))
     off = (exact - rounded).square().mean().sqrt() / exact.std()
-    assert 0 < off < DRIFT[numbers]
+    assert 0 < off < DRIFT[cache_dtype]
 
 
 @pytest.mark.parametrize("kind", [StaticCache, RingCache])
 def test_memory_is_a_half_and_a_quarter(kind: type[StaticCache] | type[RingCache]) -> None:
-    sizes = {numbers: kind(2, 4, 256, 64, numbers=numbers).memory() for numbers in ("model", "bf16", "int8")}
+    sizes = {
+        cache_dtype: kind(2, 4, 256, 64, cache_dtype=cache_dtype).memory() for cache_dtype in ("model", "bf16", "int8")
+    }
     assert sizes["bf16"] / sizes["model"] == pytest.approx(0.5, abs=0.02)
     assert sizes["int8"] / sizes["model"] == pytest.approx(0.25, abs=0.03)  # and a scale for every 64 numbers
 
 
-@pytest.mark.parametrize("numbers", ["bf16", "int8"])
-def test_what_is_read_is_what_was_written_to_within_a_step(numbers: Any) -> None:
-    cache = StaticCache(2, 3, 8, 16, torch.float32, numbers=numbers)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "int8"])
+def test_what_is_read_is_what_was_written_to_within_a_step(cache_dtype: Any) -> None:
+    cache = StaticCache(2, 3, 8, 16, torch.float32, cache_dtype=cache_dtype)
     k, v = (torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     k[0, 0, 0] = 0.0
     cache.update(k[:, :, :3], v[:, :, :3])
     read = cache.update(k[:, :, 3:], v[:, :, 3:])
     for x, found in zip((k, v), read, strict=True):
         assert found.dtype == torch.float32
-        step = x.abs().amax(-1, keepdim=True) / (254 if numbers == "int8" else 256)
+        step = x.abs().amax(-1, keepdim=True) / (254 if cache_dtype == "int8" else 256)
         assert ((found[:, :, :4] - x).abs() <= step * 1.01).all()
         assert (found[:, :, 4:] == 0).all()
     cache.reorder(torch.tensor([1, 1]))
@@ -67,7 +69,7 @@ def test_every_search_writes_whole_texts(name: str, search: dict[str, Any], cach
 
 
 def test_what_cannot_be_rounded_says_so() -> None:
-    with pytest.raises(ValueError, match="numbers='int8' is for a preallocated cache"):
-        small("gpt2").new_cache(numbers="int8")
+    with pytest.raises(ValueError, match="cache_dtype='int8' is for a preallocated cache"):
+        small("gpt2").new_cache(cache_dtype="int8")
     with pytest.raises(ValueError, match="a recurrent model keeps one state"):
         generate(small("luong-lstm"), [[5, 6]], max_new_tokens=3, cache="static-int8")

@@ -10,8 +10,8 @@ from unittest import mock
 from torch import Tensor, nn
 
 from regard.attention import multihead
-from regard.attention.call import Call
 from regard.attention.reference import reference
+from regard.attention.score_matrix import AttentionCall
 from regard.models import Model
 from regard.models.recurrent import alignment
 from regard.models.recurrent.alignment import Alignment, View
@@ -27,7 +27,7 @@ def written_out(model: Model) -> Iterator[Matrices]:
     found: Matrices = {}
     tap, weigh = multihead.tap_attention, Alignment._weigh
 
-    def keep(owner: nn.Module, call: Call, output: Tensor, cache: Any = None) -> Tensor:
+    def keep(owner: nn.Module, call: AttentionCall, output: Tensor, cache: Any = None) -> Tensor:
         found.setdefault(places[owner], []).append(reference(call)[1].detach().clone())
         return tap(owner, call, output, cache)
 

@@ -4,17 +4,18 @@ Shapes, here and everywhere: B batch, H query heads, G key/value heads, T querie
 Heads are (B, H, T, D). Masks: True = may look.
 """
 
-from . import biases, cache, capabilities, gradients, masks, readings
-from .backends import Attended, attend, explain
+from . import backends, biases, cache, gradients, masks, readings
+from .attend import attend, explain
+from .attention_map import AttentionMap
+from .backends import Attended
 from .biases import XLRelative
 from .frame import Frame
-from .linear import Linear, LinearState, Performer
-from .map import AttentionMap
-from .mixing import Fourier, Linformer, approximation_error, fourier_mix
+from .linear_attention import Linear, LinearState, Performer
+from .mechanisms import Additive, Concat, Dot, General, Mechanism
 from .multihead import MultiHeadAttention
 from .reference import Steps
-from .scores import Additive, Concat, Dot, General, Mechanism
 from .taps import Recorder, record, tap
+from .token_mixing import Fourier, Linformer, approximation_error, fourier_mix
 
 __all__ = [
     "Additive",
@@ -36,9 +37,9 @@ __all__ = [
     "XLRelative",
     "approximation_error",
     "attend",
+    "backends",
     "biases",
     "cache",
-    "capabilities",
     "explain",
     "fourier_mix",
     "gradients",

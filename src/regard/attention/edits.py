@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from .call import Call
+from .score_matrix import AttentionCall
 
 
 class Edit:
@@ -30,11 +30,11 @@ class Edit:
         """Other models, and what other threads compute with this one, stay as they are."""
         return owner in self._modules and self._thread == threading.get_ident()
 
-    def call(self, owner: nn.Module, call: Call) -> Call:
+    def call(self, owner: nn.Module, call: AttentionCall) -> AttentionCall:
         """How an attention is to be computed."""
         return call
 
-    def heads(self, owner: nn.Module, call: Call, output: Tensor) -> Tensor:
+    def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
         """What an attention's heads return, (B, H, T, D), before they are joined."""
         return output
 
@@ -47,7 +47,7 @@ _edits: tuple[Edit, ...] = ()
 _changing = threading.Lock()
 
 
-def edited_call(owner: nn.Module, call: Call) -> Call:
+def apply_edits_to_call(owner: nn.Module, call: AttentionCall) -> AttentionCall:
     """An attention as whoever intervenes wants it computed."""
     if _edits:
         for edit in _about(owner):
@@ -55,7 +55,7 @@ def edited_call(owner: nn.Module, call: Call) -> Call:
     return call
 
 
-def edited_heads(owner: nn.Module, call: Call, output: Tensor) -> Tensor:
+def apply_edits_to_heads(owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
     """The output of an attention's heads (B, H, T, D) as whoever intervenes wants it."""
     if _edits:
         for edit in _about(owner):
@@ -63,7 +63,7 @@ def edited_heads(owner: nn.Module, call: Call, output: Tensor) -> Tensor:
     return output
 
 
-def edited_states(owner: nn.Module, x: Tensor) -> Tensor:
+def apply_edits_to_states(owner: nn.Module, x: Tensor) -> Tensor:
     """The states (B, T, M) before a stack or behind a layer as whoever intervenes wants them."""
     if _edits:
         for edit in _about(owner):
@@ -71,7 +71,7 @@ def edited_states(owner: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def is_edited(model: nn.Module) -> bool:
+def has_edits(model: nn.Module) -> bool:
     """Whether anything this thread computes with a model may be changed on its way."""
     return bool(_edits) and any(edit.is_about(model) for edit in _edits)
 
@@ -81,7 +81,7 @@ def _about(owner: nn.Module) -> Iterator[Edit]:
 
 
 @contextmanager
-def editing(edit: Edit) -> Iterator[None]:
+def use_edit(edit: Edit) -> Iterator[None]:
     """Let an edit act inside the ``with`` block. Several may: they act in the order in which they were begun."""
     _change(lambda edits: (*edits, edit))
     try:

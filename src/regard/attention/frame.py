@@ -16,6 +16,34 @@ Span = slice | Tensor
 """Some rows or columns: a slice without step, or a 1-D tensor of indices."""
 
 ALL = slice(None)
+HEADS_SHAPE = "(batch, heads, length, width)"
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, same_width: bool = True) -> None:
+    """Raise unless q (B, H, T, D), k and v (B, G, S, D) can attend."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions {HEADS_SHAPE}, got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        if 0 in x.shape:
+            what = dict(zip(x.shape[::-1], ("width", "length", "heads", "batch"), strict=True))[0]
+            raise ValueError(f"{name} has {what} 0 in shape {tuple(x.shape)}; there is nothing to attend with")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"q is {q.dtype} but {name} is {x.dtype}; give them one dtype")
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {x.device}; put them on one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"q has batch size {q.shape[0]} but {name} has {x.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads but v has {v.shape[1]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k has length {k.shape[2]} but v has {v.shape[2]}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads, which {k.shape[1]} key heads cannot share evenly")
+    if same_width and q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has head width {q.shape[3]} but k has {k.shape[3]}")
 
 
 class Site(NamedTuple):
@@ -90,6 +118,15 @@ class Frame:
     def of(cls, q: Tensor, k: Tensor) -> Frame:
         """The default frame for heads q (B, H, T, D) and k (B, G, S, D)."""
         return cls.aligned(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """Raise unless the frame places exactly these queries and keys."""
+        own = (self.n_batch, self.n_heads, self.n_queries, self.n_keys)
+        given = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if own != given:
+            raise ValueError(f"frame is for (batch, heads, queries, keys) = {own}, but q and k have {given}")
+        if self.device != q.device:
+            raise ValueError(f"q is on {q.device} but frame is on {self.device}; put them on one device")
 
     def with_documents(self, q_doc: Tensor, k_doc: Tensor | None = None) -> Frame:
         return replace(self, q_doc=q_doc, k_doc=q_doc if k_doc is None else k_doc)

@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .biases import RelativeBias
-from .call import Call
 from .frame import ALL, Frame
-from .masks import Mask
-from .masks.basic import Causal
-from .scores import Dot
+from .masks import Causal, Mask
+from .mechanisms import Dot
+from .score_matrix import AttentionCall
 
 _SHORT = 256  # keys up to which torch's bf16 backward on a CPU loses to fp32's: 3 times at 64, even at 256
 
 
-def sdpa(call: Call) -> Tensor:
+def sdpa(call: AttentionCall) -> Tensor:
     """``F.scaled_dot_product_attention``: fused where torch can; a mask or bias that is not causal is made dense."""
     if not _better_in_fp32(call):
         return _sdpa(call, call.q, call.k, call.v)
@@ -29,7 +28,7 @@ def sdpa(call: Call) -> Tensor:
         return _sdpa(call, call.q.float(), call.k.float(), call.v.float()).to(call.q.dtype)
 
 
-def _better_in_fp32(call: Call) -> bool:
+def _better_in_fp32(call: AttentionCall) -> bool:
     """Whether this is the one case where bf16 is slower than fp32 around two casts: training on a CPU, short texts."""
     q, k, v = call.q, call.k, call.v
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not torch.is_autocast_enabled("cpu"):
@@ -39,7 +38,7 @@ def _better_in_fp32(call: Call) -> bool:
     return wants_grad and call.frame.n_keys <= _SHORT
 
 
-def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     assert isinstance(call.mechanism, Dot)
     options: dict[str, Any] = {
         "scale": call.mechanism.factor(q.shape[-1]),
@@ -84,12 +83,12 @@ def is_square_causal(mask: Mask | None, frame: Frame) -> bool:
     return frame.steady[0] == frame.steady[1] and frame.n_queries == frame.n_keys
 
 
-def flex_fits(call: Call) -> bool:
+def flex_fits(call: AttentionCall) -> bool:
     """Whether FlexAttention's kernel takes these heads: no double precision, and heads at least 16 wide."""
     return call.q.dtype != torch.float64 and min(call.q.shape[-1], call.v.shape[-1]) >= 16
 
 
-def flex(call: Call) -> Tensor:
+def flex(call: AttentionCall) -> Tensor:
     """FlexAttention: mask and bias are its ``mask_mod`` and ``score_mod``. Compiled on CUDA; on CPU its definition."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -123,7 +122,7 @@ def flex(call: Call) -> Tensor:
     return output if block_mask is None else output.masked_fill((lse == float("-inf"))[..., None], 0)
 
 
-def _score_mod(call: Call) -> Callable[..., Tensor] | None:
+def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
     bias, frame = call.bias, call.frame
     if bias is None:
         return None

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..foundation.checks import check_positive
-from ..layers.pieces import PIECE, is_long
-from .backends import prepare, run
+from ..layers.feedforward import CHUNK_TOKENS, should_chunk
+from .attend import prepare
+from .backends import run
 from .biases import Bias
 from .cache import Cache, CrossCache
-from .edits import edited_call, edited_heads
+from .edits import apply_edits_to_call, apply_edits_to_heads
 from .frame import Frame
 from .masks import Mask
-from .scores import Dot, Mechanism
+from .mechanisms import Dot, Mechanism
 from .taps import tap_attention
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -140,8 +141,8 @@ class MultiHeadAttention(nn.Module):
             frame=frame,
             dropout=self.dropout if self.training else 0.0,
         )
-        call = edited_call(self, call)
-        output = edited_heads(self, call, run(call, self.backend).output)
+        call = apply_edits_to_call(self, call)
+        output = apply_edits_to_heads(self, call, run(call, self.backend).output)
         output = tap_attention(self, call, output, cache)
         del q, k, v, call  # three times the width of what follows
         return self.w_o(output.transpose(1, 2).flatten(2))  # (B, T, H · D) → (B, T, M)
@@ -201,14 +202,14 @@ class MultiHeadAttention(nn.Module):
     def _projected(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
         """x (B, T, M) → for each count its heads (B, heads, T, D). Of a long text each in memory of its own: the
         product of all would be there beside its parts, and as long as any of them."""
-        if not is_long(x):
+        if not should_chunk(x):
             return self._heads(project(x), *counts)
         whole: list[Tensor] = []
-        for start in range(0, x.shape[1], PIECE):
-            parts = self._heads(project(x[:, start : start + PIECE]), *counts)
+        for start in range(0, x.shape[1], CHUNK_TOKENS):
+            parts = self._heads(project(x[:, start : start + CHUNK_TOKENS]), *counts)
             whole = whole or [part.new_empty(*part.shape[:2], x.shape[1], self.d_head) for part in parts]
             for out, part in zip(whole, parts, strict=True):
-                out[:, :, start : start + PIECE] = part
+                out[:, :, start : start + CHUNK_TOKENS] = part
         return whole
 
     def _heads(self, x: Tensor, *counts: int) -> list[Tensor]:

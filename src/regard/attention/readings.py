@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .call import Scoring
+from .attention_map import AttentionMap, Pick, as_span
 from .frame import Frame
-from .map import AttentionMap, Pick, as_span
 from .masks import Mask
+from .mechanisms import Dot
 from .reference import normalise, weigh
-from .scores import Dot
+from .score_matrix import ScoreMatrix
 
 Weights = Tensor | AttentionMap
 """Attention weights: a matrix (B, H, T, T) whose rows sum to 1, or a map that recomputes it."""
@@ -49,7 +49,7 @@ def smoother(
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be positive")
     squared = math.sqrt(q.shape[-1]) if bandwidth is None else bandwidth**2
-    scoring = Scoring(q, k, mask, None, Dot(1 / squared), Frame.of(q, k))
+    scoring = ScoreMatrix(q, k, mask, None, Dot(1 / squared), Frame.of(q, k))
     log_kernel = scoring.tile()  # (B, H, T, S), -inf where the mask says no
     if kernel == "gaussian":
         shared_by = q.shape[1] // k.shape[1]

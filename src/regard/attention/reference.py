@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call
-from .dropout import draw_seed, keep_tile
-from .frame import ALL
-from .scores import Dot, by_group, by_head
+from .frame import ALL, Frame, Span
+from .mechanisms import Dot, by_group, by_head
+from .score_matrix import AttentionCall
 
 
 class Steps(NamedTuple):
@@ -27,7 +26,7 @@ class Steps(NamedTuple):
     output: Tensor  # (B, H, T, D) weights @ v
 
 
-def steps(call: Call) -> Steps:
+def compute_steps(call: AttentionCall) -> Steps:
     """All steps of an attention, dropout left out: it acts on the weights only while training."""
     scaled, biased, masked, weights = _weights(call)
     scores = scaled
@@ -36,7 +35,7 @@ def steps(call: Call) -> Steps:
     return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
 
 
-def _weights(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled, biased and masked scores, and the weights they become."""
     (own, of_bias), q, k = call.operands(), _exact(call.q), _exact(call.k)
     scaled = call.mechanism.tile(q, k, own)
@@ -53,13 +52,13 @@ def _exact(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def reference(call: Call) -> tuple[Tensor, Tensor]:
+def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output and weights (before dropout), O(T · S) memory."""
     weights = _weights(call)[-1]  # what came before need not outlive it
     if call.dropout == 0:
         return weigh(weights, call.v), weights
     seed = draw_seed(call.q.device) if call.seed is None else call.seed
-    kept = weights * keep_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
+    kept = weights * dropout_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
     return weigh(kept, call.v), weights
 
 
@@ -82,3 +81,26 @@ def safe_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
 def weigh(weights: Tensor, v: Tensor) -> Tensor:
     """weights (B, H, T, S) @ v (B, G, S, D), each value head shared by its group of query heads."""
     return by_head(by_group(weights, v.shape[1]) @ v, weights.shape[1])
+
+
+_MASK = (1 << 31) - 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 31-bit integer hash (multiply and shift, twice); products stay inside int64."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x6C8E9CF5) & _MASK
+    return x ^ (x >> 16)
+
+
+def dropout_tile(rate: float, seed: Tensor, rows: Span, cols: Span, frame: Frame) -> Tensor:
+    """Which weights of a tile survive, (B, H, R, C) booleans: each with probability 1 - rate, independently."""
+    at = frame.site(rows, cols)
+    row_key = _mix(_mix(_mix((seed & _MASK) + at.b) + at.h) + at.row)  # (B, H, R, 1): the costly mixing is O(T)
+    col_key = _mix(at.col + 0x3C6EF372)
+    return _mix(row_key ^ col_key) >= int(rate * (_MASK + 1))
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from torch's own generator, so that ``torch.manual_seed`` governs dropout here as everywhere."""
+    return torch.randint(0, _MASK, (), device=device)

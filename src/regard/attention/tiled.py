@@ -16,19 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import gradients
-from .call import Call, exp_minus_, take
-from .dropout import draw_seed, keep_tile
 from .frame import Span
-from .reference import weigh
-from .scores import Operands, by_group, by_head
+from .mechanisms import Operands, by_group, by_head
+from .reference import draw_seed, dropout_tile, weigh
+from .score_matrix import AttentionCall, exp_minus_, select_rows
 
 
-def tiled(call: Call) -> Tensor:
+def tiled(call: AttentionCall) -> Tensor:
     """The output (B, H, T, D) of a softmax attention."""
     return tiled_with_lse(call)[0]
 
 
-def tiled_with_lse(call: Call) -> tuple[Tensor, Tensor]:
+def tiled_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output and the log of each row's sum of exponentials (B, H, T), +inf where a row sees nothing."""
     if call.dropout > 0 and call.seed is None:  # once: forward and backward drop the same
         call = replace(call, seed=draw_seed(call.q.device))
@@ -39,7 +38,7 @@ def tiled_with_lse(call: Call) -> tuple[Tensor, Tensor]:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
+    def forward(ctx: Any, call: AttentionCall, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
         # Half precision is computed in fp32: blocks are summed up over the whole length.
         exact = _exact(q.dtype)
         call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
@@ -67,7 +66,7 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _forward(call: Call, operands: tuple[Operands, Operands]) -> tuple[Tensor, Tensor]:
+def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[Tensor, Tensor]:
     q, v = call.q, call.v
     output = q.new_zeros(*q.shape[:3], v.shape[-1])
     lse = q.new_full(q.shape[:3], float("inf"))
@@ -87,7 +86,7 @@ def _forward(call: Call, operands: tuple[Operands, Operands]) -> tuple[Tensor, T
             total.mul_(fade).add_(weights.sum(-1, keepdim=True))
             if call.dropout > 0:
                 weights.mul_(_kept(call, rows, cols))
-            gathered.mul_(fade).add_(weigh(weights, take(v, cols)))
+            gathered.mul_(fade).add_(weigh(weights, select_rows(v, cols)))
             top = new_top
         seen = total > 0
         output[:, :, rows] = gathered / torch.where(seen, total, 1)
@@ -96,7 +95,7 @@ def _forward(call: Call, operands: tuple[Operands, Operands]) -> tuple[Tensor, T
 
 
 def _backward(
-    call: Call, operands: tuple[Operands, Operands], output: Tensor, lse: Tensor, d_output: Tensor
+    call: AttentionCall, operands: tuple[Operands, Operands], output: Tensor, lse: Tensor, d_output: Tensor
 ) -> list[Tensor]:
     q, k, v = call.q, call.k, call.v
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -107,7 +106,7 @@ def _backward(
     for rows, blocks in call.plan().rows():
         q_rows, d_rows = q[:, :, rows], by_group(d_output[:, :, rows], groups)
         for cols, partial in _tiles(call, rows, blocks):
-            k_cols, v_cols = take(k, cols), take(v, cols)
+            k_cols, v_cols = select_rows(k, cols), select_rows(v, cols)
             weights = exp_minus_(call.tile(rows, cols, operands, masked=partial), lse[:, :, rows, None])
             d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
             kept = weights
@@ -129,7 +128,7 @@ def _backward(
     return [d_q, d_k, d_v, *d_own, *d_bias]
 
 
-def _tiles(call: Call, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterator[tuple[Span, bool]]:
+def _tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterator[tuple[Span, bool]]:
     """The blocks of a row joined to tiles worth starting, and whether each needs the mask."""
     if call.bias is not None:  # a bias is read as diagonals, which neither wide nor gathered tiles do well
         yield from blocks
@@ -164,6 +163,6 @@ def _add(total: Tensor, cols: Span, part: Tensor) -> None:
         total.index_add_(2, cols, part)
 
 
-def _kept(call: Call, rows: slice, cols: Span) -> Tensor:
+def _kept(call: AttentionCall, rows: slice, cols: Span) -> Tensor:
     assert call.seed is not None
-    return keep_tile(call.dropout, call.seed, rows, cols, call.frame).to(call.q.dtype) / (1 - call.dropout)
+    return dropout_tile(call.dropout, call.seed, rows, cols, call.frame).to(call.q.dtype) / (1 - call.dropout)

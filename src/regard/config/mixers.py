@@ -103,25 +103,25 @@ class Mixer:
 
 
 MIXERS: dict[str, Mixer] = {
-    "dot": Mixer("regard.attention.scores:Dot", "scaled dot product (Vaswani et al. 2017)"),
+    "dot": Mixer("regard.attention.mechanisms:Dot", "scaled dot product (Vaswani et al. 2017)"),
     "additive": Mixer(
-        "regard.attention.scores:Additive", "v · tanh(W q + W k) (Bahdanau et al. 2015)", flops=_additive_flops
+        "regard.attention.mechanisms:Additive", "v · tanh(W q + W k) (Bahdanau et al. 2015)", flops=_additive_flops
     ),
     "linear": Mixer(
-        "regard.attention.linear:Linear",
+        "regard.attention.linear_attention:Linear",
         "φ(q)·φ(k) with φ = elu + 1, O(T) (Katharopoulos et al. 2020)",
         pairs=False,
         flops=_linear_flops,
     ),
     "performer": Mixer(
-        "regard.attention.linear:Performer",
+        "regard.attention.linear_attention:Performer",
         "softmax's kernel by random features, O(T) (Choromanski et al. 2021)",
         pairs=False,
         size=256,
         flops=_performer_flops,
     ),
     "linformer": Mixer(
-        "regard.attention.mixing:Linformer",
+        "regard.attention.token_mixing:Linformer",
         "learned summaries of keys and values, O(T) (Wang et al. 2020)",
         causal=False,
         pairs=False,
@@ -131,7 +131,7 @@ MIXERS: dict[str, Mixer] = {
         flops=_linformer_flops,
     ),
     "fourier": Mixer(
-        "regard.attention.mixing:Fourier",
+        "regard.attention.token_mixing:Fourier",
         "Fourier transform instead of attention, FNet (Lee-Thorp et al. 2022)",
         causal=False,
         weights=False,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ..generation.generate import generate
-from ..layers.int8 import quantise
+from ..layers.quantised_linear import quantise
 from ..models import Model
 from .table import Row, aligned
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention import MultiHeadAttention
 from ..config import ModelConfig
 from ..layers import Embeddings
-from ..layers.int8 import Int8Linear
+from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Block, Decoder, EncoderDecoder, Model, Stack
 from ..models.heads import TokenHead

@@ -22,9 +22,9 @@ from torch import Tensor
 from ..attention import Frame, MultiHeadAttention
 from ..attention.biases import Bias
 from ..attention.cache import Cache, CrossCache, ModelCache
-from ..attention.cache.cache import View
+from ..attention.cache.kv_cache import CacheView
 from ..attention.frame import Span
-from ..attention.scores import Operands
+from ..attention.mechanisms import Operands
 from ..config import ModelConfig
 from ..models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, Recurrent, Stack
 from ..models.heads import TokenHead
@@ -98,7 +98,7 @@ class PastCache(Cache):
         assert positions is not None
         self.k, self.v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
         all_positions = torch.cat([self.positions, positions], dim=1)
-        self._view = View(k.shape[0], positions, all_positions, limit=self.k.shape[2])
+        self._view = CacheView(k.shape[0], positions, all_positions, limit=self.k.shape[2])
         return self.k, self.v
 
 

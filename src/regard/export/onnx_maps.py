@@ -8,11 +8,11 @@ from typing import cast
 from torch import Tensor, nn
 
 from ..attention import Frame, MultiHeadAttention, masks
+from ..attention.attention_map import AttentionMap
 from ..attention.biases import Bias
-from ..attention.call import Scoring
-from ..attention.map import AttentionMap
 from ..attention.masks import Mask
-from ..attention.scores import Mechanism
+from ..attention.mechanisms import Mechanism
+from ..attention.score_matrix import ScoreMatrix
 from ..models import Block, Stack
 from ..models.model import padding_mask
 
@@ -55,7 +55,7 @@ def stack_maps(
 
 def recurrent_map(q: Tensor, k: Tensor, source_keep: Tensor | None, mechanism: Mechanism) -> AttentionMap:
     """A recurrent decoder's looks, q (B, 1, T, D) and k (B, 1, S, D) as they are scored."""
-    return AttentionMap.of(Scoring(q, k, padding_mask(source_keep), None, mechanism, Frame.of(q, k)))
+    return AttentionMap.of(ScoreMatrix(q, k, padding_mask(source_keep), None, mechanism, Frame.of(q, k)))
 
 
 def _all_of(*some: Mask | None) -> Mask | None:

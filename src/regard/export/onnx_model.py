@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.attention_map import AttentionMap
 from ..attention.cache import ModelCache
-from ..attention.cache.slots import Numbers
-from ..attention.map import AttentionMap
+from ..attention.cache.static_cache import CacheDtype
 from ..config import ModelConfig
 from ..models import Decoder, Encoder, EncoderDecoder, Memory
 from ..models.model import padding_mask
@@ -72,7 +72,9 @@ class OnnxDecoder(OnnxModel, Decoder):
         self._open(sessions)
         self.head = GraphHead.instead_of(self.head)
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
         return new_cache(self.config, batch, max_len)
 
     def hidden(
@@ -146,7 +148,9 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         self._open(sessions)
         self.head = GraphHead.instead_of(self.head)
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
         return new_cache(self.config, batch, max_len)
 
     def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:

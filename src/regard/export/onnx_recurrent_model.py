@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..attention.attention_map import AttentionMap
 from ..attention.cache import ModelCache
-from ..attention.cache.slots import Numbers
-from ..attention.map import AttentionMap
+from ..attention.cache.static_cache import CacheDtype
 from ..config import ModelConfig
 from ..models import Memory, Recurrent
 from ..models.model import padding_mask
@@ -39,7 +39,9 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         self._open(sessions)
         self.head = GraphHead.instead_of(self.head)
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
         new_cache(self.config, batch, max_len)  # refuses to preallocate
         return ModelCache([StateCache()], [MemoryCache()])
 

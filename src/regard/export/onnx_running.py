@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..attention.attention_map import AttentionMap
 from ..attention.cache import CrossCache, GrowingCache, ModelCache
-from ..attention.map import AttentionMap
-from ..attention.masks.basic import Keep
+from ..attention.masks import ValidKeys
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..generation import GenerateConfig, Generated, generate
@@ -187,4 +187,4 @@ def source_inputs(
 def keep_of(memory: Memory | None, n_batch: int, n_keys: int) -> Tensor:
     """Which of a memory's keys are real."""
     mask = None if memory is None else memory.mask
-    return mask.keep if isinstance(mask, Keep) else torch.ones(n_batch, n_keys, dtype=torch.bool)
+    return mask.valid if isinstance(mask, ValidKeys) else torch.ones(n_batch, n_keys, dtype=torch.bool)

@@ -19,8 +19,8 @@ from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..layers.int8 import Int8Linear
-from ..layers.int8 import quantise as round_in_place
+from ..layers.quantised_linear import Int8Linear
+from ..layers.quantised_linear import quantise as round_in_place
 from ..models import Model, build
 from ..text import read_processor
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention import taps
 from ..attention.cache import StaticCache
-from ..attention.edits import is_edited
+from ..attention.edits import has_edits
 from ..models import Decoder, Model
 from ..models.parts import window_of
 from .captured import Captured, Writer, chooses
@@ -81,7 +81,7 @@ def forget(model: Model) -> None:
 
 def can_capture(model: Model) -> bool:
     """Whether decoding this model is captured: on CUDA, with a step that can be written out and nobody looking in."""
-    if model.device.type != "cuda" or model in _refused or taps._recorder is not None or is_edited(model):
+    if model.device.type != "cuda" or model in _refused or taps._recorder is not None or has_edits(model):
         return False
     if torch.is_autocast_enabled("cuda"):  # its casts are cached from one step to the next
         return False

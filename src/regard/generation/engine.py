@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ..attention.cache import ModelCache
-from ..attention.cache.slots import Numbers
+from ..attention.cache.static_cache import CacheDtype
 from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
 from ..models.model import padding_mask
 from ..models.recurrent import RecurrentMemory
 from .prompts import Prompts, Sources, longest
 
 CacheName = Literal["growing", "static", "static-bf16", "static-int8"]
-_NUMBERS: dict[CacheName, Numbers] = {
+_CACHE_DTYPES: dict[CacheName, CacheDtype] = {
     **{"growing": "model", "static": "model"},
     **{"static-bf16": "bf16", "static-int8": "int8"},
 }
@@ -38,7 +38,7 @@ class Engine:
             raise ValueError(f"this model has head={model.config.head!r}; only with head='lm' does it know tokens")
         if not model.config.mixing.by_token:
             raise ValueError(f"mixer={model.config.mixer!r} mixes a whole text at once and cannot go token by token")
-        self.head, self.static, self._numbers = model.head, cache != "growing", _NUMBERS[cache]
+        self.head, self.static, self._cache_dtype = model.head, cache != "growing", _CACHE_DTYPES[cache]
         self._model = model
         self._cache: ModelCache = model.new_cache()
         self._last_place: int | None = None  # where rows that are done may run out of places while others go on
@@ -48,7 +48,7 @@ class Engine:
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
         tokens, positions = prompts.tokens, prompts.positions
         if self.static:
-            self._cache = self._model.new_cache(len(rows), self._places(prompts), self._numbers)
+            self._cache = self._model.new_cache(len(rows), self._places(prompts), self._cache_dtype)
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
             self._repeat_source(rows)
         logits = self._logits(self._states(tokens, positions))

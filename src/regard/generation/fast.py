@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention, taps
 from ..attention.cache import GrowingCache, ModelCache
-from ..attention.edits import is_edited
-from ..attention.scores import Dot
+from ..attention.edits import has_edits
+from ..attention.mechanisms import Dot
 from ..layers import FeedForward
-from ..layers.int8 import Int8Linear
+from ..layers.quantised_linear import Int8Linear
 from ..models import Block, Decoder, EncoderDecoder
 from ..models.heads import TokenHead
 from .engine import Engine, SourceEngine, TextEngine
@@ -45,7 +45,7 @@ def why_not(engine: TextEngine | SourceEngine) -> str | None:
         return "autocast says in which numbers each layer computes"
     if taps._recorder is not None:
         return "what passes through its layers is recorded"
-    if is_edited(model):
+    if has_edits(model):
         return "what passes through its layers is changed on its way"
     if not isinstance(model, Decoder | EncoderDecoder) or model.config.attention_backend not in ("auto", "sdpa"):
         return "it is no Transformer, or has its own attention backend"
@@ -201,7 +201,7 @@ class FastEngine(Engine):
         logits = self._plain.prefill(prompts)
         cache, n_steps = self._plain._cache, int(prompts.limit.max())
         real = None if prompts.positions is None else prompts.positions >= 0
-        held = [layer.held() for layer in cache.layers if isinstance(layer, GrowingCache)]
+        held = [layer.keys_and_values() for layer in cache.layers if isinstance(layer, GrowingCache)]
         self.keys = BranchKeys(held, real, copies)
         self.memory = _memory(cache, self._plain)
         lengths = torch.tensor([len(row) for row in prompts.rows])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import LayerNorm
-from ..layers.int8 import Int8Linear
+from ..layers.quantised_linear import Int8Linear
 
 _MOST_BYTES = 2 * 2**30  # weights of a model that are worth a second copy
 
@@ -75,7 +75,7 @@ def _works() -> bool:
 def fast_map(module: nn.Module, packs: Packs | None) -> Map:
     """A linear module as a function of rows: prepared if it is a plain one in float32 or int8, else as it is."""
     if type(module) is Int8Linear:
-        return lambda x: module.rows(x, module.bias) if x.dtype == torch.float32 else module(x)
+        return lambda x: module.product_rows(x, module.bias) if x.dtype == torch.float32 else module(x)
     if packs is None or type(module) is not nn.Linear or not can_pack(module.weight):
         return module
     return packs.map(module.weight, module.bias)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..attention.cache import Cache, ModelCache, StaticCache
-from ..attention.scores import Dot
+from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm, Learned, RMSNorm
 from ..layers.feedforward import activation_function
 from ..models import Block, Decoder

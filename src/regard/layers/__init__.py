@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from .embeddings import Embeddings, TokenEmbedding
-from .feedforward import ACTIVATIONS, FEEDFORWARD_KINDS, GATED, OTHER_NAMES, FeedForward, activation_function
-from .norms import NORM_KINDS, LayerNorm, RMSNorm, make_norm
-from .positions import LAYOUTS, Learned, Sinusoidal
-from .rope import Rope, half_to_interleaved, interleaved_to_half, rotate
-from .rope_scaling import SCALING_KINDS, RopeScaling
-from .vision import PatchEmbedding, RegionEmbedding, VisionEmbeddings, box_geometry, interpolate_positions
+from .embeddings import (
+    LAYOUTS,
+    Embeddings,
+    Learned,
+    PatchEmbedding,
+    RegionEmbedding,
+    Sinusoidal,
+    TokenEmbedding,
+    VisionEmbeddings,
+    box_geometry,
+    interpolate_positions,
+)
+from .feedforward import (
+    ACTIVATIONS,
+    FEEDFORWARD_KINDS,
+    GATED,
+    NORM_KINDS,
+    OTHER_NAMES,
+    FeedForward,
+    LayerNorm,
+    RMSNorm,
+    activation_function,
+    make_norm,
+)
+from .rope import SCALING_KINDS, Rope, RopeScaling, half_to_interleaved, interleaved_to_half, rotate
 
 __all__ = [
     "ACTIVATIONS",

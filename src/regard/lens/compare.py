@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMap
-from ..attention.sweep import cut
+from ..attention.score_matrix import split_span
 
 if TYPE_CHECKING:
     from .look import Look
@@ -98,8 +98,8 @@ def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]
     pairs = n_batch * max(a.shape[1], b.shape[1])
     width = min(n_keys, max(_SIDE, _AT_ONCE // (pairs * _SIDE)))
     height = max(1, _AT_ONCE // (pairs * width))
-    for rows in cut(slice(0, n_queries), height):
-        for cols in cut(slice(0, n_keys), width):
+    for rows in split_span(slice(0, n_queries), height):
+        for cols in split_span(slice(0, n_keys), width):
             p, q = a.tile(rows, cols), b.tile(rows, cols).to(a.device)
             yield p, q.to(p.dtype)
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionMap, Dot, XLRelative
+from ..attention.attention_map import Pick, as_span
 from ..attention.biases import Bias
-from ..attention.call import Call
-from ..attention.edits import Edit, editing
+from ..attention.edits import Edit, use_edit
 from ..attention.frame import span_length
-from ..attention.map import Pick, as_span
-from ..attention.masks import Mask
-from ..attention.masks.basic import Causal, Window
-from ..attention.masks.mask import And, Or
+from ..attention.mask import And, Or
+from ..attention.masks import Causal, Mask, Window
+from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.stack import Stack
 from .places import Head, attention_at, attentions, check_head, place_of, the_only_kind
@@ -47,11 +46,11 @@ class _ByLayer(Edit):
                 self._layers.setdefault(module, []).append((kind, layer))
         self._calls: dict[nn.Module, int] = {}
 
-    def call(self, owner: nn.Module, call: Call) -> Call:
+    def call(self, owner: nn.Module, call: AttentionCall) -> AttentionCall:
         self._calls[owner] = self._calls.get(owner, 0) + 1
         return self.attention(*self._layers[owner][self.turn(owner)], call)
 
-    def heads(self, owner: nn.Module, call: Call, output: Tensor) -> Tensor:
+    def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
         return self.output(*self._layers[owner][self.turn(owner)], call, output)
 
     def states(self, owner: nn.Module, x: Tensor) -> Tensor:
@@ -64,10 +63,10 @@ class _ByLayer(Edit):
         """Which of its calls in this pass an attention is in: always the first where layers do not share it."""
         return (self._calls.get(owner, 1) - 1) % len(self._layers[owner])
 
-    def attention(self, kind: str, layer: int, call: Call) -> Call:
+    def attention(self, kind: str, layer: int, call: AttentionCall) -> AttentionCall:
         return call
 
-    def output(self, kind: str, layer: int, call: Call, output: Tensor) -> Tensor:
+    def output(self, kind: str, layer: int, call: AttentionCall, output: Tensor) -> Tensor:
         return output
 
 
@@ -77,14 +76,14 @@ class _ByLayer(Edit):
 class _Heads(_ByLayer):
     """Replaces the outputs of single heads, (B, T, D) each."""
 
-    def __init__(self, model: Model, changes: Mapping[Head, Callable[[Call, Tensor], Tensor]]) -> None:
+    def __init__(self, model: Model, changes: Mapping[Head, Callable[[AttentionCall, Tensor], Tensor]]) -> None:
         super().__init__(model)
-        self._changes: dict[tuple[str, int], dict[int, Callable[[Call, Tensor], Tensor]]] = {}
+        self._changes: dict[tuple[str, int], dict[int, Callable[[AttentionCall, Tensor], Tensor]]] = {}
         for (kind, layer, head), change in changes.items():
             check_head(model, kind, layer, head)
             self._changes.setdefault((kind, layer), {})[head] = change
 
-    def output(self, kind: str, layer: int, call: Call, output: Tensor) -> Tensor:
+    def output(self, kind: str, layer: int, call: AttentionCall, output: Tensor) -> Tensor:
         changes = self._changes.get((kind, layer))
         if not changes:
             return output
@@ -101,10 +100,10 @@ def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterato
     if by not in ("zero", "mean"):
         raise ValueError(f"by={by!r} is neither 'zero' nor 'mean'")
 
-    def silent(call: Call, x: Tensor) -> Tensor:
+    def silent(call: AttentionCall, x: Tensor) -> Tensor:
         return torch.zeros_like(x) if by == "zero" else x.mean(1, keepdim=True).expand_as(x)
 
-    with editing(_Heads(model, dict.fromkeys(_heads(heads), silent))):
+    with use_edit(_Heads(model, dict.fromkeys(_heads(heads), silent))):
         yield
 
 
@@ -130,7 +129,7 @@ def edit_head(
     shows where q and k would have had this head look.
     """
 
-    def told(call: Call, x: Tensor) -> Tensor:
+    def told(call: AttentionCall, x: Tensor) -> Tensor:
         values = call.v[:, head * call.v.shape[1] // call.q.shape[1]]  # (B, S, D)
         if rows is None:
             return _weighted(weights, values, x.shape[1])
@@ -139,7 +138,7 @@ def edit_head(
         x[:, some] = _weighted(weights, values, span_length(some, x.shape[1])).to(x.dtype)
         return x
 
-    with editing(_Heads(model, {_heads([(kind, layer, head)])[0]: told})):
+    with use_edit(_Heads(model, {_heads([(kind, layer, head)])[0]: told})):
         yield
 
 
@@ -175,7 +174,7 @@ class _Patch(_ByLayer):
             self._changes[place.owner, place.turn] = change
         self._block_turns = {block: 0 for stack in model.stacks() for block in stack.blocks}
 
-    def heads(self, owner: nn.Module, call: Call, output: Tensor) -> Tensor:
+    def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
         return self._changed(owner, self.turn(owner), output)
 
     def states(self, owner: nn.Module, x: Tensor) -> Tensor:
@@ -203,11 +202,11 @@ def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pic
     states = {name: _put(change, positions, name) for name, change in activations.items() if isinstance(name, str)}
     heads = {name: change for name, change in activations.items() if not isinstance(name, str)}
     told = {head: _of_output(_put(heads[head], positions, str(head))) for head in _heads(heads)}
-    with editing(_Patch(model, states)), editing(_Heads(model, told)):
+    with use_edit(_Patch(model, states)), use_edit(_Heads(model, told)):
         yield
 
 
-def _of_output(change: Callable[[Tensor], Tensor]) -> Callable[[Call, Tensor], Tensor]:
+def _of_output(change: Callable[[Tensor], Tensor]) -> Callable[[AttentionCall, Tensor], Tensor]:
     return lambda call, x: change(x)
 
 
@@ -253,7 +252,7 @@ def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
 
         return show
 
-    with editing(_Patch(model, {name: shown(name) for name in places})):
+    with use_edit(_Patch(model, {name: shown(name) for name in places})):
         yield seen
 
 
@@ -264,7 +263,11 @@ class _Calls(_ByLayer):
     """Changes mask or scores of the attentions of some layers."""
 
     def __init__(
-        self, model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: Callable[[Call], Call]
+        self,
+        model: Model,
+        kinds: Iterable[str],
+        layers: Iterable[int] | None,
+        change: Callable[[AttentionCall], AttentionCall],
     ) -> None:
         super().__init__(model)
         some = None if layers is None else list(layers)
@@ -273,7 +276,7 @@ class _Calls(_ByLayer):
                 attention_at(model, kind, layer)
         self._kinds, self._some, self._change = set(kinds), some, change
 
-    def attention(self, kind: str, layer: int, call: Call) -> Call:
+    def attention(self, kind: str, layer: int, call: AttentionCall) -> AttentionCall:
         wanted = kind in self._kinds and (self._some is None or layer in self._some)
         return self._change(call) if wanted else call
 
@@ -287,10 +290,10 @@ def no_causal_mask(model: Model, layers: Iterable[int] | None = None) -> Iterato
     if not any(stack.causal for stack in model.stacks()):
         raise ValueError("this model has no causal mask to remove: none of its stacks hides the future")
 
-    def open_(call: Call) -> Call:
+    def open_(call: AttentionCall) -> AttentionCall:
         return replace(call, mask=None if call.mask is None else _seeing_ahead(call.mask))
 
-    with editing(_Calls(model, ("self",), layers, open_)):
+    with use_edit(_Calls(model, ("self",), layers, open_)):
         yield
 
 
@@ -326,12 +329,12 @@ def attention_scale(
                 name = getattr(module.mechanism, "name", type(module.mechanism).__name__)
                 raise ValueError(f"attention_scale is for dot products; the {kind} attention's scores are {name!r}")
 
-    def scaled(call: Call) -> Call:
+    def scaled(call: AttentionCall) -> AttentionCall:
         assert isinstance(call.mechanism, Dot)
         dot = Dot(call.mechanism.factor(call.q.shape[-1]) * factor)
         return replace(call, mechanism=dot, bias=_scaled(call.bias, factor))
 
-    with editing(_Calls(model, some, layers, scaled)):
+    with use_edit(_Calls(model, some, layers, scaled)):
         yield
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attention.attention_map import AttentionMap, Pick, as_span
 from ..attention.frame import ALL, span_length
-from ..attention.map import AttentionMap, Pick, as_span
 from ..attention.readings import flow_to, rollout
 from ..generation import Generated, sampling
 from ..models import Model

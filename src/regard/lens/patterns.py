@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMap
-from ..attention.sweep import p_log_p
+from ..attention.score_matrix import p_log_p
 from .labels import Label
 
 if TYPE_CHECKING:

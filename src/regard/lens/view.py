@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attention.attention_map import Pick, as_span
 from ..attention.frame import ALL
-from ..attention.map import Pick, as_span
 from .labels import Label, joined
 
 if TYPE_CHECKING:

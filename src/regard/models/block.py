@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..attention import Frame
 from ..attention.biases import Bias
 from ..attention.cache import Cache
-from ..attention.edits import edited_states
+from ..attention.edits import apply_edits_to_states
 from ..attention.masks import Mask
 from ..attention.taps import tap
 from ..config import ModelConfig
@@ -71,7 +71,7 @@ class Block(nn.Module):
         x = self._sublayer(x, self.attention_norm, lambda y: self._attend(y, around, cache))
         if self.cross_attention is not None and self.cross_norm is not None:
             x = self._sublayer(x, self.cross_norm, lambda y: self._attend_memory(y, around.memory, cross_cache))
-        return tap("output", edited_states(self, self._sublayer(x, self.ff_norm, self.ff)), self)
+        return tap("output", apply_edits_to_states(self, self._sublayer(x, self.ff_norm, self.ff)), self)
 
     def _sublayer(self, x: Tensor, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor:
         y = self.dropout(run(norm(x) if self.pre_norm else x))

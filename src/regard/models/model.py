@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import masks
 from ..attention.cache import CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
-from ..attention.cache.slots import Numbers
+from ..attention.cache.static_cache import CacheDtype
 from ..attention.masks import Mask
 from ..config import ModelConfig
 from . import parts
@@ -48,7 +48,9 @@ class Model(nn.Module):
         for stack in self.stacks():
             stack.checkpointing = on
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
         """An empty cache for decoding: growing, or preallocated where batch and max_len are given.
 
         A preallocated one may round what it keeps of a text to bf16 or int8; what an encoder gave it stays as it is.
@@ -61,15 +63,15 @@ class Model(nn.Module):
         if (batch is None) != (max_len is None):
             raise ValueError(f"batch={batch} and max_len={max_len}: give both to preallocate, neither to grow")
         if batch is None or max_len is None:
-            if numbers != "model":
-                raise ValueError(f"numbers={numbers!r} is for a preallocated cache; give batch and max_len")
+            if cache_dtype != "model":
+                raise ValueError(f"cache_dtype={cache_dtype!r} is for a preallocated cache; give batch and max_len")
             return ModelCache([GrowingCache() for _ in range(n_layers)], cross)
         n_kv_heads, d_head = config.n_kv_heads or n_heads, config.d_head or config.d_model // n_heads
         dtype = next(self.parameters()).dtype
         layers = [
-            StaticCache(batch, n_kv_heads, max_len, d_head, dtype, self.device, numbers)
+            StaticCache(batch, n_kv_heads, max_len, d_head, dtype, self.device, cache_dtype)
             if size is None or size >= max_len
-            else RingCache(batch, n_kv_heads, size, d_head, dtype, self.device, numbers=numbers)
+            else RingCache(batch, n_kv_heads, size, d_head, dtype, self.device, cache_dtype=cache_dtype)
             for size in (parts.window_of(config, layer) for layer in range(n_layers))
         ]
         return ModelCache(layers, cross)
@@ -83,7 +85,7 @@ class Model(nn.Module):
 
 def padding_mask(keep: Tensor | None) -> Mask | None:
     """Which tokens are real, (B, T) booleans, as a mask."""
-    return None if keep is None else masks.keep(keep.bool())
+    return None if keep is None else masks.valid_keys(keep.bool())
 
 
 def initialise(model: nn.Module, config: ModelConfig) -> None:

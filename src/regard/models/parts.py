@@ -10,7 +10,7 @@ from torch import nn
 from ..attention import MultiHeadAttention
 from ..attention.biases import Alibi, Bias, T5Bias, XLRelative
 from ..attention.masks import Mask, bigbird, grid_windows, strided, window
-from ..attention.scores import Dot, Mechanism
+from ..attention.mechanisms import Dot, Mechanism
 from ..config import ModelConfig
 from ..layers import Embeddings, FeedForward, Learned, Rope, RopeScaling, Sinusoidal, TokenEmbedding, make_norm
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import masks
 from ..attention.biases import Bias
 from ..attention.cache import ModelCache
-from ..attention.edits import edited_states
+from ..attention.edits import apply_edits_to_states
 from ..attention.masks import Mask
 from ..config import ModelConfig
 from . import parts
@@ -45,7 +45,7 @@ class Stack(nn.Module):
         if self.causal:
             mask = masks.causal() if mask is None else masks.causal() & mask
         around = Surroundings(mask, positions, self.position_bias, memory)
-        x = edited_states(self, x)
+        x = apply_edits_to_states(self, x)
         for layer in range(self.n_layers):
             block = self.blocks[layer % len(self.blocks)]
             own = None if cache is None else cache.layers[layer]

@@ -375,7 +375,7 @@ def _worth_checking(guards: Sequence[Any]) -> list[bool]:
 
     Choosing a backend reads it: 4,000 comparisons of strings before each step, 4 ms on a CPU.
     """
-    return ["_attention_dot_capabilities" not in guard.name for guard in guards]
+    return ["_attention_dot_backends" not in guard.name for guard in guards]
 
 
 # ------------------------------------------------------------------------------------- what compiling needs

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..attention.biases import Bias
-from ..attention.scores import Additive
+from ..attention.mechanisms import Additive
 from ..config import TrainConfig
 from ..layers import FeedForward
-from ..layers.vision import VisionEmbeddings
+from ..layers.embeddings import VisionEmbeddings
 from ..models.block import Block
 from ..models.recurrent.recurrence import Gates
 

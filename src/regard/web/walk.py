@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMap
-from ..attention.scores import Dot
+from ..attention.mechanisms import Dot
 
 
 def walk(seen: AttentionMap, head: int, row: int, col: int, values: Tensor | None = None) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from ...attention import Frame, masks
 from ...attention.backends import run
 from ...attention.cache import Cache
-from ...attention.call import Call
-from ...attention.dropout import draw_seed
-from ...attention.edits import edited_call, edited_heads, is_edited
+from ...attention.edits import apply_edits_to_call, apply_edits_to_heads, has_edits
 from ...attention.frame import ALL
-from ...attention.scores import Additive, Concat, Dot, General, Mechanism
+from ...attention.mechanisms import Additive, Concat, Dot, General, Mechanism
+from ...attention.reference import draw_seed
+from ...attention.score_matrix import AttentionCall
 from ...attention.taps import tap_attention
 from ...config import ModelConfig
 from ..block import Memory
@@ -75,7 +75,7 @@ class Alignment(nn.Module):
     def look(self, state: Tensor, view: View, closed: Tensor | None) -> Glimpse:
         """The attention of one state (B, M): the inside of a loop, so nothing here is checked or chosen anew."""
         q = self.mechanism.queries(state[None, None]).transpose(0, 2)  # (1, 1, B, D) → (B, 1, 1, D)
-        if is_edited(self):
+        if has_edits(self):
             return Glimpse(q, self._attended(q, view)[1][:, 0, 0])
         if self.checkpointing and self.training:
             context = checkpoint(self._weigh, q, view, closed, use_reentrant=False)
@@ -95,20 +95,20 @@ class Alignment(nn.Module):
         q = self.mechanism.queries(states.reshape(1, 1, -1, width)).view(n_batch, 1, n_queries, -1)
         return tap_attention(self, *self._attended(q, view))[:, 0]
 
-    def _attended(self, q: Tensor, view: View) -> tuple[Call, Tensor]:
+    def _attended(self, q: Tensor, view: View) -> tuple[AttentionCall, Tensor]:
         """The attention of q (B, 1, T, D) as any other attention is computed, → (B, 1, T, M)."""
-        call = edited_call(self, self._call(q, view, self.dropout if self.training else 0.0))
-        return call, edited_heads(self, call, run(call, self.backend).output)
+        call = apply_edits_to_call(self, self._call(q, view, self.dropout if self.training else 0.0))
+        return call, apply_edits_to_heads(self, call, run(call, self.backend).output)
 
     def show(self, q: Tensor, contexts: Tensor, view: View, cache: Cache | None) -> None:
         """Let the recorder see looks made one by one as one attention: q (B, 1, T, D), contexts (B, T, M)."""
-        tap_attention(self, edited_call(self, self._call(q, view)), contexts[:, None], cache)
+        tap_attention(self, apply_edits_to_call(self, self._call(q, view)), contexts[:, None], cache)
 
-    def _call(self, q: Tensor, view: View, dropout: float = 0.0) -> Call:
-        mask = None if view.real is None else masks.keep(view.real)
+    def _call(self, q: Tensor, view: View, dropout: float = 0.0) -> AttentionCall:
+        mask = None if view.real is None else masks.valid_keys(view.real)
         frame = Frame.of(q, view.k)
         seed = draw_seed(q.device) if dropout > 0 else None
-        return Call(q, view.k, mask, None, self.mechanism, frame, view.v, dropout, seed)
+        return AttentionCall(q, view.k, mask, None, self.mechanism, frame, view.v, dropout, seed)
 
 
 _ONE_HEAD = Frame.aligned(1, 1, 1, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...attention.cache import Cache, CrossCache
-from ...attention.cache.cache import n_bytes
+from ...attention.cache.kv_cache import n_bytes
 from .alignment import View
 from .recurrence import State
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...attention import masks
 from ...attention.cache import ModelCache
-from ...attention.cache.slots import Numbers
+from ...attention.cache.static_cache import CacheDtype
 from ...config import ModelConfig
 from .. import parts
 from ..block import Memory
@@ -39,7 +39,7 @@ class RecurrentMemory(Memory):
     def rows(self, index: Tensor) -> RecurrentMemory:
         """Some rows of the batch, in any order and number."""
         real = real_keys(self)
-        mask = None if real is None else masks.keep(real.index_select(0, index))
+        mask = None if real is None else masks.valid_keys(real.index_select(0, index))
         final = tuple(part.index_select(0, index) for part in self.final)
         return RecurrentMemory(self.states.index_select(0, index), mask, final)
 
@@ -101,10 +101,12 @@ class Recurrent(SourceToTarget):
         if self.decoder.cross_attention is not None:
             self.decoder.cross_attention.checkpointing = on
 
-    def new_cache(self, batch: int | None = None, max_len: int | None = None, numbers: Numbers = "model") -> ModelCache:
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
         """An empty cache for decoding. A state has one size for any length; batch and max_len keep it in place."""
-        if numbers != "model":
-            raise ValueError(f"numbers={numbers!r}: a recurrent model keeps one state, which is not rounded")
+        if cache_dtype != "model":
+            raise ValueError(f"cache_dtype={cache_dtype!r}: a recurrent model keeps one state, which is not rounded")
         return ModelCache([StateCache(in_place=batch is not None and max_len is not None)], [MemoryCache()])
 
     def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> RecurrentMemory:

@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .call import Call
-from .checks import check_heads
-from .frame import Frame
-from .masks import Mask
-from .masks.basic import Causal
-from .masks.mask import And
+from .frame import Frame, check_heads
+from .mask import And
+from .masks import Causal, Mask
+from .mechanisms import Mechanism, Operands, Prepared, by_group, by_head
 from .reference import reference
-from .scores import Mechanism, Operands, Prepared, by_group, by_head
+from .score_matrix import AttentionCall
 
 CHUNK = 64
 """Tokens in a chunk of the causal form: scores inside a chunk cost O(chunk) a token, states O(D² / chunk)."""
@@ -153,7 +151,7 @@ def orthogonal_gaussian(n_rows: int, width: int, generator: torch.Generator) -> 
     return torch.cat(blocks)[:n_rows]
 
 
-def linear(call: Call) -> Tensor:
+def linear(call: AttentionCall) -> Tensor:
     """The output (B, H, T, D) in O(T) time and memory, for no mask, causal, padding, or both.
 
     Positions known only as tensors (the slots of a cache) have no running sum: if causal, they take the formula.

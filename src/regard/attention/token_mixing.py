@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .backends import attend
+from .attend import attend
 from .frame import Frame
-from .linear import visible_keys
-from .masks import Mask
-from .masks.basic import Padding
-from .scores import Dot, Mechanism, Prepared
+from .linear_attention import visible_keys
+from .masks import Mask, Padding
+from .mechanisms import Dot, Mechanism, Prepared
 
 
 class Linformer(nn.Module, Dot):

@@ -20,16 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import need_ids
-from .embeddings import TokenEmbedding
+from .embeddings import TokenEmbedding, check_ids
 
 _MOST = 127
 # From float32 rows, their scale and zero, and packed weights, to float32; None where this torch has no such thing.
-_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
+_packed_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
 _packing = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
 
 
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (out, in) as int8 and one scale an output (out,)."""
     weight = weight.detach().float()
     scale = weight.abs().amax(1) / _MOST
@@ -59,29 +58,29 @@ class Int8Linear(nn.Module):
     def of(cls, linear: nn.Linear) -> Int8Linear:
         """The nearest int8 map."""
         bias: Tensor | None = linear.bias
-        return cls(*rounded(linear.weight), None if bias is None else bias.detach().float().clone())
+        return cls(*quantise_weight(linear.weight), None if bias is None else bias.detach().float().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias."""
-        out = self.rows(x.detach().reshape(-1, self.in_features).float(), bias)
+        out = self.product_rows(x.detach().reshape(-1, self.in_features).float(), bias)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias for float32 rows (R, in), in as few steps as there are."""
         if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
             out = self._whole_numbers(x)
             return out if bias is None else out + bias.float()
-        levels, packed = _levels(), self._pack()
+        levels, packed = _input_levels(), self._pack()
         if len(x) == 1:  # the one row's scale can be told to the product itself
             largest = float(torch.linalg.vector_norm(x, math.inf)) or 1.0
-            out = _product(x, largest / levels, levels + 1, packed)
+            out = _packed_product(x, largest / levels, levels + 1, packed)
             return out if bias is None else out.add_(bias)
         # A row of zeros becomes 0 / 0, which rounds to some whole number, and that times 0 is 0 again.
         each = x.abs().amax(1, keepdim=True)  # (R, 1)
-        out = _product(x / each, 1 / levels, levels + 1, packed)
+        out = _packed_product(x / each, 1 / levels, levels + 1, packed)
         return out.mul_(each) if bias is None else torch.addcmul(bias.float(), out, each, out=out)
 
     def _whole_numbers(self, x: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class Int8Linear(nn.Module):
 
     def _pack(self) -> Any:
         if self._packed is None:
-            self._packed = _packed(self.weight, self.scale)
+            self._packed = _pack_weight(self.weight, self.scale)
         return self._packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -124,11 +123,11 @@ class Int8Embedding(Int8Linear):
 
     @classmethod
     def of_table(cls, table: TokenEmbedding) -> Int8Embedding:
-        return cls(*rounded(table.weight), table.scale)
+        return cls(*quantise_weight(table.weight), table.scale)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, T) → (B, T, M)."""
-        need_ids("token ids", ids, 0, self.vocab_size, "vocab_size")
+        check_ids("token ids", ids, 0, self.vocab_size, "vocab_size")
         return self.weight[ids] * (self.scale[ids] * self.factor)[..., None]
 
 
@@ -140,7 +139,7 @@ class Int8Head(nn.Module):
     def __init__(self, head: Any, tied: Int8Embedding | None) -> None:
         super().__init__()
         weight, self.bias = head.weight, head.bias
-        self.output = None if tied is not None else Int8Linear(*rounded(weight))
+        self.output = None if tied is not None else Int8Linear(*quantise_weight(weight))
         head.weight = head.bias = None
         self.inner = head  # what comes before the matrix
         self._tied = (tied,)  # in a tuple: the table is not this module's to save
@@ -174,7 +173,7 @@ def quantise(model: nn.Module) -> nn.Module:
 
 
 @cache
-def _levels() -> int:
+def _input_levels() -> int:
     """Steps on either side of 0: where a CPU adds pairs of products in 16 bits, inputs of 7 bits cannot overflow."""
     return _MOST if torch.cpu._is_vnni_supported() else 63
 
@@ -182,17 +181,17 @@ def _levels() -> int:
 @cache
 def _can_pack() -> bool:
     """Whether this build of torch and this CPU have the packed product."""
-    if _product is None or "fbgemm" not in torch.backends.quantized.supported_engines:
+    if _packed_product is None or "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     try:
-        packed = _packed(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16))
-        _product(torch.zeros(1, 16), 1.0, 128, packed)
+        packed = _pack_weight(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16))
+        _packed_product(torch.zeros(1, 16), 1.0, 128, packed)
     except (RuntimeError, AttributeError):
         return False
     return True
 
 
-def _packed(weight: Tensor, scale: Tensor) -> Any:
+def _pack_weight(weight: Tensor, scale: Tensor) -> Any:
     zero = torch.zeros(len(weight), dtype=torch.int64)
     with _packing, torch.inference_mode(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # on its way out, and checked for

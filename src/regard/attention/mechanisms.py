@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .checks import check_projection
 from .frame import Frame
 from .masks import Mask
 
@@ -173,7 +172,7 @@ class General(nn.Module, Dot):
         _initialise(self.w)
 
     def queries(self, q: Tensor) -> Tensor:
-        check_projection(self.name, "q", q, self.w)
+        _check_projection(self.name, "q", q, self.w)
         return q @ self.w
 
 
@@ -197,14 +196,14 @@ class Additive(nn.Module, Mechanism):
             _initialise(weight)
 
     def queries(self, q: Tensor) -> Tensor:
-        check_projection(self.name, "q", q, self.w_q)
+        _check_projection(self.name, "q", q, self.w_q)
         return q @ self.w_q
 
     def keys(self, k: Tensor) -> Tensor:
         n_heads = self.w_k.shape[0]
         if k.shape[1] != n_heads:  # a key head shared by several query heads is projected once for each
             k = k.repeat_interleave(n_heads // k.shape[1], dim=1)
-        check_projection(self.name, "k", k, self.w_k)
+        _check_projection(self.name, "k", k, self.w_k)
         return k @ self.w_k
 
     def operands(self, frame: Frame) -> Operands:
@@ -224,6 +223,16 @@ class Concat(Additive):
     def w(self) -> Tensor:
         """The joined matrix of the paper, (H, d_query + d_key, d_hidden)."""
         return torch.cat([self.w_q, self.w_k], dim=1)
+
+
+def _check_projection(mechanism: str, name: str, x: Tensor, w: Tensor) -> None:
+    """Raise unless heads x (B, H, T, D) can be projected by w (H, D, …)."""
+    if x.shape[1] != w.shape[0]:
+        raise ValueError(f"mechanism {mechanism!r} has n_heads={w.shape[0]}, {name} has {x.shape[1]} heads")
+    if x.shape[3] != w.shape[1]:
+        raise ValueError(f"mechanism {mechanism!r} is for {name} of head width {w.shape[1]}, got {x.shape[3]}")
+    if x.dtype != w.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name} is {x.dtype} but mechanism {mechanism!r} is {w.dtype}; give them one dtype")
 
 
 def _initialise(weight: Tensor) -> None:

@@ -18,13 +18,12 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .backends import prepare
+from .attend import prepare
 from .biases import Bias
-from .call import Scoring, exp_minus_
 from .frame import ALL, Frame, Span, span_length
 from .masks import Mask
-from .scores import Mechanism
-from .sweep import INF, Sweep, cut, p_log_p
+from .mechanisms import Mechanism
+from .score_matrix import INF, ScoreMatrix, TileWalk, exp_minus_, p_log_p, split_span
 
 Pick = int | slice | Tensor | Sequence[int]
 """Some rows or columns: one index, a slice, or several indices."""
@@ -79,13 +78,13 @@ class AttentionMap:
         self._take(replace(made, mechanism=mechanism) if prepared and mechanism is not None else made, lse)
 
     @classmethod
-    def of(cls, scoring: Scoring, lse: Tensor | None = None) -> AttentionMap:
-        """The map of a Scoring or a Call, whose q and k are prepared already."""
+    def of(cls, scoring: ScoreMatrix, lse: Tensor | None = None) -> AttentionMap:
+        """The map of a ScoreMatrix or a Call, whose q and k are prepared already."""
         made = cls.__new__(cls)
         made._take(scoring, lse)
         return made
 
-    def _take(self, scoring: Scoring, lse: Tensor | None) -> None:
+    def _take(self, scoring: ScoreMatrix, lse: Tensor | None) -> None:
         mechanism = scoring.mechanism
         if mechanism.normaliser not in ("softmax", "linear"):
             kind = f"its normaliser is {mechanism.normaliser!r}, neither 'softmax' nor 'linear'"
@@ -94,12 +93,12 @@ class AttentionMap:
         q, k = scoring.q.detach().to(exact), scoring.k.detach().to(exact)
         if mechanism.operands(scoring.frame):  # others leave their parameters behind with the O(T) half
             mechanism = freeze(mechanism)
-        frozen = Scoring(q, k, scoring.mask, freeze(scoring.bias), mechanism, scoring.frame)
+        frozen = ScoreMatrix(q, k, scoring.mask, freeze(scoring.bias), mechanism, scoring.frame)
         with torch.inference_mode(False):  # it is filled in later, perhaps outside of the mode the map is made in
             lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _given(lse, q)
-        self._set(Sweep(frozen, lse))
+        self._set(TileWalk(frozen, lse))
 
-    def _set(self, sweep: Sweep) -> None:
+    def _set(self, sweep: TileWalk) -> None:
         self._sweep = sweep
         self._parts: dict[tuple[range, range], AttentionMap] = {}
 
@@ -183,7 +182,7 @@ class AttentionMap:
     @_reading
     def lse(self) -> Tensor:
         """log Σ_j exp(s_ij) of every row, (B, H, T), +inf where it sees nothing; for a linear kernel log Σ_j s_ij."""
-        for rows in cut(slice(0, self.shape[2]), self._sweep.plan.block[0]):
+        for rows in split_span(slice(0, self.shape[2]), self._sweep.plan.block[0]):
             self._sweep.normalise(rows)
         return self._sweep.lse.clone()
 
@@ -354,7 +353,7 @@ def _cells(total: int, count: int, most: int, name: str, of: str) -> list[tuple[
         together = min(max(1, most // here), (larger if cell < larger else count) - cell)
         places = slice(start, start + together * here)
         parts = -(-here // most)  # 1 unless a single cell is too large for a block
-        found += [(piece, slice(cell, cell + together)) for piece in cut(places, -(-together * here // parts))]
+        found += [(piece, slice(cell, cell + together)) for piece in split_span(places, -(-together * here // parts))]
         start, cell = places.stop, cell + together
     return found
 

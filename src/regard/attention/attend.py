@@ -1,0 +1,130 @@
+"""``attend``: scaled dot-product attention and every other mechanism, mask and bias, on any backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..foundation.checks import check_probability
+from .backends import Attended, run
+from .biases import Bias, DenseBias
+from .frame import Frame, check_heads
+from .mask import Mask
+from .masks import from_dense
+from .mechanisms import Dot, Mechanism
+from .reference import Steps, compute_steps
+from .score_matrix import AttentionCall
+
+_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
+    "q": (Tensor,),
+    "k": (Tensor,),
+    "v": (Tensor,),
+    "mask": (Mask, Tensor),
+    "bias": (Bias, Tensor),
+    "mechanism": (Mechanism,),
+}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    weights: bool = False,
+    mechanism: Mechanism | None = None,
+    frame: Frame | None = None,
+    seed: int | Tensor | None = None,
+    check: bool = False,
+) -> Attended:
+    """Attention of q (B, H, T, D) over k and v (B, G, S, D): softmax(scale · q kᵀ + bias) v under a mask.
+
+    ``mechanism`` replaces the scaled dot product; ``frame`` places queries and keys (by default the last
+    query stands at the last key); ``seed`` fixes the dropout; ``check`` refuses NaN and infinity in the inputs.
+    """
+    return run(prepare(q, k, v, mask, bias, scale, mechanism, frame, dropout, seed, check), backend, weights)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    mechanism: Mechanism | None = None,
+    frame: Frame | None = None,
+) -> Steps:
+    """Every step of the formula by name: scores, scaled, biased, masked, weights, output."""
+    return compute_steps(prepare(q, k, v, mask, bias, scale, mechanism, frame))
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    mechanism: Mechanism | None = None,
+    frame: Frame | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    check: bool = False,
+) -> AttentionCall:
+    """Check the inputs and do the mechanism's O(T) work; a backend does the rest."""
+    _check_types(q=q, k=k, v=v, mask=mask, bias=bias, mechanism=mechanism)
+    if mechanism is None:
+        mechanism = Dot(scale)
+    elif scale is not None:
+        raise ValueError(f"scale={scale} goes with the scaled dot product; mechanism={mechanism.name!r} has its own")
+    check_heads(q, k, v, same_width=type(mechanism) is Dot)
+    if check:
+        _check_finite(q=q, k=k, v=v)
+    check_probability(dropout=dropout)
+    frame = Frame.of(q, k) if frame is None else frame
+    mask = from_dense(mask) if isinstance(mask, Tensor) else mask
+    bias = DenseBias(bias) if isinstance(bias, Tensor) else bias
+    frame.check(q, k)
+    _check_device("mechanism", mechanism, q)
+    if mask is not None:
+        mask.check(frame)
+    if bias is not None:
+        _check_device("bias", bias, q)
+        bias.check(frame)
+    ready = mechanism.prepare(q, k, v, mask, frame)
+    seed = None if seed is None or dropout == 0 else torch.as_tensor(seed, device=q.device)
+    return AttentionCall(ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, seed)
+
+
+def _check_types(**arguments: Any) -> None:
+    for name, x in arguments.items():
+        types = _ARGUMENT_TYPES[name]
+        if not isinstance(x, types) and (x is not None or name in "qkv"):
+            expected = " or ".join("a tensor" if each is Tensor else f"a {each.__name__}" for each in types)
+            hint = f"; call it: {x.__name__}()" if callable(x) and hasattr(x, "__name__") else ""
+            raise TypeError(f"{name} must be {expected}, got {x if callable(x) else repr(x)}{hint}")
+
+
+def _check_device(what: str, part: object, q: Tensor) -> None:
+    """Raise when a mechanism or bias that is a module stands on another device than q."""
+    for x in [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []:
+        if x.device != q.device:
+            owner = f"{what} {type(part).__name__}"
+            raise ValueError(f"q is on {q.device} but {owner} is on {x.device}; put them on one device")
+
+
+def _check_finite(**heads: Tensor) -> None:
+    """Raise when an input holds NaN or infinity, with the index of the first one."""
+    for name, x in heads.items():
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            first, count = tuple(bad.nonzero()[0].tolist()), int(bad.sum())
+            raise ValueError(f"{name} holds {count} values that are not finite, the first, {x[first]}, at {first}")

@@ -1,0 +1,401 @@
+"""Position biases: what is added to a score because of where query and key stand.
+
+Like masks they answer ``tile(rows, cols, frame)``. A bias first lays out what is O(T) (``operands``: its values by
+distance, its projected relative encodings), under autograd; tiles are then read from that. A backend that recomputes
+tiles hands the gradient of each tile to ``tile_backward`` and so trains the bias without ever holding T × S numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from .frame import Frame, Span, as_range
+from .mechanisms import Operands, by_group, by_head
+
+__all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Sum", "T5Bias", "XLRelative", "alibi_slopes"]
+
+
+class Bias(nn.Module):
+    """Base of all biases. ``reads_content`` marks those that need q and k, not only their places."""
+
+    reads_content: bool = False
+    n_operands: int = 0
+
+    def operands(self, frame: Frame) -> Operands:
+        """The O(T) tensors that ``tile`` reads, differentiable in the parameters."""
+        return ()
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        """The bias of some rows and columns, broadcastable to (B, H, R, C); q and k are those of the tile."""
+        raise NotImplementedError  # a bias is its tile; there is no sensible default
+
+    def tile_backward(
+        self,
+        rows: Span,
+        cols: Span,
+        frame: Frame,
+        operands: Operands,
+        q: Tensor,
+        k: Tensor,
+        d_tile: Tensor,
+        d_operands: list[Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add the gradient of one tile to ``d_operands``; return those of q and k where the content was read.
+
+        The default lets autograd differentiate this one tile.
+        """
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
+            tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
+            if not tile.requires_grad:
+                return None
+            grads = torch.autograd.grad(
+                tile.expand_as(d_tile), inputs, d_tile, allow_unused=True, materialize_grads=True
+            )
+        for total, grad in zip(d_operands, grads[2:], strict=True):
+            total += grad
+        return (grads[0], grads[1]) if self.reads_content else None
+
+    def dense(self, frame: Frame, q: Tensor, k: Tensor) -> Tensor:
+        """The whole bias: the tile of everything."""
+        return self.tile(slice(None), slice(None), frame, self.operands(frame), q, k)
+
+    def check(self, frame: Frame) -> None:
+        """Raise when the bias cannot belong to this frame."""
+
+    @property
+    def trainable(self) -> bool:
+        return any(p.requires_grad for p in self.parameters())
+
+
+class DenseBias(Bias):
+    """Any tensor of additive scores: (T, S), (H, T, S) or (B or 1, H or 1, T, S), trainable if it is a parameter."""
+
+    n_operands = 1
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        if not 2 <= values.dim() <= 4 or not values.is_floating_point():
+            raise ValueError(f"DenseBias wants 2 to 4 floating dimensions, got {values.dtype} {tuple(values.shape)}")
+        # Kept as it came: a plain tensor may belong to someone else's graph and must keep its gradient path.
+        self.values = values
+
+    def operands(self, frame: Frame) -> Operands:
+        values = self.values[(None,) * (4 - self.values.dim())]
+        batch = slice(frame.first_batch, frame.first_batch + frame.n_batch) if values.shape[0] > 1 else slice(None)
+        heads = frame.heads if values.shape[1] > 1 else slice(None)
+        return (values[batch, heads],)
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        return operands[0][:, :, rows][..., cols]
+
+    def check(self, frame: Frame) -> None:
+        given = tuple(self.values[(None,) * (4 - self.values.dim())].shape)
+        sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+        if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
+            raise ValueError(f"bias of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
+        if self.values.device != frame.device:
+            raise ValueError(f"bias is on {self.values.device} but q is on {frame.device}; put them on one device")
+
+    @property
+    def trainable(self) -> bool:
+        return self.values.requires_grad
+
+
+class Sum(Bias):
+    """Several biases added up."""
+
+    def __init__(self, first: Bias, *others: Bias) -> None:
+        super().__init__()
+        parts = (first, *others)
+        self.parts = nn.ModuleList(parts)
+        self.reads_content = any(part.reads_content for part in parts)
+        self.n_operands = sum(part.n_operands for part in parts)
+
+    @property
+    def _parts(self) -> list[Bias]:
+        return [part for part in self.parts if isinstance(part, Bias)]
+
+    @property
+    def trainable(self) -> bool:
+        return any(part.trainable for part in self._parts)
+
+    def operands(self, frame: Frame) -> Operands:
+        return tuple(x for part in self._parts for x in part.operands(frame))
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for part in self._parts:
+            own, operands = operands[: part.n_operands], operands[part.n_operands :]
+            tile = part.tile(rows, cols, frame, own, q, k)
+            total = tile if total is None else total + tile
+        assert total is not None
+        return total
+
+    def check(self, frame: Frame) -> None:
+        for part in self._parts:
+            part.check(frame)
+
+
+def toeplitz(values: Tensor, n_rows: int) -> Tensor:
+    """(..., R + C - 1) values of distance → (..., R, C) with out[i, j] = values[j - i + R - 1]."""
+    n_cols = values.shape[-1] - n_rows + 1
+    if n_cols > n_rows:  # flip would lay out a wide tile by columns, and whatever adds it would crawl
+        return skew(values[..., None, :].expand(*values.shape[:-1], n_rows, values.shape[-1]))
+    windows = values.unfold(-1, n_cols, 1)  # (..., R, C): window w starts at w; row i wants the one at R - 1 - i
+    return windows.flip(-2)
+
+
+def toeplitz_backward(d_tile: Tensor) -> Tensor:
+    """The transpose of ``toeplitz``: sums of a tile (..., R, C) along its diagonals, (..., R + C - 1)."""
+    return unskew(d_tile).sum(-2)
+
+
+def skew(by_distance: Tensor) -> Tensor:
+    """(..., R, R + C - 1) → (..., R, C) with out[i, j] = in[i, j - i + R - 1] (Transformer-XL, appendix B). A view."""
+    by_distance = by_distance.contiguous()
+    rows, width = by_distance.shape[-2:]
+    if rows == 1:
+        return by_distance
+    # Row i + 1 starts width - 1 numbers after row i: drop the first R - 1 and read on in rows one shorter.
+    shorter = by_distance.flatten(-2)[..., rows - 1 : rows * width - 1].unflatten(-1, (rows, width - 1))
+    return shorter[..., : width - rows + 1]
+
+
+def unskew(tile: Tensor) -> Tensor:
+    """The transpose of ``skew``: (..., R, C) laid into (..., R, R + C - 1), zeros elsewhere."""
+    *lead, rows, cols = tile.shape
+    out = torch.zeros(*lead, rows, rows + cols - 1, dtype=tile.dtype, device=tile.device)
+    skew(out).copy_(tile)
+    return out
+
+
+class RelativeBias(Bias):
+    """A bias b_h(j - i) of the distance alone. Subclasses write ``at``."""
+
+    n_heads: int
+    n_operands = 1
+
+    def at(self, distance: Tensor) -> Tensor:
+        """Values (H, …) for whole distances (…): key position - query position."""
+        raise NotImplementedError  # a relative bias is this function
+
+    def operands(self, frame: Frame) -> Operands:
+        low, high = frame.reach()
+        return (self.at(torch.arange(low, high + 1, device=frame.device))[frame.heads],)  # (H, distances)
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        (by_distance,) = operands
+        stretch = self._stretch(rows, cols, frame)
+        if stretch is not None:
+            start, stop, n_rows = stretch
+            values = by_distance[:, start:stop]
+            if _is_level(values):
+                n_heads, n_cols = len(values), stop - start - n_rows + 1
+                return values[None, :, :1, None].expand(1, n_heads, n_rows, n_cols)
+            return toeplitz(values, n_rows)[None]  # (1, H, R, C)
+        at = frame.site(rows, cols)
+        distance = (at.j - at.i)[:, 0]  # (B or 1, R, C)
+        return by_distance[:, distance - frame.reach()[0]].transpose(0, 1)  # (B or 1, H, R, C)
+
+    def _stretch(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int, int] | None:
+        """Where the R + C - 1 distances of a tile stand among all distances, when they run on without gap."""
+        row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
+        if frame.steady is None or row_range is None or col_range is None:
+            return None
+        n_rows, n_cols = row_range[1] - row_range[0], col_range[1] - col_range[0]
+        start = col_range[0] + frame.n_queries - row_range[1]
+        return start, start + n_rows + n_cols - 1, n_rows
+
+    def tile_backward(
+        self,
+        rows: Span,
+        cols: Span,
+        frame: Frame,
+        operands: Operands,
+        q: Tensor,
+        k: Tensor,
+        d_tile: Tensor,
+        d_operands: list[Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        stretch = self._stretch(rows, cols, frame)
+        if stretch is None:
+            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
+        d_operands[0][:, stretch[0] : stretch[1]] += toeplitz_backward(d_tile.sum(0))
+        return None
+
+    def check(self, frame: Frame) -> None:
+        if self.n_heads != frame.n_heads:
+            raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
+
+
+def _is_level(values: Tensor) -> bool:
+    """Whether a tile is one value a head, as T5's are far from the diagonal: then nothing has to be laid out.
+
+    Asked only where the answer is free: on a CPU, outside of a graph.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or values.device.type != "cpu":
+        return False
+    return bool((values == values[:, :1]).all())
+
+
+class Alibi(RelativeBias):
+    """Attention with linear biases (Press et al. 2022): b_h(d) = -m_h |d|, m_h = 2^(-8h/H). Nothing to train."""
+
+    slopes: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.register_buffer("slopes", torch.tensor(alibi_slopes(n_heads)), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # Computed anew, so that neither .to_empty() after a stay on meta nor .half().float() changes them.
+        self.slopes = torch.tensor(alibi_slopes(self.n_heads), dtype=self.slopes.dtype, device=self.slopes.device)
+        return self
+
+    def at(self, distance: Tensor) -> Tensor:
+        return -self.slopes.view(-1, *[1] * distance.dim()) * distance.abs()
+
+
+def alibi_slopes(n_heads: int) -> list[float]:
+    """The paper's slopes; for a head count between powers of two, every second slope of the next power fills up."""
+    below = 2 ** math.floor(math.log2(n_heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
+    return slopes + [2.0 ** (-4.0 * (2 * h + 1) / below) for h in range(n_heads - below)]
+
+
+class T5Bias(RelativeBias):
+    """T5's learned bias (Raffel et al. 2020, §2.1): b_h(d) = w[bucket(d), h].
+
+    Near distances have a bucket each, farther ones share buckets that grow logarithmically up to ``max_distance``.
+    """
+
+    def __init__(self, n_heads: int, n_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
+        super().__init__()
+        least = 4 if bidirectional else 2
+        if n_buckets < least or n_buckets % 2:
+            raise ValueError(f"n_buckets={n_buckets} must be even and at least {least}")
+        if max_distance <= n_buckets // least:
+            raise ValueError(f"max_distance={max_distance} must exceed the {n_buckets // least} exact buckets")
+        self.n_heads, self.n_buckets, self.max_distance = n_heads, n_buckets, max_distance
+        self.bidirectional = bidirectional
+        self.w = nn.Parameter(torch.empty(n_buckets, n_heads))
+        nn.init.normal_(self.w, std=0.02)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance (key position - query position)."""
+        n, start = self.n_buckets, torch.zeros_like(distance)
+        if self.bidirectional:
+            n //= 2
+            start = (distance > 0).long() * n
+            back = distance.abs()
+        else:
+            back = (-distance).clamp(min=0)
+        exact = n // 2
+        ratio = torch.log(back.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (n - exact)).long()).clamp(max=n - 1)
+        return start + torch.where(back < exact, back, far)
+
+    def at(self, distance: Tensor) -> Tensor:
+        return self.w[self.bucket(distance)].movedim(-1, 0)
+
+    def extra_repr(self) -> str:
+        return f"{self.n_heads}, n_buckets={self.n_buckets}, max_distance={self.max_distance}"
+
+
+class XLRelative(Bias):
+    """scale · ((q + v) · r_{i-j} + u · k), for all heads; r is a sinusoid of the distance, projected by W_r.
+
+    In a tile of R × C there are R + C - 1 distances: (q + v) · r is one small product whose diagonals are the tile.
+    """
+
+    reads_content = True
+    n_operands = 3
+
+    def __init__(self, n_heads: int, d_head: int, d_model: int | None = None, scale: float | None = None) -> None:
+        super().__init__()
+        self.n_heads, self.d_head = n_heads, d_head
+        self.d_model = n_heads * d_head if d_model is None else d_model
+        self.scale = 1.0 / math.sqrt(d_head) if scale is None else scale
+        self.w_r = nn.Parameter(torch.empty(n_heads * d_head, self.d_model))
+        self.u = nn.Parameter(torch.zeros(n_heads, d_head))
+        self.v = nn.Parameter(torch.zeros(n_heads, d_head))
+        nn.init.xavier_uniform_(self.w_r)
+
+    def encodings(self, distance: Tensor) -> Tensor:
+        """Sinusoids of i - j, sines then cosines (the paper's R)."""
+        rate = torch.exp(torch.arange(0, self.d_model, 2, device=distance.device) * (-math.log(10000.0) / self.d_model))
+        angle = -distance[:, None].to(rate.dtype) * rate
+        return torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.d_model]
+
+    def operands(self, frame: Frame) -> Operands:
+        low, high = frame.reach()
+        table = self.encodings(torch.arange(low, high + 1, device=frame.device)).to(self.w_r.dtype)
+        r = (table @ self.w_r.T).unflatten(-1, (self.n_heads, self.d_head)).transpose(0, 1)  # (H, distances, D)
+        return r[frame.heads], self.u[frame.heads], self.v[frame.heads]
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        r, u, v = operands
+        if q.shape[-1] != self.d_head:
+            raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
+        by_distance = (q + v[:, None]) @ self._near(r, rows, cols, frame).transpose(-1, -2)  # (B, H, R, distances)
+        place = self._place(rows, cols, frame)
+        if place is None:
+            at = frame.site(rows, cols)
+            index = (at.j - at.i - frame.reach()[0]).expand(by_distance.shape[0], by_distance.shape[1], -1, -1)
+            position = by_distance.gather(-1, index)
+        else:
+            position = skew(by_distance)
+        return (position + self._content(u, k, q.shape[1])) * self.scale
+
+    def _content(self, u: Tensor, k: Tensor, n_heads: int) -> Tensor:
+        """u · k for every key, (B, H, 1, C); grouped key heads are shared."""
+        shared = by_group(u[None, :, None, :], k.shape[1])  # (1, G, H/G, D)
+        return by_head(shared @ k.transpose(-1, -2), n_heads)
+
+    def _place(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int] | None:
+        row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
+        if frame.steady is None or row_range is None or col_range is None:
+            return None
+        start = col_range[0] + frame.n_queries - row_range[1]
+        return start, start + row_range[1] - row_range[0] + col_range[1] - col_range[0] - 1
+
+    def _near(self, r: Tensor, rows: Span, cols: Span, frame: Frame) -> Tensor:
+        place = self._place(rows, cols, frame)
+        return r if place is None else r[:, place[0] : place[1]]
+
+    def tile_backward(
+        self,
+        rows: Span,
+        cols: Span,
+        frame: Frame,
+        operands: Operands,
+        q: Tensor,
+        k: Tensor,
+        d_tile: Tensor,
+        d_operands: list[Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        place = self._place(rows, cols, frame)
+        if place is None:
+            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
+        (r, u, v), (d_r, d_u, d_v) = operands, d_operands
+        d_tile = d_tile * self.scale
+        d_position = unskew(d_tile)  # (B, H, R, R + C - 1)
+        d_q = d_position @ r[:, place[0] : place[1]]
+        d_r[:, place[0] : place[1]] += (d_position.transpose(-1, -2) @ (q + v[:, None])).sum(0)
+        d_v += d_q.sum((0, 2))
+        d_content = by_group(d_tile.sum(2, keepdim=True), k.shape[1])  # (B, G, H/G, C)
+        d_u += by_head(d_content @ k, q.shape[1]).sum((0, 2))
+        d_k = d_content.transpose(-1, -2) @ by_group(u[None, :, None, :], k.shape[1])
+        return d_q, d_k
+
+    def check(self, frame: Frame) -> None:
+        if self.n_heads != frame.n_heads:
+            raise ValueError(f"bias XLRelative has n_heads={self.n_heads}, the queries have {frame.n_heads}")

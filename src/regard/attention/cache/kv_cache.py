@@ -1,0 +1,354 @@
+"""Keys and values already computed, and where each of them stands.
+
+One object for each attention layer; a layer that is given one calls
+
+    k_all, v_all = cache.update(k, v)                      # the new tokens' keys go in, all that can be seen comes out
+    attend(q, k_all, v_all, frame=cache.frame(n_heads))    # the new tokens' queries over them
+
+Because masks and biases are functions of positions, it does not matter in which slot a key lies, whether slots are
+empty (position -1) or out of order, or that the rows of a batch are of different length. Keys are held as they came:
+under RoPE already turned, so nothing is turned twice.
+
+What ``update`` returns and the frame that goes with it may share the cache's memory: both hold until the next update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..frame import HEADS_SHAPE, Frame
+
+
+class CacheView(NamedTuple):
+    """Where the tokens of the last update stand as queries, and the keys that it returned."""
+
+    n_batch: int
+    q_pos: Tensor  # (1 or B, T)
+    k_pos: Tensor  # (1 or B, S)
+    steady: tuple[int, int] | None = None
+    limit: int | None = None
+
+
+class CacheVersion:
+    """What a cache holds, by identity: the same while tokens only arrive, a new one once anything held is changed.
+
+    An object and no number, because a compiled graph can pass it on without being compiled for its value.
+    """
+
+
+class Cache:
+    """Base of all caches. ``positions`` may be left out wherever new tokens simply follow those already seen.
+
+    Given as (T,) or (B, T), they come after those held in the same row, in order and without gap; -1 marks padding,
+    which is neither kept nor seen (what such a query returns means nothing).
+    """
+
+    _view: CacheView | None = None
+    version = CacheVersion()  # reorder, truncate and reset put another in its place
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Take in keys and values (B, G, T, D) of new tokens; return all that can be attended to, (B, G, S, D)."""
+        raise NotImplementedError  # what is kept and where is what makes a cache
+
+    def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
+        """Where the (last n) tokens of the last update stand as queries, over the keys that it returned."""
+        if self._view is None:
+            raise ValueError("frame() places the tokens of the last update, so update(k, v) has to come first")
+        n_batch, q_pos, k_pos, steady, limit = self._view
+        n_new = q_pos.shape[-1]
+        n_queries = n_new if n_queries is None else n_queries
+        if not 1 <= n_queries <= n_new:
+            raise ValueError(f"n_queries={n_queries} must lie between 1 and the {n_new} tokens of the last update")
+        skipped = n_new - n_queries
+        if steady is not None:
+            steady = (steady[0] + skipped, steady[1])
+        return Frame(n_batch, n_heads, flat(q_pos[:, skipped:]), flat(k_pos), steady=steady, limit=limit)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens seen, (1,) or one number a row, as a tensor: nothing is read back from a device."""
+        raise NotImplementedError  # each cache counts in its own way
+
+    @property
+    def length(self) -> int:
+        """Tokens seen, in the longest row."""
+        return int(self.lengths.max())
+
+    def next_positions(self, n_tokens: int, device: torch.device | str | None = None) -> Tensor:
+        """Where the next n tokens stand, (T,) or (B, T): what RoPE and learned positions ask before the update."""
+        lengths = self.lengths if device is None else self.lengths.to(device)
+        return flat(lengths[:, None] + torch.arange(n_tokens, device=lengths.device))
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """All keys still here (B, G, S, D) and their positions (S,) or (B, S), for those who want to look."""
+        raise NotImplementedError  # each cache lays its keys out in its own way
+
+    def reset(self) -> None:
+        """Forget everything."""
+        raise NotImplementedError  # each cache empties what it holds
+
+    def reorder(self, beam_index: Tensor) -> None:
+        """Row b goes on from what was row beam_index[b] (beam search)."""
+        raise NotImplementedError  # each cache gathers what it holds
+
+    def truncate(self, length: int | Tensor) -> None:
+        """Take back the tokens from position ``length`` on, one number or (B,) (drafts that speculation rejects)."""
+        raise NotImplementedError  # each cache drops what it holds
+
+    def check_truncate(self, length: int | Tensor) -> None:
+        """Raise where ``truncate`` cannot do that; a tensor's values are not read back just for this."""
+        if not isinstance(length, Tensor) and length < 0:
+            raise ValueError(f"length={length} must not be negative")
+
+    def memory(self) -> int:
+        """Bytes held."""
+        raise NotImplementedError  # each cache counts what it holds
+
+
+def check_new(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: Tensor | None = None) -> None:
+    """Raise unless k and v belong together and to what is held."""
+    for name, x, held in (("k", k, held_k), ("v", v, held_v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions {HEADS_SHAPE}, got shape {tuple(x.shape)}")
+        if held is None:
+            continue
+        for what, axis in (("batch size", 0), ("heads", 1), ("head width", 3)):
+            if x.shape[axis] != held.shape[axis]:
+                raise ValueError(f"{name} has {what} {x.shape[axis]}, but the cache holds {what} {held.shape[axis]}")
+        if x.dtype != held.dtype:
+            raise TypeError(f"{name} is {x.dtype}, but the cache holds {held.dtype}")
+        if x.device != held.device:
+            raise ValueError(f"{name} is on {x.device}, but the cache is on {held.device}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k has (batch, heads, length) {tuple(k.shape[:3])} but v has {tuple(v.shape[:3])}")
+    if k.shape[2] == 0:
+        raise ValueError(f"k has length 0 in shape {tuple(k.shape)}; there is nothing to keep")
+
+
+def as_rows(positions: Tensor, k: Tensor) -> Tensor:
+    """(T,) or (B, T) → (1 or B, T), checked against the tokens they belong to."""
+    batch, _, length, _ = k.shape
+    if positions.is_floating_point() or positions.shape not in ((length,), (batch, length)):
+        got = f"{positions.dtype} of shape {tuple(positions.shape)}"
+        raise ValueError(f"positions must be whole numbers of shape ({length},) or ({batch}, {length}), got {got}")
+    positions = positions.to(device=k.device, dtype=torch.int64)
+    return positions[None] if positions.dim() == 1 else positions
+
+
+def flat(rows: Tensor) -> Tensor:
+    """(1, S) → (S,): one row for all of the batch keeps masks and biases small."""
+    return rows[0] if rows.shape[0] == 1 else rows
+
+
+def take_back(positions: Tensor, length: int | Tensor) -> Tensor:
+    """Positions (1 or B, S) from ``length`` on become -1."""
+    end = length[:, None] if isinstance(length, Tensor) and length.dim() == 1 else length
+    return torch.where(positions >= end, -1, positions)
+
+
+def n_bytes(*tensors: Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+class GrowingCache(Cache):
+    """Concatenates. Positions run on without gap, so every fast path applies; gradients flow through what is held."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._pos: Tensor | None = None  # (1 or B, S), only once positions were given; until then 0 … S-1
+        self._view, self.version = None, CacheVersion()
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_new(k, v, self._k, self._v)
+        n_held, n_new = self._n_held, k.shape[2]
+        if positions is not None or self._pos is not None:
+            new = as_rows(self.next_positions(n_new, k.device) if positions is None else positions, k)
+            old = self._rows(k.device)
+            n_rows = max(new.shape[0], old.shape[0])
+            new = new.expand(n_rows, -1)
+            self._pos = torch.cat([old.expand(n_rows, -1), new], dim=1)
+            self._view = CacheView(k.shape[0], new, self._pos)
+        else:
+            k_pos = torch.arange(n_held + n_new, device=k.device)[None]
+            self._view = CacheView(k.shape[0], k_pos[:, n_held:], k_pos, steady=(n_held, 0))
+        self._k = k if self._k is None else torch.cat([self._k, k], dim=2)
+        self._v = v if self._v is None else torch.cat([self._v, v], dim=2)
+        return self._k, self._v
+
+    @property
+    def _n_held(self) -> int:
+        return 0 if self._k is None else self._k.shape[2]
+
+    def _rows(self, device: torch.device) -> Tensor:
+        """The positions of the held keys, (1 or B, S)."""
+        return torch.arange(self._n_held, device=device)[None] if self._pos is None else self._pos
+
+    @property
+    def lengths(self) -> Tensor:
+        if self._pos is not None:
+            return self._pos.amax(-1) + 1
+        return torch.tensor([self._n_held], device=None if self._k is None else self._k.device)
+
+    @property
+    def length(self) -> int:
+        return self._n_held if self._pos is None else super().length
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        if self._k is None:
+            raise ValueError("keys() of an empty GrowingCache: update(k, v) has to come first")
+        return self._k, flat(self._rows(self._k.device))
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """All keys and values (B, G, S, D), for those who go on in their own way."""
+        if self._k is None or self._v is None:
+            raise ValueError("keys_and_values() of an empty GrowingCache: update(k, v) has to come first")
+        return self._k, self._v
+
+    def reorder(self, beam_index: Tensor) -> None:
+        """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
+        if self._k is None or self._v is None:
+            return
+        self._k, self._v = self._k.index_select(0, beam_index), self._v.index_select(0, beam_index)
+        if self._pos is not None and self._pos.shape[0] > 1:
+            self._pos = self._pos.index_select(0, beam_index)
+        self._view, self.version = None, CacheVersion()
+
+    def truncate(self, length: int | Tensor) -> None:
+        self.check_truncate(length)
+        self._view, self.version = None, CacheVersion()
+        if self._k is None or self._v is None:
+            return
+        if self._pos is None and not isinstance(length, Tensor):
+            self._k, self._v = self._k[:, :, :length], self._v[:, :, :length]
+        else:
+            pos = take_back(self._rows(self._k.device), length)
+            used = (pos >= 0).any(0)  # columns that no row needs any more go
+            self._pos = pos[:, used]
+            self._k, self._v = self._k[:, :, used], self._v[:, :, used]
+        if self._n_held == 0:
+            self.reset()
+
+    def memory(self) -> int:
+        return n_bytes(self._k, self._v, self._pos)
+
+
+class CrossCache(Cache):
+    """Keys and values of an encoder's output, computed once: the first update fills it, later ones return what is held.
+
+    Reading goes from the end of the memory (the last query at its last key), as it does without a cache. Positions may
+    mark padding with -1. There is nothing to truncate: taking back decoded tokens leaves the memory as it is.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._held: tuple[Tensor, Tensor] | None = None
+        self._pos: Tensor | None = None  # (1 or B, S), where positions were given
+
+    @property
+    def filled(self) -> bool:
+        """Whether keys and values are there already and need not be computed."""
+        return self._held is not None
+
+    def update(
+        self, k: Tensor | None = None, v: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self._held is None:
+            if k is None or v is None:
+                raise ValueError("an empty CrossCache needs k and v of the memory in its first update")
+            check_new(k, v)
+            self._pos = None if positions is None else as_rows(positions, k)
+            self._held = (k, v)
+        return self._held
+
+    def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
+        k, _ = self.update()
+        n_queries = 1 if n_queries is None else n_queries
+        frame = Frame.aligned(k.shape[0], n_heads, n_queries, k.shape[2], k.device)
+        if self._pos is None:
+            return frame
+        return Frame(k.shape[0], n_heads, frame.q_pos, flat(self._pos))
+
+    @property
+    def lengths(self) -> Tensor:
+        if self._held is None:
+            return torch.zeros(1, dtype=torch.int64)
+        if self._pos is not None:
+            return self._pos.amax(-1) + 1
+        return torch.tensor([self._held[0].shape[2]], device=self._held[0].device)
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        k, _ = self.update()
+        return k, torch.arange(k.shape[2], device=k.device) if self._pos is None else flat(self._pos)
+
+    def reorder(self, beam_index: Tensor) -> None:
+        """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
+        if self._held is None:
+            return
+        k, v = self._held
+        self._held = (k.index_select(0, beam_index), v.index_select(0, beam_index))
+        if self._pos is not None and self._pos.shape[0] > 1:
+            self._pos = self._pos.index_select(0, beam_index)
+
+    def truncate(self, length: int | Tensor) -> None:
+        self.check_truncate(length)
+
+    def memory(self) -> int:
+        return n_bytes(*(self._held or ()), self._pos)
+
+
+class ModelCache:
+    """The caches of a model: ``layers[i]`` for self-attention, ``cross[i]`` for attention to an encoder's output."""
+
+    def __init__(self, layers: Iterable[Cache], cross: Iterable[CrossCache] = ()) -> None:
+        self.layers, self.cross = tuple(layers), tuple(cross)
+        if not self.layers:
+            raise ValueError("layers=() is empty; a model's cache holds one cache for each layer")
+        if self.cross and len(self.cross) != len(self.layers):
+            raise ValueError(f"cross has {len(self.cross)} caches but layers has {len(self.layers)}")
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer: int) -> Cache:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[Cache]:
+        return iter(self.layers)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.layers[0].lengths
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def next_positions(self, n_tokens: int, device: torch.device | str | None = None) -> Tensor:
+        return self.layers[0].next_positions(n_tokens, device)
+
+    def reset(self) -> None:
+        for cache in (*self.layers, *self.cross):
+            cache.reset()
+
+    def reorder(self, beam_index: Tensor) -> None:
+        for cache in (*self.layers, *self.cross):
+            cache.reorder(beam_index)
+
+    def truncate(self, length: int | Tensor) -> None:
+        for cache in self.layers:  # all or none
+            cache.check_truncate(length)
+        for cache in self.layers:
+            cache.truncate(length)
+
+    def memory(self) -> int:
+        return sum(cache.memory() for cache in (*self.layers, *self.cross))

@@ -1,0 +1,480 @@
+"""The masks every Transformer needs: causal, window, prefix, document, padding and any dense matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .frame import Frame, Site
+from .mask import BlockPlan, Bounds, Box, Mask, at_least_one, block_range, plan, same_device
+
+__all__ = [
+    "BlockPlan",
+    "Mask",
+    "bigbird",
+    "blocks",
+    "causal",
+    "dilated",
+    "document",
+    "everything",
+    "fixed",
+    "from_dense",
+]
+__all__ += [
+    "global_tokens",
+    "grid_windows",
+    "valid_keys",
+    "packed",
+    "padding",
+    "plan",
+    "prefix",
+    "random_blocks",
+    "strided",
+]
+__all__ += ["valid_keys", "window"]
+
+
+@dataclass(frozen=True)
+class Everything(Mask):
+    def allows(self, at: Site) -> Tensor:
+        return (at.i >= at.i) & (at.j >= at.j)
+
+    def bounds(self, box: Box) -> Bounds:
+        yes = (box.i_min <= box.i_max) & (box.j_min <= box.j_max)
+        return yes, yes
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    def allows(self, at: Site) -> Tensor:
+        return at.j <= at.i
+
+    def bounds(self, box: Box) -> Bounds:
+        return box.j_min <= box.i_max, box.j_max <= box.i_min
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    size: int
+    ahead: int
+
+    def allows(self, at: Site) -> Tensor:
+        return (at.j > at.i - self.size) & (at.j <= at.i + self.ahead)
+
+    def bounds(self, box: Box) -> Bounds:
+        some = (box.j_max > box.i_min - self.size) & (box.j_min <= box.i_max + self.ahead)
+        every = (box.j_min > box.i_max - self.size) & (box.j_max <= box.i_min + self.ahead)
+        return some, every
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    length: int
+
+    def allows(self, at: Site) -> Tensor:
+        return (at.j < self.length) & (at.i >= at.i)
+
+    def bounds(self, box: Box) -> Bounds:
+        rows = box.i_min <= box.i_max  # all True: gives the answer its shape
+        return (box.j_min < self.length) & rows, (box.j_max < self.length) & rows
+
+
+@dataclass(frozen=True)
+class Document(Mask):
+    def allows(self, at: Site) -> Tensor:
+        assert at.q_doc is not None and at.k_doc is not None
+        return at.q_doc == at.k_doc
+
+    def bounds(self, box: Box) -> Bounds:
+        frame, (rows, cols) = box.frame, box.block
+        assert frame.q_doc is not None and frame.k_doc is not None
+        q_low, q_high = block_range(frame.q_doc, rows)
+        k_low, k_high = block_range(frame.k_doc, cols)
+        q_low, q_high, k_low, k_high = q_low[:, None], q_high[:, None], k_low[None], k_high[None]
+        return (q_low <= k_high) & (k_low <= q_high), (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+
+    def check(self, frame: Frame) -> None:
+        if frame.q_doc is None or frame.k_doc is None:
+            raise ValueError("mask document() needs a frame that knows its documents: frame.with_documents(...)")
+
+
+class Padding(Mask):
+    """Masks that depend on the key alone: what is padding is so for every query."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Padding):
+    lengths: Tensor  # (B,)
+
+    def allows(self, at: Site) -> Tensor:
+        return at.j < self.lengths[at.b]
+
+    def bounds(self, box: Box) -> Bounds:
+        shortest, longest = self.lengths.amin().cpu(), self.lengths.amax().cpu()
+        rows = box.i_min <= box.i_max
+        return (box.j_min < longest) & rows, (box.j_max < shortest) & rows
+
+    def check(self, frame: Frame) -> None:
+        if self.lengths.shape[0] != frame.n_batch:
+            raise ValueError(f"mask padding(lengths) has {self.lengths.shape[0]} lengths, the batch is {frame.n_batch}")
+        same_device("padding(lengths)", self.lengths, frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Lengths(self.lengths.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class ValidKeys(Padding):
+    valid: Tensor  # (B, S) bool
+
+    def allows(self, at: Site) -> Tensor:
+        return self.valid[at.b, at.col]
+
+    def bounds(self, box: Box) -> Bounds:
+        low, high = block_range(self.valid.long(), box.block[1])
+        rows = box.i_min <= box.i_max
+        return (high > 0)[None] & rows, (low > 0)[None] & rows
+
+    def check(self, frame: Frame) -> None:
+        if tuple(self.valid.shape) != (frame.n_batch, frame.n_keys):
+            sizes = (frame.n_batch, frame.n_keys)
+            raise ValueError(
+                f"mask valid_keys(...) of shape {tuple(self.valid.shape)} does not fit (batch, keys) = {sizes}"
+            )
+        same_device("valid_keys(...)", self.valid, frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return ValidKeys(self.valid.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Mask):
+    documents: Tensor  # (B, T) whole numbers
+
+    def allows(self, at: Site) -> Tensor:
+        return self.documents[at.b, at.row] == self.documents[at.b, at.col]
+
+    def bounds(self, box: Box) -> Bounds:
+        q_low, q_high = (x[:, None] for x in block_range(self.documents, box.block[0]))
+        k_low, k_high = block_range(self.documents, box.block[1])
+        one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+        return (k_low <= q_high) & (q_low <= k_high), one
+
+    def check(self, frame: Frame) -> None:
+        sizes = (frame.n_batch, frame.n_queries, frame.n_keys)
+        if tuple(self.documents.shape) != sizes[:2] or frame.n_queries != frame.n_keys:
+            shape = tuple(self.documents.shape)
+            raise ValueError(f"mask packed(...) of shape {shape} does not fit (batch, queries, keys) = {sizes}")
+        same_device("packed(...)", self.documents, frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Packed(self.documents.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    allowed: Tensor  # (B or 1, H or 1, T, S) bool
+
+    def allows(self, at: Site) -> Tensor:
+        b = at.b if self.allowed.shape[0] > 1 else torch.zeros_like(at.b)
+        h = at.h if self.allowed.shape[1] > 1 else torch.zeros_like(at.h)
+        return self.allowed[b, h, at.row, at.col]
+
+    def bounds(self, box: Box) -> Bounds:
+        any_head = self.allowed.flatten(0, 1).any(0)
+        every_head = self.allowed.flatten(0, 1).all(0)
+        return _reduce_blocks(any_head, box.block, True).cpu(), _reduce_blocks(every_head, box.block, False).cpu()
+
+    def check(self, frame: Frame) -> None:
+        sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+        given = tuple(self.allowed.shape)
+        fits = given[2:] == sizes[2:] and all(g in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True))
+        if not fits:
+            wanted = f"(batch, heads, queries, keys) = {sizes}"
+            raise ValueError(f"mask from_dense(...) of shape {given} does not fit {wanted}")
+        same_device("from_dense(...)", self.allowed, frame)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Dense(self.allowed.to(device))
+
+
+def _reduce_blocks(x: Tensor, block: tuple[int, int], some: bool) -> Tensor:
+    rows, cols = (torch.arange(0, n, size) for n, size in zip(x.shape, block, strict=True))
+    out = torch.empty(len(rows), len(cols), dtype=torch.bool)
+    for a, row in enumerate(rows.tolist()):
+        for b, col in enumerate(cols.tolist()):
+            part = x[row : row + block[0], col : col + block[1]]
+            out[a, b] = part.any() if some else part.all()
+    return out
+
+
+def everything() -> Mask:
+    """Everyone sees everyone: the encoder's full attention."""
+    return Everything()
+
+
+def causal() -> Mask:
+    """j ≤ i: no query sees a later key (Vaswani et al. 2017, §3.2.3)."""
+    return Causal()
+
+
+def window(size: int, ahead: int = 0) -> Mask:
+    """The ``size`` most recent keys, the query's own included, and ``ahead`` keys after it (Longformer, Mistral)."""
+    at_least_one("size", size)
+    if ahead < 0:
+        raise ValueError(f"window ahead={ahead} must not be negative")
+    return Window(size, ahead)
+
+
+def prefix(length: int) -> Mask:
+    """The first ``length`` keys; ``causal() | prefix(n)`` is the prefix language model of T5 §3.2.1."""
+    at_least_one("length", length)
+    return Prefix(length)
+
+
+def document() -> Mask:
+    """Only keys of the query's own document, where several are packed into one row."""
+    return Document()
+
+
+def packed(documents: Tensor) -> Mask:
+    """Only keys of the query's own document, its number given for each token: (B, T), queries and keys the same."""
+    if documents.dim() != 2 or documents.is_floating_point():
+        got = f"{documents.dtype} of shape {tuple(documents.shape)}"
+        raise ValueError(f"packed documents must be whole numbers of shape (B, T), got {got}")
+    return Packed(documents)
+
+
+def padding(lengths: Tensor) -> Mask:
+    """Keys 0 … lengths[b]-1 of each sequence; what follows is padding."""
+    if lengths.dim() != 1 or lengths.is_floating_point():
+        got = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
+        raise ValueError(f"padding lengths must be whole numbers of shape (B,), got {got}")
+    return Lengths(lengths)
+
+
+def valid_keys(valid: Tensor) -> Mask:
+    """Keys that are no padding, wherever the padding stands: (B, S) booleans, True = a real token."""
+    if valid.dim() != 2 or valid.dtype != torch.bool:
+        raise ValueError(f"valid_keys wants booleans of shape (B, S), got {valid.dtype} of shape {tuple(valid.shape)}")
+    return ValidKeys(valid)
+
+
+def from_dense(allowed: Tensor) -> Mask:
+    """Any boolean matrix: (T, S), (B, T, S) or (B or 1, H or 1, T, S). True = may look."""
+    if allowed.dtype != torch.bool:
+        raise ValueError(f"from_dense wants booleans (True = may look), got {allowed.dtype}")
+    if not 2 <= allowed.dim() <= 4:
+        raise ValueError(f"from_dense wants 2 to 4 dimensions, got shape {tuple(allowed.shape)}")
+    if allowed.dim() == 2:
+        allowed = allowed[None, None]
+    return Dense(allowed[:, None] if allowed.dim() == 3 else allowed)
+
+
+MOST_COUNTED = 1 << 22
+"""Random blocks that are looked at one by one to plan; beyond, every tile is called partial."""
+
+
+@dataclass(frozen=True)
+class Dilated(Mask):
+    size: int
+    step: int
+
+    def allows(self, at: Site) -> Tensor:
+        back = at.i - at.j
+        return (back >= 0) & (back < self.size * self.step) & (back % self.step == 0)
+
+    def bounds(self, box: Box) -> Bounds:
+        some, every = Window(self.size * self.step, 0).bounds(box)
+        some_step, every_step = _multiple_of(self.step, box.i_min - box.j_max, box.i_max - box.j_min)
+        return some & some_step, every & every_step
+
+
+@dataclass(frozen=True)
+class Strided(Mask):
+    stride: int
+    both_ways: bool = False
+
+    def allows(self, at: Site) -> Tensor:
+        back = at.i - at.j
+        if self.both_ways:
+            return (back.abs() < self.stride) | (back % self.stride == 0)
+        return (back >= 0) & ((back < self.stride) | (back % self.stride == 0))
+
+    def bounds(self, box: Box) -> Bounds:
+        near_some, near_every = Window(self.stride, self.stride - 1 if self.both_ways else 0).bounds(box)
+        step_some, step_every = _multiple_of(self.stride, box.i_min - box.j_max, box.i_max - box.j_min)
+        some, every = near_some | step_some, near_every | step_every
+        if self.both_ways:
+            return some, every
+        causal_some, causal_every = Causal().bounds(box)
+        return causal_some & some, causal_every & every
+
+
+def _multiple_of(step: int, low: Tensor, high: Tensor) -> Bounds:
+    """Whether some and whether every whole number in [low, high] is a multiple of step."""
+    some = torch.div(high, step, rounding_mode="floor") * step >= low
+    return some, (low == high) & some if step > 1 else torch.ones_like(some)
+
+
+@dataclass(frozen=True)
+class Fixed(Mask):
+    stride: int
+    summary: int
+
+    def allows(self, at: Site) -> Tensor:
+        same = _block(at.i, self.stride) == _block(at.j, self.stride)
+        summary = at.j % self.stride >= self.stride - self.summary
+        return (at.j <= at.i) & (same | summary)
+
+    def bounds(self, box: Box) -> Bounds:
+        causal_some, causal_every = Causal().bounds(box)
+        _, same_every = Blocks(self.stride, 0).bounds(box)
+        # The summary columns recur in every stretch of `stride` keys, so no block of keys before the query is empty
+        # unless it is shorter than the gap between them; "partial" is then the honest answer.
+        return causal_some, causal_every & same_every
+
+
+@dataclass(frozen=True)
+class Blocks(Mask):
+    size: int
+    neighbours: int
+
+    def allows(self, at: Site) -> Tensor:
+        return (_block(at.i, self.size) - _block(at.j, self.size)).abs() <= self.neighbours
+
+    def bounds(self, box: Box) -> Bounds:
+        i_low, i_high = _block(box.i_min, self.size), _block(box.i_max, self.size)
+        j_low, j_high = _block(box.j_min, self.size), _block(box.j_max, self.size)
+        far = torch.maximum(i_high - j_low, j_high - i_low)
+        near = torch.maximum(i_low - j_high, j_low - i_high)
+        return near <= self.neighbours, far <= self.neighbours
+
+
+@dataclass(frozen=True)
+class Globals(Mask):
+    count: int
+
+    def allows(self, at: Site) -> Tensor:
+        return (at.i < self.count) | (at.j < self.count)
+
+    def bounds(self, box: Box) -> Bounds:
+        some = (box.i_min < self.count) | (box.j_min < self.count)
+        return some, (box.i_max < self.count) | (box.j_max < self.count)
+
+
+@dataclass(frozen=True)
+class RandomBlocks(Mask):
+    size: int
+    percent: float
+    seed: int
+
+    def allows(self, at: Site) -> Tensor:
+        return self._chosen(_block(at.i, self.size), _block(at.j, self.size))
+
+    def bounds(self, box: Box) -> Bounds:
+        top, bottom = _block(box.i_min, self.size), _block(box.i_max, self.size) + 1
+        left, right = _block(box.j_min, self.size), _block(box.j_max, self.size) + 1
+        first_row, first_col = int(top.min()), int(left.min())
+        rows, cols = torch.arange(first_row, int(bottom.max())), torch.arange(first_col, int(right.max()))
+        if len(rows) * len(cols) > MOST_COUNTED:
+            return super().bounds(box)
+        # How many are open above and left of each corner: any rectangle's own count is then four look-ups.
+        counts = F.pad(self._chosen(rows[:, None], cols[None]).long().cumsum(0).cumsum(1), (1, 0, 1, 0))
+        top, bottom, left, right = top - first_row, bottom - first_row, left - first_col, right - first_col
+        n_open = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left]
+        return n_open > 0, n_open == (bottom - top) * (right - left)
+
+    def _chosen(self, i_block: Tensor, j_block: Tensor) -> Tensor:
+        """A hash of the block's place, so that any tile can be drawn alone and is the same each time."""
+        x = (i_block * 0x9E3779B1 + j_block * 0x85EBCA6B + self.seed * 0xC2B2AE35) & 0x7FFFFFFF
+        x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+        x = ((x ^ (x >> 12)) * 0x297A2D39) & 0x7FFFFFFF
+        x = x ^ (x >> 15)
+        return x % 10_000 < round(self.percent * 100)
+
+
+@dataclass(frozen=True)
+class GridWindows(Mask):
+    width: int
+    side: int
+    shift: int
+    n_before: int
+
+    def allows(self, at: Site) -> Tensor:
+        same = self._window(at.i) == self._window(at.j)
+        return same | (at.i < self.n_before) | (at.j < self.n_before)
+
+    def _window(self, position: Tensor) -> Tensor:
+        cell = position - self.n_before
+        row, col = _block(cell, self.width), cell % self.width
+        across = self.width // self.side + 2  # more windows than fit in a row: no two share a number
+        return _block(row + self.shift, self.side) * across + _block(col + self.shift, self.side)
+
+
+def _block(position: Tensor, size: int) -> Tensor:
+    return torch.div(position, size, rounding_mode="floor")
+
+
+def dilated(size: int, step: int) -> Mask:
+    """Every ``step``-th of the last ``size``·``step`` keys: a window with holes (Longformer §3.1)."""
+    at_least_one("size", size)
+    at_least_one("step", step)
+    return Dilated(size, step)
+
+
+def strided(stride: int, both_ways: bool = False) -> Mask:
+    """The last ``stride`` keys and every ``stride``-th before them (Sparse Transformer, Child et al. 2019, eq. 4).
+
+    ``both_ways``: the same after the query, for encoders.
+    """
+    at_least_one("stride", stride)
+    return Strided(stride, both_ways)
+
+
+def fixed(stride: int, summary: int = 1) -> Mask:
+    """The query's own stretch of ``stride`` keys and the last ``summary`` keys of each (Child et al. 2019, eq. 5)."""
+    at_least_one("stride", stride)
+    if not 1 <= summary <= stride:
+        raise ValueError(f"fixed summary={summary} must lie between 1 and stride={stride}")
+    return Fixed(stride, summary)
+
+
+def blocks(size: int, neighbours: int = 0) -> Mask:
+    """Keys of the query's own block and of ``neighbours`` blocks on each side (the local part of BigBird)."""
+    at_least_one("size", size)
+    if neighbours < 0:
+        raise ValueError(f"blocks neighbours={neighbours} must not be negative")
+    return Blocks(size, neighbours)
+
+
+def global_tokens(count: int) -> Mask:
+    """The first ``count`` positions see all and are seen by all (Longformer §3.1)."""
+    at_least_one("count", count)
+    return Globals(count)
+
+
+def random_blocks(size: int, percent: float, seed: int = 0) -> Mask:
+    """Each (query block, key block) is open with probability ``percent`` %, fixed by the seed (BigBird §2)."""
+    at_least_one("size", size)
+    if not 0 <= percent <= 100:
+        raise ValueError(f"random_blocks percent={percent} must lie between 0 and 100")
+    return RandomBlocks(size, percent, seed)
+
+
+def bigbird(size: int, global_count: int, percent: float, seed: int = 0) -> Mask:
+    """Neighbouring blocks, global tokens and random blocks together (Zaheer et al. 2020, figure 1)."""
+    return blocks(size, neighbours=1) | global_tokens(global_count) | random_blocks(size, percent, seed)
+
+
+def grid_windows(width: int, side: int, shift: int = 0, n_before: int = 0) -> Mask:
+    """Squares of side × side on a grid ``width`` cells wide, moved by ``shift`` (Swin, Liu et al. 2021, §3.2).
+
+    ``n_before`` tokens stand before the grid (a class token) and see and are seen by all.
+    """
+    at_least_one("width", width)
+    at_least_one("side", side)
+    return GridWindows(width, side, shift, n_before)
