@@ -1,6 +1,6 @@
 """Int8 models as directories: whole numbers and their scales in safetensors, a mark in config.json, no pickle.
 
-What is rounded, and how, is ``layers.quantised_linear``: linear maps, token tables and the output matrix, one scale a row. q and k
+``layers.quantised_linear`` rounds linear maps, token tables and the output matrix, one scale a row. q and k
 are still tapped where they are made, so the attention maps of an int8 model are exactly that model's.
 """
 
