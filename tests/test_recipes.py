@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from regard.config import DataConfig, ModelConfig, TrainConfig
@@ -113,3 +116,38 @@ def test_the_list_shows_every_task_preset_and_model() -> None:
         assert name in table
     assert "model=captioner model.image_size=64" in table
     assert set(recipes_to_dict()["presets"]) == set(RECIPES)
+
+
+def test_sections_may_be_python_values() -> None:
+    values = run_config(
+        "translate",
+        data={"source": ["a.en", "a.de"], "columns": ["en", "de"]},
+        model={"n_layers": 3, "dropout": 0},
+        train={"betas": (0.9, 0.95), "steps": 5, "clip": None},
+    )
+    words = "data=a.en,a.de data.columns=en,de model.n_layers=3 model.dropout=0 train.betas=0.9,0.95 train.clip=none"
+    assert values == run_config("translate", [*words.split(), "train.steps=5"])
+    assert run_config("lm", data=Path("x.txt"), model="gpt2") == run_config("lm", ["data=x.txt", "model=gpt2"])
+    assert run_config("lm", ["train.steps=7"], train={"steps": 5}).train.steps == 7
+    whole = run_config("lm", model=ModelConfig(architecture="decoder"), train=TrainConfig(steps=3))
+    assert (whole.model, whole.train) == (ModelConfig(architecture="decoder"), TrainConfig(steps=3))
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"train": {"stpes": 5}}, "there is no train.stpes; did you mean train.steps?"),
+        ({"train": {"n_layers": 5}}, "there is no train.n_layers; did you mean model.n_layers?"),
+        ({"train": {"steps": "many"}}, "train.steps=many is not a whole number"),
+        ({"train": {"steps": [1]}}, "train.steps=1 is not a whole number"),
+        ({"train": {"lr": float("nan")}}, "train.lr=nan is not a finite number"),
+        ({"train": {"optimiser": "adm"}}, "train.optimiser=adm is none of adam, adamw, muon; did you mean adam?"),
+        ({"train": {"steps": 0}}, "train.steps=0 must be at least 1"),
+        ({"model": "gpt-2"}, "model=gpt-2: there is no such model; did you mean gpt2?"),
+        ({"model": {"mixer": "mine:Own"}}, "model.mixer='mine:Own' is not registered"),
+    ],
+)
+def test_python_values_get_the_hints_of_typed_words(sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        run_config("lm", **sections)
+    assert str(raised.value).startswith(sentence)

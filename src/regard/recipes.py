@@ -1,16 +1,17 @@
-"""Named training runs, as data: a task, where its examples come from, what learns, and how.
+"""Named training runs, as data: a task, its data, its model and how it is trained.
 
-A run is a recipe, the one that is named or the one its task starts from, changed by what is typed. In a recipe's
-model, ``preset`` names a row of ``presets.PRESETS`` that takes the place of whatever stood there.
+In a recipe's model, ``preset`` names a row of ``presets.PRESETS``, whose fields the others change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast, get_args
 
-from .config import DataConfig, ModelConfig, RunConfig, Task, TrainConfig
-from .config.overrides import PRESET, SECTIONS, build_section, format_value, parse_overrides
+from .config import Config, DataConfig, ModelConfig, RunConfig, Task, TrainConfig
+from .config.config_file import load_config_file
+from .config.overrides import PRESET, SECTIONS, build_section, check_fields, format_value, parse_overrides
 from .errors import UsageError
 from .foundation.suggestions import did_you_mean
 from .presets import PRESETS
@@ -219,7 +220,7 @@ _DEFAULTS = {
     "caption": "shapes",
 }
 # Shown where a source must be given: what one looks like.
-_SOURCE_LIKE = {
+_SOURCE_EXAMPLES = {
     "translate": "pairs.tsv",
     "lm": "text.txt",
     "mlm": "text.txt",
@@ -243,15 +244,38 @@ def default_recipe(task: str) -> Recipe:
     return RECIPES[_DEFAULTS[task]]
 
 
-def run_config(task: str, words: Sequence[str] = (), *, preset: str | None = None) -> RunConfig:
-    """The run that a task, the name of a recipe and typed words ask for."""
+def run_config(
+    task: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    config_file: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | Mapping[str, Any] | DataConfig | None = None,
+    model: str | Mapping[str, Any] | ModelConfig | None = None,
+    train: Mapping[str, Any] | TrainConfig | None = None,
+) -> RunConfig:
+    """A run: a recipe (``preset``, or the one its task starts from) changed by what else is given.
+
+    Later ones win: the recipe, a config file, the sections as Python values (``data`` may be a source, ``model`` the
+    name of a preset), and ``section.field=value`` words. The file may name the task and the preset.
+    """
+    content = {} if config_file is None else load_config_file(config_file)
+    of_file = content.get("task")
+    if task is not None and of_file not in (None, task):
+        raise UsageError(f"{config_file} is for the task {of_file}, not for {task}")
+    preset = preset or content.get(PRESET)
+    task = task or of_file or (recipe(preset)["task"] if preset is not None else None)
+    if task is None:
+        raise UsageError(f"{config_file or 'the run'} names no task: task is one of {', '.join(TASKS)}")
     start = default_recipe(task)
     if preset is not None and (start := recipe(preset))["task"] != task:
         raise UsageError(f"preset={preset} is for the task {start['task']}, not for {task}")
-    layers: list[Mapping[str, Any]] = [start, parse_overrides(words)]
-    fields = {section: _merged(layer.get(section, {}) for layer in layers) for section in SECTIONS}
+    sections = {"data": _data_fields(data), "model": _model_fields(model), "train": _fields_of(train)}
+    values = {section: check_fields(section, fields) for section, fields in sections.items()}
+    layers: list[Mapping[str, Any]] = [start, content, values, parse_overrides(overrides)]
+    fields = {section: _merge_layers([layer.get(section, {}) for layer in layers]) for section in SECTIONS}
     if "source" not in fields["data"]:
-        like = f"data.source={_SOURCE_LIKE[task]}"
+        like = f"data.source={_SOURCE_EXAMPLES[task]}"
         raise UsageError(f"{preset or task} needs data.source: where its examples are, for instance {like}")
     return RunConfig(
         task=cast(Task, task),
@@ -261,8 +285,28 @@ def run_config(task: str, words: Sequence[str] = (), *, preset: str | None = Non
     )
 
 
-def _merged(layers: Any) -> dict[str, Any]:
-    """Fields of one section, later layers over earlier ones; a model's preset starts afresh."""
+def _fields_of(section: Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    """Of a config every field, so that none of the recipe's shows through."""
+    if isinstance(section, Config):
+        return {name: getattr(section, name) for name in type(section).model_fields}
+    return dict(section or {})
+
+
+def _data_fields(data: str | Path | Sequence[str | Path] | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    fields = _fields_of(data) if data is None or isinstance(data, Mapping | Config) else {"source": data}
+    for name in ("source", "valid"):  # files as people have them in Python
+        value = fields.get(name)
+        if isinstance(value, Path) or (isinstance(value, Sequence) and not isinstance(value, str)):
+            fields[name] = str(value) if isinstance(value, Path) else ",".join(map(str, value))
+    return fields
+
+
+def _model_fields(model: str | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    return {PRESET: model} if isinstance(model, str) else _fields_of(model)
+
+
+def _merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of one section, later layers over earlier ones; a model preset drops what stood before it."""
     fields: dict[str, Any] = {}
     for layer in layers:
         if (name := layer.get(PRESET)) is not None:

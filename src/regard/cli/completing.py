@@ -62,7 +62,7 @@ def _fields(start: str) -> Iterator[tuple[str, str]]:
 
 
 def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
-    from regard.config.overrides import SECTIONS, _choices, format_value
+    from regard.config.overrides import SECTIONS, format_value, literal_choices
 
     found: Iterable[str] = ()
     section, _, field = name.partition(".")
@@ -80,7 +80,11 @@ def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
         found = mixer_names()  # the tab key runs nobody's code
     elif section in SECTIONS and field in SECTIONS[section].model_fields:
         annotation: Any = SECTIONS[section].model_fields[field].annotation
-        found = ("true", "false") if annotation is bool else [format_value(choice) for choice in _choices(annotation)]
+        found = (
+            ("true", "false")
+            if annotation is bool
+            else [format_value(choice) for choice in literal_choices(annotation)]
+        )
     for value in found:
         if value.startswith(start):
             yield f"{name}={value}", ""

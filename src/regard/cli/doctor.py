@@ -23,7 +23,7 @@ from .common import AsJson, show
 CORE = {
     **{"torch": "2.11", "numpy": "1.26", "safetensors": "0.5", "tokenizers": "0.21", "pydantic": "2.9"},
     **{"typer": "0.20", "rich": "13.8", "sacrebleu": "2.4", "tensorboard": "2.17", "matplotlib": "3.8"},
-    "pillow": "10.3",
+    **{"pillow": "10.3", "pyyaml": "6.0"},
 }
 EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     "hub": (
@@ -38,7 +38,7 @@ EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     "data": ({"datasets": "3.0"}, "data.source=hf:name, from Hugging Face"),
     "gpu": ({"triton": "3.4"}, "our own kernels on NVIDIA GPUs"),
 }
-_IMPORTED_AS = {"pillow": "PIL"}
+_IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
 _HANGUL = "한글을읽다"
 
 

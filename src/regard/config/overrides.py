@@ -1,6 +1,7 @@
 """Fields as people type them: ``train.lr=3e-4``, ``train.betas=0.9,0.98``, ``model=gpt2``, ``data=pairs.tsv``.
 
-What a value is follows from its field's type, never from its looks: a text stays a text even where it is ``007``.
+A value is parsed by the type of its field, never by its looks: a text stays a text even where it is ``007``. The same
+checks and hints serve values from Python and from config files.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from .train_config import TrainConfig
 
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 PRESET = "preset"
-"""Beside the fields of a model: the name of the preset they change."""
-# What a section's name alone means.
-_ALONE = {"data": "source", "model": PRESET}
+"""A key beside the fields of a model: the name of the preset they change."""
+_SHORT_FORMS = {"data": "source", "model": PRESET}  # data=SOURCE, model=PRESET
 
 C = TypeVar("C", bound=Config)
 
@@ -33,35 +33,54 @@ C = TypeVar("C", bound=Config)
 def parse_overrides(
     words: Sequence[str], *, sections: Mapping[str, type[Config]] = SECTIONS
 ) -> dict[str, dict[str, Any]]:
-    """The typed words as fields of their sections, each checked by its type; a section without words is not there.
+    """The typed words as fields by section, each checked by its type; sections without words are left out.
 
-    ``data=SOURCE`` is data.source, and ``model=NAME`` stands in the model's fields as ``preset``.
-    They are words that a person typed: ``model.mixer=module:Class`` is imported. Whoever reads words from a file checks
-    first that the mechanism is known (``experiments/sweep_trust.py``).
+    ``data=SOURCE`` sets data.source, and ``model=NAME`` the key ``preset`` among the model's fields. Words are typed by
+    a person, so ``model.mixer=module:Class`` is imported. A caller that reads words from a file must first check that
+    the mechanism is known, as sweeps do.
     """
-    found: dict[str, dict[str, Any]] = {}
-    seen: dict[tuple[str, str], str] = {}
+    fields: dict[str, dict[str, Any]] = {}
+    words_by_field: dict[tuple[str, str], str] = {}
     for word in words:
-        section, field, text = _parts(word, sections)
-        if (section, field) in seen:
-            raise UsageError(f"{section}.{field} is given twice: {seen[section, field]} and {word}")
-        seen[section, field] = word
-        alone = field == PRESET and section == "model"
-        value = text if alone else _value(sections[section].model_fields[field].annotation, text, word)
+        section, field, text = _split_word(word, sections)
+        if (section, field) in words_by_field:
+            raise UsageError(f"{section}.{field} is given twice: {words_by_field[section, field]} and {word}")
+        words_by_field[section, field] = word
+        is_preset = field == PRESET and section == "model"
+        value = text if is_preset else _parse_value(sections[section].model_fields[field].annotation, text, word)
         if (section, field) == ("model", "mixer") and ":" in text:
             _import_mixer(text, word)
-        found.setdefault(section, {})[field] = value
-    return found
+        fields.setdefault(section, {})[field] = value
+    return fields
+
+
+def check_fields(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values from Python or a config file, checked by the types of their fields; texts are parsed as typed words are.
+
+    Nothing is imported: a ``model.mixer`` of one's own must be registered.
+    """
+    config = SECTIONS[section]
+    checked: dict[str, Any] = {}
+    for field, value in fields.items():
+        if section == "model" and field == PRESET:
+            checked[field] = str(value)
+        elif field not in config.model_fields:
+            known = [f"{name}.{x}" for name, each in SECTIONS.items() for x in each.model_fields]
+            raise UsageError(f"there is no {section}.{field}{did_you_mean(f'{section}.{field}', known)}")
+        else:
+            text = value if isinstance(value, str) else format_value(value)
+            checked[field] = _parse_value(config.model_fields[field].annotation, value, f"{section}.{field}={text}")
+    return checked
 
 
 def build_section(section: str, config: type[C], fields: Mapping[str, Any]) -> C:
-    """The config of a section; what its own checks refuse is said with the section's name in front."""
+    """The config of a section; errors of its own checks begin with the section's name."""
     try:
         return config(**fields)
     except ValueError as error:
-        said = str(error)
-        named = said.partition("=")[0] in config.model_fields
-        raise UsageError(f"{section}.{said}" if named else f"{section}: {said}") from None
+        message = str(error)
+        names_field = message.partition("=")[0] in config.model_fields
+        raise UsageError(f"{section}.{message}" if names_field else f"{section}: {message}") from None
 
 
 def check_section(section: str, fields: Mapping[str, Any]) -> None:
@@ -72,7 +91,7 @@ def check_section(section: str, fields: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------- a word and its value
 
 
-def _parts(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, str]:
+def _split_word(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, str]:
     """Section, field and value of a word."""
     name, equals, text = word.partition("=")
     section, dot, field = name.partition(".")
@@ -81,8 +100,8 @@ def _parts(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, s
         if name in known:
             raise UsageError(f"{name} has no value: write {name}=VALUE")
         raise UsageError(f"{word!r} is not of the form section.field=value")
-    if section in sections and not dot and section in _ALONE:
-        field = _ALONE[section]
+    if section in sections and not dot and section in _SHORT_FORMS:
+        field = _SHORT_FORMS[section]
         if not text:
             raise UsageError(f"{word} has no value")
     elif name not in known:
@@ -95,27 +114,29 @@ def _parts(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, s
 
 
 def _import_mixer(name: str, word: str) -> None:
-    """A mechanism of the reader's own, module:Class: they typed it, so it may be imported."""
     try:
         register(name)
     except ValueError as error:
         raise UsageError(f"{word}: {str(error).removeprefix(f'mixer={name!r}: ')}") from None
 
 
-def _value(annotation: Any, text: str, word: str) -> Any:
-    """The text as what the field's type makes of it."""
+def _parse_value(annotation: Any, value: Any, word: str) -> Any:
+    """The value as the field's type makes it; ``word`` is how errors quote it."""
+    raw = _raw(annotation, value, word) if isinstance(value, str) else value
     try:
-        value = TypeAdapter(annotation).validate_python(_raw(annotation, text, word))
+        parsed = TypeAdapter(annotation).validate_python(raw)
     except ValidationError as error:
-        raise UsageError(_complaint(annotation, text, word, error)) from None
-    for number in value if isinstance(value, tuple) else (value,):
+        raise UsageError(_complaint(annotation, word.partition("=")[2], word, error)) from None
+    except ValueError as error:  # of a nested config
+        raise UsageError(f"{word}: {error}") from None
+    for number in parsed if isinstance(parsed, tuple) else (parsed,):
         if isinstance(number, float) and not math.isfinite(number):
             raise UsageError(f"{word} is not a finite number")
-    return value
+    return parsed
 
 
 def _raw(annotation: Any, text: str, word: str) -> Any:
-    """What is handed to pydantic: the text itself, but for None, choices, tuples and JSON."""
+    """What pydantic gets to validate: the text itself, except for None, choices, tuples and JSON."""
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if _optional(annotation) else [annotation]
     if _optional(annotation) and text.lower() in ("none", "null"):
         return None
@@ -131,7 +152,7 @@ def _raw(annotation: Any, text: str, word: str) -> Any:
             raise UsageError(f"{word}: {text[:80]} is not JSON: {error}") from None
     if is_tuple:
         return tuple(part.strip() for part in text.split(",")) if text else ()
-    choices = {format_value(choice): choice for choice in _choices(annotation)}
+    choices = {format_value(choice): choice for choice in literal_choices(annotation)}
     return choices.get(text, text)
 
 
@@ -139,7 +160,7 @@ def _optional(annotation: Any) -> bool:
     return NoneType in get_args(annotation) and get_origin(annotation) is not Literal
 
 
-def _choices(annotation: Any) -> Iterator[Any]:
+def literal_choices(annotation: Any) -> Iterator[Any]:
     """The values of a Literal, alone or beside None."""
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
@@ -149,7 +170,7 @@ def _choices(annotation: Any) -> Iterator[Any]:
                 yield from get_args(kind)
 
 
-_SAID = {
+_MESSAGES = {
     "int_parsing": "not a whole number",
     "int_from_float": "not a whole number",
     "int_type": "not a whole number",
@@ -161,19 +182,19 @@ _SAID = {
 
 
 def _complaint(annotation: Any, text: str, word: str, error: ValidationError) -> str:
-    choices = [format_value(choice) for choice in _choices(annotation)]
+    choices = [format_value(choice) for choice in literal_choices(annotation)]
     if choices:
         return f"{word} is none of {', '.join(choices)}{did_you_mean(text, choices)}"
     problem = error.errors()[0]
     wrong = problem["input"] if isinstance(problem["input"], str) else text
-    if problem["type"] in _SAID:
-        return f"{word if wrong == text else f'{word}: {wrong}'} is {_SAID[problem['type']]}"
+    if problem["type"] in _MESSAGES:
+        return f"{word if wrong == text else f'{word}: {wrong}'} is {_MESSAGES[problem['type']]}"
     if problem["type"] in ("missing", "too_long", "tuple_type"):
         return f"{word} is not of the form {_type_text(annotation)}"
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f'{word} must be JSON, {{"field": value}}'
-    said = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{word}: {said[:1].lower()}{said[1:]}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{word}: {message[:1].lower()}{message[1:]}"
 
 
 # ------------------------------------------------------------------------------------- fields shown to people

@@ -1,0 +1,137 @@
+"""Config files: a run as YAML, TOML or JSON, written by a person, by ``--save-config``, or the run.json of a run.
+
+A file is data only, nothing in it is imported or run. It may hold ``task``, ``preset`` (a recipe), and the sections
+``data``, ``model`` and ``train`` with any of their fields; ``data: SOURCE`` and ``model: PRESET`` are short forms.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import BadModelFile, UsageError
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import parse_json, to_json
+from ..foundation.suggestions import did_you_mean
+from .overrides import PRESET, SECTIONS, check_fields
+from .train_config import RunConfig
+
+SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+_RUN_FILE = "run.json"  # what a run directory calls its own config
+
+
+def load_config_file(path: str | Path) -> dict[str, Any]:
+    """The keys of a config file, its sections checked field by field; errors begin with the file's name.
+
+    Of a run's own run.json, ``train.out`` is left out: another run needs another directory.
+    """
+    path = Path(path)
+    if path.is_dir() and (path / _RUN_FILE).is_file():
+        path = path / _RUN_FILE
+    check_suffix(path)
+    try:
+        content = _parse(path)
+        keys = ("task", PRESET, *SECTIONS)
+        for key in content:
+            if key not in keys:
+                fields = [f"{section}.{name}" for section in SECTIONS for name in SECTIONS[section].model_fields]
+                raise UsageError(f"there is no {key}{did_you_mean(key, [*keys, *fields])}")
+        for section, short in zip(SECTIONS, ("source", PRESET, None), strict=True):
+            fields_of = content.get(section, {})
+            if isinstance(fields_of, str) and short is not None:
+                fields_of = {short: fields_of}
+            if not isinstance(fields_of, Mapping):
+                raise UsageError(f"{section} is a section: its fields are field: value, one below the other")
+            content[section] = check_fields(section, fields_of)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    if path.name == _RUN_FILE:
+        content["train"].pop("out", None)
+    return content
+
+
+def save_config_file(path: str | Path, config: RunConfig) -> None:
+    """Write every field of a run, in the format that the file's name ends with."""
+    path = Path(path)
+    check_suffix(path)
+    content = config.model_dump(mode="json")
+    if (scaling := content["model"]["rope_scaling"]) is not None:
+        content["model"]["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}
+    if path.suffix == ".json":
+        text = to_json(content).decode()
+    elif path.suffix == ".toml":
+        text = _to_toml(content)
+    else:
+        import yaml
+
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.encode())
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a name that does not end with the name of a format."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path} ends in {path.suffix or 'nothing'}; a config file ends in {', '.join(SUFFIXES)}")
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}") from None
+    try:
+        if path.suffix == ".json":
+            return parse_json(raw, path)
+        text = raw.decode("utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
+    except BadModelFile as error:
+        raise UsageError(str(error).removeprefix(f"{path} ")) from None
+    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors too
+        raise UsageError(" ".join(str(error).split())) from None
+    if not isinstance(content, dict):
+        raise UsageError("it holds no fields: sections and their fields are written field: value")
+    return content
+
+
+def _parse_yaml(text: str) -> Any:
+    """All scalars stay texts, for the field's type to decide: ``off`` is no boolean and ``3e-4`` a number."""
+    import yaml
+
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+                raise ValueError(f"it names {twice[0]!r} twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # BaseLoader makes texts, lists and mappings only
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _to_toml(content: Mapping[str, Any]) -> str:
+    """TOML has no null: None is written "none", which is how it is typed."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in content.items() if not isinstance(value, dict)]
+    for section, fields in content.items():
+        if isinstance(fields, dict):
+            lines += ["", f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in fields.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case None:
+            return '"none"'
+        case list():
+            return f"[{', '.join(map(_toml_value, value))}]"
+        case dict():
+            pairs = (f"{key} = {_toml_value(item)}" for key, item in value.items())
+            return f"{{ {', '.join(pairs)} }}"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
