@@ -37,7 +37,7 @@ def model_for(length: int, layers: int, positions: str = "learned") -> regard.Mo
 def measure_memory(length: int, layers: int) -> int:
     model = model_for(length, layers)
     ids = torch.randint(model.config.vocab_size, (length,)).tolist()
-    regard.look(model, ids[:64]).weights(0, 0)  # code and buffers that any first pass loads
+    regard.look(model, ids[:64]).weights(layer=0, head=0)  # code and buffers that any first pass loads
     with open("/proc/self/clear_refs", "w") as peak:
         peak.write("5")  # the peak starts anew
     before = resident("VmRSS")
@@ -77,11 +77,31 @@ def measure_time(length: int) -> bool:
     last, middle = slice(length - 256, length), slice(length // 2, length // 2 + 256)
     fresh = iter(range(12))
     questions: list[tuple[str, Callable[[], object], float, int]] = [
-        ("tile 256×256, last rows, one head, asked first", lambda: look.weights(0, next(fresh), last, middle), 50, 3),
-        ("the same tile again", lambda: look.weights(0, 0, last, middle), 50, 5),
-        ("tile 256×256, mean of 12 heads, known rows", lambda: look.weights(0, None, last, middle), 50, 5),
-        ("overview 256×256, one head, asked first", lambda: look.pooled(None, 0, next(fresh), 256, 256), 3e3, 2),
-        ("overview 256×256, mean of 12 heads", lambda: look.pooled(None, 0, None, 256, 256), 3e3, 1),
+        (
+            "tile 256×256, last rows, one head, asked first",
+            lambda: look.weights(layer=0, head=next(fresh), rows=last, cols=middle),
+            50,
+            3,
+        ),
+        ("the same tile again", lambda: look.weights(layer=0, head=0, rows=last, cols=middle), 50, 5),
+        (
+            "tile 256×256, mean of 12 heads, known rows",
+            lambda: look.weights(layer=0, head=None, rows=last, cols=middle),
+            50,
+            5,
+        ),
+        (
+            "overview 256×256, one head, asked first",
+            lambda: look.pooled(kind=None, layer=0, head=next(fresh), h=256, w=256),
+            3e3,
+            2,
+        ),
+        (
+            "overview 256×256, mean of 12 heads",
+            lambda: look.pooled(kind=None, layer=0, head=None, h=256, w=256),
+            3e3,
+            1,
+        ),
     ]
     good = True
     for what, ask, bar, repeats in questions:

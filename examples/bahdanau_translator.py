@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import regard
-from regard.lens.scoring import alignment_error
+from regard.lens.head_scores import alignment_error
 from regard.recipes import run_config
 
 
@@ -31,7 +31,7 @@ def main() -> dict:
     seen = regard.look(model, sentence)
     print(f"{sentence} → {seen.target_text}")
     seen.print(kind="cross", words=True, specials=False)
-    found = {"bleu": result.metrics["bleu"], "text": seen.target_text, "weights": seen.weights(0, kind="cross")}
+    found = {"bleu": result.metrics["bleu"], "text": seen.target_text, "weights": seen.weights(layer=0, kind="cross")}
     if not asked.file:
         score = alignment_error(model, 50)
         best, blind = score["best"]["value"], score["diagonal"]

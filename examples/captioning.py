@@ -11,7 +11,7 @@ import tempfile
 
 import regard
 from regard.data.corpora import open_corpus
-from regard.lens.scoring import pointing
+from regard.lens.head_scores import pointing
 from regard.recipes import run_config
 
 

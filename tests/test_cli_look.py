@@ -35,7 +35,7 @@ def test_top_says_where_each_token_looks(saved: Path, capsys: pytest.CaptureFixt
     command = ["look", str(saved / "lm"), "the cat sat", "--top", "2", "--layer", "0", "--head", "1"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    wanted = regard.look(saved / "lm", "the cat sat").top(2, 0, 1)
+    wanted = regard.look(saved / "lm", "the cat sat").top(2, layer=0, head=1)
     assert lines == [str(looks) for looks in wanted]
 
 
@@ -46,12 +46,12 @@ def test_json_is_one_document_with_the_exact_weights(saved: Path, capsys: pytest
     look = regard.look(saved / "translator", "the cat", generate={"beam": 2})
     assert found["target"] == look.target_text
     assert (found["kind"], found["layer"], found["head"]) == ("cross", 1, None)
-    assert found["kinds"]["cross"]["cols"] == len(look.cols("cross"))
-    weights = look.weights(1, kind="cross")
+    assert found["kinds"]["cross"]["cols"] == len(look.cols(kind="cross"))
+    weights = look.weights(layer=1, kind="cross")
     for row in found["rows"]:
         for at in row["looks_at"]:
             assert at["weight"] == pytest.approx(float(weights[row["index"], at["index"]]), abs=1e-6)
-            assert at["text"] == look.cols("cross")[at["index"]].text
+            assert at["text"] == look.cols(kind="cross")[at["index"]].text
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf", "x.csv", "x.html"])
@@ -91,9 +91,9 @@ def test_two_models_side_by_side(saved: Path, capsys: pytest.CaptureFixture[str]
 def test_the_score_comes_with_a_table_and_as_a_document(
     saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from regard.lens import scoring
+    from regard.lens import head_scores
 
-    monkeypatch.setattr(scoring, "score", lambda model: {"error": 0.25, "table": "a table"})
+    monkeypatch.setattr(head_scores, "score", lambda model: {"error": 0.25, "table": "a table"})
     assert main(["look", str(saved / "translator"), "--score"]) == 0
     assert capsys.readouterr().out == "a table\n"
     assert main(["look", str(saved / "translator"), "--score", "--json"]) == 0

@@ -127,7 +127,7 @@ def test_looking_shows_the_formula(model: Decoder) -> None:
     look = regard.look(model, LINES[0])
     wanted = formula(model, look.inputs[0])
     for head in range(4):
-        torch.testing.assert_close(look.weights(0, head), wanted[head], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(look.weights(layer=0, head=head), wanted[head], atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -15,9 +15,8 @@ from models.small import inputs_of, small
 from regard.attention import AttentionMap, edits, masks
 from regard.lens import look
 from regard.lens.compare import compare, compare_maps, head_distances
-from regard.lens.effects import effect
+from regard.lens.effects import effect, logit_lens
 from regard.lens.interventions import attention_scale, no_causal_mask, switch_off
-from regard.lens.logit_lens import logit_lens
 
 from .planted import map_of, pointing_at
 
@@ -127,8 +126,7 @@ def test_the_effect_on_a_language_model() -> None:
     assert found.divergence == pytest.approx(float(wanted), abs=1e-4)
     assert len(found.tokens) == len(found.before.each) == tokens.shape[1] - 1
     assert (
-        json.loads(json.dumps(found.document(), allow_nan=False))["after"]["next"][0]["text"]
-        == found.after.next[0].text
+        json.loads(json.dumps(found.to_dict(), allow_nan=False))["after"]["next"][0]["text"] == found.after.next[0].text
     )
     assert edits._edits == ()
 
@@ -139,7 +137,7 @@ def test_the_effect_on_a_translator_with_and_without_a_target() -> None:
     seen = look(model, TEXT, "고양이가 매트")
     with torch.no_grad():
         logits = model(*seen.inputs)[0]
-    wanted = torch.tensor([label.token_id for label in seen.rows("cross")])
+    wanted = torch.tensor([label.token_id for label in seen.rows(kind="cross")])
     assert given.before.each == pytest.approx(losses(logits, wanted), abs=1e-5)
     assert given.before.written is given.after.written is None
     assert given.loss_change != pytest.approx(0, abs=1e-4)
@@ -229,7 +227,9 @@ def test_two_models_two_layers_and_an_intervention() -> None:
     a, b = look(one, TEXT), look(other, TEXT)
     found = compare(a, b)
     assert found.divergence.shape == (2, 4)
-    torch.testing.assert_close(found.largest[1, 2], (a.weights(1, 2) - b.weights(1, 2)).abs().max())
+    torch.testing.assert_close(
+        found.largest[1, 2], (a.weights(layer=1, head=2) - b.weights(layer=1, head=2)).abs().max()
+    )
     layers = compare(a, a, layers=[(0, 1), (1, 1), (-1, 0)])
     assert layers.layers == [(0, 1), (1, 1), (1, 0)]
     torch.testing.assert_close(layers.divergence[1], torch.zeros(4))
@@ -238,7 +238,7 @@ def test_two_models_two_layers_and_an_intervention() -> None:
         changed = compare(a, look(one, TEXT))
     assert (changed.divergence[0] == 0).all()
     assert (changed.divergence[1] > 0).any()
-    assert json.loads(json.dumps(changed.document()))["layers"] == [[0, 0], [1, 1]]
+    assert json.loads(json.dumps(changed.to_dict()))["layers"] == [[0, 0], [1, 1]]
 
 
 def test_what_cannot_be_compared_is_told() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from models.small import inputs_of, shaken, small, small_config, source_of
 from regard.attention import MultiHeadAttention, edits, record
 from regard.generation import generate
+from regard.lens.capture import attention_modules, n_heads_of
 from regard.lens.interventions import attention_scale, edit_head, no_causal_mask, patch, switch_off, watch
-from regard.lens.places import attentions, heads_of
 from regard.models import Model, build
 
 FAMILIES = {
@@ -50,10 +50,10 @@ def twin(model: Model, **fields: Any) -> Model:
 
 
 def test_a_head_that_is_off_is_one_whose_output_columns_are_zero(model: Model) -> None:
-    for kind, modules in attentions(model).items():
+    for kind, modules in attention_modules(model).items():
         for layer, head in ((0, 1), (len(modules) - 1, modules[0].n_heads - 1)):
             without = copy.deepcopy(model)
-            attention = attentions(without)[kind][layer]
+            attention = attention_modules(without)[kind][layer]
             assert isinstance(attention, MultiHeadAttention)
             with torch.no_grad():
                 attention.w_o.weight[:, head * attention.d_head : (head + 1) * attention.d_head] = 0
@@ -118,7 +118,7 @@ def test_layers_that_share_their_parameters_are_still_several() -> None:
 
 
 def test_a_head_told_to_look_where_it_looks_changes_nothing(model: Model) -> None:
-    for kind, modules in attentions(model).items():
+    for kind, modules in attention_modules(model).items():
         layer = len(modules) - 1
         with record(model) as seen:
             before = run(model)
@@ -245,7 +245,7 @@ def test_scale_reaches_the_relative_positions_of_transformer_xl() -> None:
     model = small("gpt2", positions="xl")
     with attention_scale(model, 2.0):
         torch.testing.assert_close(run(model), run(twin(model, attention_scale=2 * 6**-0.5)))
-    assert all(module.position_bias.scale == pytest.approx(6**-0.5) for module in attentions(model)["self"])
+    assert all(module.position_bias.scale == pytest.approx(6**-0.5) for module in attention_modules(model)["self"])
 
 
 def test_what_is_recorded_is_what_was_computed() -> None:
@@ -282,7 +282,7 @@ def test_recurrent_attention_can_be_switched_off_and_scaled() -> None:
 # ---- leaving no trace
 
 ALL: dict[str, Callable[[Model], AbstractContextManager[object]]] = {
-    "switch_off": lambda m: switch_off(m, [(kind, 0, 0) for kind in attentions(m)]),
+    "switch_off": lambda m: switch_off(m, [(kind, 0, 0) for kind in attention_modules(m)]),
     "scale": lambda m: attention_scale(m, 3.0),
     "edit": lambda m: patch(m, {f"{'encoder' if hasattr(m, 'encoder') else 'decoder'}.blocks.0": lambda x: -x}),
     "watch": lambda m: watch(m, []),
@@ -354,7 +354,7 @@ def test_decoding_is_changed_too(name: str) -> None:
     """The fast way of decoding goes past the layers, so it has to step aside."""
     model = small(name)
     source = source_of(model.config, batch=1)
-    off = [(kind, layer, head) for kind in attentions(model) for layer in (0, 1) for head in (0, 1)]
+    off = [(kind, layer, head) for kind in attention_modules(model) for layer in (0, 1) for head in (0, 1)]
     fields = {"max_new_tokens": 6, "sample": False}
     plain = generate(model, source, **fields).tokens[0]
     with switch_off(model, off):
@@ -443,7 +443,7 @@ def test_what_a_model_does_not_have_is_told() -> None:
 
 
 def test_kinds_of_every_family(model: Model) -> None:
-    found = {kind: (len(modules), heads_of(modules[0])) for kind, modules in attentions(model).items()}
+    found = {kind: (len(modules), n_heads_of(modules[0])) for kind, modules in attention_modules(model).items()}
     architecture = model.config.architecture
     wanted = {"decoder": ["self"], "encoder": ["encoder"], "encoder-decoder": ["encoder", "self", "cross"]}
     assert list(found) == wanted[architecture]

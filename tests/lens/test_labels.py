@@ -14,7 +14,7 @@ import regard
 from generation.spoken import LINES, language_model, made, translator
 from models.small import small, small_config
 from regard.lens import Label, Look
-from regard.lens.labels import begins_word, joined, token_labels, token_text, visible
+from regard.lens.labels import begins_word, join_labels, token_labels, token_text, visible
 from regard.text.processor import Processor
 from regard.text.tokenizer import MarianTokenizer, Tokenizer
 from regard.text.tokenizer_training import TokenizerKind, train_tokenizer
@@ -35,10 +35,10 @@ def test_bytes_of_a_character_are_numbered_and_join_to_it() -> None:
     labels = token_labels(tokenizer.encode("a 한!"), tokenizer, CONFIG)
     assert texts(labels) == ["a", "␣", "한₁", "한₂", "한₃", "!"]
     assert [label.start for label in labels] == [0, 1, 2, 2, 2, 3]
-    whole = joined(labels, words=False, specials=True)
+    whole = join_labels(labels, words=False, specials=True)
     assert texts(whole) == ["a", "␣", "한", "!"]
     assert whole[2].span == (2, 5)
-    assert texts(joined(labels)) == ["a", "한", "!"], "the space belongs to the word behind it"
+    assert texts(join_labels(labels)) == ["a", "한", "!"], "the space belongs to the word behind it"
 
 
 @pytest.mark.parametrize("kind", ["chars", "bytes", "words", "bpe", "unigram"])
@@ -47,10 +47,10 @@ def test_words_are_the_same_whatever_cut_them(kind: TokenizerKind) -> None:
     labels = token_labels(tokenizer.encode(TEXT), tokenizer, CONFIG)
     assert labels[0].special
     assert labels[-1].text == "<eos>"
-    assert texts(joined(labels)) == ["고양이가", "매트", "위에", ",", "don't", "sit", "!"]
-    kept = joined(labels, specials=True)
+    assert texts(join_labels(labels)) == ["고양이가", "매트", "위에", ",", "don't", "sit", "!"]
+    kept = join_labels(labels, specials=True)
     assert [x.text for x in kept if x.special] == ["<bos>", "<eos>"]
-    for label in joined(labels):
+    for label in join_labels(labels):
         assert TEXT[label.start : label.end].strip() == label.text, "start and end find it in the text"
 
 
@@ -64,7 +64,7 @@ def test_every_token_has_exactly_one_label_of_any_text(kind: TokenizerKind, text
     assert [label.span for label in labels] == [(n, n + 1) for n in range(len(ids))]
     assert [label.token_id for label in labels] == ids
     assert all(label.text for label in labels)
-    merged = joined(labels, specials=True)
+    merged = join_labels(labels, specials=True)
     assert [n for label in merged for n in range(*label.span)] == list(range(len(ids)))
 
 
@@ -103,7 +103,7 @@ def test_word_pieces_join_at_their_marks() -> None:
     labels = token_labels([1, 5, 6, 7, 8, 3, 4, 9, 2], tokenizer, CONFIG)
     assert texts(labels) == ["[CLS]", "play", "ing", "foot", "ball", "[UNK]", "[MASK]", ".", "[SEP]"]
     assert [x.text for x in labels if x.special] == ["[CLS]", "[SEP]"], "what stands for a word is no frame"
-    assert texts(joined(labels)) == ["playing", "football", "[UNK]", "[MASK]", "."]
+    assert texts(join_labels(labels)) == ["playing", "football", "[UNK]", "[MASK]", "."]
 
 
 def test_sentence_pieces_have_spaces_and_single_bytes() -> None:
@@ -116,7 +116,7 @@ def test_sentence_pieces_have_spaces_and_single_bytes() -> None:
     tokenizer = from_json(model, decoder, ("<pad>", "</s>", "<unk>"))
     labels = token_labels([3, 4, 5, 6, 7, 8, 1], tokenizer, CONFIG)
     assert texts(labels) == ["the", "cat", "s", "한₁", "한₂", "한₃", "</s>"]
-    assert texts(joined(labels)) == ["the", "cats한"]
+    assert texts(join_labels(labels)) == ["the", "cats한"]
     assert texts(token_labels([6, 1], tokenizer, CONFIG)) == ["\ufffd", "</s>"], "half a character stays one"
 
 
@@ -134,14 +134,14 @@ def test_marian_s_pieces() -> None:
     tokenizer.vocab = {"</s>": 0, "<unk>": 1, "▁ein": 2, "▁Haus": 3, "tür": 4, "<pad>": 5}
     labels = token_labels([2, 3, 4, 0], tokenizer, CONFIG)
     assert texts(labels) == ["ein", "Haus", "tür", "</s>"]
-    assert texts(joined(labels)) == ["ein", "Haustür"]
+    assert texts(join_labels(labels)) == ["ein", "Haustür"]
 
 
 def test_without_a_tokenizer_a_token_is_its_number() -> None:
     labels = token_labels([1, 17, 30, 2], None, CONFIG)
     assert texts(labels) == ["1", "17", "30", "2"]
     assert [x.special for x in labels] == [True, False, False, True]
-    assert texts(joined(labels)) == ["17", "30"]
+    assert texts(join_labels(labels)) == ["17", "30"]
 
 
 def test_one_token_alone() -> None:
@@ -196,8 +196,8 @@ def seen() -> Look:
 @pytest.mark.parametrize("kind", ["encoder", "self", "cross"])
 @pytest.mark.parametrize("specials", [True, False])
 def test_a_merged_view_is_averages_of_rows_and_sums_of_columns(seen: Look, kind: str, specials: bool) -> None:
-    view, dense = seen.merged(kind, specials=specials), seen.weights(1, 2, kind=kind)
-    found = view.weights(1, 2)
+    view, dense = seen.merged(kind=kind, specials=specials), seen.weights(layer=1, head=2, kind=kind)
+    found = view.weights(layer=1, head=2)
     assert found.shape == (len(view.rows), len(view.cols))
     wanted = torch.stack(
         [torch.stack([dense[slice(*r.span), slice(*c.span)].sum(1).mean() for c in view.cols]) for r in view.rows]
@@ -209,15 +209,15 @@ def test_a_merged_view_is_averages_of_rows_and_sums_of_columns(seen: Look, kind:
         wanted = wanted / (1 - lost)[:, None]
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(found.sum(-1), torch.ones(len(found)))
-    torch.testing.assert_close(view.weights(1, 2, slice(1, 3), [0, 2]), found[1:3][:, [0, 2]])
-    assert view.top(1, 1, 2)[1].at[0][0] is view.cols[int(found[1].argmax())]
+    torch.testing.assert_close(view.weights(layer=1, head=2, rows=slice(1, 3), cols=[0, 2]), found[1:3][:, [0, 2]])
+    assert view.top(1, layer=1, head=2)[1].at[0][0] is view.cols[int(found[1].argmax())]
 
 
 def test_words_of_a_look(seen: Look) -> None:
-    view = seen.words("cross")
+    view = seen.words(kind="cross")
     assert texts(view.rows) == ["고양이가", "매트", "위에", "앉았다", "."]
     assert texts(view.cols) == ["the", "cat", "sat", "on", "the", "mat", "."]
-    assert str(view.top(2, 0)[0]).startswith("'고양이가' looks at '")
+    assert str(view.top(2, layer=0)[0]).startswith("'고양이가' looks at '")
 
 
 def test_a_row_that_sees_hidden_columns_alone_is_left_with_nothing() -> None:
@@ -225,17 +225,17 @@ def test_a_row_that_sees_hidden_columns_alone_is_left_with_nothing() -> None:
     model = made("gpt2", Processor(source=tokenizer), vocab_size=tokenizer.size)
     look = regard.look(model, "the cat")
     assert look.rows()[0].text == "<bos>"
-    kept = look.merged(words=False, specials=False).weights(0, 0)
+    kept = look.merged(words=False, specials=False).weights(layer=0, head=0)
     torch.testing.assert_close(kept.sum(-1), torch.ones(len(kept)))
     view = look.merged(words=False, specials=True)
-    torch.testing.assert_close(view.weights(0, 0), look.weights(0, 0))
+    torch.testing.assert_close(view.weights(layer=0, head=0), look.weights(layer=0, head=0))
 
 
 def test_patches_are_not_words() -> None:
     look = regard.look(small("vit-tiny"), torch.randn(1, 16, 16))
     view = look.merged(specials=False)
     assert len(view.cols) == 16
-    torch.testing.assert_close(view.weights(0, 0).sum(-1), torch.ones(16))
+    torch.testing.assert_close(view.weights(layer=0, head=0).sum(-1), torch.ones(16))
 
 
 def test_next_tokens_are_said_as_they_are_written() -> None:

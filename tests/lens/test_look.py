@@ -41,12 +41,12 @@ def given(model: Model) -> tuple[Any, list[int] | None]:
 
 def assert_equal(look: Look, matrices: Matrices, tolerance: float = 1e-5) -> None:
     for kind in look.kinds:
-        for layer, (place, call) in enumerate(look._taken.places[kind]):
+        for layer, (place, call) in enumerate(look._capture.sites[kind]):
             wanted = matrices[place][call] if place in matrices else torch.cat(matrices[f"{place}.steps"], 2)
-            for head in range(look.heads(kind)):
-                found = look.weights(layer, head, kind=kind)
+            for head in range(look.heads(kind=kind)):
+                found = look.weights(layer=layer, head=head, kind=kind)
                 assert (found - wanted[0, head]).abs().max() < tolerance, (kind, layer, head)
-            assert (look.weights(layer, kind=kind) - wanted[0].mean(0)).abs().max() < tolerance
+            assert (look.weights(layer=layer, kind=kind) - wanted[0].mean(0)).abs().max() < tolerance
 
 
 def referenced(name: str, look: Look, **fields: Any) -> Matrices:
@@ -63,7 +63,9 @@ def test_weights_are_the_reference_s(name: str) -> None:
     look = regard.look(small(name), *given(small(name)))
     assert_equal(look, referenced(name, look))
     for kind in look.kinds:
-        assert look.weights(-1, 0, kind=kind).sum(-1).allclose(torch.ones(len(look.rows(kind))), atol=1e-5)
+        assert (
+            look.weights(layer=-1, head=0, kind=kind).sum(-1).allclose(torch.ones(len(look.rows(kind=kind))), atol=1e-5)
+        )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -79,8 +81,8 @@ def test_an_int8_model_shows_its_own_weights(name: str) -> None:
     with written_out(rounded) as matrices:
         look = regard.look(rounded, what, target)
     assert_equal(look, matrices)
-    far = regard.look(small(name), what, target).weights(-1, 0, kind=look.kinds[-1]) - look.weights(
-        -1, 0, kind=look.kinds[-1]
+    far = regard.look(small(name), what, target).weights(layer=-1, head=0, kind=look.kinds[-1]) - look.weights(
+        layer=-1, head=0, kind=look.kinds[-1]
     )
     assert 0 < far.abs().max() < 0.5, "int8 is near, and not the same"
 
@@ -111,8 +113,10 @@ def test_a_written_text_looks_as_it_did_while_it_was_written(name: str, beam: in
     for kind in look.kinds:
         if kind == "encoder":
             continue
-        for layer, (place, _) in enumerate(look._taken.places[kind]):
-            shown = torch.stack([look.weights(layer, head, kind=kind) for head in range(look.heads(kind))])
+        for layer, (place, _) in enumerate(look._capture.sites[kind]):
+            shown = torch.stack(
+                [look.weights(layer=layer, head=head, kind=kind) for head in range(look.heads(kind=kind))]
+            )
             for t, (row, step) in enumerate(zip(best.beams, steps_of(matrices, place, n_prompt), strict=False)):
                 then = step[row, :, 0]  # (H, S): slots not yet written have weight 0
                 width = min(then.shape[-1], shown.shape[-1])
@@ -132,11 +136,11 @@ def test_some_beam_changes_its_row() -> None:
 
 def test_a_compiled_model_and_one_in_training_are_looked_at_as_they_are() -> None:
     model = small("gpt2", dropout=0.3)
-    wanted = regard.look(model, [5, 6, 7]).weights(1, 0)
+    wanted = regard.look(model, [5, 6, 7]).weights(layer=1, head=0)
     model.train()
-    assert torch.equal(regard.look(model, [5, 6, 7]).weights(1, 0), wanted)
+    assert torch.equal(regard.look(model, [5, 6, 7]).weights(layer=1, head=0), wanted)
     assert model.training
-    assert torch.equal(regard.look(torch.compile(model), [5, 6, 7]).weights(1, 0), wanted)  # type: ignore[arg-type]
+    assert torch.equal(regard.look(torch.compile(model), [5, 6, 7]).weights(layer=1, head=0), wanted)  # type: ignore[arg-type]
 
 
 # ---- what is kept
@@ -144,7 +148,7 @@ def test_a_compiled_model_and_one_in_training_are_looked_at_as_they_are() -> Non
 
 def test_only_q_and_k_are_kept_each_in_memory_of_its_own() -> None:
     look = regard.look(small("gpt2"), list(range(3, 12)))
-    seen = [x for calls in look._taken.seen.attentions.values() for x in calls]
+    seen = [x for calls in look._capture.seen.attentions.values() for x in calls]
     assert len(seen) == 2
     for one in seen:
         assert one.k is not None
@@ -152,7 +156,7 @@ def test_only_q_and_k_are_kept_each_in_memory_of_its_own() -> None:
         assert one.output is None
         for kept in (one.q, one.k):
             assert kept.untyped_storage().nbytes() == kept.nbytes == 4 * 9 * 24
-    assert look._taken.seen.tensors == {}
+    assert look._capture.seen.tensors == {}
 
 
 def test_logits_are_formed_for_one_position_alone() -> None:
@@ -178,16 +182,16 @@ def test_a_long_text_goes_through_in_pieces_and_gives_the_same(name: str, length
     look = regard.look(model, tokens)
     whole = model.hidden(tokens)[0].detach()  # type: ignore[operator]  # with gradients nothing is cut
     torch.testing.assert_close(look.hidden(), whole, rtol=1e-4, atol=1e-5)
-    row = look.weights(1, 2, length - 1)[0]
+    row = look.weights(layer=1, head=2, rows=length - 1)[0]
     assert float(row.sum()) == pytest.approx(1, abs=1e-5)
 
 
 def test_looks_taken_by_several_threads_do_not_mix() -> None:
     model, texts = small("gpt2"), [[n, n + 1, n + 2, 3] for n in range(3, 11)]
-    wanted = [regard.look(model, text).weights(1, 0) for text in texts]
+    wanted = [regard.look(model, text).weights(layer=1, head=0) for text in texts]
     found: dict[int, Tensor] = {}
     threads = [
-        threading.Thread(target=lambda n=n: found.__setitem__(n, regard.look(model, texts[n]).weights(1, 0)))
+        threading.Thread(target=lambda n=n: found.__setitem__(n, regard.look(model, texts[n]).weights(layer=1, head=0)))
         for n in range(len(texts))
     ]
     for thread in threads:
@@ -207,39 +211,41 @@ def seen() -> Look:
 
 def test_tiles_tops_and_overviews_agree_with_the_matrix(seen: Look) -> None:
     for kind in seen.kinds:
-        dense = seen.weights(1, 2, kind=kind)
-        torch.testing.assert_close(seen.weights(1, 2, slice(1, 4), [0, 2], kind), dense[1:4][:, [0, 2]])
-        torch.testing.assert_close(seen.weights(-1, -2, 1, kind=kind), dense[1:2])
-        for n, looks in enumerate(seen.top(2, 1, 2, kind=kind)):
-            assert looks.row is seen.rows(kind)[n]
+        dense = seen.weights(layer=1, head=2, kind=kind)
+        torch.testing.assert_close(
+            seen.weights(layer=1, head=2, rows=slice(1, 4), cols=[0, 2], kind=kind), dense[1:4][:, [0, 2]]
+        )
+        torch.testing.assert_close(seen.weights(layer=-1, head=-2, rows=1, kind=kind), dense[1:2])
+        for n, looks in enumerate(seen.top(2, layer=1, head=2, kind=kind)):
+            assert looks.row is seen.rows(kind=kind)[n]
             values = dense[n][dense[n] > 0].sort(descending=True).values[:2]
             assert [weight for _, weight in looks.at] == pytest.approx(values.tolist())
-            assert looks.at[0][0] is seen.cols(kind)[int(dense[n].argmax())]
+            assert looks.at[0][0] is seen.cols(kind=kind)[int(dense[n].argmax())]
         entropy = -(dense * dense.clamp(min=1e-30).log()).sum(-1)
-        torch.testing.assert_close(seen.entropy(kind, 1)[2], entropy, atol=1e-4, rtol=1e-4)
-        assert seen.pooled(kind, 1, 2, 500, 500).shape == dense.shape
-        torch.testing.assert_close(seen.pooled(kind, 1, 2, 1, 1)[0, 0], dense.mean())
-        mean = torch.stack([seen.pooled(kind, 1, head, 2, 3) for head in range(4)]).mean(0)
-        torch.testing.assert_close(seen.pooled(kind, 1, None, 2, 3), mean)
+        torch.testing.assert_close(seen.entropy(kind=kind, layer=1)[2], entropy, atol=1e-4, rtol=1e-4)
+        assert seen.pooled(kind=kind, layer=1, head=2, h=500, w=500).shape == dense.shape
+        torch.testing.assert_close(seen.pooled(kind=kind, layer=1, head=2, h=1, w=1)[0, 0], dense.mean())
+        mean = torch.stack([seen.pooled(kind=kind, layer=1, head=head, h=2, w=3) for head in range(4)]).mean(0)
+        torch.testing.assert_close(seen.pooled(kind=kind, layer=1, head=None, h=2, w=3), mean)
 
 
 def test_distance_and_rollout(seen: Look) -> None:
-    dense = torch.stack([seen.weights(0, head) for head in range(4)])
+    dense = torch.stack([seen.weights(layer=0, head=head) for head in range(4)])
     place = torch.arange(dense.shape[-1])
     far = (dense * (place[:, None] - place).abs()).sum(-1)
-    torch.testing.assert_close(seen.distance("self", 0), far)
-    flow = seen.rollout("self")
+    torch.testing.assert_close(seen.distance(kind="self", layer=0), far)
+    flow = seen.rollout(kind="self")
     torch.testing.assert_close(flow.sum(-1), torch.ones(len(flow)))
-    torch.testing.assert_close(seen.rollout("self", rows=[2]), flow[2:3])
+    torch.testing.assert_close(seen.rollout(kind="self", rows=[2]), flow[2:3])
     with pytest.raises(ValueError, match="kind='cross' leads to another"):
-        seen.rollout("cross")
+        seen.rollout(kind="cross")
     with pytest.raises(ValueError, match="there is no distance between them"):
-        seen.distance("cross")
+        seen.distance(kind="cross")
 
 
 def test_distance_across_an_image_is_in_patches_and_the_class_token_is_nowhere() -> None:
     look = regard.look(small("vit-tiny"), torch.randn(1, 16, 16))
-    dense = torch.stack([look.weights(0, head) for head in range(look.heads())])
+    dense = torch.stack([look.weights(layer=0, head=head) for head in range(look.heads())])
     far = look.distance(layer=0)
     place = torch.tensor([(n // 4, n % 4) for n in range(16)]).float()
     wanted = (dense[:, 1:, 1:] * torch.cdist(place, place)).sum(-1)
@@ -251,8 +257,8 @@ def test_what_a_look_is_at() -> None:
     look = regard.look(captioner(), torch.randn(3, 16, 16))
     assert look.kinds == ("encoder", "self", "cross")
     assert look.image is not None
-    assert [x.text for x in look.cols("cross")][:3] == ["[class]", "patch 0,0", "patch 0,1"]
-    assert look.cols("cross")[6].box == (0.25, 0.25, 0.5, 0.5)
+    assert [x.text for x in look.cols(kind="cross")][:3] == ["[class]", "patch 0,0", "patch 0,1"]
+    assert look.cols(kind="cross")[6].box == (0.25, 0.25, 0.5, 0.5)
     assert look.text is None
     assert isinstance(look.target_text, str)
     assert len(look.inputs) == 2
@@ -268,18 +274,20 @@ def test_what_a_look_is_at() -> None:
 
 
 def test_a_row_of_cross_attention_is_named_by_the_token_that_is_written_there(seen: Look) -> None:
-    read, written = seen.tokens("self"), seen.tokens("cross")
+    read, written = seen.tokens(kind="self"), seen.tokens(kind="cross")
     assert read[0] == seen.model.config.bos_id
     assert written[-1] == seen.model.config.eos_id
     assert written[:-1] == read[1:]
     cut = regard.look(translator(), "the cat", generate={"max_new_tokens": 3, "min_new_tokens": 3})
-    assert [x.text for x in cut.rows("cross")][-1] == "…", "nobody knows what would have come"
+    assert [x.text for x in cut.rows(kind="cross")][-1] == "…", "nobody knows what would have come"
 
 
 def test_the_target_may_be_ids_and_may_have_its_end_already(seen: Look) -> None:
-    ids = [x for x in seen.tokens("cross") if x is not None]
+    ids = [x for x in seen.tokens(kind="cross") if x is not None]
     again = regard.look(seen.model, "the cat sat on the mat.", ids)
-    torch.testing.assert_close(again.weights(1, 1, kind="cross"), seen.weights(1, 1, kind="cross"))
+    torch.testing.assert_close(
+        again.weights(layer=1, head=1, kind="cross"), seen.weights(layer=1, head=1, kind="cross")
+    )
 
 
 # ---- what is refused
@@ -288,10 +296,13 @@ def test_the_target_may_be_ids_and_may_have_its_end_already(seen: Look) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda x: x.weights(2, 0), r"layer=2: this model has self attention in 2 layers, 0 … 1"),
-        (lambda x: x.weights(0, -5, kind="cross"), r"head=-5: this model has 4 heads, 0 … 3"),
-        (lambda x: x.weights(0, 0, kind="both"), r"kind='both': this model has 'encoder' and 'self' and 'cross' atten"),
-        (lambda x: x.weights(0, 0, rows=99), r"rows=99 is outside of a map that has"),
+        (lambda x: x.weights(layer=2, head=0), r"layer=2: this model has self attention in 2 layers, 0 … 1"),
+        (lambda x: x.weights(layer=0, head=-5, kind="cross"), r"head=-5: this model has 4 heads, 0 … 3"),
+        (
+            lambda x: x.weights(layer=0, head=0, kind="both"),
+            r"kind='both': this model has 'encoder' and 'self' and 'cross' atten",
+        ),
+        (lambda x: x.weights(layer=0, head=0, rows=99), r"rows=99 is outside of a map that has"),
         (lambda x: x.next(99), r"position=99: there are \d+ tokens, 0 … \d+"),
         (lambda x: x.next(0, temperature=-1.0), r"temperature=-1.0 must be a positive number"),
         (lambda x: x.top(0), r"k=0 must be at least 1"),
@@ -338,11 +349,11 @@ def test_linformer_looks_at_summaries() -> None:
     model = small("bert-base", mixer="linformer", mixer_size=4)
     look = regard.look(model, list(range(3, 12)))
     assert [x.text for x in look.cols()] == [f"summary {n}" for n in range(4)]
-    assert look.weights(0, 0).shape == (9, 4)
+    assert look.weights(layer=0, head=0).shape == (9, 4)
 
 
 def test_a_directory_is_opened(tmp_path: Any) -> None:
     model = translator()
     model.save(tmp_path / "m")
     look = regard.look(tmp_path / "m", "the cat", "고양이", device="cpu")
-    assert torch.equal(look.weights(0, 0), regard.look(model, "the cat", "고양이").weights(0, 0))
+    assert torch.equal(look.weights(layer=0, head=0), regard.look(model, "the cat", "고양이").weights(layer=0, head=0))

@@ -133,17 +133,17 @@ def test_a_row_without_keys_is_no_row() -> None:
 def test_patterns_of_every_kind_and_layer() -> None:
     seen = look(translator(), "the cat sat on the mat.", "고양이가 매트 위에 앉았다.")
     for kind in seen.kinds:
-        found = patterns(seen, kind)
+        found = patterns(seen, kind=kind)
         assert all(x.shape == (2, 4) for x in found.scores.values())
         known = ("previous", "distance", "local")
         assert all(torch.isnan(getattr(found, name)).all() == (kind == "cross") for name in known)
         assert torch.isfinite(found.current).all()
         assert torch.isfinite(found.delimiter).all()
-        torch.testing.assert_close(found.entropy[1], seen.entropy(kind, 1).mean(-1), atol=1e-4, rtol=1e-4)
-        assert json.loads(json.dumps(found.document(), allow_nan=False))["labels"][1][3] == found.label(1, 3)
-    torch.testing.assert_close(seen.patterns("cross").entropy, found.entropy)
-    only = patterns(seen, "self", layers=[1])
-    torch.testing.assert_close(only.first[0], patterns(seen, "self").first[1])
+        torch.testing.assert_close(found.entropy[1], seen.entropy(kind=kind, layer=1).mean(-1), atol=1e-4, rtol=1e-4)
+        assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["labels"][1][3] == found.label(1, 3)
+    torch.testing.assert_close(seen.patterns(kind="cross").entropy, found.entropy)
+    only = patterns(seen, kind="self", layers=[1])
+    torch.testing.assert_close(only.first[0], patterns(seen, kind="self").first[1])
 
 
 def test_distance_is_that_of_the_look_in_texts_and_images(tmp_path: object) -> None:
@@ -156,7 +156,7 @@ def test_distance_is_that_of_the_look_in_texts_and_images(tmp_path: object) -> N
 
 
 def test_patches_looked_at_by_words_have_no_distance() -> None:
-    found = patterns(look(captioner(), torch.rand(3, 16, 16), "the cat sat"), "cross")
+    found = patterns(look(captioner(), torch.rand(3, 16, 16), "the cat sat"), kind="cross")
     assert torch.isnan(found.distance).all()
     assert torch.isnan(found.induction).all()
 

@@ -17,9 +17,9 @@ from rich.console import Console
 import regard
 from generation.spoken import captioner, language_model, translator
 from models.small import small
-from regard.lens import Look, fonts, heatmap
-from regard.lens.show import chosen
-from regard.lens.terminal import ramp, short
+from regard.foundation import plotting
+from regard.lens import Look, heatmap
+from regard.lens.render import ramp, select_head, short
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def drawn(look: Look, width: int = 100, colour: bool = False, **options: object)
 
 
 def test_the_terminal_says_every_weight_that_fits(seen: Look) -> None:
-    view = seen.words("cross")
+    view = seen.words(kind="cross")
     lines = drawn(seen, kind="cross", layer=1, head=2, words=True, specials=False).splitlines()
     assert lines[0] == "cross attention, layer 1, head 2"
     body = [line for line in lines if re.search(r"[.\d]\d\d?\s*$", line)][: len(view.rows)]
-    for label, line, row in zip(view.rows, body, view.weights(1, 2).tolist(), strict=True):
+    for label, line, row in zip(view.rows, body, view.weights(layer=1, head=2).tolist(), strict=True):
         assert line.strip().startswith(label.text)
         assert line.split()[1:] == [short(value) for value in row]
 
@@ -66,7 +66,7 @@ def test_wide_letters_take_two_places(seen: Look) -> None:
 
 def test_colours_are_those_of_the_weights(seen: Look) -> None:
     text = drawn(seen, colour=True, kind="self", layer=0, head=1)
-    weights = seen.weights(0, 1, kind="self")
+    weights = seen.weights(layer=0, head=1, kind="self")
     top = float(weights.max())
     for value in (weights[3, 0], weights[5, 2]):
         red, green, blue = ramp(float(value) / top)
@@ -103,31 +103,31 @@ def test_a_heat_map_file(seen: Look, tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_heat_map_draws_the_weights_and_writes_them_into_the_cells(seen: Look) -> None:
-    sheet = chosen(seen, 1, 2, "cross", words=True, specials=False).sheet(1024, 1024)
-    figure = heatmap._figure(sheet, ["DejaVu Sans"], "title", "said")
+    sheet = select_head(seen, 1, 2, "cross", words=True, specials=False).sheet(1024, 1024)
+    figure = heatmap._heatmap_figure(sheet, ["DejaVu Sans"], "title", "said")
     axes = figure.axes[0]
     drawn_values = np.asarray(axes.images[0].get_array())
-    wanted = seen.words("cross").weights(1, 2)
+    wanted = seen.words(kind="cross").weights(layer=1, head=2)
     np.testing.assert_allclose(drawn_values, wanted.numpy())
     said = [text.get_text() for text in axes.texts]
     assert said == [f"{x:.2f}"[1:] if x < 0.995 else "1" for x in wanted.flatten().tolist() if x > 0]
-    assert [x.get_text() for x in axes.get_yticklabels()] == [x.text for x in seen.words("cross").rows]
+    assert [x.get_text() for x in axes.get_yticklabels()] == [x.text for x in seen.words(kind="cross").rows]
 
 
 def test_hangul_has_glyphs_or_one_sentence_says_that_it_has_none(seen: Look, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         seen.heatmap(tmp_path / "x.png", kind="cross")
-    found, missing = fonts.families("고양이 cat")
+    found, missing = plotting.fonts_for("고양이 cat")
     assert len(said) == bool(missing)
     assert found[0] == "DejaVu Sans"
     if not missing:
-        letters = {x for name in found for x in fonts._letters(name)}
+        letters = {x for name in found for x in plotting._letters(name)}
         assert set("고양이") <= letters
 
 
 def test_letters_that_no_font_has_are_said_once(seen: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_candidates", lambda: ())
+    monkeypatch.setattr(plotting, "_candidates", lambda: ())
     with pytest.warns(UserWarning, match="no installed font has .*drawn as boxes") as said:
         seen.heatmap(tmp_path / "x.png", kind="cross")
     assert len(said) == 1
@@ -139,18 +139,24 @@ def test_dollars_are_no_formula(tmp_path: Path) -> None:
 
 
 def test_a_part_and_an_overview(seen: Look, tmp_path: Path) -> None:
-    some = chosen(seen, 0, 0, "self", rows=slice(2, 6), cols=slice(0, 3))
-    torch.testing.assert_close(some.sheet(99, 99).values, seen.weights(0, 0, slice(2, 6), slice(0, 3), "self"))
+    some = select_head(seen, 0, 0, "self", rows=slice(2, 6), cols=slice(0, 3))
+    torch.testing.assert_close(
+        some.sheet(99, 99).values, seen.weights(layer=0, head=0, rows=slice(2, 6), cols=slice(0, 3), kind="self")
+    )
     small_sheet = some.sheet(2, 1)
     assert small_sheet.pooled
-    wanted = seen.weights(0, 0, slice(2, 6), slice(0, 3), "self").view(2, 2, 3).mean((1, 2))[:, None]
+    wanted = (
+        seen.weights(layer=0, head=0, rows=slice(2, 6), cols=slice(0, 3), kind="self")
+        .view(2, 2, 3)
+        .mean((1, 2))[:, None]
+    )
     torch.testing.assert_close(small_sheet.values, wanted)
     assert [x.text for x in small_sheet.rows] == ["2", "4"]
     look = regard.look(small("gpt2", max_len=1500), torch.randint(31, (1200,)))
-    assert look.heatmap(tmp_path / "long.png", 0, 0).stat().st_size > 1000
-    whole = chosen(look, 0, 0).sheet(100, 100)
+    assert look.heatmap(tmp_path / "long.png", layer=0, head=0).stat().st_size > 1000
+    whole = select_head(look, 0, 0).sheet(100, 100)
     torch.testing.assert_close(whole.values, look.pooled(layer=0, head=0, h=100, w=100))
-    torch.testing.assert_close(chosen(look, 0, 0)._means(100, 100), whole.values, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(select_head(look, 0, 0)._means(100, 100), whole.values, atol=1e-6, rtol=1e-4)
 
 
 def test_an_overlay_for_each_word_and_for_the_patches(caption: Look, tmp_path: Path) -> None:
@@ -192,17 +198,17 @@ def test_steps_between_rows_are_refused(seen: Look, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "cols"), [(slice(None), slice(None)), (slice(1, 3), slice(-2, None))])
 def test_a_table_gives_every_weight_back_exactly(seen: Look, tmp_path: Path, rows: slice, cols: slice) -> None:
-    file = seen.csv(tmp_path / "x.csv", 1, None, "cross", rows=rows, cols=cols)
+    file = seen.csv(tmp_path / "x.csv", layer=1, head=None, kind="cross", rows=rows, cols=cols)
     with file.open(encoding="utf-8", newline="") as lines:
         found = list(csv.DictReader(lines))
-    wanted = seen.weights(1, None, rows, cols, "cross")
+    wanted = seen.weights(layer=1, head=None, rows=rows, cols=cols, kind="cross")
     assert len(found) == wanted.numel()
     assert found[0]["head"] == "mean"
     values = torch.tensor([float(line["weight"]) for line in found]).view_as(wanted)
     assert torch.equal(values, wanted)
     for line in found:
-        assert line["row_text"] == seen.rows("cross")[int(line["row"])].text
-        assert line["col_text"] == seen.cols("cross")[int(line["col"])].text
+        assert line["row_text"] == seen.rows(kind="cross")[int(line["row"])].text
+        assert line["col_text"] == seen.cols(kind="cross")[int(line["col"])].text
 
 
 def test_a_page_and_a_notebook_s_view(seen: Look, tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ import torch
 
 from generation.spoken import image_classifier, language_model, translator
 from regard.data.corpora import open_corpus
-from regard.lens import alignment as alignments
-from regard.lens import look, scoring
-from regard.lens.alignment import alignment, count, words_of
+from regard.lens import head_scores, look
+from regard.lens.head_scores import align_words, alignment_error, count_links, pointing, score, word_tokens
 from regard.lens.look import Look
-from regard.lens.scoring import alignment_error, pointing, score
 from regard.models import Model
 
 from .planted import en_ko_translator, map_of, pointing_at, shapes_captioner
@@ -25,11 +23,11 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
 
     def looked(model: Model, what: Any, target: Any) -> Look:
         seen = look(model, what, target)
-        found = map_of(plant(seen, len(seen.rows("cross")), len(seen.cols("cross"))))
-        seen._maps |= {("cross", layer): found for layer in range(seen.layers("cross"))}
+        found = map_of(plant(seen, len(seen.rows(kind="cross")), len(seen.cols(kind="cross"))))
+        seen._maps |= {("cross", layer): found for layer in range(seen.layers(kind="cross"))}
         return seen
 
-    monkeypatch.setattr(scoring, "look", looked)
+    monkeypatch.setattr(head_scores, "look", looked)
 
 
 # ---- alignment error rate
@@ -39,10 +37,10 @@ def test_the_rate_is_och_and_neys() -> None:
     """Three links, two of them sure and one more possible, of four sure ones: 1 - (2 + 3) / (3 + 4)."""
     sure = {(0, 0), (1, 1), (4, 1), (5, 3)}
     allowed = sure | {(2, 2)}
-    found = count(torch.tensor([[0, 1, 2, -1], [9, 9, 9, -1]]), sure, allowed)
+    found = count_links(torch.tensor([[0, 1, 2, -1], [9, 9, 9, -1]]), sure, allowed)
     assert found.error.tolist() == pytest.approx([1 - 5 / 7, 1.0])
     assert (found + found).error.tolist() == pytest.approx(found.error.tolist())
-    assert (found + count(torch.tensor([[7], [7]]), {(0, 0)}, set())).error[0] == pytest.approx(1 - 5 / 9)
+    assert (found + count_links(torch.tensor([[7], [7]]), {(0, 0)}, set())).error[0] == pytest.approx(1 - 5 / 9)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "words"])
@@ -52,10 +50,10 @@ def test_words_have_the_tokens_that_spell_them(kind: str) -> None:
         pair = open_corpus("en-ko").example("train", index)
         seen = look(model, pair.source, pair.target)
         for labels, text, tokenizer in (
-            (seen.cols("cross"), pair.source, model.processor.source),
-            (seen.rows("cross"), pair.target, model.processor.target),
+            (seen.cols(kind="cross"), pair.source, model.processor.source),
+            (seen.rows(kind="cross"), pair.target, model.processor.target),
         ):
-            words = words_of(labels, text)
+            words = word_tokens(labels, text)
             spelled = [tokenizer.decode([labels[n].token_id for n in word]).strip() for word in words]
             assert spelled == text.split()
             spelling = [n for n, x in enumerate(labels) if not x.special and x.text != "␣"]  # a space is no word's
@@ -64,14 +62,14 @@ def test_words_have_the_tokens_that_spell_them(kind: str) -> None:
 
 def test_word_weights_are_the_same_in_small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = look(en_ko_translator(), *open_corpus("en-ko").example("train", 5)[:2])
-    rows, cols = alignments.look_words(seen, "cross", "written")
-    dense = seen.map("cross", 1).dense()[0]
+    rows, cols = head_scores.look_word_tokens(seen, "cross", "written")
+    dense = seen.map(kind="cross", layer=1).dense()[0]
     wanted = torch.stack(
         [torch.stack([dense[:, row][:, :, col].sum(-1).mean(-1) for col in cols], -1) for row in rows], dim=1
     )
     for most in (1, 300, 1 << 20):
-        monkeypatch.setattr(alignments, "_STRIPE", most)
-        parts = list(alignments.word_weights(seen.map("cross", 1), rows, cols))
+        monkeypatch.setattr(head_scores, "_STRIPE", most)
+        parts = list(head_scores.word_weights(seen.map(kind="cross", layer=1), rows, cols))
         torch.testing.assert_close(torch.cat([x for _, x in parts], dim=1), wanted)
         assert (len(parts) == 1) == (most == 1 << 20)
         assert len(parts) <= len(rows)
@@ -83,7 +81,10 @@ def test_attention_on_the_true_words_has_the_least_error(monkeypatch: pytest.Mon
 
     def true_words(seen: Look, n_rows: int, n_cols: int) -> torch.Tensor:
         pair = corpus.example("valid", next(at))
-        rows, cols = words_of(seen.rows("cross"), pair.target), words_of(seen.cols("cross"), pair.source)
+        rows, cols = (
+            word_tokens(seen.rows(kind="cross"), pair.target),
+            word_tokens(seen.cols(kind="cross"), pair.source),
+        )
         best = {row: col for col, row in [*pair.possible, *pair.alignment]}
         targets = [n_cols - 1] * n_rows  # what is no word looks at the end
         for word, tokens in enumerate(rows):
@@ -113,7 +114,10 @@ def test_the_row_that_has_read_a_word_is_the_next(monkeypatch: pytest.MonkeyPatc
 
     def shifted(seen: Look, n_rows: int, n_cols: int) -> torch.Tensor:
         pair = corpus.example("valid", next(at))
-        rows, cols = words_of(seen.rows("cross"), pair.target), words_of(seen.cols("cross"), pair.source)
+        rows, cols = (
+            word_tokens(seen.rows(kind="cross"), pair.target),
+            word_tokens(seen.cols(kind="cross"), pair.source),
+        )
         best, targets = {row: col for col, row in pair.alignment}, [n_cols - 1] * (n_rows + 1)
         for word, tokens in enumerate(rows):
             for token in tokens:
@@ -134,7 +138,10 @@ def test_the_best_head_is_measured_where_it_was_not_chosen(monkeypatch: pytest.M
     def lucky(seen: Look, n_rows: int, n_cols: int) -> torch.Tensor:
         index = next(at)
         pair = corpus.example("valid", index)
-        rows, cols = words_of(seen.rows("cross"), pair.target), words_of(seen.cols("cross"), pair.source)
+        rows, cols = (
+            word_tokens(seen.rows(kind="cross"), pair.target),
+            word_tokens(seen.cols(kind="cross"), pair.source),
+        )
         best, right = {row: col for col, row in pair.alignment}, [n_cols - 1] * n_rows
         for word, tokens in enumerate(rows):
             for token in tokens:
@@ -178,9 +185,9 @@ def test_accuracy_is_that_of_all_logits() -> None:
     seen = look(model, *open_corpus("en-ko").example("valid", 0)[:2])
     with torch.no_grad():
         said = model(*seen.inputs)[0].argmax(-1).tolist()
-    wanted = [x.token_id for x in seen.rows("cross")]
+    wanted = [x.token_id for x in seen.rows(kind="cross")]
     right = sum(a == b for a, b in zip(said, wanted, strict=True))
-    assert scoring._accuracy(seen) == (right, len(wanted))
+    assert head_scores._accuracy(seen) == (right, len(wanted))
 
 
 # ---- an alignment of one's own
@@ -189,14 +196,14 @@ def test_accuracy_is_that_of_all_logits() -> None:
 def test_alignment_of_one_look_with_given_links() -> None:
     pair = open_corpus("en-ko").example("train", 3)
     seen = look(en_ko_translator(), pair.source, pair.target)
-    rows, cols = alignments.look_words(seen, "cross", "written")
-    targets = [0] * len(seen.rows("cross"))
+    rows, cols = head_scores.look_word_tokens(seen, "cross", "written")
+    targets = [0] * len(seen.rows(kind="cross"))
     gold = {row: col for col, row in pair.alignment}
     for word, tokens in enumerate(rows):
         for token in tokens:
             targets[token] = cols[gold.get(word, 0)][-1]
-    seen._maps["cross", 0] = map_of(pointing_at(targets, len(seen.cols("cross")), n_heads=4))
-    found = alignment(seen, pair.alignment, pair.possible)
+    seen._maps["cross", 0] = map_of(pointing_at(targets, len(seen.cols(kind="cross")), n_heads=4))
+    found = align_words(seen, pair.alignment, pair.possible)
     assert found.error.shape == (2, 4)
     assert found.links.shape == (2, 4, len(rows))
     assert found.links[0, 0].tolist() == [gold.get(word, 0) for word in range(len(rows))]
@@ -208,13 +215,13 @@ def test_alignment_of_one_look_with_given_links() -> None:
 
 def test_arcs_of_a_sentence_are_links_to_itself() -> None:
     seen = look(language_model(), "the cat sat on the mat.")
-    words = words_of(seen.rows(), seen.text or "")
+    words = word_tokens(seen.rows(), seen.text or "")
     targets = [words[0][0]] * len(seen.rows())
     targets[words[2][-1]] = words[1][-1]
     for token in words[2]:
         targets[token] = words[1][-1]
     seen._maps["self", 1] = map_of(pointing_at(targets, len(targets), n_heads=4))
-    found = alignment(seen, [(1, 2)])
+    found = align_words(seen, [(1, 2)])
     assert found.links[1, 0, 2] == 1
     assert found.mass[1, 0] == pytest.approx(1)
 
@@ -224,15 +231,15 @@ def test_arcs_of_a_sentence_are_links_to_itself() -> None:
 )
 def test_links_outside_of_the_text_are_told(links: list[tuple[int, int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        alignment(look(translator(), "the cat sat on the mat.", "주의력만"), links)
+        align_words(look(translator(), "the cat sat on the mat.", "주의력만"), links)
 
 
 def test_words_that_the_tokens_cannot_spell_are_told() -> None:
     seen = look(translator(), "the cat", "주의력만")
     with pytest.raises(ValueError, match="spell 7 letters of a text of 9"):
-        words_of(seen.cols("cross"), "the cat!!")
+        word_tokens(seen.cols(kind="cross"), "the cat!!")
     with pytest.raises(ValueError, match="one side of this look is none"):
-        alignment(look(shapes_captioner(), torch.rand(3, 64, 64), "a red circle"), [(0, 0)])
+        align_words(look(shapes_captioner(), torch.rand(3, 64, 64), "a red circle"), [(0, 0)])
 
 
 # ---- pointing
@@ -244,7 +251,9 @@ def test_attention_on_the_things_points_right(monkeypatch: pytest.MonkeyPatch) -
     def on_things(seen: Look, n_rows: int, n_cols: int) -> torch.Tensor:
         picture = corpus.example("valid", next(at))
         targets, elsewhere = [0] * n_rows, [0] * n_rows
-        for tokens, things in zip(words_of(seen.rows("cross"), picture.caption), picture.words.things, strict=True):
+        for tokens, things in zip(
+            word_tokens(seen.rows(kind="cross"), picture.caption), picture.words.things, strict=True
+        ):
             for token in tokens if things else ():
                 thing = picture.scene.things[things[0]]
                 targets[token] = 1 + int(thing.y * 8) * 8 + int(thing.x * 8)

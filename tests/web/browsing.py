@@ -26,7 +26,7 @@ from regard.models import Model
 from regard.text.image_processor import ImageProcessor
 from regard.text.processor import Processor
 from regard.text.tokenizer_training import train_tokenizer
-from regard.web.served import Served
+from regard.web.served_models import ServedModel
 from regard.web.server import explorer
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -86,7 +86,7 @@ def small_models() -> dict[str, Model]:
 
 
 @contextmanager
-def serving(models: dict[str, Model] | list[Served]) -> Iterator[str]:
+def serving(models: dict[str, Model] | list[ServedModel]) -> Iterator[str]:
     """The explorer at an address of its own, while the block runs."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))

@@ -18,16 +18,15 @@ from starlette.testclient import TestClient
 import regard
 from generation.spoken import language_model, translator
 from regard.attention import record
+from regard.foundation.jsonio import to_jsonable
 from regard.lens import interventions
+from regard.lens.capture import attention_at
+from regard.lens.effects import logit_lens
 from regard.lens.labels import token_text
-from regard.lens.logit_lens import logit_lens
 from regard.lens.patterns import patterns
-from regard.lens.places import attention_at
 from regard.models import Model
-from regard.web.answers import plain
-from regard.web.limits import Limits
-from regard.web.opening import picture as read_picture
-from regard.web.served import example_of
+from regard.web.request_limits import Limits
+from regard.web.served_models import decode_image, example_input
 
 from .served import TEXT, asked, asking, numbers, opened, picture, refusal, small_models
 
@@ -49,7 +48,7 @@ def client(models: dict[str, Model]) -> Iterator[TestClient]:
 def pair(client: TestClient, models: dict[str, Model], name: str) -> tuple[dict[str, Any], regard.lens.Look]:
     """The same look through the server and through the library."""
     model = models[name]
-    what: Any = read_picture(picture(), Limits()) if model.config.source == "image" else TEXT
+    what: Any = decode_image(picture(), Limits()) if model.config.source == "image" else TEXT
     target = TARGET if model.config.architecture in ("encoder-decoder", "recurrent") else None
     fields = {} if target is None else {"target": target}
     return opened(client, name, **fields), regard.look(model, what, target)
@@ -86,14 +85,14 @@ def test_the_models_are_described(client: TestClient) -> None:
 def test_a_run_of_an_embedded_corpus_comes_with_an_example(tmp_path: Path) -> None:
     for source in ("en-ko", "shapes", "data/pairs.tsv"):
         (tmp_path / "run.json").write_text(json.dumps({"data": {"source": source}}))
-        found = example_of(f"{tmp_path}@1200")
+        found = example_input(f"{tmp_path}@1200")
         if source == "shapes":
-            assert read_picture(found, Limits()).size == (64, 64)
+            assert decode_image(found, Limits()).size == (64, 64)
         else:
             assert (found is None) == (source != "en-ko")
-    assert example_of(tmp_path / "nothing") is None
+    assert example_input(tmp_path / "nothing") is None
     (tmp_path / "run.json").write_text("[]")
-    assert example_of(tmp_path) is None
+    assert example_input(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,8 +102,8 @@ def test_every_weight_that_is_sent_is_the_lens_s(client: TestClient, models: dic
     assert (sent["text"], sent["target"]) == (look.text, look.target_text)
     for kind, size in sent["kinds"].items():
         rows, cols = size["n_rows"], size["n_cols"]
-        assert (rows, cols) == (len(look.rows(kind)), len(look.cols(kind)))
-        assert (size["layers"], size["heads"]) == (look.layers(kind), look.heads(kind))
+        assert (rows, cols) == (len(look.rows(kind=kind)), len(look.cols(kind=kind)))
+        assert (size["layers"], size["heads"]) == (look.layers(kind=kind), look.heads(kind=kind))
         corner = {"r0": rows // 2, "r1": rows, "c0": cols // 3, "c1": cols}
         for layer in range(size["layers"]):
             for head in (*range(size["heads"]), None):
@@ -120,18 +119,20 @@ def test_every_weight_that_is_sent_is_the_lens_s(client: TestClient, models: dic
                     c0=0,
                     c1=cols,
                 )
-                expected = look.weights(layer, head, kind=kind)
+                expected = look.weights(layer=layer, head=head, kind=kind)
                 torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6)
                 torch.testing.assert_close(whole.sum(-1), torch.ones(rows), rtol=0, atol=1e-5)
         part = numbers(client, sent, "tile", kind=kind, layer=0, head=0, **corner)
-        torch.testing.assert_close(part, look.weights(0, 0, kind=kind)[rows // 2 :, cols // 3 :], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            part, look.weights(layer=0, head=0, kind=kind)[rows // 2 :, cols // 3 :], rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ["translator", "captioner", "images"])
 def test_labels_come_in_pages(client: TestClient, models: dict[str, Model], name: str) -> None:
     sent, look = pair(client, models, name)
     for kind in sent["kinds"]:
-        for axis, expected in (("rows", look.rows(kind)), ("cols", look.cols(kind))):
+        for axis, expected in (("rows", look.rows(kind=kind)), ("cols", look.cols(kind=kind))):
             found = asked(client, sent, "labels", kind=kind, axis=axis)
             assert [(x["text"], x["special"]) for x in found] == [(x.text, x.special) for x in expected]
             assert [x.get("box") for x in found] == [None if x.box is None else list(x.box) for x in expected]
@@ -142,13 +143,13 @@ def test_overviews_and_thumbnails(client: TestClient, models: dict[str, Model]) 
     sent, look = pair(client, models, "translator")
     for reduce in ("mean", "max"):
         found = numbers(client, sent, "pooled", kind="encoder", layer=1, head=2, h=4, w=3, reduce=reduce)
-        torch.testing.assert_close(found, look.pooled("encoder", 1, 2, 4, 3, reduce))
+        torch.testing.assert_close(found, look.pooled(kind="encoder", layer=1, head=2, h=4, w=3, reduce=reduce))
     assert numbers(client, sent, "pooled", kind="cross", layer=0, head="mean", h=500, w=500).shape == (
-        len(look.rows("cross")),
-        len(look.cols("cross")),
+        len(look.rows(kind="cross")),
+        len(look.cols(kind="cross")),
     )
     small = numbers(client, sent, "thumbnails", kind="cross", layer=1, size=3)
-    torch.testing.assert_close(small, look.map("cross", 1).pooled(3, 3)[0])
+    torch.testing.assert_close(small, look.map(kind="cross", layer=1).pooled(3, 3)[0])
 
 
 def test_as_many_cells_as_fit_into_a_megabyte(models: dict[str, Model]) -> None:
@@ -161,7 +162,7 @@ def test_as_many_cells_as_fit_into_a_megabyte(models: dict[str, Model]) -> None:
         for asked_for, sent_back in (((512, 512), (500, 500)), ((512, 488), (512, 488)), ((490, 512), (489, 511))):
             found = numbers(client, sent, "pooled", kind="self", layer=0, head=1, h=asked_for[0], w=asked_for[1])
             assert found.shape == sent_back
-            torch.testing.assert_close(found, look.pooled("self", 0, 1, *sent_back))
+            torch.testing.assert_close(found, look.pooled(layer=0, head=1, kind="self", h=sent_back[0], w=sent_back[1]))
         small = numbers(client, sent, "thumbnails", kind="self", layer=0, size=512)
         assert small.shape == (4, 250, 250)
 
@@ -177,7 +178,7 @@ def test_words_and_hidden_special_tokens(
     sent, look = pair(client, models, name)
     sizes = client.get(f"/api/looks/{sent['id']}", params=reading).json()["kinds"]
     for kind in look.kinds:
-        view = look.merged(kind, **reading)
+        view = look.merged(kind=kind, **reading)
         n_rows, n_cols = len(view.rows), len(view.cols)
         assert (sizes[kind]["n_rows"], sizes[kind]["n_cols"]) == (n_rows, n_cols)
         labels = asked(client, sent, "labels", kind=kind, axis="cols", **reading)
@@ -185,7 +186,7 @@ def test_words_and_hidden_special_tokens(
         place = {"kind": kind, "layer": 1, **reading}
         whole = {"r0": 0, "r1": n_rows, "c0": 0, "c1": n_cols}
         for head in (2, None):
-            exact, at = view.weights(1, head), {**place, "head": "mean" if head is None else head}
+            exact, at = view.weights(layer=1, head=head), {**place, "head": "mean" if head is None else head}
             torch.testing.assert_close(numbers(client, sent, "tile", **at, **whole), exact, rtol=0, atol=1e-6)
             pooled = numbers(client, sent, "pooled", **at, h=2, w=3)
             blocks = [[b.mean() for b in a.tensor_split(min(3, n_cols), 1)] for a in exact.tensor_split(min(2, n_rows))]
@@ -194,10 +195,10 @@ def test_words_and_hidden_special_tokens(
             assert best["weight"] == pytest.approx(float(exact[-1].max()), abs=1e-6)
             assert best["text"] == view.cols[best["index"]].text
         small = numbers(client, sent, "thumbnails", **place, size=2)
-        torch.testing.assert_close(small[3], view.pooled(1, 3, 2, 2), rtol=0, atol=1e-6)
+        torch.testing.assert_close(small[3], view.pooled(layer=1, head=3, h=2, w=2), rtol=0, atol=1e-6)
         table = client.get(f"/api/looks/{sent['id']}/csv", params={**place, "head": 0}).content.decode("utf-8-sig")
         last = list(csv.reader(io.StringIO(table)))[-1]
-        assert float(last[1]) == pytest.approx(float(view.weights(1, 0)[-1, 0]), abs=1e-6)
+        assert float(last[1]) == pytest.approx(float(view.weights(layer=1, head=0)[-1, 0]), abs=1e-6)
 
 
 def test_where_nothing_but_special_tokens_was_looked_at(models: dict[str, Model]) -> None:
@@ -210,7 +211,7 @@ def test_where_nothing_but_special_tokens_was_looked_at(models: dict[str, Model]
 def test_where_a_row_looks_most(client: TestClient, models: dict[str, Model]) -> None:
     sent, look = pair(client, models, "speaker")
     for head in (1, None):
-        (expected,) = look.top(3, 1, head, rows=5)
+        (expected,) = look.top(3, layer=1, head=head, rows=5)
         found = asked(client, sent, "top", kind="self", layer=1, head="mean" if head is None else head, row=5, k=3)
         assert [x["text"] for x in found] == [label.text for label, _ in expected.at]
         assert [x["weight"] for x in found] == pytest.approx([weight for _, weight in expected.at], abs=1e-6)
@@ -233,7 +234,7 @@ def test_the_walk_can_be_done_by_hand(client: TestClient, models: dict[str, Mode
             asked(client, sent, "walk", kind=kind, layer=layer, head=head, row=row, col=col)
             for col in range(size["n_cols"])
         ]
-        weights = look.weights(layer, head, row, kind=kind)[0].tolist()
+        weights = look.weights(layer=layer, head=head, rows=row, kind=kind)[0].tolist()
         assert [step["weight"] for step in steps] == pytest.approx(weights, abs=1e-6)
         for step in steps:
             if step["mechanism"] == "dot":
@@ -268,7 +269,9 @@ def test_a_long_text_has_no_v(models: dict[str, Model]) -> None:
         sent = opened(client, "speaker")
         found = asked(client, sent, "walk", kind="self", layer=1, head=0, row=3, col=2)
     assert not {"v", "contribution"} & set(found)
-    assert found["weight"] == pytest.approx(float(regard.look(models["speaker"], TEXT).weights(1, 0, 3, 2)), abs=1e-6)
+    assert found["weight"] == pytest.approx(
+        float(regard.look(models["speaker"], TEXT).weights(layer=1, head=0, rows=3, cols=2)), abs=1e-6
+    )
     assert "at most 4 tokens" in found["v_absent"]
 
 
@@ -290,10 +293,10 @@ def test_the_next_token(client: TestClient, models: dict[str, Model]) -> None:
 def test_patterns_and_the_logit_lens_are_the_lens_s(client: TestClient, models: dict[str, Model]) -> None:
     sent, look = pair(client, models, "speaker")
     found = asked(client, sent, "patterns", kind="self")
-    exact = patterns(look, "self")
-    assert found == json.loads(json.dumps(exact.document()))
+    exact = patterns(look, kind="self")
+    assert found == json.loads(json.dumps(exact.to_dict()))
     assert found["labels"][1][0] == exact.label(1, 0)
-    assert asked(client, sent, "logit-lens", position=3) == json.loads(json.dumps(plain(logit_lens(look, 3))))
+    assert asked(client, sent, "logit-lens", position=3) == json.loads(json.dumps(to_jsonable(logit_lens(look, 3))))
 
 
 def depth(nodes: dict[int, dict[str, Any]], node: dict[str, Any]) -> int:
@@ -362,7 +365,7 @@ def test_a_stream_ends_with_a_look_at_what_was_written(client: TestClient, model
     model = models[name]
     given: dict[str, Any] = {"image": picture()} if model.config.source == "image" else {"text": TEXT}
     *told, last = lines(client, model=name, generate={"max_new_tokens": 7}, **given)
-    what: Any = read_picture(picture(), Limits()) if "image" in given else TEXT
+    what: Any = decode_image(picture(), Limits()) if "image" in given else TEXT
     look = regard.look(model, what, generate={"max_new_tokens": 7})
     assert look.generated is not None
     assert [line["token"] for line in told] == look.generated.tokens[0]
@@ -372,7 +375,7 @@ def test_a_stream_ends_with_a_look_at_what_was_written(client: TestClient, model
     size = last["kinds"][kind]
     assert last["look"] == last["id"]
     found = numbers(client, last, "tile", kind=kind, layer=0, head=0, r0=0, r1=size["n_rows"], c0=0, c1=size["n_cols"])
-    torch.testing.assert_close(found, look.weights(0, 0, kind=kind), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, look.weights(layer=0, head=0, kind=kind), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["translator", "recurrent", "captioner"])
@@ -458,10 +461,10 @@ def test_variants_change_what_is_seen_and_nothing_else(client: TestClient, model
     model = models["speaker"]
     n = opened(client, "speaker")["kinds"]["self"]["n_rows"]
     everything = {"kind": "self", "layer": 1, "head": 2, "r0": 0, "r1": n, "c0": 0, "c1": n}
-    plain_weights = regard.look(model, TEXT).weights(1, 2)
+    plain_weights = regard.look(model, TEXT).weights(layer=1, head=2)
     seeing = numbers(client, opened(client, "speaker", variant={"causal": False}), "tile", **everything)
     with interventions.no_causal_mask(model):
-        torch.testing.assert_close(seeing, regard.look(model, TEXT).weights(1, 2), rtol=0, atol=1e-6)
+        torch.testing.assert_close(seeing, regard.look(model, TEXT).weights(layer=1, head=2), rtol=0, atol=1e-6)
     assert (seeing.triu(1) > 0).any()
     flat = numbers(client, opened(client, "speaker", variant={"scale": 0.0}), "tile", **everything)
     torch.testing.assert_close(flat, torch.ones(n, n).tril() / torch.arange(1, n + 1)[:, None])
@@ -470,12 +473,14 @@ def test_variants_change_what_is_seen_and_nothing_else(client: TestClient, model
     with interventions.switch_off(model, [("self", 0, head) for head in range(4)]):
         changed = regard.look(model, TEXT)
         torch.testing.assert_close(
-            numbers(client, silent, "tile", **everything), changed.weights(1, 2), rtol=0, atol=1e-6
+            numbers(client, silent, "tile", **everything), changed.weights(layer=1, head=2), rtol=0, atol=1e-6
         )
         expected = changed.next(k=5)
     assert [x["token"] for x in asked(client, silent, "next", k=5)] == [x.token for x in expected]
     steps = [asked(client, silent, "walk", kind="self", layer=1, head=2, row=4, col=col) for col in range(n)]
-    assert [step["weight"] for step in steps] == pytest.approx(changed.weights(1, 2, 4)[0].tolist(), abs=1e-6)
+    assert [step["weight"] for step in steps] == pytest.approx(
+        changed.weights(layer=1, head=2, rows=4)[0].tolist(), abs=1e-6
+    )
     untouched = numbers(client, opened(client, "speaker"), "tile", **everything)
     torch.testing.assert_close(untouched, plain_weights, rtol=0, atol=1e-6)
 
@@ -490,10 +495,10 @@ def test_a_table_of_weights(client: TestClient, models: dict[str, Model]) -> Non
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     assert "regard-cross-1-3.csv" in answer.headers["content-disposition"]
     header, *table = csv.reader(io.StringIO(answer.content.decode("utf-8-sig")))
-    assert header[1:] == [label.text for label in look.cols("cross")]
-    assert [line[0] for line in table] == [label.text for label in look.rows("cross")]
+    assert header[1:] == [label.text for label in look.cols(kind="cross")]
+    assert [line[0] for line in table] == [label.text for label in look.rows(kind="cross")]
     values = torch.tensor([[float(x) for x in line[1:]] for line in table])
-    torch.testing.assert_close(values, look.weights(1, 3, kind="cross"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(values, look.weights(layer=1, head=3, kind="cross"), rtol=0, atol=1e-6)
 
 
 def test_the_image_that_was_looked_at(client: TestClient) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-import regard.web.opening
+import regard.web.served_models
 from generation.spoken import language_model
 from regard.models import Model
 from regard.web import explorer
-from regard.web.guard import Guard
-from regard.web.limits import Limits, Refused
-from regard.web.served import named
-from regard.web.workers import Workers
+from regard.web.request_limits import Limits, RequestGuard, RequestRefused
+from regard.web.served_models import name_models
+from regard.web.sessions import WorkerPools
 
 from .served import TEXT, asking, opened, refusal
 
@@ -97,7 +96,7 @@ def test_a_body_without_a_length_is_counted(client: TestClient) -> None:
     assert "is more than the 8,000,000 allowed" in refusal(client.post("/api/looks", content=pieces()), 413)
 
 
-def ask_guard(guard: Guard, *messages: dict[str, Any], wait: float = 0.0) -> list[dict[str, Any]]:
+def ask_guard(guard: RequestGuard, *messages: dict[str, Any], wait: float = 0.0) -> list[dict[str, Any]]:
     """What a guard sends to a client that sends these messages and then, after ``wait`` seconds each, nothing."""
     sent: list[Any] = []
 
@@ -124,7 +123,7 @@ def test_a_body_that_trickles_is_given_up() -> None:
     async def never(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("the application was asked")
 
-    guard = Guard(never, Limits(body_seconds=0.05))
+    guard = RequestGuard(never, Limits(body_seconds=0.05))
     first = {"type": "http.request", "body": b"{", "more_body": True}
     start, body = ask_guard(guard, first, wait=0.02)
     assert start["status"] == 408
@@ -158,8 +157,8 @@ def test_a_picture_is_refused_by_its_size_before_it_is_decoded(monkeypatch: pyte
 
     encoded = picture((300, 200))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("the picture was decoded"))
-    with pytest.raises(Refused, match="300 × 200 pixels, more than the 50,000 allowed"):
-        regard.web.opening.picture(encoded, Limits(pixels=50_000))
+    with pytest.raises(RequestRefused, match="300 × 200 pixels, more than the 50,000 allowed"):
+        regard.web.served_models.decode_image(encoded, Limits(pixels=50_000))
 
 
 # ---- numbers that are none, and text that is none
@@ -215,12 +214,12 @@ def test_any_text_is_a_text(client: TestClient, text: str) -> None:
 
 def test_work_that_takes_too_long_is_given_up() -> None:
     async def work() -> None:
-        workers, going_on = Workers(Limits(model_seconds=0.05)), threading.Event()
-        with pytest.raises(Refused, match=r"longer than 0\.05 s"):
+        workers, going_on = WorkerPools(Limits(model_seconds=0.05)), threading.Event()
+        with pytest.raises(RequestRefused, match=r"longer than 0\.05 s"):
             await workers.run(going_on.wait)
         assert workers.busy
         never = asyncio.create_task(workers.run(lambda: pytest.fail("it was to be cancelled")))
-        with pytest.raises(Refused, match=r"longer than 0\.05 s"):  # it waited behind the first
+        with pytest.raises(RequestRefused, match=r"longer than 0\.05 s"):  # it waited behind the first
             await never
         assert await workers.read(lambda: 7) == 7  # maps are read meanwhile
         going_on.set()
@@ -232,10 +231,10 @@ def test_work_that_takes_too_long_is_given_up() -> None:
 
 def test_only_so_many_may_wait() -> None:
     async def work() -> None:
-        workers, going_on = Workers(Limits(waiting=2)), threading.Event()
+        workers, going_on = WorkerPools(Limits(waiting=2)), threading.Event()
         tasks = [asyncio.create_task(workers.run(going_on.wait)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(Refused, match="2 requests are waiting already") as refused:
+        with pytest.raises(RequestRefused, match="2 requests are waiting already") as refused:
             await workers.read(lambda: 7)
         assert refused.value.status == 429
         going_on.set()
@@ -249,7 +248,7 @@ def test_only_so_many_may_wait() -> None:
 
 def test_a_stream_stops_when_nobody_listens() -> None:
     async def work() -> None:
-        workers, made, heard = Workers(Limits()), [], threading.Event()
+        workers, made, heard = WorkerPools(Limits()), [], threading.Event()
 
         def pieces() -> Iterator[int]:
             for n in range(10_000):
@@ -272,7 +271,9 @@ def test_a_failure_that_nobody_foresaw_is_still_one_sentence(model: Model, monke
         raise KeyError("a secret")
 
     monkeypatch.setattr("regard.lens.look", broken)
-    with TestClient(explorer(named([("speaker", model)])), "http://127.0.0.1", raise_server_exceptions=False) as client:
+    with TestClient(
+        explorer(name_models([("speaker", model)])), "http://127.0.0.1", raise_server_exceptions=False
+    ) as client:
         told = refusal(client.post("/api/looks", json={"model": "speaker", "text": TEXT}), 500)
     assert told == "something went wrong here (KeyError); the server's log says more"
 

@@ -56,7 +56,7 @@ def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
     shown, about = tab.tip()
     r0, r1, c0, c1 = (int(x.replace("\u202f", "")) for x in re.findall(r"[\d\u202f]+", about[0]))
     assert (r1 - r0, c1 - c0) in {(11, 11), (11, 12), (12, 11), (12, 12)}
-    block = long_look.weights(layer, head, slice(r0, r1 + 1), slice(c0, c1 + 1))
+    block = long_look.weights(layer=layer, head=head, rows=slice(r0, r1 + 1), cols=slice(c0, c1 + 1))
     assert shown == pytest.approx(float(block.mean()), **CLOSE)
 
     for _ in range(4):  # 4,096 → 2,048 → … → 256: the weights themselves
@@ -72,23 +72,25 @@ def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
     row, col = int(tab.state["row"]), int(tab.state["col"])
     assert r0 <= row < r1
     assert c0 <= col < c1
-    exact = float(long_look.weights(layer, head, [row], [col]))
+    exact = float(long_look.weights(layer=layer, head=head, rows=[row], cols=[col]))
     assert shown == pytest.approx(exact, **CLOSE)
     assert tab.weight(row, col) == pytest.approx(exact, **CLOSE)
 
     tab.page.keyboard.press("ArrowDown")  # to another row, and to another head
     tab.settled()
-    assert tab.weight(row + 1, col) == pytest.approx(float(long_look.weights(layer, head, [row + 1], [col])), **CLOSE)
+    assert tab.weight(row + 1, col) == pytest.approx(
+        float(long_look.weights(layer=layer, head=head, rows=[row + 1], cols=[col])), **CLOSE
+    )
 
 
 @pytest.mark.slow
 def test_every_view_of_4096_tokens(tab: Tab, long_look: Look) -> None:
     tab.open(model="long", text=TEXT, view="sentence", layer=3, head=2, row=3000, col=17, **{"from": 2950})
-    best = long_look.weights(3, 2, [3000])[0].topk(3)
+    best = long_look.weights(layer=3, head=2, rows=[3000])[0].topk(3)
     for index, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         assert tab.weight(3000, index) == pytest.approx(weight, **CLOSE)
     assert tab.every_view() == ["heatmap", "sentence", "grid", "walk", "next", "patterns", "variant"]
     tab.open(model="long", text=TEXT, view="heatmap", layer=3, head=2, words=1, row=700, col=3)
-    words = long_look.merged("self", words=True, specials=True)
-    exact = float(words.weights(3, 2, [700], [3]))
+    words = long_look.merged(kind="self", words=True, specials=True)
+    exact = float(words.weights(layer=3, head=2, rows=[700], cols=[3]))
     assert tab.weight(700, 3) == pytest.approx(exact, **CLOSE)

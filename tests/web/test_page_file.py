@@ -23,7 +23,7 @@ def test_a_page_without_a_server(browser: Any, seen: Look, tmp_path: Path) -> No
     here = Tab(page, "")
     page.goto(f"{file.as_uri()}#row=1&col=3&kind=cross&layer=1&head=2&lang=ko")
     page.wait_for_selector('aside [data-weight="1,3"]')
-    assert here.weight(1, 3) == pytest.approx(float(seen.weights(1, 2, kind="cross")[1, 3]), **CLOSE)
+    assert here.weight(1, 3) == pytest.approx(float(seen.weights(layer=1, head=2, kind="cross")[1, 3]), **CLOSE)
     assert here.tabs() == ["heatmap", "sentence", "grid", "align", "patterns"]
     for view in here.tabs():
         page.click(f'nav [data-view="{view}"]')
@@ -39,7 +39,7 @@ def test_a_page_holds_one_head_or_an_overview_where_not_all_fit(
     browser: Any, models: dict[str, Model], tmp_path: Path
 ) -> None:
     found = look(models["speaker"], "the cat sat on the mat. " * 25)
-    exact = found.weights(1, 2)
+    exact = found.weights(layer=1, head=2)
     sizes = []
     for limit, views in ((420_000, ["heatmap", "sentence"]), (290_000, ["heatmap"])):
         file = found.html(tmp_path / "look.html", layer=1, head=2, limit=limit)

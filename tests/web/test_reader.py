@@ -13,7 +13,7 @@ import torch
 from regard.data.corpora import open_corpus
 from regard.lens import Look, look
 from regard.models import Model
-from regard.web.served import Served
+from regard.web.served_models import ServedModel
 
 from .browsing import EVERY_SENTENCE, Tab, serving
 from .conftest import TEXT
@@ -97,7 +97,7 @@ def test_writing_of_other_kinds(tab: Tab, models: dict[str, Model], scene: Path,
     for lang in ("en", "ko"):
         tab.open(model="speaker", text=text, layer=1, head=1, row=2, col=1, lang=lang, beam=2)
         written = look(models["speaker"], text, generate={"beam": 2, "n_best": 2, "max_new_tokens": 16})
-        assert tab.weight(2, 1) == pytest.approx(float(written.weights(1, 1)[2, 1]), **CLOSE)
+        assert tab.weight(2, 1) == pytest.approx(float(written.weights(layer=1, head=1)[2, 1]), **CLOSE)
         assert tab.page.inner_text("aside .who").strip() == found.rows()[2].text.strip()
         views = set(tab.every_view())
         tab.open(model="en-ko", text=text, target=text, lang=lang, words=1)
@@ -118,10 +118,12 @@ def test_a_long_text_is_an_overview_until_zoomed_into(tab: Tab, models: dict[str
     tab.over(60, box["height"] * 0.6)
     shown, about = tab.tip()
     r0, r1, c0, c1 = (int(x.replace("\u202f", "")) for x in re.findall(r"[\d\u202f]+", about[0]))
-    block = found.weights(1, 0, slice(r0, r1 + 1), slice(c0, c1 + 1))
+    block = found.weights(layer=1, head=0, rows=slice(r0, r1 + 1), cols=slice(c0, c1 + 1))
     assert shown == pytest.approx(float(block.mean()), **CLOSE)
     tab.open(model="speaker", text=text, layer=1, head=0, zoom="1000,1020,980,1000", row=1010, col=990)
-    assert tab.weight(1010, 990) == pytest.approx(float(found.weights(1, 0, [1010], [990])), **CLOSE)
+    assert tab.weight(1010, 990) == pytest.approx(
+        float(found.weights(layer=1, head=0, rows=[1010], cols=[990])), **CLOSE
+    )
     for view in ("sentence", "grid", "patterns"):
         tab.page.click(f'nav [data-view="{view}"]')
         tab.settled()
@@ -132,11 +134,14 @@ def test_a_model_with_an_example_opens_with_it(browser: Any, models: dict[str, M
     """Nobody has to look for an image before there is something to see."""
     picture = base64.b64encode(scene.read_bytes()).decode()
     text = "[formal] Did the tiger shine?"
-    served = [Served("shapes", "shapes", models["shapes"], picture), Served("en-ko", "en-ko", models["en-ko"], text)]
+    served = [
+        ServedModel("shapes", "shapes", models["shapes"], picture),
+        ServedModel("en-ko", "en-ko", models["en-ko"], text),
+    ]
     with serving(served) as home:
         page = browser.new_page()
         tab = Tab(page, home).open(model="shapes", view="image", kind="cross", layer=0)
-        exact = look(models["shapes"], scene).weights(0, None, kind="cross")[0]
+        exact = look(models["shapes"], scene).weights(layer=0, head=None, kind="cross")[0]
         assert tab.weight(0, int(exact.argmax())) == pytest.approx(float(exact.max()), **CLOSE)
         assert page.is_visible(".picture img")
         page.select_option("header select", "en-ko")
@@ -174,7 +179,7 @@ def test_every_sentence_in_both_languages(tab: Tab) -> None:
 def test_words_and_special_tokens_in_the_heat_map(tab: Tab, models: dict[str, Model]) -> None:
     text = "JULIET: wherefore art thou breaking windows?"
     found = look(models["speaker"], text)
-    view = found.merged("self", words=True, specials=True)
+    view = found.merged(kind="self", words=True, specials=True)
     assert len(view.rows) < len(found.rows())
     tab.open(model="speaker", text=text, view="heatmap", layer=1, head=2)
     tab.page.check('input[name="words"]')
@@ -183,10 +188,10 @@ def test_words_and_special_tokens_in_the_heat_map(tab: Tab, models: dict[str, Mo
     table = tab.table()
     assert [line[0] for line in table[1:]] == [label.text for label in view.rows]
     shown = torch.tensor([[float(x) for x in line[1:]] for line in table[1:]])
-    assert torch.allclose(shown, view.weights(1, 2), atol=1e-6)
+    assert torch.allclose(shown, view.weights(layer=1, head=2), atol=1e-6)
     for language in ("en", "ko"):
         tab.open(model="speaker", text=text, view="heatmap", layer=1, head=2, words=1, row=3, col=1, lang=language)
-        assert tab.weight(3, 1) == pytest.approx(float(view.weights(1, 2)[3, 1]), **CLOSE)
+        assert tab.weight(3, 1) == pytest.approx(float(view.weights(layer=1, head=2)[3, 1]), **CLOSE)
         assert tab.page.inner_text("aside .who") == view.rows[3].text
     tab.page.click('nav [data-view="walk"]')  # words have no q and k of their own: nothing stays held
     tab.settled()
@@ -195,10 +200,10 @@ def test_words_and_special_tokens_in_the_heat_map(tab: Tab, models: dict[str, Mo
 
 @pytest.mark.parametrize("kind", ["cross", "encoder"])
 def test_hidden_special_tokens_in_the_sentence(tab: Tab, seen: Look, kind: str) -> None:
-    view = seen.merged(kind, words=True, specials=False)
-    exact = view.weights(1, 3)
+    view = seen.merged(kind=kind, words=True, specials=False)
+    exact = view.weights(layer=1, head=3)
     assert torch.allclose(exact.sum(1), torch.ones(len(exact)), atol=1e-5)
-    assert len(view.cols) < len(seen.cols(kind))
+    assert len(view.cols) < len(seen.cols(kind=kind))
     tab.open(model="en-ko", text=TEXT, view="sentence", kind=kind, layer=1, head=3)
     tab.page.check('input[name="words"]')
     tab.settled()
@@ -225,7 +230,7 @@ def test_a_saved_page_holds_the_words_that_are_shown(
     tab: Tab, browser: Any, models: dict[str, Model], tmp_path: Path
 ) -> None:
     text = "JULIET: wherefore art thou breaking windows?"
-    view = look(models["speaker"], text).merged("self", words=True, specials=False)
+    view = look(models["speaker"], text).merged(kind="self", words=True, specials=False)
     tab.open(model="speaker", text=text, view="heatmap", layer=1, head=2, words=1, specials=0, row=2, col=0)
     file = tmp_path / "words.html"
     file.write_bytes(tab.exported("html"))
@@ -233,7 +238,7 @@ def test_a_saved_page_holds_the_words_that_are_shown(
     here = Tab(page, "")
     page.goto(file.as_uri())
     page.wait_for_selector('aside [data-weight="2,0"]')
-    assert here.weight(2, 0) == pytest.approx(float(view.weights(1, 2)[2, 0]), **CLOSE)
+    assert here.weight(2, 0) == pytest.approx(float(view.weights(layer=1, head=2)[2, 0]), **CLOSE)
     assert [line[0] for line in here.table()[1:]] == [label.text for label in view.rows]
     assert here.every_view() == ["heatmap", "sentence", "grid", "patterns"]
     assert here.complaints == []

@@ -48,7 +48,7 @@ LISTEN = """() => {
 
 
 def test_heat_map(tab: Tab, seen: Look) -> None:
-    weights = seen.weights(1, 2, kind="cross")
+    weights = seen.weights(layer=1, head=2, kind="cross")
     tab.open(model="en-ko", text=TEXT, view="heatmap", kind="cross", layer=1, head=2, row=1, col=3)
 
     def check() -> None:
@@ -67,7 +67,7 @@ def test_heat_map(tab: Tab, seen: Look) -> None:
         row, col = int(tab.state["row"]), int(tab.state["col"])
         assert shown == pytest.approx(float(weights[row, col]), **CLOSE)
     table = tab.files()
-    assert [line[0] for line in table[1:]] == [label.text for label in seen.rows("cross")]
+    assert [line[0] for line in table[1:]] == [label.text for label in seen.rows(kind="cross")]
     opening = re.search(r'id="opening">(.*?)</script>', tab.exported("html").decode())
     assert opening is not None
     same = json.loads(opening[1])
@@ -80,13 +80,13 @@ def test_heat_map(tab: Tab, seen: Look) -> None:
 
 def test_sentence(tab: Tab, seen: Look) -> None:
     tab.open(model="en-ko", text=TEXT, view="sentence", kind="encoder", layer=0, head=1, row=3)
-    weights = seen.weights(0, 1, kind="encoder")
+    weights = seen.weights(layer=0, head=1, kind="encoder")
 
     def check() -> None:
         tab.over(tab.box()["width"] * 0.75, 8 + 30 * 2.5)  # the third token of the right column
         shown, about = tab.tip()
         assert shown == pytest.approx(float(weights[3, 2]), **CLOSE)
-        assert about == [f"{seen.rows('encoder')[3].text} → {seen.cols('encoder')[2].text}"]
+        assert about == [f"{seen.rows(kind='encoder')[3].text} → {seen.cols(kind='encoder')[2].text}"]
 
     tab.in_both_languages(("Sentence", "문장"), check)
     table = tab.files()
@@ -107,14 +107,14 @@ def test_every_head_of_a_locked_token(tab: Tab, seen: Look) -> None:
         if about and about[-1].startswith("Head "):
             head = int(about[-1].split()[1])
             found.add(head)
-            exact = float(seen.weights(1, head, kind="encoder")[2, 4])
+            exact = float(seen.weights(layer=1, head=head, kind="encoder")[2, 4])
             assert tab.tip()[0] == pytest.approx(exact, **CLOSE)
     assert found == {0, 1, 2, 3}
 
 
 def test_grid_of_layers_and_heads(tab: Tab, seen: Look) -> None:
     tab.open(model="en-ko", text=TEXT, view="grid", kind="encoder")
-    rows, cols = ([label.text for label in labels] for labels in (seen.rows("encoder"), seen.cols("encoder")))
+    rows, cols = ([label.text for label in labels] for labels in (seen.rows(kind="encoder"), seen.cols(kind="encoder")))
 
     def check() -> None:
         box = tab.box()
@@ -123,7 +123,7 @@ def test_grid_of_layers_and_heads(tab: Tab, seen: Look) -> None:
             shown, (pair, place) = tab.tip()
             layer, head = map(int, re.findall(r"\d+", place))
             row, col = pair.split(" → ")
-            weights = seen.weights(layer, head, kind="encoder")
+            weights = seen.weights(layer=layer, head=head, kind="encoder")
             assert shown == pytest.approx(float(weights[rows.index(row), cols.index(col)]), **CLOSE)
 
     tab.in_both_languages(("Layers × heads", "층 × 헤드"), check)
@@ -137,7 +137,7 @@ def test_arithmetic(tab: Tab, seen: Look) -> None:
 
     def check() -> None:
         texts = tab.texts()
-        exact = float(seen.weights(1, 3, kind="cross")[1, 4])
+        exact = float(seen.weights(layer=1, head=3, kind="cross")[1, 4])
         weight = next(as_number(text) for text in texts if re.fullmatch(r"[\d.e−]+", text) and near(text, exact))
         assert weight == pytest.approx(exact, **CLOSE)
         score, lse = numbers_in(texts, r"exp\((\S+) − (\S+)\) =")
@@ -155,7 +155,7 @@ def test_arithmetic(tab: Tab, seen: Look) -> None:
 
 def test_alignment(tab: Tab, seen: Look) -> None:
     tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=0, row=0, col=2)
-    exact = float(seen.weights(1, 0, kind="cross")[0, 2])
+    exact = float(seen.weights(layer=1, head=0, kind="cross")[0, 2])
 
     def check() -> None:
         assert tab.weight(0, 2) == pytest.approx(exact, **CLOSE)
@@ -167,7 +167,7 @@ def test_alignment(tab: Tab, seen: Look) -> None:
 @pytest.mark.parametrize("head", [0, -1])
 def test_alignment_is_drawn_while_it_is_written(tab: Tab, seen: Look, head: int) -> None:
     """Each token comes with its row of weights, and its lines are there before the next token is."""
-    exact = seen.weights(1, None if head < 0 else head, kind="cross")
+    exact = seen.weights(layer=1, head=None if head < 0 else head, kind="cross")
     tab.page.add_init_script(SLOWLY)
     tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=head, row=0, col=2)
     tab.page.evaluate(LISTEN)
@@ -210,7 +210,7 @@ def test_a_new_text_is_written_in_view(tab: Tab, models: dict[str, Model]) -> No
     tab.settled()
     found = look(models["en-ko"], text)
     assert tab.page.get_attribute('textarea[name="target"]', "placeholder") == found.target_text
-    exact = found.weights(0, None, kind="cross")
+    exact = found.weights(layer=0, head=None, kind="cross")
     shown = torch.tensor([[float(x) for x in line[1:]] for line in tab.table()[1:]])
     assert torch.allclose(shown, exact, atol=1e-6)
 
@@ -244,7 +244,9 @@ def test_head_patterns(tab: Tab, seen: Look) -> None:
     measured = patterns(seen, "encoder")
     exact = measured.previous
     # What B's number means, from the weights themselves: the mean of A[i, i - 1].
-    weights = torch.stack([torch.stack([seen.weights(n, h, kind="encoder") for h in range(4)]) for n in range(2)])
+    weights = torch.stack(
+        [torch.stack([seen.weights(layer=n, head=h, kind="encoder") for h in range(4)]) for n in range(2)]
+    )
     assert torch.allclose(exact, weights.diagonal(-1, 2, 3).mean(-1), atol=1e-6)
 
     def check() -> None:
@@ -264,7 +266,7 @@ def test_head_patterns(tab: Tab, seen: Look) -> None:
 def test_heads_are_called_after_their_patterns(tab: Tab, seen: Look) -> None:
     from regard.lens.patterns import NAMES, patterns
 
-    labels = {kind: patterns(seen, kind).document()["labels"] for kind in seen.kinds}
+    labels = {kind: patterns(seen, kind=kind).to_dict()["labels"] for kind in seen.kinds}
     names = {kind: {name for line in lines for name in line} for kind, lines in labels.items()}
     assert any(len(found) > 1 for found in names.values()), "all heads are called alike"
     words = dict(tab.open(model="en-ko", text=TEXT, view="patterns").page.evaluate(EVERY_SENTENCE))
@@ -339,8 +341,8 @@ def test_what_if(tab: Tab, models: dict[str, Model]) -> None:
     n = len(plain.rows())
     for at, found in ((2, plain), (3, changed)):
         shown = torch.tensor([float(line[at]) for line in table]).view(n, n)
-        assert torch.allclose(shown, found.weights(1, 2), atol=1e-6)
-    assert changed.weights(1, 2)[0, -1] > 0
+        assert torch.allclose(shown, found.weights(layer=1, head=2), atol=1e-6)
+    assert changed.weights(layer=1, head=2)[0, -1] > 0
     assert "q와 k" in tab.page.inner_text(".stage")  # what the map of a head shows that is switched off
     tab.page.click('[data-do="reset"]')
     tab.settled()
@@ -356,7 +358,7 @@ def test_image_overlay(tab: Tab, models: dict[str, Model], tmp_path: Path) -> No
     open_corpus("shapes").example("valid", 3).pillow().save(file)
     tab.show(file, model="shapes", kind="cross", layer=0)
     found = look(models["shapes"], file)
-    weights = found.weights(0, None, kind="cross")
+    weights = found.weights(layer=0, head=None, kind="cross")
 
     def check() -> None:
         tab.page.click('.chips [data-row="1"]')
@@ -365,10 +367,10 @@ def test_image_overlay(tab: Tab, models: dict[str, Model], tmp_path: Path) -> No
         shown, about = tab.tip()
         inside = [
             n
-            for n, each in enumerate(found.cols("cross"))
+            for n, each in enumerate(found.cols(kind="cross"))
             if each.box and each.box[0] <= 0.3 < each.box[2] and each.box[1] <= 0.6 < each.box[3]
         ]
-        assert about[0].endswith(found.cols("cross")[inside[0]].text)
+        assert about[0].endswith(found.cols(kind="cross")[inside[0]].text)
         assert shown == pytest.approx(float(weights[1, inside[0]]), **CLOSE)
 
     tab.in_both_languages(("Image", "이미지"), check)

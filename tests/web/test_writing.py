@@ -12,9 +12,9 @@ from generation.spoken import LINES
 from regard.config import ModelConfig
 from regard.lens.labels import Label, token_labels
 from regard.text.tokenizer_training import train_tokenizer
-from regard.web import writing
-from regard.web.reading import _texts
-from regard.web.writing import Labelling
+from regard.web import stream_writing
+from regard.web.look_queries import _texts
+from regard.web.stream_writing import GrowingLabels
 
 KOREAN = ["나는 한국어를 배운다 .", "뭐 , 괜찮아 ? 응 !", "삶 ; 앎 = 닭 + 값", "\u1112\u1161\u11ab"]
 SIZES = {"bpe": 300, "bytes": None, "chars": None, "words": None, "unigram": 90}
@@ -40,7 +40,7 @@ def test_labels_of_a_growing_text_are_those_of_the_whole(kind: str | None) -> No
     if tokenizer is not None:
         texts += [list(tokenizer.encode(" ".join(KOREAN))), [1, 1, *tokenizer.encode("괜찮아 ?  응")]]
     for tokens in texts:
-        labelling, n = Labelling(served), 0
+        labelling, n = GrowingLabels(served), 0
         while n < len(tokens):
             n = min(len(tokens), n + draw.choice((1, 1, 1, 2, 5)))
             wanted = said(token_labels(tokens[:n], tokenizer, served.config))
@@ -55,10 +55,10 @@ def test_a_long_text_is_read_about_once(monkeypatch: pytest.MonkeyPatch) -> None
         read += len(tokens)
         return token_labels(tokens, *rest)
 
-    monkeypatch.setattr(writing, "token_labels", counted)
+    monkeypatch.setattr(stream_writing, "token_labels", counted)
     served = growing("bytes")
     tokens = list(served.writes_with.encode(" ".join(KOREAN) * 8))
-    labelling = Labelling(served)
+    labelling = GrowingLabels(served)
     for n in range(len(tokens)):
         labelling.of(tokens[: n + 1])
     assert len(tokens) > 500

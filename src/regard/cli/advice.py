@@ -122,10 +122,10 @@ def _near_file(path: str) -> str:
 def _fitting(words: Sequence[str]) -> str:
     """The command that suits a model."""
     from regard.io import describe
-    from regard.web.served import task_of
+    from regard.web.served_models import task_name
 
     try:
-        task = task_of(describe(words[0], verify=False).config)
+        task = task_name(describe(words[0], verify=False).config)
     except Exception:  # advice is never worth a second failure
         return ""
     return f"; it is for {task}: regard {_COMMAND_OF[task]} {words[0]}"

@@ -95,28 +95,28 @@ def look(
         if as_json:
             emit(_document(seen, model, layer, head, kind, words, specials, top or 3))
         elif top is not None:
-            for line in _view(seen, kind, words, specials).top(top, layer, head):
+            for line in _view(seen, kind, words, specials).top(top, layer=layer, head=head):
                 print(line)
         elif out is None:
-            seen.print(layer, head, kind, words=words, specials=specials)
+            seen.print(layer=layer, head=head, kind=kind, words=words, specials=specials)
 
 
 def _view(seen: Look, kind: str | None, words: bool, specials: bool) -> Any:
-    from regard.lens.show import chosen
+    from regard.lens.render import select_head
 
-    return chosen(seen, kind=kind, words=words, specials=specials).view
+    return select_head(seen, kind=kind, words=words, specials=specials).view
 
 
 def _write(seen: Look, out: Path, layer: int, head: int | None, kind: str | None, words: bool, specials: bool) -> None:
     match out.suffix.lower():
         case ".csv":
-            seen.csv(out, layer, head, kind, words=words, specials=specials)
+            seen.csv(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
         case ".html":
             seen.html(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
-        case _ if any(label.box for label in seen.cols(kind)) and seen.image is not None:
-            seen.overlay(out, layer, head, kind, words=words)
+        case _ if any(label.box for label in seen.cols(kind=kind)) and seen.image is not None:
+            seen.overlay(out, layer=layer, head=head, kind=kind, words=words)
         case _:
-            seen.heatmap(out, layer, head, kind, words=words, specials=specials)
+            seen.heatmap(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
 
 
 def _document(
@@ -126,10 +126,10 @@ def _document(
     view = _view(seen, kind, words, specials)
     kinds = {
         name: {
-            "layers": seen.layers(name),
-            "heads": seen.heads(name),
-            "rows": len(seen.rows(name)),
-            "cols": len(seen.cols(name)),
+            "layers": seen.layers(kind=name),
+            "heads": seen.heads(kind=name),
+            "rows": len(seen.rows(kind=name)),
+            "cols": len(seen.cols(kind=name)),
         }
         for name in seen.kinds
     }
@@ -141,7 +141,7 @@ def _document(
             "special": looks.row.special,
             "looks_at": [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in looks.at],
         }
-        for n, looks in enumerate(view.top(top, layer, head))
+        for n, looks in enumerate(view.top(top, layer=layer, head=head))
     ]
     return {
         **{"model": model, "text": seen.text, "target": seen.target_text, "kinds": kinds},
@@ -162,7 +162,7 @@ def _need_known_truth(path: str) -> None:
 
 
 def _score(model: Model, as_json: bool) -> None:
-    from regard.lens.scoring import score
+    from regard.lens.head_scores import score
 
     found = score(model)
     table = found.pop("table", None)
@@ -193,9 +193,9 @@ def _compare(
     beside = open_model(other, device)
     if beside.config.architecture != seen.model.config.architecture:
         raise UsageError(f"--compare {other}: {beside.config.architecture}, not {seen.model.config.architecture}")
-    found = compare(seen, take(beside, what, said, generate=options), kind)
+    found = compare(seen, take(beside, what, said, generate=options), kind=kind)
     if as_json:
-        emit(found.document())
+        emit(found.to_dict())
         return
     print(f"{found.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
     print("layer  " + "  ".join(f"head {h:<2}" for h in range(found.divergence.shape[1])))

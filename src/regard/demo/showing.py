@@ -111,7 +111,7 @@ class Shown:
         from ..lens import look
 
         seen = look(demo.model, found["source"], None if found["right"] else found["target"])
-        seen.print(found["layer"], None, "cross", words=True, specials=False, console=self.console)
+        seen.print(layer=found["layer"], head=None, kind="cross", words=True, specials=False, console=self.console)
         if not found["right"]:
             self.note("look.given")
         facts = {name: found[name] for name in ("layer", "heads", "n", "error", "diagonal")}

@@ -67,8 +67,8 @@ def translate(model: Model) -> dict[str, Any]:
 def align(model: Model, page: Path, language: str) -> dict[str, Any]:
     """Which layer's mean of heads aligns best, and the page of one sentence."""
     from ..lens import look
-    from ..lens.page import document
-    from ..lens.scoring import alignment_error
+    from ..lens.head_scores import alignment_error
+    from ..lens.render_html import page_html
 
     error = alignment_error(model, N_ALIGNED, SPLIT)
     layers = error["together"]["written"]
@@ -77,10 +77,10 @@ def align(model: Model, page: Path, language: str) -> dict[str, Any]:
     own = look(model, pair.source)
     right = own.target_text == pair.target
     seen = own if right else look(model, pair.source, pair.target)
-    write_atomic(page, document(seen, kind="cross", layer=layer, language=language).encode())
+    write_atomic(page, page_html(seen, layer=layer, kind="cross", language=language).encode())
     return {
         **{"source": pair.source, "target": pair.target, "right": right},
-        **{"layer": layer, "heads": seen.heads("cross"), "n": error["n"], "error": layers[layer]},
+        **{"layer": layer, "heads": seen.heads(kind="cross"), "n": error["n"], "error": layers[layer]},
         "diagonal": error["diagonal"],
     }
 

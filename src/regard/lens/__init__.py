@@ -2,6 +2,6 @@
 
 from .labels import Label
 from .look import Look, Next, look
-from .view import Looks, View
+from .merged_view import Looks, MergedView
 
-__all__ = ["Label", "Look", "Looks", "Next", "View", "look"]
+__all__ = ["Label", "Look", "Looks", "Next", "MergedView", "look"]

@@ -29,7 +29,7 @@ _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class LookComparison:
     """How far apart the heads of two looks are, for each pair of layers that was compared, (pairs, H)."""
 
     kind: str
@@ -39,22 +39,26 @@ class Comparison:
     largest: Tensor
     """The largest difference of any weight."""
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         numbers = {"divergence": self.divergence.tolist(), "largest": self.largest.tolist()}
         return {"kind": self.kind, "layers": [list(pair) for pair in self.layers], **numbers}
 
 
-def compare(a: Look, b: Look, kind: str | None = None, layers: Sequence[tuple[int, int]] | None = None) -> Comparison:
+def compare(
+    a: Look, b: Look, *, kind: str | None = None, layers: Sequence[tuple[int, int]] | None = None
+) -> LookComparison:
     """Head h of one look against head h of the other, in the same layers or in pairs of them (one of a, one of b)."""
     kind = a._kind(kind)
     if layers is None:
-        if a.layers(kind) != b.layers(kind):
-            raise ValueError(f"a has {a.layers(kind)} {kind} layers and b {b.layers(kind)}; say which pairs of layers")
-        layers = [(layer, layer) for layer in range(a.layers(kind))]
+        if a.layers(kind=kind) != b.layers(kind=kind):
+            raise ValueError(
+                f"a has {a.layers(kind=kind)} {kind} layers and b {b.layers(kind=kind)}; say which pairs of layers"
+            )
+        layers = [(layer, layer) for layer in range(a.layers(kind=kind))]
     pairs = [(a._layer(kind, one), b._layer(b._kind(kind), other)) for one, other in layers]
-    found = [compare_maps(a.map(kind, one), b.map(kind, other)) for one, other in pairs]
-    return Comparison(kind, pairs, *(torch.stack(numbers) for numbers in zip(*found, strict=True)))
+    found = [compare_maps(a.map(kind=kind, layer=one), b.map(kind=kind, layer=other)) for one, other in pairs]
+    return LookComparison(kind, pairs, *(torch.stack(numbers) for numbers in zip(*found, strict=True)))
 
 
 def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:

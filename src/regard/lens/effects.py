@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from ..generation import classify
-from ..models import Decoder, Model
+from ..generation.classes import _labels as class_names
+from ..generation.generate import at_rest
+from ..models import Decoder, Encoder, Model
 from ..models.translating import SourceToTarget
+from .capture import stacks
+from .interventions import patch
 from .look import Look, Next, look
 
 Intervention = AbstractContextManager[Any]
-_AT_ONCE = 64  # positions whose logits are held
+_POSITIONS_AT_ONCE = 64  # positions whose logits are held
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Effect:
             return None
         return self.after.loss - self.before.loss
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         found = {name: asdict(one) for name, one in (("before", self.before), ("after", self.after))}
         for name, one in (("before", self.before), ("after", self.after)):
@@ -117,9 +121,9 @@ def _outcome(seen: Look, wanted: list[tuple[str, int]], position: int, k: int, w
 def _wanted(seen: Look) -> list[tuple[str, int]]:
     """The tokens that a model is to say one after the other; none for those that read only."""
     if isinstance(seen.model, Decoder):
-        labels = seen.rows("self")[1:]
+        labels = seen.rows(kind="self")[1:]
     elif isinstance(seen.model, SourceToTarget):
-        labels = seen.rows("cross")
+        labels = seen.rows(kind="cross")
     else:
         return []
     return [(label.text, label.token_id) for label in labels if label.token_id is not None]
@@ -133,7 +137,66 @@ def _losses(seen: Look, wanted: list[int]) -> list[float]:
         return []
     states, found = seen.hidden()[: len(wanted)], []
     goal = torch.tensor(wanted, device=states.device)
-    for some, tokens in zip(states.split(_AT_ONCE), goal.split(_AT_ONCE), strict=True):
-        logits = head(some[None], seen._table)[0].float()
+    for some, tokens in zip(states.split(_POSITIONS_AT_ONCE), goal.split(_POSITIONS_AT_ONCE), strict=True):
+        logits = head(some[None], seen.output_table)[0].float()
         found += torch.nn.functional.cross_entropy(logits, tokens, reduction="none").tolist()
     return found
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    """What is said after one layer."""
+
+    layer: int
+    """-1 for what goes into the first one."""
+    best: list[Next]
+    """The likeliest tokens, or classes, best first."""
+    entropy: float
+    """Of all of them, in nats: how undecided it is."""
+
+
+def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPrediction]:
+    """What each layer says at one position: the next token, a masked one, or (of the whole input) the class.
+
+    The model runs again, as it is now: inside a ``with`` block of an intervention, with that.
+    """
+    model = look.model
+    found = stacks(model)
+    head: Any = getattr(model, "head", None)
+    classifier: Any = model.classifier if isinstance(model, Encoder) else None
+    if not found or (head is None and classifier is None):
+        why = "it has no stack of layers" if not found else f"it has head={model.config.head!r}"
+        raise ValueError(f"this model says nothing layer by layer: {why}")
+    name = "decoder" if "decoder" in found else "encoder"
+    stack, at = found[name], look._position(position)
+    logits: dict[int, Tensor] = {}
+
+    def listen(layer: int) -> Callable[[Tensor], Tensor]:
+        def heard(x: Tensor) -> Tensor:
+            states = x if classifier is not None else x[:, at : at + 1]
+            states = states if stack.norm is None else stack.norm(states)
+            said = classifier(states) if classifier is not None else head(states, look.output_table)[:, 0]
+            logits[layer] = said[0].float().cpu()
+            return x
+
+        return heard
+
+    places: dict[str | tuple[str, int, int], Any] = {
+        name: listen(-1),
+        **{f"{name}.blocks.{layer}": listen(layer) for layer in range(stack.n_layers)},
+    }
+    with torch.no_grad(), at_rest(model), patch(model, places):
+        run: Any = model.hidden
+        run(*look.inputs)
+    say = (lambda index: class_names(model)[index]) if classifier is not None else look.token_text
+    return [_layer_prediction(layer, logits[layer], k, say) for layer in range(-1, stack.n_layers)]
+
+
+def _layer_prediction(layer: int, logits: Tensor, k: int, say: Callable[[int], str]) -> LayerPrediction:
+    if k < 1:
+        raise ValueError(f"k={k} must be at least 1")
+    chances = logits.softmax(-1)
+    best = chances.topk(min(k, len(chances)))
+    found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    entropy = float(-torch.xlogy(chances, chances).sum())
+    return LayerPrediction(layer, [Next(index, say(index), chance) for index, chance in found], entropy)

@@ -28,7 +28,7 @@ from ..attention.masks import Causal, Mask, Window
 from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.stack import Stack
-from .places import Head, attention_at, attentions, check_head, place_of, the_only_kind
+from .capture import Head, attention_at, attention_modules, check_head, hook_site, resolve_kind
 
 Change = Tensor | Callable[[Tensor], Tensor]
 """What takes an activation's place: a tensor, or a function of what would have passed."""
@@ -41,7 +41,7 @@ class _ByLayer(Edit):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._layers: dict[nn.Module, list[tuple[str, int]]] = {}
-        for kind, modules in attentions(model).items():
+        for kind, modules in attention_modules(model).items():
             for layer, module in enumerate(modules):
                 self._layers.setdefault(module, []).append((kind, layer))
         self._calls: dict[nn.Module, int] = {}
@@ -170,7 +170,7 @@ class _Patch(_ByLayer):
         super().__init__(model)
         self._changes: dict[tuple[nn.Module, int], Callable[[Tensor], Tensor]] = {}
         for name, change in changes.items():
-            place = place_of(model, name)
+            place = hook_site(model, name)
             self._changes[place.owner, place.turn] = change
         self._block_turns = {block: 0 for stack in model.stacks() for block in stack.blocks}
 
@@ -320,8 +320,8 @@ def attention_scale(
     more looks at one key alone. Position biases that are no part of q · k stay as they are."""
     if not math.isfinite(factor):
         raise ValueError(f"factor={factor} must be a finite number")
-    the_only_kind(model, None)  # or there is nothing to scale
-    own = attentions(model)
+    resolve_kind(model, None)  # or there is nothing to scale
+    own = attention_modules(model)
     some = list(own) if kinds is None else list(kinds)
     for kind in some:
         for module in own.get(kind, [attention_at(model, kind, 0)]):

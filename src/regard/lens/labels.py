@@ -141,7 +141,7 @@ def patch_labels(rows: int, cols: int, n_class_tokens: int) -> list[Label]:
     return labels
 
 
-def numbered(name: str, count: int, boxes: Sequence[Box] | None = None) -> list[Label]:
+def numbered_labels(name: str, count: int, boxes: Sequence[Box] | None = None) -> list[Label]:
     """What has no text: regions of an image, summaries of keys."""
     return [
         Label(f"{name} {n}", span=(n, n + 1), box=None if boxes is None else boxes[n], whole=(n, n + 1))
@@ -152,7 +152,7 @@ def numbered(name: str, count: int, boxes: Sequence[Box] | None = None) -> list[
 # ---- several tokens as one
 
 
-def joined(labels: Sequence[Label], words: bool = True, specials: bool = False) -> list[Label]:
+def join_labels(labels: Sequence[Label], words: bool = True, specials: bool = False) -> list[Label]:
     """Labels of a merged view: sub-words to words, or at least bytes to characters; special tokens left out or kept."""
     groups: list[list[Label]] = []
     for label in labels:

@@ -78,7 +78,7 @@ class HeadPatterns:
             return "mixed"
         return "diagonal" if self.kind == "cross" and best == "current" else NAMES[best]
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON has it: lists of layers of heads, None for NaN."""
         found: dict[str, Any] = {name: _plain(x) for name, x in self.scores.items()}
         layers, heads = self.entropy.shape
@@ -90,10 +90,10 @@ def _plain(x: Tensor) -> list[list[float | None]]:
     return [[None if math.isnan(value) else value for value in layer] for layer in x.tolist()]
 
 
-def patterns(look: Look, kind: str | None = None, layers: Sequence[int] | None = None) -> HeadPatterns:
+def patterns(look: Look, *, kind: str | None = None, layers: Sequence[int] | None = None) -> HeadPatterns:
     """The pattern scores of all heads of one kind, of all layers or of some."""
     kind = look._kind(kind)
-    rows, cols = look.rows(kind), look.cols(kind)
+    rows, cols = look.rows(kind=kind), look.cols(kind=kind)
     square = kind != "cross" and len(rows) == len(cols)
     pairs = Pairs(
         len(rows),
@@ -102,8 +102,8 @@ def patterns(look: Look, kind: str | None = None, layers: Sequence[int] | None =
         delimiters=torch.tensor([is_delimiter(label) for label in cols]),
         places=look._coordinates(kind) if square else None,
     )
-    chosen = range(look.layers(kind)) if layers is None else layers
-    found = [map_patterns(look.map(kind, layer), pairs) for layer in chosen]
+    chosen = range(look.layers(kind=kind)) if layers is None else layers
+    found = [map_patterns(look.map(kind=kind, layer=layer), pairs) for layer in chosen]
     return HeadPatterns(kind, **{name: torch.stack([one[name] for one in found]) for name in found[0]})
 
 

@@ -1,91 +1,205 @@
-"""The HTTP interface: each route reads its question, asks the room that knows, and sends bytes or JSON.
+"""The HTTP interface. A route reads its parameters, runs a query in a worker thread and sends float32 bytes or JSON.
 
-Weights go out as float32, everything else as JSON; an error is {"error": "one sentence"} with a status of 4xx.
+An error is {"error": "one sentence"} with a 4xx status. A look never changes and its id is never reused, so responses
+about it carry an ETag and may be cached by the browser.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+import numpy as np
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from torch import Tensor
 
-from . import answers, reading
-from .asking import Asked, At, Cells, Explorer, Head, Here, Kind, Number, Position, Specials, Words
-from .beams import tree
-from .bodies import LookBody, Problem, StreamBody
-from .limits import Refused
-from .opening import open_look
-from .pictures import as_png
-from .reading import MEAN, Place
-from .served import by_id
-from .writing import write
+from ..foundation.jsonio import to_jsonable
+from . import look_queries
+from .arithmetic import explain_weight
+from .look_queries import MEAN, HeadView, beam_tree, encode_png
+from .request_bodies import ErrorBody, LookRequest, StreamRequest
+from .request_limits import Limits, RequestRefused
+from .served_models import ServedModel, find_model, open_look
+from .sessions import LookSession, SessionStore, WorkerPools
+from .stream_writing import stream_text
 
-router = APIRouter(prefix="/api", responses={"4XX": {"model": Problem}})
+BINARY = "application/octet-stream"
+
+# ---- query parameters
+
+KindParam = Annotated[str, Query(max_length=40, examples=["self"])]
+IndexParam = Annotated[int, Query(ge=0, lt=2**31)]
+HeadParam = Annotated[str, Query(pattern=r"^(mean|[0-9]{1,6})$", examples=["0", "mean"])]
+CellsParam = Annotated[int, Query(ge=1, le=512)]
+PositionParam = Annotated[int, Query(gt=-(2**31), lt=2**31)]
+WordsParam = Annotated[bool, Query(description="sub-words as words: rows averaged, columns summed")]
+SpecialsParam = Annotated[bool, Query(description="false hides special tokens; rows are renormalised")]
 
 
-def _sends(media_type: str) -> dict[str, Any]:
-    """What a route that sends no JSON says of its answer."""
-    return {"response_class": Response, "responses": {200: {"content": {media_type: {"schema": {"type": "string"}}}}}}
+def _head_view(
+    kind: KindParam,
+    layer: IndexParam,
+    head: HeadParam = MEAN,
+    words: WordsParam = False,
+    specials: SpecialsParam = True,
+) -> HeadView:
+    return HeadView(kind, layer, None if head == MEAN else int(head), words, specials)
 
 
-_BYTES = _sends(answers.BINARY)
+HeadQuery = Annotated[HeadView, Depends(_head_view)]
+
+# ---- the server's state, and the look that a request is about
+
+
+@dataclass(eq=False)
+class ExplorerState:
+    """The models, looks and worker threads of one server."""
+
+    models: list[ServedModel]
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        self.sessions, self.workers = SessionStore(self.limits), WorkerPools(self.limits)
+
+
+def _state(request: Request) -> ExplorerState:
+    state: ExplorerState = request.app.state.explorer
+    return state
+
+
+State = Annotated[ExplorerState, Depends(_state)]
+
+
+class NotModified(Exception):
+    """The browser already has this response."""
+
+
+def etag(request: Request) -> str:
+    """Identifies a response by its URL: the look's id and the query."""
+    url = f"{request.url.path}?{request.url.query}"
+    return f'"{hashlib.blake2s(url.encode(), digest_size=12).hexdigest()}"'
+
+
+@dataclass(frozen=True, eq=False)
+class LookQuery:
+    """A request about one look, and the ways to respond to it."""
+
+    state: ExplorerState
+    session: LookSession
+    request: Request
+
+    @property
+    def limits(self) -> Limits:
+        return self.state.limits
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Cache-Control": "private, max-age=86400, immutable", "ETag": etag(self.request)}
+
+    async def floats(self, work: Callable[[], Tensor]) -> Response:
+        """A tensor read from a map: row by row, 4 bytes a number, little endian; its shape in the X-Shape header."""
+        values = await self.state.workers.read(work)
+        content = np.ascontiguousarray(values.detach().cpu().float().numpy(), dtype="<f4").tobytes()
+        headers = {"X-Shape": ",".join(str(n) for n in values.shape), **self.headers}
+        return _check_size(Response(content, media_type=BINARY, headers=headers), self.limits)
+
+    async def read(self, work: Callable[[], Any]) -> Response:
+        """JSON of what is read from maps."""
+        return self._json(await self.state.workers.read(work))
+
+    async def run(self, work: Callable[[], Any]) -> Response:
+        """JSON of what needs the model to run."""
+        return self._json(await self.state.workers.run(work))
+
+    def _json(self, content: Any) -> Response:
+        return _check_size(JSONResponse(to_jsonable(content), headers=self.headers), self.limits)
+
+    async def file(self, work: Callable[[], bytes], media_type: str, name: str | None = None) -> Response:
+        """A file, downloaded under ``name`` where that is given."""
+        attachment = {} if name is None else {"Content-Disposition": f'attachment; filename="{name}"'}
+        content = await self.state.workers.read(work)
+        return _check_size(Response(content, media_type=media_type, headers=attachment | self.headers), self.limits)
+
+
+def _check_size(response: Response, limits: Limits) -> Response:
+    if len(response.body) > limits.response_bytes:
+        size, most = len(response.body), limits.response_bytes
+        raise RequestRefused(
+            413, f"the answer has {size:,} bytes, more than the {most:,} that are sent at once; ask for less"
+        )
+    return response
+
+
+def _look_query(request: Request, state: State, look_id: Annotated[str, Path(max_length=40)]) -> LookQuery:
+    known = request.headers.get("if-none-match", "")
+    if etag(request) in {name.strip().removeprefix("W/") for name in known.split(",")}:
+        raise NotModified
+    return LookQuery(state, state.sessions.get(look_id), request)
+
+
+CurrentLook = Annotated[LookQuery, Depends(_look_query)]
+
+router = APIRouter(prefix="/api", responses={"4XX": {"model": ErrorBody}})
+
+
+def _media_type(name: str) -> dict[str, Any]:
+    """Route options that declare a response which is not JSON."""
+    return {"response_class": Response, "responses": {200: {"content": {name: {"schema": {"type": "string"}}}}}}
 
 
 # ---- models and looks
 
 
 @router.get("/models")
-async def models(here: Here) -> list[dict[str, Any]]:
+async def models(state: State) -> list[dict[str, Any]]:
     """The models that are open."""
-    return [each.document() for each in here.models]
+    return [served.to_dict() for served in state.models]
 
 
 @router.post("/looks")
-async def new_look(here: Here, body: LookBody) -> Response:
+async def new_look(state: State, body: LookRequest) -> Response:
     """Run a model over a text or an image, and keep what shows its attention."""
-    served = by_id(here.models, body.model)
-    session = await here.workers.run(lambda: open_look(served, body, here.sessions, here.limits))
-    return _now(reading.document(session), here)
+    served = find_model(state.models, body.model)
+    session = await state.workers.run(lambda: open_look(served, body, state.sessions, state.limits))
+    content = to_jsonable(look_queries.look_document(session))
+    return _check_size(JSONResponse(content, headers={"Cache-Control": "no-store"}), state.limits)
 
 
 @router.get("/looks/{look_id}")
-async def old_look(asked: Asked, words: Words = False, specials: Specials = True) -> Response:
+async def old_look(query: CurrentLook, words: WordsParam = False, specials: SpecialsParam = True) -> Response:
     """What a look is about, and how many rows and columns it has when sub-words are joined or special tokens hidden."""
-    return await asked.read(lambda: reading.document(asked.session, words, specials))
+    return await query.read(lambda: look_queries.look_document(query.session, words, specials))
 
 
-@router.post("/stream", **_sends("application/x-ndjson"))
-async def stream(here: Here, body: StreamBody) -> Response:
+@router.post("/stream", **_media_type("application/x-ndjson"))
+async def stream(state: State, body: StreamRequest) -> Response:
     """A text as it is written: a line of JSON for each token, and a last one with the look at it."""
-    served = by_id(here.models, body.model)
-    pieces = here.workers.stream(lambda: write(served, body, here.sessions, here.limits))
-    first = await anext(pieces, None)  # what is wrong with the question is said before anything is sent
+    served = find_model(state.models, body.model)
+    lines = state.workers.stream(lambda: stream_text(served, body, state.sessions, state.limits))
+    first = await anext(lines, None)  # a bad request is refused before the response starts
     return StreamingResponse(
-        _lines(first, pieces), media_type="application/x-ndjson", headers={"Cache-Control": "no-store"}
+        _json_lines(first, lines), media_type="application/x-ndjson", headers={"Cache-Control": "no-store"}
     )
 
 
-async def _lines(first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+async def _json_lines(first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
     async with aclosing(rest):
         try:
             if first is not None:
-                yield _line(first)
-            async for piece in rest:
-                yield _line(piece)
-        except (Refused, ValueError, TypeError) as failure:
-            yield _line({"error": str(failure)})
+                yield _json_line(first)
+            async for line in rest:
+                yield _json_line(line)
+        except (RequestRefused, ValueError, TypeError) as failure:
+            yield _json_line({"error": str(failure)})
 
 
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(answers.plain(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-
-
-def _now(content: dict[str, Any], here: Explorer) -> Response:
-    return answers.sized(JSONResponse(answers.plain(content), headers={"Cache-Control": "no-store"}), here.limits)
+def _json_line(content: dict[str, Any]) -> bytes:
+    return json.dumps(to_jsonable(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 # ---- what is in a look
@@ -93,64 +207,76 @@ def _now(content: dict[str, Any], here: Explorer) -> Response:
 
 @router.get("/looks/{look_id}/labels")
 async def labels(
-    asked: Asked,
-    kind: Kind,
+    query: CurrentLook,
+    kind: KindParam,
     axis: Literal["rows", "cols"],
-    start: Number = 0,
-    stop: Number | None = None,
-    words: Words = False,
-    specials: Specials = True,
+    start: IndexParam = 0,
+    stop: IndexParam | None = None,
+    words: WordsParam = False,
+    specials: SpecialsParam = True,
 ) -> Response:
     """The names of rows or columns, a page at a time."""
-    at = Place(kind, 0, None, words, specials)
-    return await asked.read(lambda: reading.labels(asked.session, at, axis, start, stop, asked.limits))
+    at = HeadView(kind, 0, None, words, specials)
+    return await query.read(lambda: look_queries.labels(query.session, at, axis, start, stop, query.limits))
 
 
-@router.get("/looks/{look_id}/tile", **_BYTES)
-async def tile(asked: Asked, at: At, r0: Number, r1: Number, c0: Number, c1: Number) -> Response:
+@router.get("/looks/{look_id}/tile", **_media_type(BINARY))
+async def tile(
+    query: CurrentLook, at: HeadQuery, r0: IndexParam, r1: IndexParam, c0: IndexParam, c1: IndexParam
+) -> Response:
     """Exact weights of some rows and columns, at most 256 × 256."""
-    return await asked.floats(lambda: reading.tile(asked.session, at, (r0, r1), (c0, c1), asked.limits))
+    return await query.floats(lambda: look_queries.tile(query.session, at, (r0, r1), (c0, c1), query.limits))
 
 
-@router.get("/looks/{look_id}/pooled", **_BYTES)
-async def pooled(asked: Asked, at: At, h: Cells, w: Cells, reduce: Literal["mean", "max"] = "mean") -> Response:
+@router.get("/looks/{look_id}/pooled", **_media_type(BINARY))
+async def pooled(
+    query: CurrentLook, at: HeadQuery, h: CellsParam, w: CellsParam, reduce: Literal["mean", "max"] = "mean"
+) -> Response:
     """The whole matrix in h × w cells, or as many as it has, or as fit into 1,000,000 bytes (500 × 500 where 512 × 512
     are asked for); X-Shape says how many."""
-    return await asked.floats(lambda: reading.pooled(asked.session, at, h, w, reduce, asked.limits))
+    return await query.floats(lambda: look_queries.pooled(query.session, at, h, w, reduce, query.limits))
 
 
-@router.get("/looks/{look_id}/thumbnails", **_BYTES)
+@router.get("/looks/{look_id}/thumbnails", **_media_type(BINARY))
 async def thumbnails(
-    asked: Asked, kind: Kind, layer: Number, size: Cells = 32, words: Words = False, specials: Specials = True
+    query: CurrentLook,
+    kind: KindParam,
+    layer: IndexParam,
+    size: CellsParam = 32,
+    words: WordsParam = False,
+    specials: SpecialsParam = True,
 ) -> Response:
     """Every head of a layer, small; X-Shape says in how many cells, no more than fit into 1,000,000 bytes."""
-    at = Place(kind, layer, None, words, specials)
-    return await asked.floats(lambda: reading.thumbnails(asked.session, at, size, asked.limits))
+    at = HeadView(kind, layer, None, words, specials)
+    return await query.floats(lambda: look_queries.thumbnails(query.session, at, size, query.limits))
 
 
 @router.get("/looks/{look_id}/top")
-async def top(asked: Asked, at: At, row: Number, k: Annotated[int, Query(ge=1, le=256)] = 5) -> Response:
+async def top(
+    query: CurrentLook, at: HeadQuery, row: IndexParam, k: Annotated[int, Query(ge=1, le=256)] = 5
+) -> Response:
     """Where a row looks most, best first."""
-    return await asked.read(lambda: reading.top(asked.session, at, row, k))
+    return await query.read(lambda: look_queries.top(query.session, at, row, k))
 
 
 @router.get("/looks/{look_id}/walk")
-async def walk(asked: Asked, kind: Kind, layer: Number, head: Number, row: Number, col: Number) -> Response:
+async def walk(
+    query: CurrentLook, kind: KindParam, layer: IndexParam, head: IndexParam, row: IndexParam, col: IndexParam
+) -> Response:
     """One weight, step by step."""
-    at = Place(kind, layer, head)
-    return await asked.run(lambda: reading.arithmetic(asked.session, at, row, col, asked.limits))
+    at = HeadView(kind, layer, head)
+    return await query.run(lambda: explain_weight(query.session, at, row, col, query.limits))
 
 
 @router.get("/looks/{look_id}/patterns")
-async def patterns(asked: Asked, kind: Kind) -> Response:
+async def patterns(query: CurrentLook, kind: KindParam) -> Response:
     """What each head tends to do, as numbers for every layer and head, and what it is called after."""
-    from ..lens.patterns import patterns as measure
 
     def work() -> Any:
-        reading.view(asked.session, Place(kind, 0))
-        return asked.session.once(("patterns", kind), lambda: measure(asked.session.look, kind).document())
+        look_queries.merged_view(query.session, HeadView(kind, 0))  # checks the kind
+        return query.session.once(("patterns", kind), lambda: query.session.look.patterns(kind=kind).to_dict())
 
-    return await asked.read(work)
+    return await query.read(work)
 
 
 # ---- what the model would say
@@ -158,80 +284,95 @@ async def patterns(asked: Asked, kind: Kind) -> Response:
 
 @router.get("/looks/{look_id}/next")
 async def next_tokens(
-    asked: Asked,
-    position: Position = -1,
+    query: CurrentLook,
+    position: PositionParam = -1,
     temperature: Annotated[float | None, Query(gt=0, le=100, allow_inf_nan=False)] = None,
     top_k: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
     top_p: Annotated[float | None, Query(gt=0, le=1, allow_inf_nan=False)] = None,
     k: Annotated[int, Query(ge=1, le=200)] = 10,
 ) -> Response:
     """The likeliest tokens after a position."""
-    return await asked.run(lambda: asked.session.look.next(position, k, temperature, top_k, top_p))
+    look = query.session.look
+    return await query.run(lambda: look.next(position, k, temperature=temperature, top_k=top_k, top_p=top_p))
 
 
 @router.get("/looks/{look_id}/logit-lens")
-async def logit_lens(asked: Asked, position: Position = -1) -> Response:
+async def logit_lens(query: CurrentLook, position: PositionParam = -1) -> Response:
     """What each layer would say if it were the last."""
-    from ..lens.logit_lens import logit_lens as measure
+    from ..lens import effects
 
     def work() -> Any:
-        with asked.session.under():
-            return measure(asked.session.look, position)
+        with query.session.model_changes():
+            return effects.logit_lens(query.session.look, position)
 
-    return await asked.run(work)
+    return await query.run(work)
 
 
 @router.get("/looks/{look_id}/beams")
-async def beams(asked: Asked) -> Response:
+async def beams(query: CurrentLook) -> Response:
     """All texts a beam search followed, as a tree: those it ended with, and those it gave up on the way."""
-    return await asked.read(lambda: asked.session.once("beams", lambda: tree(asked.session, asked.limits)))
+    return await query.read(lambda: query.session.once("beams", lambda: beam_tree(query.session, query.limits)))
 
 
 # ---- files
 
 
-@router.get("/looks/{look_id}/image", **_sends("image/png"))
-async def image(asked: Asked) -> Response:
+@router.get("/looks/{look_id}/image", **_media_type("image/png"))
+async def image(query: CurrentLook) -> Response:
     """The part of the picture that the model was shown."""
-    found = asked.session.look.image
-    if found is None:
-        raise Refused(404, "this look is at a text: it has no image")
-    return await asked.file(lambda: asked.session.once("image", lambda: as_png(found, asked.limits)), "image/png")
+    shown = query.session.look.image
+    if shown is None:
+        raise RequestRefused(404, "this look is at a text: it has no image")
+    return await query.file(lambda: query.session.once("image", lambda: encode_png(shown, query.limits)), "image/png")
 
 
-@router.get("/looks/{look_id}/csv", **_sends("text/csv"))
+@router.get("/looks/{look_id}/csv", **_media_type("text/csv"))
 async def csv(
-    asked: Asked, at: At, r0: Number = 0, r1: Number | None = None, c0: Number = 0, c1: Number | None = None
+    query: CurrentLook,
+    at: HeadQuery,
+    r0: IndexParam = 0,
+    r1: IndexParam | None = None,
+    c0: IndexParam = 0,
+    c1: IndexParam | None = None,
 ) -> Response:
     """Weights as a table; without limits as much of it as is sent at once."""
 
     def work() -> bytes:
-        table = reading.as_csv(asked.session, at, (r0, r1), (c0, c1), asked.limits)
-        return table.encode("utf-8-sig")  # a spreadsheet takes it for Latin-1 otherwise
+        table = look_queries.to_csv(query.session, at, (r0, r1), (c0, c1), query.limits)
+        return table.encode("utf-8-sig")  # without the mark a spreadsheet reads it as Latin-1
 
     head = MEAN if at.head is None else at.head
-    return await asked.file(work, "text/csv; charset=utf-8", f"regard-{at.kind}-{at.layer}-{head}.csv")
+    return await query.file(work, "text/csv; charset=utf-8", f"regard-{at.kind}-{at.layer}-{head}.csv")
 
 
-@router.get("/looks/{look_id}/html", **_sends("text/html"))
+@router.get("/looks/{look_id}/html", **_media_type("text/html"))
 async def html(
-    asked: Asked,
-    kind: Kind | None = None,
-    layer: Number | None = None,
-    head: Head = MEAN,
+    query: CurrentLook,
+    kind: KindParam | None = None,
+    layer: IndexParam | None = None,
+    head: HeadParam = MEAN,
     view: Annotated[str | None, Query(pattern="^[a-z]{1,20}$")] = None,
     language: Literal["en", "ko"] | None = None,
     theme: Literal["light", "dark"] | None = None,
-    words: Words = False,
-    specials: Specials = True,
+    words: WordsParam = False,
+    specials: SpecialsParam = True,
 ) -> Response:
     """The look as one page that needs no server."""
-    from ..lens.page import document
+    from ..lens.render_html import page_html
 
-    chosen: dict[str, Any] = {"kind": kind, "layer": layer, "view": view, "language": language, "theme": theme}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    chosen |= {"head": None if head == MEAN else int(head), "words": words, "specials": specials}
-    limit = asked.limits.response_bytes
-    return await asked.file(
-        lambda: document(asked.session.look, limit=limit, **chosen).encode(), "text/html; charset=utf-8", "look.html"
-    )
+    def work() -> bytes:
+        page = page_html(
+            query.session.look,
+            layer=-1 if layer is None else layer,
+            head=None if head == MEAN else int(head),
+            kind=kind,
+            view=view,
+            language=language,
+            theme=theme,
+            words=words,
+            specials=specials,
+            limit=query.limits.response_bytes,
+        )
+        return page.encode()
+
+    return await query.file(work, "text/html; charset=utf-8", "look.html")

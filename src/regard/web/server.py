@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
-from .guard import App, Guard, is_local
-from .limits import Limits, Refused
+from .request_limits import App, Limits, RequestGuard, RequestRefused, is_local
 
 if TYPE_CHECKING:
     from ..models import Model
-    from .served import Served
+    from .served_models import ServedModel
 
 STATIC = Path(__file__).with_name("static")
 _LEAVING_SECONDS = 3
@@ -30,23 +29,24 @@ _POLICY = (
 )
 
 
-def explorer(models: Sequence[Served] | dict[str, Model], limits: Limits | None = None, host: str = "127.0.0.1") -> App:
+def explorer(
+    models: Sequence[ServedModel] | dict[str, Model], limits: Limits | None = None, host: str = "127.0.0.1"
+) -> App:
     """The explorer of some open models as an ASGI application."""
-    from .served import named
+    from .served_models import name_models
 
     limits = limits or Limits()
-    served = named(list(models.items())) if isinstance(models, dict) else list(models)
-    return Guard(_application(served, limits), limits, host)
+    served = name_models(list(models.items())) if isinstance(models, dict) else list(models)
+    return RequestGuard(_application(served, limits), limits, host)
 
 
-def _application(models: list[Served], limits: Limits) -> Any:
+def _application(models: list[ServedModel], limits: Limits) -> Any:
     from fastapi import FastAPI
     from fastapi.staticfiles import StaticFiles
 
-    from .api import router
-    from .asking import Explorer
+    from .api import ExplorerState, router
 
-    here = Explorer(models, limits)
+    here = ExplorerState(models, limits)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -86,7 +86,7 @@ def _add_failures(app: Any) -> None:
     from fastapi.responses import JSONResponse, Response
     from starlette.exceptions import HTTPException  # of which FastAPI's is a kind
 
-    from .answers import Unchanged, etag
+    from .api import NotModified, etag
 
     def said(status: int, sentence: str) -> Any:
         content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
@@ -111,13 +111,13 @@ def _add_failures(app: Any) -> None:
         return Response(status_code=304, headers={"ETag": etag(request)})
 
     for kind, answer in (
-        (Refused, refused),
+        (RequestRefused, refused),
         (RequestValidationError, not_understood),
         (ValueError, not_done),
         (TypeError, not_done),
         (RegardError, not_done),
         (HTTPException, no_such_place),
-        (Unchanged, unchanged),
+        (NotModified, unchanged),
         (Exception, not_foreseen),
     ):
         app.add_exception_handler(kind, answer)
@@ -156,13 +156,13 @@ def serve(
     except ImportError:
         raise RegardError("the explorer needs fastapi and uvicorn: pip install 'regard[serve]'") from None
 
-    from .served import open_all
+    from .served_models import open_models
 
     limits = limits or Limits()
     listening = _listen(host, port)  # before the models: a port that is taken is known at once
-    app = _application(open_all(paths, device), limits)
+    app = _application(open_models(paths, device), limits)
     config = uvicorn.Config(
-        Guard(app, limits, host),
+        RequestGuard(app, limits, host),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -170,7 +170,7 @@ def serve(
         timeout_graceful_shutdown=_LEAVING_SECONDS,
     )
     listening.listen()  # who follows the line below at once waits a moment instead of being refused
-    url = f"http://{_shown(host)}:{listening.getsockname()[1]}/"
+    url = f"http://{_url_host(host)}:{listening.getsockname()[1]}/"
     say(f"regard: {url} (Ctrl-C ends it)")
     if not is_local(host):
         say(f"regard: other machines reach it too, at {host}, and there is no password")
@@ -178,7 +178,7 @@ def serve(
         soon = threading.Timer(0.5, webbrowser.open, [url])
         soon.daemon = True
         soon.start()
-    code = _run(uvicorn.Server(config), listening)
+    code = _run_until_signal(uvicorn.Server(config), listening)
     if app.state.explorer.workers.busy:  # a thread that computes cannot be stopped, and Python would wait for it
         sys.stdout.flush()
         sys.stderr.flush()
@@ -186,7 +186,7 @@ def serve(
     return code
 
 
-def _run(server: Any, listening: socket.socket) -> int:
+def _run_until_signal(server: Any, listening: socket.socket) -> int:
     """Until a signal comes. uvicorn leaves in order and then passes the signal on, to be noted here."""
     heard: list[int] = []
     before = {
@@ -216,7 +216,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _shown(host: str) -> str:
+def _url_host(host: str) -> str:
     """An address that can be opened: a server that listens everywhere is reached here, too."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -1,8 +1,4 @@
-"""Who may ask at all: strange hosts and other pages are turned away, and large bodies before they are read.
-
-The address is the reader's own machine, but any page open in the same browser can send requests to it. A page cannot
-choose the Host header, and cannot leave out Origin when it posts: both are checked (DNS rebinding, request forgery).
-"""
+"""How much one request may ask for, how much all looks together may keep, and the sentence where it is more."""
 
 from __future__ import annotations
 
@@ -11,10 +7,56 @@ import ipaddress
 import json
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from .limits import Limits, Refused
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one request may ask for, and how much all looks together may keep."""
+
+    body_bytes: int = 8 * MEGABYTE
+    body_seconds: float = 20.0
+    """A body that trickles in for longer than this is given up."""
+    characters: int = 200_000
+    """Of a text, before it is tokenised."""
+    characters_per_token: int = 64
+    """A text is refused unread when even tokens as long as this would not fit into the model's max_len."""
+    tokens: int = 16_384
+    """Of one look, also where the model could read more."""
+    new_tokens: int = 1024
+    pixels: int = 16_000_000
+    tile: int = 256
+    """Rows, and columns, of one answer with exact weights."""
+    labels: int = 2048
+    response_bytes: int = MEGABYTE
+    """Of one answer, whatever it is: 250,000 weights of 4 bytes."""
+    beam_nodes: int = 6000
+    """Of a beam search's tree; of a larger one what was given up is left out."""
+    kept_bytes: int = 2000 * MEGABYTE
+    """q and k of all looks together; the one not asked for the longest goes first."""
+    kept_looks: int = 64
+    model_seconds: float = 300.0
+    """For a question that runs a model, waiting for others included."""
+    request_seconds: float = 60.0
+    """For any other."""
+    stream_seconds: float = 600.0
+    waiting: int = 64
+    """Requests that may wait for the processor."""
+    walk_tokens: int = 512
+    """Up to this length the model is run again to know the values v of a layer."""
+
+
+class RequestRefused(Exception):
+    """A request that gets a sentence instead of an answer."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -31,7 +73,7 @@ _HEADERS = (
 )
 
 
-class Guard:
+class RequestGuard:
     """The outermost layer of the application: who asks, from where, and how large the question is."""
 
     def __init__(self, app: App, limits: Limits, host: str = "127.0.0.1") -> None:
@@ -53,9 +95,9 @@ class Guard:
 
         try:
             self._check(scope)
-            body = await _whole_body(receive, self.limits)
-        except Refused as refused:
-            await _answer(send_with_headers, refused)
+            body = await _read_body(receive, self.limits)
+        except RequestRefused as refused:
+            await _send_refusal(send_with_headers, refused)
             return
         given = False
 
@@ -73,30 +115,30 @@ class Guard:
         host = headers.get("host", [])
         if len(host) != 1 or not self._is_ours(host[0]):
             said = ", ".join(host)[:100] or "nothing"
-            raise Refused(
+            raise RequestRefused(
                 403, f"the Host header says {said!r}, which is not this server; open http://127.0.0.1 instead"
             )
         for origin in headers.get("origin", []):
             if urlsplit(origin).netloc.lower() != host[0].lower():
-                raise Refused(403, f"a page of {origin[:100]!r} may not ask this server")
+                raise RequestRefused(403, f"a page of {origin[:100]!r} may not ask this server")
         for length in headers.get("content-length", []):
             if not (length.isascii() and length.isdigit()):
-                raise Refused(400, f"Content-Length {length[:40]!r} is not a number")
+                raise RequestRefused(400, f"Content-Length {length[:40]!r} is not a number")
             if len(length) > 18 or int(length) > self.limits.body_bytes:
-                raise _too_large(length, self.limits)
+                raise _body_too_large(length, self.limits)
 
     def _is_ours(self, host: str) -> bool:
-        name = (_name(host) or "").lower()
+        name = (_host_name(host) or "").lower()
         if name in self._allowed:
             return True
         return self._any_address and _is_address(name)
 
 
-def _too_large(n_bytes: int | str, limits: Limits) -> Refused:
-    return Refused(413, f"a body of {str(n_bytes)[:40]} bytes is more than the {limits.body_bytes:,} allowed")
+def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
+    return RequestRefused(413, f"a body of {str(n_bytes)[:40]} bytes is more than the {limits.body_bytes:,} allowed")
 
 
-async def _whole_body(receive: Receive, limits: Limits) -> Message:
+async def _read_body(receive: Receive, limits: Limits) -> Message:
     """The body, counted as it comes: a length that was not announced is limited too, and so is patience."""
     pieces, n_bytes, more = [], 0, True
     try:
@@ -108,13 +150,13 @@ async def _whole_body(receive: Receive, limits: Limits) -> Message:
                 pieces.append(message.get("body", b""))
                 n_bytes, more = n_bytes + len(pieces[-1]), message.get("more_body", False)
                 if n_bytes > limits.body_bytes:
-                    raise _too_large(n_bytes, limits)
+                    raise _body_too_large(n_bytes, limits)
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+        raise RequestRefused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
     return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
 
 
-async def _answer(send: Send, refused: Refused) -> None:
+async def _send_refusal(send: Send, refused: RequestRefused) -> None:
     content = json.dumps({"error": str(refused)}, ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     # The rest of the body is not read: the connection cannot be used for another request.
@@ -130,7 +172,7 @@ def _headers(scope: Scope) -> dict[str, list[str]]:
     return found
 
 
-def _name(host: str) -> str | None:
+def _host_name(host: str) -> str | None:
     """`[::1]:80` → ::1, `localhost:8000` → localhost; None for what is no host."""
     if any(sign in host for sign in "/@?#\\ "):
         return None

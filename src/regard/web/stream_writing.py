@@ -11,18 +11,18 @@ from ..generation.generate import stream_tokens
 from ..generation.pictures import pixels
 from ..generation.pieces import Decode, after, text_pieces
 from ..generation.words import Words
+from ..lens.capture import attention_modules, n_heads_of, record_attention
 from ..lens.labels import Label, token_labels
-from ..lens.places import attentions, heads_of
-from ..lens.taking import recording
-from .bodies import LookBody, StreamBody, Watch
-from .limits import Limits, Refused
-from .opening import changed, check_text, picture, planned_bytes, search_fields
-from .reading import document, label_document
-from .served import Served
-from .sessions import Session, Sessions
+from .look_queries import label_document, look_document
+from .request_bodies import LookRequest, StreamRequest, WatchRequest
+from .request_limits import Limits, RequestRefused
+from .served_models import ServedModel, change_model, check_inputs, decode_image, planned_bytes, search_fields
+from .sessions import LookSession, SessionStore
 
 
-def write(served: Served, body: StreamBody, sessions: Sessions, limits: Limits) -> Iterator[dict[str, Any]]:
+def stream_text(
+    served: ServedModel, body: StreamRequest, sessions: SessionStore, limits: Limits
+) -> Iterator[dict[str, Any]]:
     """{"token", "text"} for each token, then {"look": id} with what the page has to know of it.
 
     Where a layer is watched, the labels of the "source" come first, and each token has its "label" and the "weights"
@@ -30,31 +30,31 @@ def write(served: Served, body: StreamBody, sessions: Sessions, limits: Limits) 
     Everything is checked before the first token: an error comes instead of a text, not in the middle of one.
     """
     if not served.generates:
-        raise Refused(422, f"model {served.id!r} writes no text")
+        raise RequestRefused(422, f"model {served.id!r} writes no text")
     if body.generate.beam > 1:
-        raise Refused(422, f"beam={body.generate.beam} has no text before all is done; a stream needs beam=1")
-    asked = LookBody(model=body.model, text=body.text, image=body.image, generate=body.generate)
-    check_text(served, asked, limits)
-    watching = None if body.watch is None else Watching(served, body.watch, limits)
+        raise RequestRefused(422, f"beam={body.generate.beam} has no text before all is done; a stream needs beam=1")
+    asked = LookRequest(model=body.model, text=body.text, image=body.image, generate=body.generate)
+    check_inputs(served, asked, limits)
+    watching = None if body.watch is None else CrossAttentionWatch(served, body.watch, limits)
     sessions.make_room(planned_bytes(served, asked, search_fields(body.generate), limits))
-    return _written(served, body, watching, sessions, limits)
+    return _stream(served, body, watching, sessions, limits)
 
 
-class Watching:
+class CrossAttentionWatch:
     """The cross-attention of one layer, row by row while the model decodes: its recorder is on for a step at a time."""
 
-    def __init__(self, served: Served, watch: Watch, limits: Limits) -> None:
+    def __init__(self, served: ServedModel, watch: WatchRequest, limits: Limits) -> None:
         self._n_cols, self._left = limits.tile, limits.response_bytes // 12  # digits of a weight
-        modules = attentions(served.model).get("cross", [])
+        modules = attention_modules(served.model).get("cross", [])
         if not modules:
-            raise Refused(422, f"model {served.id!r} has no cross-attention to watch")
-        sizes = {"layer": (watch.layer, len(modules)), "head": (watch.head or 0, heads_of(modules[0]))}
+            raise RequestRefused(422, f"model {served.id!r} has no cross-attention to watch")
+        sizes = {"layer": (watch.layer, len(modules)), "head": (watch.head or 0, n_heads_of(modules[0]))}
         for name, (asked, have) in sizes.items():
             if asked >= have:
-                raise Refused(422, f"watch.{name}={asked}: cross attention has {have} {name}s, 0 … {have - 1}")
+                raise RequestRefused(422, f"watch.{name}={asked}: cross attention has {have} {name}s, 0 … {have - 1}")
         self._module, self._head = nn.ModuleList([modules[watch.layer]]), watch.head
         self._call = sum(module is modules[watch.layer] for module in modules[: watch.layer])  # layers may share one
-        self._labels = Labelling(served)
+        self._labels = GrowingLabels(served)
         self.written: list[int] = []
         self.rows: list[Tensor] = []
 
@@ -62,7 +62,7 @@ class Watching:
         """The same tokens; for each there is a row."""
         tokens: Iterator[int] | None = None
         while True:
-            with recording(self._module, 1) as seen:
+            with record_attention(self._module, 1) as seen:
                 tokens = start() if tokens is None else tokens
                 token = next(tokens, None)
             if token is None:
@@ -84,14 +84,14 @@ class Watching:
         return {"label": label_document(label), **weights}
 
 
-class Labelling:
+class GrowingLabels:
     """The labels of a text that grows, of which only the last character can still change: what is before is kept.
 
     One piece of it is read again, since a text begins otherwise than it goes on. Only ``text`` and ``special`` hold:
     places count from where reading began.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self._tokenizer, self._config = served.writes_with, served.config
         self._kept: list[Label] = []
         self._start = self._n_known = 0  # where reading begins, and tokens there whose labels are known
@@ -109,14 +109,18 @@ class Labelling:
         return self._kept
 
 
-def _written(
-    served: Served, body: StreamBody, watching: Watching | None, sessions: Sessions, limits: Limits
+def _stream(
+    served: ServedModel,
+    body: StreamRequest,
+    watching: CrossAttentionWatch | None,
+    sessions: SessionStore,
+    limits: Limits,
 ) -> Iterator[dict[str, Any]]:
     from ..lens import look
 
     model, words = served.model, Words(served.model)
-    under = changed(served, body.variant)
-    image = picture(body.image, limits) if served.config.source == "image" else None
+    under = change_model(served, body.variant)
+    image = decode_image(body.image, limits) if served.config.source == "image" else None
     rows = None if image is not None else words.rows([body.text], "prompt" if words.goes_on else "source")[0]
     decode = after(words.decode, rows) if words.goes_on and rows is not None else words.decode
 
@@ -128,7 +132,7 @@ def _written(
         labels = token_labels(rows, words.source, served.config)
         yield {"source": [label_document(label) for label in labels[: limits.tile]]}
     with under():
-        told = _told(start() if watching is None else watching.tokens(start), served.config.eos_id, decode)
+        told = _tokens_with_text(start() if watching is None else watching.tokens(start), served.config.eos_id, decode)
         for token, text in told:
             new += [] if token is None else [token]
             line = {"token": token, "text": text}
@@ -140,11 +144,11 @@ def _written(
         else:
             # Where nothing was written there still is the look at the source from which that was decided.
             made = look(model, image if rows is None else body.text, new or [served.config.bos_id])
-    session = sessions.add(Session(made, served, under))
-    yield {"look": session.id, **document(session)}
+    session = sessions.add(LookSession(made, served, under))
+    yield {"look": session.id, **look_document(session)}
 
 
-def _told(tokens: Iterator[int], eos_id: int | None, decode: Decode) -> Iterator[tuple[int | None, str]]:
+def _tokens_with_text(tokens: Iterator[int], eos_id: int | None, decode: Decode) -> Iterator[tuple[int | None, str]]:
     """Each token with the text that it completes, which is none where a character needs more tokens."""
     waiting: list[int] = []
 

@@ -1,21 +1,20 @@
-"""One look taken: what was given is read, written on where that is asked for, and run once with the recorder on.
-
-The pass is the model's own fast one, up to its last states: logits of all positions are never formed. Whatever search
-wrote a text, its attention depends on the text alone, so one pass over the winner shows what every step of it saw.
-"""
+"""Where in a model attention happens: by kind ("self", "cross", "encoder") and layer, whatever the architecture."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import record
+from ..attention import MultiHeadAttention, record
 from ..attention.taps import Recorder
 from ..generation import GenerateConfig, Generated
 from ..generation.generate import at_rest
@@ -23,31 +22,169 @@ from ..generation.generate import generate as generate_tokens
 from ..generation.prompts import longest, rows_of
 from ..generation.texts import understood
 from ..generation.words import Words
-from ..models import Decoder, Encoder, EncoderDecoder, Model, Recurrent, Stack
-from .labels import Box, Label, numbered, patch_labels, token_labels
-from .memory import giving_back
-from .pictures import Picture, picture_of
+from ..models import Block, Decoder, Encoder, EncoderDecoder, Model, Recurrent, Stack
+from ..models.recurrent.alignment import Alignment
+from .capture_inputs import LookImage, read_image
+from .labels import Box, Label, numbered_labels, patch_labels, token_labels
+
+Head = tuple[str, int, int]
+"""(kind, layer, head)."""
+
+_PLACE = re.compile(
+    r"(?P<stack>encoder|decoder)(?:\.blocks\.(?P<layer>\d+)(?:\.(?P<part>attention|cross_attention))?)?(?:\.output)?"
+)
+
+
+class HookSite(NamedTuple):
+    """A place whose activations can be read and replaced."""
+
+    name: str
+    owner: nn.Module
+    """The stack whose input it is, the layer whose output it is, or the attention whose heads it is."""
+    turn: int
+    """Layers may share one module: which of its calls in a pass is meant, 0 where they do not."""
+
+
+def attention_modules(model: Model) -> dict[str, list[nn.Module]]:
+    """The attention modules of each kind, one a layer; shared layers have the same one several times."""
+    model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
+    if isinstance(model, Recurrent):
+        own = model.decoder.cross_attention
+        return {} if own is None else {"cross": [own]}
+    found: dict[str, list[nn.Module]] = {}
+    for name, stack in stacks(model).items():
+        layers = [block_of(stack, layer) for layer in range(stack.n_layers)]
+        inner: list[nn.Module] = [x.attention for x in layers if isinstance(x.attention, MultiHeadAttention)]
+        cross: list[nn.Module] = [x.cross_attention for x in layers if x.cross_attention is not None]
+        found |= {"encoder" if name == "encoder" else "self": inner} if inner else {}
+        found |= {"cross": cross} if cross else {}
+    return found
+
+
+def stacks(model: Model) -> dict[str, Stack]:
+    """The encoder and the decoder, as far as there are any; a recurrent model has neither."""
+    both = {name: getattr(model, name, None) for name in ("encoder", "decoder")}
+    return {name: stack for name, stack in both.items() if isinstance(stack, Stack)}
+
+
+def block_of(stack: Stack, layer: int) -> Block:
+    """A layer of a stack; where layers are shared, each is the same one."""
+    block = stack.blocks[layer % len(stack.blocks)]
+    assert isinstance(block, Block)
+    return block
+
+
+def resolve_kind(model: Model, kind: str | None) -> str:
+    """The kind that is meant: the one given, or the only one, or the decoder's own."""
+    kinds = list(attention_modules(model))
+    if not kinds:
+        raise ValueError("this model has no attention weights in any of its layers")
+    if kind is None:
+        return kinds[0] if len(kinds) == 1 else "self"
+    if kind not in kinds:
+        raise ValueError(f"kind={kind!r} is not one of the kinds of attention this model has: {', '.join(kinds)}")
+    return kind
+
+
+def attention_at(model: Model, kind: str, layer: int) -> nn.Module:
+    """The attention module of a layer; one sentence where there is none."""
+    modules = attention_modules(model)[resolve_kind(model, kind)]
+    if not 0 <= layer < len(modules):
+        have = f"this model has {len(modules)}, 0 to {len(modules) - 1}"
+        raise ValueError(f"layer={layer} is not one of the {kind} attention's layers: {have}")
+    return modules[layer]
+
+
+def check_head(model: Model, kind: str, layer: int, head: int) -> nn.Module:
+    """The attention module that has this head."""
+    module = attention_at(model, kind, layer)
+    n_heads = n_heads_of(module)
+    if not 0 <= head < n_heads:
+        have = f"there are {n_heads}, 0 to {n_heads - 1}"
+        raise ValueError(f"head={head} is not one of the {kind} attention's heads: {have}")
+    return module
+
+
+def n_heads_of(module: nn.Module) -> int:
+    """How many heads an attention has."""
+    if isinstance(module, MultiHeadAttention):
+        return module.n_heads
+    assert isinstance(module, Alignment)
+    return 1
+
+
+def hook_site(model: Model, name: str) -> HookSite:
+    """ "decoder" is what its first layer reads, "decoder.blocks.3" what layer 3 gives on (B, T, M),
+    "decoder.blocks.3.attention" or "….cross_attention" what its heads return (B, H, T, D)."""
+    parts = _PLACE.fullmatch(name)
+    found = stacks(model)
+    if parts is None or parts["stack"] not in found:
+        have = [f"{own}, {own}.blocks.0 to {own}.blocks.{stack.n_layers - 1}" for own, stack in found.items()]
+        raise ValueError(f"place={name!r} is none of this model's: {'; '.join(have) or 'it has no stack of layers'}")
+    stack = found[parts["stack"]]
+    if parts["layer"] is None:
+        return HookSite(name, stack, 0)
+    layer = int(parts["layer"])
+    if layer >= stack.n_layers:
+        raise ValueError(f"place={name!r}: the {parts['stack']} has {stack.n_layers} layers, 0 to {stack.n_layers - 1}")
+    block = block_of(stack, layer)
+    owner = block if parts["part"] is None else getattr(block, parts["part"])
+    if owner is None or (parts["part"] is not None and not isinstance(owner, MultiHeadAttention)):
+        raise ValueError(f"place={name!r}: this layer has no such attention")
+    return HookSite(name, owner, layer // len(stack.blocks))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_MAPPED_FROM = 1 << 20
+_USUAL = 32 << 20  # where glibc ends up by itself after the first large tensors: tiles are read faster from a heap
+
+
+@contextmanager
+def return_freed_memory(n_tokens: int) -> Iterator[None]:
+    """While it lasts, large tensors are mapped one by one; for short texts, and without glibc, nothing changes."""
+    tell = _mallopt() if n_tokens >= 1024 else None
+    if tell is None:
+        yield
+        return
+    tell(_MMAP_THRESHOLD, _MAPPED_FROM)
+    try:
+        yield
+    finally:
+        tell(_TRIM_THRESHOLD, 2 * _USUAL)
+        tell(_MMAP_THRESHOLD, _USUAL)
+
+
+@functools.cache
+def _mallopt() -> Callable[[int, int], int] | None:
+    try:
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018 — other libraries give these numbers other meanings, or none
+        found: Callable[[int, int], int] = library.mallopt
+    except (OSError, AttributeError, TypeError):
+        return None
+    return found
+
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Generating = Mapping[str, Any] | GenerateConfig
+GenerateOptions = Mapping[str, Any] | GenerateConfig
 """How a text is to be written: the fields of a GenerateConfig, or one."""
 
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class Capture:
     """What a look is made of."""
 
     inputs: tuple[Tensor, ...]
     """What the model was called with: (tokens,), (pixels,) or (source, target)."""
     states: Tensor
     """The last states (T, M), of the decoder where there is one."""
-    places: dict[str, list[tuple[str, int]]]
+    sites: dict[str, list[tuple[str, int]]]
     """By kind and layer: where the recorder saw it, and which of the calls there."""
-    seen: Recorder
+    recorder: Recorder
     rows: dict[str, list[Label]]
     cols: dict[str, list[Label]]
     text: str | None
@@ -56,7 +193,7 @@ class Taken:
     generated: Generated | None
 
 
-def take(model: Model, what: Any, target: Any, generate: Generating | None) -> Taken:
+def capture_look(model: Model, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     """Read, write on, run."""
     if not isinstance(model, Decoder | Encoder | EncoderDecoder | Recurrent):
         raise TypeError(f"regard.look takes a model of regard's or its directory, not {type(model).__name__}")
@@ -69,16 +206,16 @@ def take(model: Model, what: Any, target: Any, generate: Generating | None) -> T
 
 
 @contextmanager
-def recording(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
+def record_attention(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
     """q and k of what runs inside; a recorder is one for the whole process, so a second look waits."""
-    with _one_at_a_time, giving_back(n_tokens), record(model, values=False) as seen:
+    with _one_at_a_time, return_freed_memory(n_tokens), record(model, values=False) as seen:
         yield seen
 
 
 # ---- the three kinds of model
 
 
-def _of_text(model: Decoder, what: Any, target: Any, generate: Generating | None) -> Taken:
+def _of_text(model: Decoder, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     if target is not None:
         raise ValueError("target is for models with an encoder; a language model's text is all there is")
     ids, made = _read_ids(model, what, "text"), None
@@ -86,7 +223,7 @@ def _of_text(model: Decoder, what: Any, target: Any, generate: Generating | None
         made = _written(model, [ids], None, generate)
         ids = [*made.prompts[0], *made.best[0].content]
     tokens = torch.tensor([ids], device=model.device)
-    with recording(model, len(ids)) as seen:
+    with record_attention(model, len(ids)) as seen:
         states = model.hidden(tokens)[0]
     tokenizer = _tokenizers(model)[0]
     labels = token_labels(ids, tokenizer, model.config)
@@ -95,19 +232,19 @@ def _of_text(model: Decoder, what: Any, target: Any, generate: Generating | None
     return _taken(model, (tokens,), states, seen, places, {"self": labels}, {"self": labels}, text, generated=made)
 
 
-def _of_encoder(model: Encoder, what: Any, target: Any, generate: Generating | None) -> Taken:
+def _of_encoder(model: Encoder, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     if target is not None or generate is not None:
         given = "target" if target is not None else "generate"
         raise ValueError(f"{given} is for models that write text; one with architecture='encoder' only reads")
     source = _read_source(model, what)
-    with recording(model, len(source.labels)) as seen:
+    with record_attention(model, len(source.labels)) as seen:
         states = model.hidden(source.values)[0]
     labels = {"encoder": source.labels}
     places = {"encoder": _places(model.encoder, "encoder", "attention")}
     return _taken(model, (source.values,), states, seen, places, labels, labels, source.text, image=source.image)
 
 
-def _of_both(model: EncoderDecoder | Recurrent, what: Any, target: Any, generate: Generating | None) -> Taken:
+def _of_both(model: EncoderDecoder | Recurrent, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     if target is not None and generate is not None:
         raise ValueError("target and generate are both given: the target is either known or to be written")
     source, made = _read_source(model, what), None
@@ -121,7 +258,7 @@ def _of_both(model: EncoderDecoder | Recurrent, what: Any, target: Any, generate
     else:
         fed, ended = _target_ids(model, target), model.config.eos_id is not None
     tokens = torch.tensor([fed], device=model.device)
-    with recording(model, max(len(source.labels), len(fed))) as seen:
+    with record_attention(model, max(len(source.labels), len(fed))) as seen:
         states = model.hidden(source.values, tokens)[0]
     return _taken_of_both(model, source, fed, ended, tokens, states, seen, target, made)
 
@@ -136,7 +273,7 @@ def _taken_of_both(
     seen: Recorder,
     target: Any,
     made: Generated | None,
-) -> Taken:
+) -> Capture:
     tokenizer, eos_id = _tokenizers(model)[1], model.config.eos_id
     read = token_labels(fed, tokenizer, model.config)
     # A row of cross-attention is a look at the source while the next token is written: it is called by that token.
@@ -171,7 +308,7 @@ def _taken(
     target_text: str | None = None,
     image: Image | None = None,
     generated: Generated | None = None,
-) -> Taken:
+) -> Capture:
     """Of the kinds that could have been seen, those that were."""
     found = seen.attentions
     places = {kind: at for kind, at in places.items() if all(place in found for place, _ in at)}
@@ -182,8 +319,8 @@ def _taken(
         place, call = at[0]
         k = found[place][call].k
         if k is not None and k.shape[2] != len(cols[kind]):  # Linformer looks at sums of keys
-            cols = {**cols, kind: numbered("summary", k.shape[2])}
-    return Taken(inputs, states, places, seen, rows, cols, text, target_text, image, generated)
+            cols = {**cols, kind: numbered_labels("summary", k.shape[2])}
+    return Capture(inputs, states, places, seen, rows, cols, text, target_text, image, generated)
 
 
 def _places(stack: Stack, name: str, part: str) -> list[tuple[str, int]]:
@@ -211,16 +348,16 @@ def _read_source(model: Model, what: Any) -> _Source:
         text = what if isinstance(what, str) else _decoded(ids, tokenizer)
         return _Source(torch.tensor([ids], device=model.device), token_labels(ids, tokenizer, config), text)
     if config.source == "image":
-        picture = picture_of(model, what)
+        picture = read_image(model, what)
         return _Source(_on(model, picture.pixels), _patches(model, picture), image=picture.image)
     regions = what if isinstance(what, Tensor) else torch.as_tensor(what)
     regions = regions[None] if regions.dim() == 2 else regions
     if regions.dim() != 3 or len(regions) != 1 or not regions.is_floating_point() or not regions.numel():
         raise ValueError(f"a look is at the regions of one image, (R, d_region), got shape {tuple(regions.shape)}")
-    return _Source(_on(model, regions), numbered("region", regions.shape[1], _boxes(model, regions)))
+    return _Source(_on(model, regions), numbered_labels("region", regions.shape[1], _boxes(model, regions)))
 
 
-def _patches(model: Model, picture: Picture) -> list[Label]:
+def _patches(model: Model, picture: LookImage) -> list[Label]:
     embeddings: Any = model.embeddings
     rows, cols = embeddings.patches.grid_of(*picture.pixels.shape[2:])
     return patch_labels(rows, cols, embeddings.n_class_tokens)
@@ -276,7 +413,7 @@ def _check(ids: list[int], name: str, vocab_size: int, max_len: int) -> None:
             raise ValueError(f"{name} holds token {index}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
 
 
-def _written(model: Model, given: Any, source: _Source | None, how: Generating) -> Generated:
+def _written(model: Model, given: Any, source: _Source | None, how: GenerateOptions) -> Generated:
     """The texts that a search finds."""
     if isinstance(how, GenerateConfig):
         return generate_tokens(model, given, how)

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMap
+from ..attention import AttentionMap, record
 from ..attention.mechanisms import Dot
+from ..generation.generate import at_rest
+from ..lens.capture import attention_at
+from .look_queries import HeadView, check_index, merged_view
+from .request_limits import Limits
+from .sessions import LookSession
 
 
-def walk(seen: AttentionMap, head: int, row: int, col: int, values: Tensor | None = None) -> dict[str, Any]:
+def weight_arithmetic(
+    seen: AttentionMap, head: int, row: int, col: int, values: Tensor | None = None
+) -> dict[str, Any]:
     """The numbers between a query and a key of one head; ``values`` (B, G, S, D) are v of the layer, where known."""
     one = seen.head(0, head)
     weight = float(one.tile(row, col))
@@ -59,3 +66,43 @@ def walk(seen: AttentionMap, head: int, row: int, col: int, values: Tensor | Non
 def _finite(x: float) -> float | None:
     """JSON has no infinity: a row that sees nothing has no largest score and no sum."""
     return x if math.isfinite(x) else None
+
+
+def explain_weight(session: LookSession, at: HeadView, row: int, col: int, limits: Limits) -> dict[str, Any]:
+    """``weight_arithmetic``, with v where the text is short enough to run the model again."""
+    seen, head = merged_view(session, at), at.head or 0
+    check_index("row", row, len(seen.rows))
+    check_index("col", col, len(seen.cols))
+    values = values_of(session, at.kind, at.layer, limits)
+    found = weight_arithmetic(session.look.map(kind=at.kind, layer=at.layer), head, row, col, values)
+    if values is None:
+        longest = _longest(session)
+        found["v_absent"] = f"v is shown for texts of at most {limits.walk_tokens} tokens; this one has {longest}"
+    return found
+
+
+def _longest(session: LookSession) -> int:
+    look = session.look
+    return max(max(look.map(kind=kind, layer=0).shape[2:]) for kind in look.kinds)
+
+
+def values_of(session: LookSession, kind: str, layer: int, limits: Limits) -> Tensor | None:
+    """v of a layer (1, G, S, D). A look keeps q and k alone, so the same pass is made again, with this layer recorded.
+
+    None where the text is too long to do that while somebody waits.
+    """
+    if _longest(session) > limits.walk_tokens:
+        return None
+
+    def again() -> Tensor:
+        module = attention_at(session.served.model, kind, layer)
+        model: Any = session.served.model
+        with at_rest(model), session.model_changes(), record(module) as recorder:
+            model.hidden(*session.look.inputs)
+        calls = recorder.attentions["attention"]
+        # Layers that share a module are recorded one after the other.
+        found = calls[layer if len(calls) > 1 else 0].v
+        assert found is not None
+        return found.float()
+
+    return session.once(("v", kind, layer), again)

@@ -16,55 +16,51 @@ import zlib
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .merged_view import MergedView
 from .patterns import patterns
-from .view import View
 
 if TYPE_CHECKING:
     from .labels import Label
     from .look import Look
 
-LIMIT = 980_000  # bytes; what the server sends as one answer
+HTML_LIMIT = 980_000  # bytes; what the server sends as one answer
 _OVERVIEW = 200
 _PREFIX = "regard/"
 _IMPORT = re.compile(r'(\bfrom\s+|\bimport\s+)"(\.{1,2}/[^"]+)"')
 _WITH_SERVER = {"views/index.js", "views/walk.js", "views/next.js", "views/beams.js", "views/variant.js"}
 
 
-def write(look: Look, file: Path, **options: Any) -> None:
-    """Write the page; options are those of ``document``."""
-    Path(file).write_text(document(look, **options), encoding="utf-8", newline="\n")
-
-
-def document(
+def page_html(
     look: Look,
     *,
-    kind: str | None = None,
     layer: int = -1,
     head: int | None = None,
+    kind: str | None = None,
     view: str | None = None,
     language: str | None = None,
     theme: str | None = None,
     words: bool = False,
     specials: bool = True,
-    limit: int = LIMIT,
+    limit: int = HTML_LIMIT,
 ) -> str:
     """The page as text, at most ``limit`` bytes.
 
-    kind, layer, head  what it opens with, and all it holds where the weights of every head do not fit
+    layer, head, kind  what it opens with, and all it holds where the weights of every head do not fit
     view               "heatmap", "sentence", "grid", "align" or "image"
     language, theme    "en" or "ko", "light" or "dark"; otherwise as the reader's browser has them
     words, specials    sub-words joined to words, special tokens hidden, as ``Look.merged`` does it
     """
     kind = kind if kind is not None else ("cross" if "cross" in look.kinds else look.kinds[0])
-    look.weights(layer, head, slice(0, 1), slice(0, 1), kind)  # says what is wrong with a kind, a layer or a head
-    layer, head = layer % look.layers(kind), None if head is None else head % look.heads(kind)
+    look.weights(
+        layer=layer, head=head, rows=slice(0, 1), cols=slice(0, 1), kind=kind
+    )  # says what is wrong with a kind, a layer or a head
+    layer, head = layer % look.layers(kind=kind), None if head is None else head % look.heads(kind=kind)
     views = {each: _view(look, each, words, specials) for each in look.kinds}
     content = _about(look, views)
     if words or not specials:
@@ -83,17 +79,26 @@ def document(
 # ---- what is inside
 
 
-def _view(look: Look, kind: str, words: bool, specials: bool) -> View:
-    view = look.merged(kind, words=words, specials=specials) if words or not specials else View.plain(look, kind)
+def _view(look: Look, kind: str, words: bool, specials: bool) -> MergedView:
+    view = (
+        look.merged(kind=kind, words=words, specials=specials)
+        if words or not specials
+        else MergedView.plain(look, kind)
+    )
     if not view.rows or not view.cols:
         raise ValueError(f"specials=False leaves nothing of the {kind} attention: all its tokens are special")
     return view
 
 
-def _about(look: Look, views: dict[str, View]) -> dict[str, Any]:
+def _about(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
     """Everything but the weights."""
     kinds = {
-        kind: {"layers": look.layers(kind), "heads": look.heads(kind), "n_rows": len(x.rows), "n_cols": len(x.cols)}
+        kind: {
+            "layers": look.layers(kind=kind),
+            "heads": look.heads(kind=kind),
+            "n_rows": len(x.rows),
+            "n_cols": len(x.cols),
+        }
         for kind, x in views.items()
     }
     about: dict[str, Any] = {"id": "0", "text": look.text, "target": look.target_text, "kinds": kinds}
@@ -121,30 +126,33 @@ def _picture(look: Look) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def _weights(views: dict[str, View], kind: str, layer: int, head: int | None, room: int) -> dict[str, Any]:
+def _weights(views: dict[str, MergedView], kind: str, layer: int, head: int | None, room: int) -> dict[str, Any]:
     """All heads, one head, or an overview of it: the first that fits."""
     every = _all_heads(views, room - 60_000)  # patterns take a little of it
     if every is not None:
-        return {"weights": every, "patterns": {each: patterns(x.look, each).document() for each, x in views.items()}}
+        return {
+            "weights": every,
+            "patterns": {each: patterns(x.look, kind=each).to_dict() for each, x in views.items()},
+        }
     only = {"only": {"kind": kind, "layer": layer, "head": -1 if head is None else head}}
     view = views[kind]
     if 4 * len(view.rows) * len(view.cols) < 8 * room:  # else it is not worth the attempt: weights shrink little
-        one = _packed(view.weights(layer, head))
+        one = _packed(view.weights(layer=layer, head=head))
         if len(one["bytes"]) * 3 // 4 <= room:
             return only | {"weights": one}
     side = min(_OVERVIEW, math.isqrt(max(1, room // 4)))
-    return only | {"overview": _packed(view.pooled(layer, head, side, side))}
+    return only | {"overview": _packed(view.pooled(layer=layer, head=head, h=side, w=side))}
 
 
-def _all_heads(views: dict[str, View], room: int) -> dict[str, list[dict[str, Any]]] | None:
+def _all_heads(views: dict[str, MergedView], room: int) -> dict[str, list[dict[str, Any]]] | None:
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in views}
-    cells = {kind: x.look.heads(kind) * len(x.rows) * len(x.cols) for kind, x in views.items()}
-    if sum(4 * x.look.layers(kind) * cells[kind] for kind, x in views.items()) > 8 * room:
+    cells = {kind: x.look.heads(kind=kind) * len(x.rows) * len(x.cols) for kind, x in views.items()}
+    if sum(4 * x.look.layers(kind=kind) * cells[kind] for kind, x in views.items()) > 8 * room:
         return None
     for kind, view in views.items():
-        for layer in range(view.look.layers(kind)):
-            heads = range(view.look.heads(kind))
-            found[kind].append(_packed(torch.stack([view.weights(layer, head) for head in heads])))
+        for layer in range(view.look.layers(kind=kind)):
+            heads = range(view.look.heads(kind=kind))
+            found[kind].append(_packed(torch.stack([view.weights(layer=layer, head=head) for head in heads])))
             room -= len(found[kind][-1]["bytes"]) * 3 // 4
             if room < 0:
                 return None

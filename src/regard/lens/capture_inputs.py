@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class LookImage:
     pixels: Tensor
     """(1, C, height, width) as the model reads them."""
     image: Image
     """What they show, in the picture's own resolution: a patch's box is a part of this."""
 
 
-def picture_of(model: Model, what: Any) -> Picture:
+def read_image(model: Model, what: Any) -> LookImage:
     """A file, an image of Pillow's, an array of bytes, or pixels (C, height, width), as a model reads it."""
     found = pixels(model, what)
     if len(found) != 1:
         raise ValueError(f"a look is at one image, got {len(found)}")
     processor = None if model.processor is None else model.processor.image
     if isinstance(what, Tensor):
-        return Picture(found, _painted(found[0], processor))
-    return Picture(found, _seen_part(_opened(what, model.config.n_channels), processor))
+        return LookImage(found, _painted(found[0], processor))
+    return LookImage(found, _seen_part(_opened(what, model.config.n_channels), processor))
 
 
 def _opened(what: Any, channels: int) -> Image:

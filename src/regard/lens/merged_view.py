@@ -1,0 +1,134 @@
+"""A merged view of a look: sub-words joined to words, bytes to characters, special tokens hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.attention_map import Pick, as_span
+from ..attention.frame import ALL
+from ..foundation.checks import check_positive
+from .labels import Label, join_labels
+
+if TYPE_CHECKING:
+    from .look import Look
+
+WEIGHTS_AT_ONCE = 1 << 22  # how many weights are held at a time by computations over a whole map
+
+
+class Looks(NamedTuple):
+    """Where one token looks; ``print(looks)`` gives a sentence."""
+
+    row: Label
+    at: list[tuple[Label, float]]
+
+    def __str__(self) -> str:
+        targets = ", ".join(f"{label.text!r} {weight:.3f}" for label, weight in self.at) or "nothing"
+        return f"{self.row.text!r} looks at {targets}"
+
+
+class MergedView:
+    """Rows and columns of a look, some of them joined: rows of joined tokens are averaged, columns summed."""
+
+    def __init__(self, look: Look, kind: str, words: bool, specials: bool) -> None:
+        self.look, self.kind = look, kind
+        self.rows = join_labels(look.rows(kind=kind), words, specials)
+        self.cols = join_labels(look.cols(kind=kind), words, specials)
+        present = {token for label in self.cols for token in range(*label.span)}
+        self._hidden = [token for token in range(len(look.cols(kind=kind))) if token not in present]
+        self.is_plain = False
+
+    @classmethod
+    def plain(cls, look: Look, kind: str) -> MergedView:
+        """The view in which every token is a row and a column of its own."""
+        view = cls.__new__(cls)
+        view.look, view.kind, view.rows, view.cols = look, kind, look.rows(kind=kind), look.cols(kind=kind)
+        view._hidden, view.is_plain = [], True
+        return view
+
+    def weights(self, *, layer: int = -1, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
+        """The weights (R, C) of some words on some words; 0 in a row that sees hidden columns only."""
+        if self.is_plain:
+            return self._token_weights(layer, head, rows, cols)
+        picked_rows, picked_cols = _pick_labels(self.rows, rows, "rows"), _pick_labels(self.cols, cols, "cols")
+        if not picked_rows or not picked_cols:
+            return self._token_weights(layer, head, 0, 0).new_zeros(len(picked_rows), len(picked_cols))
+        row_tokens, row_of = _token_owners(picked_rows)
+        col_tokens, col_of = _token_owners(picked_cols)
+        tile = self._token_weights(layer, head, row_tokens, col_tokens)
+        summed = tile.new_zeros(len(tile), len(picked_cols)).index_add_(1, col_of.to(tile.device), tile)
+        out = _average_rows(summed, row_of)
+        if not self._hidden:
+            return out
+        lost = self._token_weights(layer, head, row_tokens, self._hidden).sum(1, keepdim=True)
+        left = 1 - _average_rows(lost, row_of)
+        return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)  # less than 1e-6 is rounding error of 1 - 1
+
+    def _token_weights(self, layer: int, head: int | None, rows: Pick, cols: Pick) -> Tensor:
+        return self.look.weights(layer=layer, head=head, kind=self.kind, rows=rows, cols=cols)
+
+    def pooled(
+        self, *, layer: int = -1, head: int | None = None, h: int = 64, w: int = 64, reduce: str = "mean"
+    ) -> Tensor:
+        """An overview of at most (h, w) cells, as ``Look.pooled``, of the merged rows and columns."""
+        if self.is_plain:
+            return self.look.pooled(layer=layer, head=head, kind=self.kind, h=h, w=w, reduce=reduce)
+        h, w = min(h, len(self.rows)), min(w, len(self.cols))
+        how = {"mean": "mean", "max": "amax"}[reduce]
+        col_cells = torch.arange(len(self.cols)).tensor_split(w)
+        cell_of = torch.cat([torch.full((len(cell),), n) for n, cell in enumerate(col_cells)])
+        size, cells = max(1, WEIGHTS_AT_ONCE // len(self.cols)), []
+        for row_cell in torch.arange(len(self.rows)).tensor_split(h):
+            parts = []
+            for rows in row_cell.split(size):
+                weights = self.weights(layer=layer, head=head, rows=rows)
+                index = cell_of.to(weights.device).expand(weights.shape)
+                zeros = weights.new_zeros(len(rows), w)
+                parts.append(zeros.scatter_reduce(1, index, weights, how, include_self=False))
+            block = torch.cat(parts)
+            cells.append(block.mean(0) if reduce == "mean" else block.amax(0))
+        return torch.stack(cells)
+
+    def overviews(self, *, layer: int, h: int, w: int) -> Tensor:
+        """Overviews of every head of a layer, (H, h, w)."""
+        if self.is_plain:
+            attention = self.look.map(layer=layer, kind=self.kind)
+            return attention.pooled(min(h, attention.shape[2]), min(w, attention.shape[3]))[0]
+        heads = range(self.look.heads(kind=self.kind))
+        return torch.stack([self.pooled(layer=layer, head=head, h=h, w=w) for head in heads])
+
+    def top(self, k: int = 3, *, layer: int = -1, head: int | None = None, rows: Pick = ALL) -> list[Looks]:
+        """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
+        check_positive(k=k)
+        span = as_span(rows, len(self.rows), "rows", torch.device("cpu"))
+        picked = list(range(span.start, span.stop)) if isinstance(span, slice) else span.tolist()
+        size = max(1, WEIGHTS_AT_ONCE // max(1, len(self.cols)))
+        out: list[Looks] = []
+        for start in range(0, len(picked), size):
+            part = picked[start : start + size]
+            best = self.weights(layer=layer, head=head, rows=part).topk(min(k, len(self.cols)))
+            for row, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                at = [(self.cols[j], weight) for j, weight in zip(indices, values, strict=True) if weight > 0]
+                out.append(Looks(self.rows[row], at))
+        return out
+
+
+def _average_rows(x: Tensor, row_of: Tensor) -> Tensor:
+    """Rows of x (tokens, C) averaged over the tokens that belong to the same label, (labels, C)."""
+    row_of = row_of.to(x.device)
+    counts = row_of.bincount().to(x.dtype)
+    return x.new_zeros(len(counts), x.shape[1]).index_add_(0, row_of, x) / counts[:, None]
+
+
+def _pick_labels(labels: list[Label], pick: Pick, name: str) -> list[Label]:
+    span = as_span(pick, len(labels), name, torch.device("cpu"))
+    return labels[span] if isinstance(span, slice) else [labels[n] for n in span.tolist()]
+
+
+def _token_owners(labels: Sequence[Label]) -> tuple[list[int], Tensor]:
+    """The tokens of some labels, and for each token the number of its label."""
+    tokens = [token for label in labels for token in range(*label.span)]
+    return tokens, torch.tensor([n for n, label in enumerate(labels) for _ in range(*label.span)])
