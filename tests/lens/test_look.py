@@ -148,7 +148,7 @@ def test_a_compiled_model_and_one_in_training_are_looked_at_as_they_are() -> Non
 
 def test_only_q_and_k_are_kept_each_in_memory_of_its_own() -> None:
     look = regard.look(small("gpt2"), list(range(3, 12)))
-    seen = [x for calls in look._capture.seen.attentions.values() for x in calls]
+    seen = [x for calls in look._capture.recorder.attentions.values() for x in calls]
     assert len(seen) == 2
     for one in seen:
         assert one.k is not None
@@ -156,7 +156,7 @@ def test_only_q_and_k_are_kept_each_in_memory_of_its_own() -> None:
         assert one.output is None
         for kept in (one.q, one.k):
             assert kept.untyped_storage().nbytes() == kept.nbytes == 4 * 9 * 24
-    assert look._capture.seen.tensors == {}
+    assert look._capture.recorder.tensors == {}
 
 
 def test_logits_are_formed_for_one_position_alone() -> None:
