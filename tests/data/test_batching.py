@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from regard.data import token_files
 from regard.data.batching import BatchPlan, mask_tokens, pad
 from regard.data.hashing import bits, integers, permutation, stable_key, uniform
-from regard.data.packing import Blocks, PackedRows
+from regard.data.packing import PackedRows, TokenBlocks
 from regard.data.token_files import TokenFile, cached_tokens, open_tokens, write_tokens
 from regard.errors import BadData
 
@@ -161,12 +161,12 @@ def test_packed_rows_differ_between_epochs_and_repeat_within() -> None:
 
 
 def test_blocks() -> None:
-    blocks = Blocks(np.arange(100, dtype=np.uint16), 10)
+    blocks = TokenBlocks(np.arange(100, dtype=np.uint16), 10)
     x, y = blocks.random(seed=1, step=7, batch=64)
     assert x.shape == y.shape == (64, 10)
     assert x.dtype == np.int64
     assert (y == x + 1).all()
-    again, _ = Blocks(np.arange(100, dtype=np.uint16), 10).random(1, 7, 64)
+    again, _ = TokenBlocks(np.arange(100, dtype=np.uint16), 10).random(1, 7, 64)
     assert (x == again).all()
     assert not (x == blocks.random(1, 8, 64)[0]).all()
     starts = {int(row[0]) for step in range(100) for row in blocks.random(0, step, 64)[0]}
@@ -176,7 +176,7 @@ def test_blocks() -> None:
     assert targets[-1, -1] == 90
     assert blocks.sequential(8, 5)[0].shape == (1, 10)
     with pytest.raises(ValueError, match="context=100 needs more than 100 tokens"):
-        Blocks(np.arange(100), 100)
+        TokenBlocks(np.arange(100), 100)
 
 
 # -------------------------------------------------------------------------------- token files
@@ -236,7 +236,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_to_be_believed(
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(token_files, "write_atomically", full)
+    monkeypatch.setattr(token_files, "write_atomic", full)
     with pytest.raises(OSError, match="No space left"):
         write_tokens(tmp_path / "x", [[8], [9, 9]], 100)  # as many tokens: the old header would fit them
     with pytest.raises(BadData, match="cannot be read"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from regard.data.describe import Lengths, describe
+from regard.data.describe import LengthSummary, describe
 from regard.data.sources import open_source
 from regard.text.tokenizer_training import train_tokenizer
 
@@ -44,10 +44,10 @@ def test_counts_repeats_leaks_and_losses(pairs: Path) -> None:
 def test_as_a_document_and_as_a_table(pairs: Path) -> None:
     source = open_source(pairs, bad_lines="skip", kind="pairs")
     found = describe(source, train_tokenizer(["a"], "bytes"), max_len=3)
-    document = json.loads(json.dumps(found.document(), ensure_ascii=False))
+    document = json.loads(json.dumps(found.to_dict(), ensure_ascii=False))
     assert document["split"]["valid_sha256"] == source.split.valid_sha256
     assert document["tokens"]["source"]["percentiles"]["max"] == 11
-    table = found.table()
+    table = found.to_text()
     for part in (
         "train 6, valid 3; held out: files of their own",
         "1 training examples repeat another exactly, 2 its source side",
@@ -80,11 +80,11 @@ def test_labels_and_images_are_counted(tmp_path: Path) -> None:
     images = describe(open_source(tmp_path, valid_fraction=0.0))
     assert images.images == {"4 × 4": 2, "6 × 4": 1}
     assert images.labels == {"cat": 3}
-    assert "6 × 4  1" in images.table()
+    assert "6 × 4  1" in images.to_text()
 
 
 def test_lengths_of_nothing() -> None:
-    assert Lengths.of([]).percentiles == {}
+    assert LengthSummary.from_sizes([]).percentiles == {}
 
 
 def test_real_pairs() -> None:

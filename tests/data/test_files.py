@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from regard.config import DataConfig
-from regard.data.examples import ImageExample, Labelled, Pair, Report, Text, key_of
+from regard.data.examples import ImageExample, Labelled, Pair, ReadReport, Text, key_of
 from regard.data.images import image_batch, pixels_of, read_idx
-from regard.data.lines import read_lines
 from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
+from regard.data.table_files import read_lines
 from regard.errors import BadData, RegardError
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -206,7 +206,7 @@ def test_a_line_is_too_long_from_one_character_more_on_and_the_next_is_whole(
     tmp_path: Path, n: int, bom: bytes
 ) -> None:
     path = write(tmp_path / "t.txt", bom + b"x" * n + b"\nnext\n")
-    report = Report()
+    report = ReadReport()
     lines = list(read_lines(path, report, DataConfig()))
     assert lines == [(1, "x" * n if n <= 100_000 else None), (2, "next")]
     assert report.n_bad == (n > 100_000)
@@ -215,7 +215,7 @@ def test_a_line_is_too_long_from_one_character_more_on_and_the_next_is_whole(
 @given(raw=st.lists(st.binary(max_size=12).filter(lambda x: b"\n" not in x), max_size=8))
 def test_any_bytes_give_as_many_lines_as_there_are(tmp_path_factory: pytest.TempPathFactory, raw: list[bytes]) -> None:
     path = write(tmp_path_factory.getbasetemp() / "any.txt", b"".join(line + b"\n" for line in raw))
-    report = Report()
+    report = ReadReport()
     if raw and raw[0][:2] in (b"\xff\xfe", b"\xfe\xff"):
         with pytest.raises(BadData, match="UTF-16"):
             list(read_lines(path, report, DataConfig()))

@@ -11,7 +11,7 @@ import typer
 from regard.foundation.logs import silence_warnings
 
 from . import completing
-from .common import AsJson, Words, progress, show
+from .common import AsJson, Words, emit, progress
 
 if TYPE_CHECKING:
     from regard.config import DataConfig
@@ -59,7 +59,7 @@ def describe(
     config = build_section("data", DataConfig, fields)
     kind = _tokenizer_kind(config)
 
-    from regard.data.describe import describe as look_at
+    from regard.data.describe import describe as describe_source
     from regard.data.sources import open_source
 
     with silence_warnings("regard.data.sources"):  # the description lists what was left out
@@ -71,7 +71,11 @@ def describe(
     # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
     target = config.max_target_len if opened.kind == "captions" else None
     most = None if opened.kind == "text" else target or config.max_len
-    show(look_at(opened, first, second, max_len=most, n_examples=examples), as_json)
+    description = describe_source(opened, first, second, max_len=most, n_examples=examples)
+    if as_json:
+        emit(description.to_dict())
+    else:
+        print(description.to_text())
 
 
 def _tokenizer_kind(config: DataConfig) -> str:

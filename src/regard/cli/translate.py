@@ -78,9 +78,9 @@ def translate(
         if not texts:
             progress(f"{len(made):,} of {len(lines):,} lines")
     if out is not None:
-        from regard.data.token_files import write_atomically
+        from regard.foundation.files import write_atomic
 
-        write_atomically(out, "".join(f"{line}\n" for line in made).encode())
+        write_atomic(out, "".join(f"{line}\n" for line in made).encode())
     if as_json:
         rows = zip(lines, made, scores, strict=True)
         results = [{"input": line, "text": text, "score": score} for line, text, score in rows]

@@ -1,4 +1,4 @@
-"""Which examples make up which batch: a pure function of (seed, epoch, position), so any batch can be had again.
+"""Which examples make up which batch: a pure function of (seed, epoch, position), so any batch can be computed again.
 
 Examples are ordered by length and, where lengths are equal, by a hash of (seed, epoch, index); that order is cut into
 batches of at most batch_tokens, and the batches are shuffled by another hash. The cuts depend on the lengths alone, so
@@ -18,23 +18,17 @@ from torch import Tensor
 
 from .hashing import bits, integers, permutation, stable_key, uniform
 
-__all__ = ["BatchPlan", "Masked", "mask_tokens", "pad"]
-
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
     """Batches by tokens, with padding counted: B × the longest of the batch is at most ``batch_tokens``."""
 
-    lengths: NDArray[np.int64]
-    """(n,) tokens of each example, or (n, 2) of both sides of a pair: then each side keeps to batch_tokens."""
+    lengths: NDArray[np.int64]  # (n,) tokens of each example, or (n, 2) of a pair: each side keeps to batch_tokens
     batch_tokens: int
     seed: int = 0
-    max_len: int | None = None
-    """Longer examples are left out; see ``dropped``."""
-    shuffle: bool = True
-    """Without it (evaluation) batches run from short to long, the same in every epoch."""
-    max_examples: int | None = None
-    """Most examples of a batch."""
+    max_len: int | None = None  # longer examples are left out; see ``dropped``
+    shuffle: bool = True  # without it (evaluation) batches run from short to long, the same in every epoch
+    max_examples: int | None = None  # of a batch
 
     def __init__(
         self,
@@ -53,11 +47,11 @@ class BatchPlan:
         for name, value in {"lengths": array, "batch_tokens": batch_tokens, **values}.items():
             object.__setattr__(self, name, value)
         for name in ("batch_tokens", "max_examples", "max_len"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                raise ValueError(f"{name}={given} must be at least 1")
-        if not len(self._kept):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not len(self._included):
             raise ValueError(f"every example is longer than max_len={max_len}")
-        longest = int(self._longest[self._kept].max())
+        longest = int(self._longest[self._included].max())
         if longest > batch_tokens:
             hint = "raise it, or leave long examples out with max_len"
             raise ValueError(f"an example has {longest} tokens, but batch_tokens={batch_tokens}; {hint}")
@@ -72,38 +66,38 @@ class BatchPlan:
         return self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
 
     @cached_property
-    def _kept(self) -> NDArray[np.int64]:
-        most = np.iinfo(np.int64).max if self.max_len is None else self.max_len
-        return np.flatnonzero(self._longest <= most)
+    def _included(self) -> NDArray[np.int64]:
+        limit = np.iinfo(np.int64).max if self.max_len is None else self.max_len
+        return np.flatnonzero(self._longest <= limit)
 
     @property
     def dropped(self) -> NDArray[np.int64]:
         """The examples that max_len leaves out."""
-        return np.setdiff1d(np.arange(len(self.lengths)), self._kept)
+        return np.setdiff1d(np.arange(len(self.lengths)), self._included)
 
     @cached_property
-    def _rank(self) -> NDArray[np.int64]:
-        """What examples are sorted by: the longer side; then, coarsely, the other, so that both are padded little."""
+    def _sort_key(self) -> NDArray[np.int64]:
+        """Examples are sorted by the longer side, then, coarsely, by the other, so that both are padded little."""
         if self.lengths.ndim == 1:
-            return self._longest[self._kept]
-        other = self.lengths[self._kept].min(axis=1)
-        return self._longest[self._kept] * (1 << 32) + other // 4
+            return self._longest[self._included]
+        other = self.lengths[self._included].min(axis=1)
+        return self._longest[self._included] * (1 << 32) + other // 4
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:
         """Where batches end in the sorted order."""
-        sizes = np.sort(self._rank)
+        sizes = np.sort(self._sort_key)
         sizes = sizes if self.lengths.ndim == 1 else sizes >> 32
         cuts, first = [0], 0
-        most = self.max_examples or len(sizes)
-        for place, size in enumerate(sizes.tolist()):  # rising, so the last is the longest
-            if (place - first + 1) * max(size, 1) > self.batch_tokens or place - first >= most:
-                cuts.append(place)
-                first = place
+        limit = self.max_examples or len(sizes)
+        for index, size in enumerate(sizes.tolist()):  # rising, so the last is the longest
+            if (index - first + 1) * max(size, 1) > self.batch_tokens or index - first >= limit:
+                cuts.append(index)
+                first = index
         return np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
     def count(self, world: int = 1) -> int:
-        """Batches of an epoch for each of ``world`` ranks; what does not go round is left for another epoch."""
+        """Batches of an epoch for each of ``world`` ranks; a remainder is left for another epoch."""
         n = (len(self._cuts) - 1) // world
         if n == 0:
             raise ValueError(f"there are {len(self._cuts) - 1} batches, too few for world={world}")
@@ -119,28 +113,29 @@ class BatchPlan:
             raise ValueError(f"rank={rank} must lie between 0 and {world - 1}, world={world}")
         if not 0 <= position < self.count(world):
             raise IndexError(f"position={position} is not one of the {self.count(world)} batches of an epoch")
-        sequence, batches = _epoch(self, epoch if self.shuffle else 0)
+        examples, batches = _epoch_order(self, epoch if self.shuffle else 0)
         which = batches[position * world + rank]
-        return sequence[self._cuts[which] : self._cuts[which + 1]]
+        return examples[self._cuts[which] : self._cuts[which + 1]]
 
     def padding(self) -> float:
         """Share of a batch that is padding, over an epoch."""
-        sequence, _ = _epoch(self, 0)
+        examples, _ = _epoch_order(self, 0)
         sides = self.lengths if self.lengths.ndim == 2 else self.lengths[:, None]
-        sizes = sides[sequence]
+        sizes = sides[examples]
         longest = np.maximum.reduceat(sizes, self._cuts[:-1], axis=0)
-        places = (longest * np.diff(self._cuts)[:, None]).sum()
-        return float(1 - sizes.sum() / max(int(places), 1))
+        padded = (longest * np.diff(self._cuts)[:, None]).sum()
+        return float(1 - sizes.sum() / max(int(padded), 1))
 
 
 @lru_cache(maxsize=4)
-def _epoch(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(the examples in order, the order of the batches). Remembered, never needed: it can be made again any time."""
+def _epoch_order(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(the examples in order, the order of the batches); cached, because every batch of the epoch needs it."""
     n_batches = len(plan._cuts) - 1
     if not plan.shuffle:
-        return plan._kept[np.argsort(plan._rank, kind="stable")], np.arange(n_batches)
-    ties = bits(stable_key("examples", plan.seed, epoch), plan._kept)
-    return plan._kept[np.lexsort((ties, plan._rank))], permutation(stable_key("batches", plan.seed, epoch), n_batches)
+        return plan._included[np.argsort(plan._sort_key, kind="stable")], np.arange(n_batches)
+    ties = bits(stable_key("examples", plan.seed, epoch), plan._included)
+    batches = permutation(stable_key("batches", plan.seed, epoch), n_batches)
+    return plan._included[np.lexsort((ties, plan._sort_key))], batches
 
 
 def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> Tensor:
@@ -148,14 +143,14 @@ def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> 
     longest = max((len(row) for row in rows), default=0)
     width = -(-longest // multiple) * multiple
     tokens = np.full((len(rows), width), value, dtype=np.int64)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = row
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
     return torch.from_numpy(tokens)
 
 
 @dataclass(frozen=True, eq=False)
-class Masked:
-    """A text with some tokens hidden, and what they were; −100 where nothing is asked."""
+class MaskedTokens:
+    """Token ids with some masked, and the targets: their original ids, −100 elsewhere."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -171,21 +166,22 @@ def mask_tokens(
     seed: int = 0,
     epoch: int = 0,
     index: int = 0,
-) -> Masked:
+) -> MaskedTokens:
     """BERT's task (Devlin et al. 2019): of 15 % of the tokens, 80 % become <mask>, 10 % another token, 10 % stay.
 
     A function of (seed, epoch, index) alone; special tokens are never chosen, and one token always is where any can be.
     """
     inputs = np.array(ids, dtype=np.int64)
-    taken = np.asarray(sorted(special), dtype=np.int64)
-    others = np.setdiff1d(np.arange(vocab_size), taken)
-    key, places = stable_key("mask", seed, epoch, index), np.arange(len(inputs))
-    chance = np.where(np.isin(inputs, taken), 2.0, uniform(key, places))
-    chosen = chance < share
-    if not chosen.any() and len(inputs) and chance.min() < 1.0:
-        chosen[chance.argmin()] = True
+    special_ids = np.asarray(sorted(special), dtype=np.int64)
+    ordinary_ids = np.setdiff1d(np.arange(vocab_size), special_ids)
+    key, positions = stable_key("mask", seed, epoch, index), np.arange(len(inputs))
+    draws = np.where(np.isin(inputs, special_ids), 2.0, uniform(key, positions))
+    chosen = draws < share
+    if not chosen.any() and len(inputs) and draws.min() < 1.0:
+        chosen[draws.argmin()] = True
     targets = np.where(chosen, inputs, -100)
-    what = uniform(stable_key(key, "what"), places)
-    random = others[integers(stable_key(key, "which"), places, max(len(others), 1))] if len(others) else inputs
-    inputs = np.where(chosen & (what < 0.8), mask_id, np.where(chosen & (what >= 0.9), random, inputs))
-    return Masked(inputs, targets)
+    action = uniform(stable_key(key, "what"), positions)
+    n = len(ordinary_ids)
+    random_ids = ordinary_ids[integers(stable_key(key, "which"), positions, n)] if n else inputs
+    inputs = np.where(chosen & (action < 0.8), mask_id, np.where(chosen & (action >= 0.9), random_ids, inputs))
+    return MaskedTokens(inputs, targets)

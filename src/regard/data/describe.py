@@ -1,4 +1,4 @@
-"""What a source holds, before anything is trained on it: sizes, lengths, repeats, leaks, and what would be lost."""
+"""``regard data describe``: what a source holds before training: sizes, lengths, repeats, leaks and losses."""
 
 from __future__ import annotations
 
@@ -16,90 +16,78 @@ from .hashing import stable_key
 from .sources import Source
 from .splits import sha256_of
 
-__all__ = ["Lengths", "Losses", "SourceDescription", "describe"]
-
 _PERCENTILES = (0, 50, 90, 99, 100)
-_MOST_LOOKED_AT = 200_000
+_MAX_EXAMPLES, _MAX_IMAGES = 200_000, 20_000
 
 
-class Encoder(Protocol):
-    """Text to ids."""
+class TextEncoder(Protocol):
+    """What is needed of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """How long texts are."""
+class LengthSummary:
+    """Lengths of texts: their sum, mean and percentiles."""
 
     total: int
     mean: float
     percentiles: dict[str, int]
 
     @classmethod
-    def of(cls, sizes: Iterable[int]) -> Lengths:
+    def from_sizes(cls, sizes: Iterable[int]) -> LengthSummary:
         array = np.fromiter(sizes, dtype=np.int64)
         if not len(array):
             return cls(0, 0.0, {})
-        places = np.percentile(array, _PERCENTILES, method="lower").astype(int)
+        values = np.percentile(array, _PERCENTILES, method="lower").astype(int)
         names = (f"p{p}" if 0 < p < 100 else ("min" if p == 0 else "max") for p in _PERCENTILES)
-        return cls(int(array.sum()), round(float(array.mean()), 1), dict(zip(names, places.tolist(), strict=True)))
+        return cls(int(array.sum()), round(float(array.mean()), 1), dict(zip(names, values.tolist(), strict=True)))
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         return f"mean {self.mean:,}, " + ", ".join(f"{name} {n:,}" for name, n in self.percentiles.items())
 
 
 @dataclass(frozen=True)
-class Losses:
+class LengthLosses:
     """What ``max_len`` would do to the training examples."""
 
     max_len: int
-    n_longer: int
-    """Examples with a side longer than that: left out of translation and captioning, cut short elsewhere."""
-    tokens_lost: int
-    """Tokens past max_len in them."""
-    n_unknown: int
-    """Tokens that are <unk>."""
-    max_target_len: int | None = None
-    """The same for targets where it is another number."""
-    cut: bool = False
-    """Whether longer examples are cut short rather than left out."""
+    n_longer: int  # examples with a side longer than that
+    tokens_lost: int  # tokens past max_len in them
+    n_unknown: int  # tokens that are <unk>
+    max_target_len: int | None = None  # of targets, where it differs
+    cut: bool = False  # longer examples are cut short rather than left out
 
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """What ``describe`` found; ``looked_at`` is less than the number of examples where there are very many."""
+    """What ``describe`` reports."""
 
     name: str
     kind: str
     n_train: int
     n_valid: int
-    looked_at: int
+    looked_at: int  # training examples that were read; fewer than n_train where there are very many
     split: dict[str, Any]
     labels: dict[str, int] | None
-    characters: dict[str, Lengths]
-    tokens: dict[str, Lengths]
-    duplicates: int
-    """Training examples that are an exact repeat of an earlier one."""
-    repeated_sources: int
-    """Training examples whose source side stood there before."""
-    leaked_sources: int
-    """Held-out examples whose source side is also trained on."""
-    leaked_examples: int
-    """Held-out examples that are trained on, exactly."""
+    characters: dict[str, LengthSummary]
+    tokens: dict[str, LengthSummary]
+    duplicates: int  # training examples that repeat an earlier one exactly
+    repeated_sources: int  # training examples whose source side repeats an earlier one's
+    leaked_sources: int  # held-out examples whose source side is also trained on
+    leaked_examples: int  # held-out examples that are trained on, exactly
     dropped_duplicates: int
-    images: dict[str, int] | None
-    """Sizes of images and how many have each."""
-    losses: Losses | None
+    images: dict[str, int] | None  # how many images have each size
+    losses: LengthLosses | None
     bad_lines: dict[str, Any]
     others: dict[str, int] = field(default_factory=dict)
     examples: list[list[str]] = field(default_factory=list)
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As one JSON document."""
         return asdict(self)
 
-    def table(self) -> str:
+    def to_text(self) -> str:
         """As lines for people."""
         lines = [
             f"{self.name}: {self.kind}",
@@ -114,55 +102,56 @@ class SourceDescription:
         if self.images is not None:
             lines += ["images", *(f"  {size}  {n:,}" for size, n in self.images.items())]
         for unit, sides in (("characters", self.characters), ("tokens", self.tokens)):
-            lines += [unit, *(f"  {side}  {found.text()}" for side, found in sides.items())] if sides else []
-        lines += ["repeats and leaks", *(f"  {line}" for line in self._repeats())]
-        lines += ["lost", *(f"  {line}" for line in self._lost())]
-        shown = [" → ".join(text.replace("\n", "⏎") for text in texts) for texts in self.examples]
-        return "\n".join([*lines, "examples", *(f"  {text[:200]}" for text in shown)])
+            lines += [unit, *(f"  {side}  {lengths.to_text()}" for side, lengths in sides.items())] if sides else []
+        lines += ["repeats and leaks", *(f"  {line}" for line in self._repeat_lines())]
+        lines += ["lost", *(f"  {line}" for line in self._loss_lines())]
+        examples = [" → ".join(text.replace("\n", "⏎") for text in texts) for texts in self.examples]
+        return "\n".join([*lines, "examples", *(f"  {text[:200]}" for text in examples)])
 
-    def _repeats(self) -> list[str]:
+    def _repeat_lines(self) -> list[str]:
         return [
             f"{self.duplicates:,} training examples repeat another exactly, {self.repeated_sources:,} its source side",
             f"{self.leaked_sources:,} held-out source sides are in train too, {self.leaked_examples:,} whole examples",
             *([f"{self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []),
         ]
 
-    def _lost(self) -> list[str]:
+    def _loss_lines(self) -> list[str]:
         bad, lines = self.bad_lines, []
         if self.losses is not None:
-            found = self.losses
-            fate = f"cut short, {found.tokens_lost:,} tokens past it" if found.cut else "left out, whole"
-            target = "" if found.max_target_len is None else f" or max_target_len={found.max_target_len}"
-            lines.append(f"{found.n_longer:,} examples longer than max_len={found.max_len}{target} are {fate}")
-            lines.append(f"{self.losses.n_unknown:,} tokens are unknown")
+            losses = self.losses
+            fate = f"cut short, {losses.tokens_lost:,} tokens past it" if losses.cut else "left out, whole"
+            target = "" if losses.max_target_len is None else f" or max_target_len={losses.max_target_len}"
+            lines.append(f"{losses.n_longer:,} examples longer than max_len={losses.max_len}{target} are {fate}")
+            lines.append(f"{losses.n_unknown:,} tokens are unknown")
         lines.append(f"{bad['bad']:,} of {bad['read']:,} lines were bad and left out")
         lines += [f"  {reason}: {n:,}" for reason, n in bad["reasons"].items()]
         lines += [f"  {x['file']}:{x['line']}: {x['reason']}" for x in bad["first"]]
-        changed = bad["normalised"]
-        return lines + ([f"{changed:,} lines were brought into Unicode's composed form (NFC)"] if changed else [])
+        if normalised := bad["normalised"]:
+            lines.append(f"{normalised:,} lines were brought into Unicode's composed form (NFC)")
+        return lines
 
 
 def describe(
     source: Source,
-    tokenizer: Encoder | None = None,
-    target_tokenizer: Encoder | None = None,
+    tokenizer: TextEncoder | None = None,
+    target_tokenizer: TextEncoder | None = None,
     *,
     max_len: int | None = None,
     max_target_len: int | None = None,
     too_long: Literal["auto", "drop", "truncate"] = "auto",
     n_examples: int = 3,
 ) -> SourceDescription:
-    """Look at every example (of embedded corpora and very large sources, at the first ones) and count.
+    """Count over every example; of embedded corpora and very large sources, over the first ones.
 
     ``max_len``, ``max_target_len`` and ``too_long`` are those of DataConfig: what training would lose.
     """
-    n_train = min(len(source.train), _MOST_LOOKED_AT if source.kind != "captions" else 20_000)
+    n_train = min(len(source.train), _MAX_IMAGES if source.kind == "captions" else _MAX_EXAMPLES)
     train = [source.train[index] for index in range(n_train)]
     valid = [source.valid[index] for index in range(min(len(source.valid), n_train))]
     texts = _texts(train)
     cut = too_long == "truncate" or (too_long == "auto" and source.kind != "pairs")
     limits = None if max_len is None else (max_len, max_target_len)
-    tokens, losses = _tokenised(texts, tokenizer, target_tokenizer, limits, cut)
+    tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut)
     keys, wholes = [stable_key(key_of(x)) for x in train], [sha256_of([x]) for x in train]
     key_set, whole_set = set(keys), set(wholes)
     return SourceDescription(
@@ -171,20 +160,20 @@ def describe(
         n_train=len(source.train),
         n_valid=len(source.valid),
         looked_at=n_train,
-        split=source.split.document(),
+        split=source.split.to_dict(),
         labels=_label_counts(source, train),
-        characters={side: Lengths.of(map(len, sides)) for side, sides in texts.items()},
+        characters={side: LengthSummary.from_sizes(map(len, sides)) for side, sides in texts.items()},
         tokens=tokens,
         duplicates=n_train - len(whole_set),
         repeated_sources=n_train - len(key_set),
         leaked_sources=sum(stable_key(key_of(x)) in key_set for x in valid),
         leaked_examples=sum(sha256_of([x]) in whole_set for x in valid),
         dropped_duplicates=source.n_duplicates,
-        images=_sizes(train) if source.kind in ("captions", "images") else None,
+        images=_image_sizes(train) if source.kind in ("captions", "images") else None,
         losses=losses,
-        bad_lines=source.report.document(),
+        bad_lines=source.report.to_dict(),
         others={name: len(view) for name, view in source.others.items()},
-        examples=[_shown(x, source.labels) for x in islice(train, n_examples)],
+        examples=[_example_texts(x, source.labels) for x in islice(train, n_examples)],
     )
 
 
@@ -202,13 +191,13 @@ def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
     return sides
 
 
-def _tokenised(
+def _token_lengths(
     texts: dict[str, list[str]],
-    tokenizer: Encoder | None,
-    target_tokenizer: Encoder | None,
+    tokenizer: TextEncoder | None,
+    target_tokenizer: TextEncoder | None,
     limits: tuple[int, int | None] | None,
     cut: bool,
-) -> tuple[dict[str, Lengths], Losses | None]:
+) -> tuple[dict[str, LengthSummary], LengthLosses | None]:
     if tokenizer is None:
         return {}, None
     sizes: dict[str, np.ndarray] = {}
@@ -219,15 +208,16 @@ def _tokenised(
         rows = encoder.encode_all(sides) if hasattr(encoder, "encode_all") else [encoder.encode(x) for x in sides]
         sizes[side] = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         n_unknown += sum(row.count(unknown) for row in rows)
-    lengths = {side: Lengths.of(found) for side, found in sizes.items()}
+    lengths = {side: LengthSummary.from_sizes(counts) for side, counts in sizes.items()}
     if limits is None or not sizes:
         return lengths, None
     max_len, max_target_len = limits
-    targets = max_target_len or max_len
-    rooms = [targets if side in ("target", "caption") else max_len for side in sizes]
-    past = np.maximum.reduce([found - room for found, room in zip(sizes.values(), rooms, strict=True)])
-    lost = int(np.maximum(past, 0).sum())
-    return lengths, Losses(max_len, int((past > 0).sum()), lost, n_unknown, max_target_len, cut)
+    target_limit = max_target_len or max_len
+    excess = np.maximum.reduce(
+        [counts - (target_limit if side in ("target", "caption") else max_len) for side, counts in sizes.items()]
+    )
+    lost = int(np.maximum(excess, 0).sum())
+    return lengths, LengthLosses(max_len, int((excess > 0).sum()), lost, n_unknown, max_target_len, cut)
 
 
 def _label_counts(source: Source, train: Sequence[Example]) -> dict[str, int] | None:
@@ -237,7 +227,7 @@ def _label_counts(source: Source, train: Sequence[Example]) -> dict[str, int] | 
     return {name: counts.get(index, 0) for index, name in enumerate(source.labels)}
 
 
-def _sizes(train: Sequence[Example]) -> dict[str, int]:
+def _image_sizes(train: Sequence[Example]) -> dict[str, int]:
     from PIL import Image
 
     counts: Counter[str] = Counter()
@@ -254,7 +244,7 @@ def _sizes(train: Sequence[Example]) -> dict[str, int]:
     return dict(counts.most_common(10))
 
 
-def _shown(example: Example, labels: tuple[str, ...] | None) -> list[str]:
+def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str]:
     match example:
         case Pair(source, target):
             return [source, target]

@@ -1,9 +1,9 @@
-"""What an example is, and what is said about lines that are none."""
+"""What an example is, and the report about lines that are none."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-__all__ = [
-    *("Example", "ImageExample", "Labelled", "Pair", "Report", "Text", "key_of"),
-]
-
-MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,7 @@ class Labelled:
 class ImageExample:
     """An image with its captions, or with the number of its class."""
 
-    image: Path | np.ndarray | Image
-    """A file, pixels (height, width) or (height, width, C) of uint8, or an open image."""
+    image: Path | np.ndarray | Image  # a file, pixels (height, width[, C]) of uint8, or an open image
     captions: tuple[str, ...] = ()
     label: int | None = None
 
@@ -57,7 +52,7 @@ Example = Pair | Text | Labelled | ImageExample
 
 
 def key_of(example: Example) -> str | bytes:
-    """What an example is asked with: two examples with the same key belong to the same side of a split."""
+    """The source side of an example: examples with the same key belong to the same side of a split."""
     match example:
         case Pair(source=text) | Text(text=text) | Labelled(text=text):
             return text
@@ -68,42 +63,40 @@ def key_of(example: Example) -> str | bytes:
 
 
 @dataclass
-class Report:
-    """What reading met: every bad line is counted, the first ones are kept in full."""
+class ReadReport:
+    """Counts of the lines that were read: every bad one is counted, the first ones are kept in full."""
 
     n_read: int = 0
     n_bad: int = 0
-    n_normalised: int = 0
-    """Lines that were not in Unicode's composed form (NFC) and were brought into it."""
+    n_normalised: int = 0  # lines that were brought into Unicode's composed form (NFC)
     first: list[BadLine] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-    """How many bad lines there are of each sort."""
+    reasons: Counter[str] = field(default_factory=Counter)  # bad lines by reason
 
-    def bad(self, file: str | Path, line: int, sort: str, detail: str = "") -> None:
-        """Note a bad line. ``sort`` is the same for all lines of the sort; ``detail`` is this line's own."""
+    def add_bad(self, file: str | Path, line: int, reason: str, detail: str = "") -> None:
+        """Record a bad line. ``reason`` is the same for all lines of its kind; ``detail`` is this line's own."""
         self.n_bad += 1
-        self.reasons[sort] += 1
-        if len(self.first) < MOST_SHOWN:
-            self.first.append(BadLine(str(file), line, f"{sort}: {detail}" if detail else sort))
+        self.reasons[reason] += 1
+        if len(self.first) < _MAX_SHOWN:
+            self.first.append(BadLine(str(file), line, f"{reason}: {detail}" if detail else reason))
 
-    def refuse(self) -> None:
-        """Raise for what was found, if anything was."""
+    def raise_if_bad(self) -> None:
+        """Raise BadData if any line was bad."""
         if self.n_bad:
-            raise BadData(self.text(), tuple(self.first), self.n_bad)
+            raise BadData(self.to_text(), tuple(self.first), self.n_bad)
 
-    def text(self, *, refused: bool = True) -> str:
+    def to_text(self, *, refused: bool = True) -> str:
         """One line each for the first bad ones, and how many there are."""
         fate = "bad_lines='skip' leaves them out" if refused else "left out, as bad_lines='skip' says"
         head = f"{self.n_bad:,} bad line{'s' * (self.n_bad != 1)} of {self.n_read:,}; {fate}"
         rest = [f"… and {self.n_bad - len(self.first):,} more"] if self.n_bad > len(self.first) else []
         return "\n".join([head, *(f"  {line}" for line in self.first), *(f"  {line}" for line in rest)])
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "read": self.n_read,
             "bad": self.n_bad,
             "normalised": self.n_normalised,
             "reasons": dict(self.reasons.most_common()),
-            "first": [{"file": x.file, "line": x.line, "reason": x.reason} for x in self.first],
+            "first": [asdict(line) for line in self.first],
         }

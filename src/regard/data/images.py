@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +16,16 @@ from torch import Tensor
 from ..errors import BadData
 from .examples import ImageExample
 from .hashing import bits_of, stable_key
-from .lines import open_bytes
+from .table_files import open_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["IdxImages", "check_image", "image_batch", "pixels_of", "read_idx"]
-
-_MOST_IDX_BYTES = 4 << 30
+_MAX_IDX_BYTES = 4 << 30
 
 
 def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
-    """What is wrong with an image file, or None. Its size is looked at before anything is decoded."""
+    """What is wrong with an image file, or None. Its size is checked before anything is decoded."""
     from PIL import Image
 
     try:
@@ -56,15 +55,15 @@ def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, 
         if pixels.shape[2] == 1:
             return np.repeat(pixels, channels, axis=2)
     if not isinstance(image, Path):
-        return _decoded(Image.fromarray(image) if isinstance(image, np.ndarray) else image, size, channels)
+        return _decode(Image.fromarray(image) if isinstance(image, np.ndarray) else image, size, channels)
     try:
         with Image.open(image) as picture:
-            return _decoded(picture, size, channels)
+            return _decode(picture, size, channels)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise BadData(f"{image} cannot be decoded: {error}") from None
 
 
-def _decoded(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8]:
+def _decode(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
     picture = ImageOps.exif_transpose(picture)
@@ -95,20 +94,20 @@ def image_batch(
     ``shift`` moves an image by up to that many pixels each way, its edge repeated, and ``flip`` mirrors every second
     one, both decided by (seed, epoch, index) alone.
     """
-    which = [int(index) for index in indices]
-    pixels = np.stack([pixels_of(examples[index].image, size, channels) for index in which])
+    rows = [int(index) for index in indices]
+    pixels = np.stack([pixels_of(examples[index].image, size, channels) for index in rows])
     if shift or flip:
-        keys = np.asarray([stable_key("augment", seed, epoch, index) for index in which], dtype=np.uint64)
-        pixels = _moved(pixels, shift, flip, keys)
+        keys = np.asarray([stable_key("augment", seed, epoch, index) for index in rows], dtype=np.uint64)
+        pixels = _augment(pixels, shift, flip, keys)
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
     centre, spread = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
     return ((batch - centre) / spread).contiguous()
 
 
-def _moved(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Images (B, height, width, C) moved and mirrored as their keys say, all at once: places read outside are edges."""
+def _augment(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Shift and mirror images (B, height, width, C) as their keys say; pixels from outside repeat the edge."""
     n, height, width, _ = pixels.shape
-    down, right, mirrored = (bits_of(keys, place) for place in range(3))
+    down, right, mirrored = (bits_of(keys, index) for index in range(3))
     rows, columns = np.arange(height)[None], np.arange(width)[None].repeat(n, 0)
     if flip:
         columns = np.where(mirrored[:, None] % 2 == 1, width - 1 - columns, columns)
@@ -145,11 +144,9 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         if len(head) < 4 * magic[3]:
             raise BadData(f"{path} ends in its header")
         shape = struct.unpack(f">{magic[3]}I", head)
-        need = 1
-        for side in shape:
-            need *= side
-        if need > _MOST_IDX_BYTES:
-            raise BadData(f"{path} says it holds {need:,} bytes, more than {_MOST_IDX_BYTES:,}")
+        need = math.prod(shape)
+        if need > _MAX_IDX_BYTES:
+            raise BadData(f"{path} says it holds {need:,} bytes, more than {_MAX_IDX_BYTES:,}")
         content = file.read(need + 1)
     if len(content) != need:
         more = "more" if len(content) > need else f"{len(content):,}"

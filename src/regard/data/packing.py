@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from .hashing import integers, permutation, stable_key
 from .token_files import TokenFile
 
-__all__ = ["Blocks", "PackedRow", "PackedRows"]
-
 IGNORE = -100
 
 
@@ -26,12 +24,9 @@ class PackedRow:
     """One row of T tokens, or several."""
 
     tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    """The next token of the same document; −100 after its last one."""
-    documents: NDArray[np.int64]
-    """Which document of the row a token belongs to, from 0; −1 for padding."""
-    positions: NDArray[np.int64]
-    """Its place in that document's part of the row."""
+    targets: NDArray[np.int64]  # the next token of the same document; −100 after its last one
+    documents: NDArray[np.int64]  # which document of the row a token belongs to, from 0; −1 for padding
+    positions: NDArray[np.int64]  # its position in that document's part of the row
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,25 +55,25 @@ class PackedRows:
         """Row ``index`` of an epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"index={index} is not one of the {len(self)} rows of an epoch")
-        documents, ends = _laid_out(self, epoch if self.shuffle else 0)
-        shape = self.context
-        tokens, targets = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE, np.int64)
-        ids, positions = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
-        place, stop = index * shape, min((index + 1) * shape, int(ends[-1]))
-        which, filled, number = int(np.searchsorted(ends, place, side="right")), 0, 0
-        while place < stop:
+        documents, ends = _document_layout(self, epoch if self.shuffle else 0)
+        width = self.context
+        tokens, targets = np.full(width, self.pad_id, np.int64), np.full(width, IGNORE, np.int64)
+        document_ids, positions = np.full(width, -1, np.int64), np.zeros(width, np.int64)
+        offset, stop = index * width, min((index + 1) * width, int(ends[-1]))  # in the epoch's stream of tokens
+        which, filled, number = int(np.searchsorted(ends, offset, side="right")), 0, 0
+        while offset < stop:
             document = documents[which]
-            start, end = (int(self.file.starts[document + x]) for x in (0, 1))
-            skipped = place - (int(ends[which]) - (end - start))
-            n = min(end - start - skipped, stop - place)
-            here = slice(filled, filled + n)
-            piece = self.file.tokens[start + skipped : min(start + skipped + n + 1, end)].astype(np.int64)
-            tokens[here] = piece[:n]
-            targets[filled : filled + len(piece) - 1] = piece[1:]
-            ids[here], positions[here] = number, np.arange(n)
-            place, filled, which = place + n, filled + n, which + 1
+            start, end = int(self.file.starts[document]), int(self.file.starts[document + 1])
+            skipped = offset - (int(ends[which]) - (end - start))
+            n = min(end - start - skipped, stop - offset)
+            part = slice(filled, filled + n)
+            ids = self.file.tokens[start + skipped : min(start + skipped + n + 1, end)].astype(np.int64)
+            tokens[part] = ids[:n]
+            targets[filled : filled + len(ids) - 1] = ids[1:]
+            document_ids[part], positions[part] = number, np.arange(n)
+            offset, filled, which = offset + n, filled + n, which + 1
             number += n > 0
-        return PackedRow(tokens, targets, ids, positions)
+        return PackedRow(tokens, targets, document_ids, positions)
 
     def batch(self, epoch: int, indices: Iterable[int]) -> PackedRow:
         """Several rows of an epoch, each field (B, T)."""
@@ -88,15 +83,15 @@ class PackedRows:
 
 
 @lru_cache(maxsize=4)
-def _laid_out(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(documents in the order of the epoch, where each ends). Remembered, never needed."""
+def _document_layout(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(documents in the order of the epoch, where each ends); cached, because every row of the epoch needs it."""
     n = rows.file.n_documents
     documents = permutation(stable_key("documents", rows.seed, epoch), n) if rows.shuffle else np.arange(n)
     return documents, np.cumsum(np.diff(rows.file.starts)[documents])
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class TokenBlocks:
     """Blocks of ``context`` tokens out of one long row, documents or not."""
 
     tokens: NDArray[np.integer]
@@ -107,7 +102,7 @@ class Blocks:
             raise ValueError(f"context={self.context} needs more than {len(self.tokens)} tokens: each has a next one")
 
     def random(self, seed: int, step: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(tokens, targets), both (batch, context), at places that depend on (seed, step) alone."""
+        """(tokens, targets), both (batch, context), at positions that depend on (seed, step) alone."""
         key = stable_key("blocks", seed, step)
         return self._at(integers(key, np.arange(batch), len(self.tokens) - self.context))
 

@@ -1,11 +1,11 @@
-"""Held out by what is asked, not by chance: a hash of the source side decides, so all its answers go to one side."""
+"""Train and validation splits by a hash of the source side, so that all its targets go to one side."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from ..config import DataConfig
 from .examples import Example, ImageExample, Labelled, Pair, Text, key_of
 from .hashing import stable_key
 
-__all__ = ["Split", "firsts", "held_out", "hold_out_tail", "sha256_of"]
-
 
 @dataclass(frozen=True)
 class Split:
@@ -27,15 +25,15 @@ class Split:
     train_sha256: str
     valid_sha256: str
 
-    def document(self) -> dict[str, Any]:
-        return {"how": self.how, "train_sha256": self.train_sha256, "valid_sha256": self.valid_sha256}
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-def held_out(examples: Sequence[Example], options: DataConfig) -> NDArray[np.bool_]:
-    """Which examples are held out: those whose source side has a hash below valid_fraction · 2⁶⁴.
+def held_out_mask(examples: Sequence[Example], options: DataConfig) -> NDArray[np.bool_]:
+    """(n,) True for the examples held out: those whose source side has a hash below valid_fraction · 2⁶⁴.
 
-    With valid_rows, source sides are taken by rising hash until there are that many examples; where the last one taken
-    has several answers, a few more.
+    With valid_rows, source sides are taken by rising hash until there are that many examples; where the last one has
+    several targets, a few more.
     """
     hashes = np.fromiter(
         (stable_key("split", options.split_seed, key_of(x)) for x in examples), dtype=np.uint64, count=len(examples)
@@ -44,42 +42,39 @@ def held_out(examples: Sequence[Example], options: DataConfig) -> NDArray[np.boo
         return hashes < np.uint64(int(options.valid_fraction * (1 << 64)))
     if options.valid_rows >= len(examples):
         raise ValueError(f"valid_rows={options.valid_rows} leaves nothing of {len(examples)} examples to train on")
-    border = np.sort(hashes)[options.valid_rows - 1]
-    return hashes <= border
+    threshold = np.sort(hashes)[options.valid_rows - 1]
+    return hashes <= threshold
 
 
-def hold_out_tail(text: str, fraction: float) -> tuple[str, str]:
+def split_tail(text: str, fraction: float) -> tuple[str, str]:
     """The beginning and the end of one long document, which has no parts to hash."""
     cut = int(len(text) * (1 - fraction) + 1e-9)
     return text[:cut], text[cut:]
 
 
-def firsts(examples: Iterable[Example], how: str) -> list[int]:
-    """Where the first of each stands, of examples that are the same, or only ask the same."""
-    seen: set[bytes] = set()
-    kept: list[int] = []
-    for place, example in enumerate(examples):
-        key = hashlib.sha256(_asked(example) if how == "source" else _line(example)).digest()
-        if key not in seen:
-            seen.add(key)
-            kept.append(place)
-    return kept
+def first_occurrences(examples: Iterable[Example], how: str) -> list[int]:
+    """Indices of the examples that repeat no earlier one; with how="source", no earlier source side."""
+    first: dict[bytes, int] = {}
+    for index, example in enumerate(examples):
+        key = hashlib.sha256(_source_bytes(example) if how == "source" else _serialise(example)).digest()
+        first.setdefault(key, index)
+    return list(first.values())
 
 
 def sha256_of(examples: Iterable[Example]) -> str:
     """A hash of examples in their order; of images in files, their names and sizes."""
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(_line(example) + b"\n")
+        digest.update(_serialise(example) + b"\n")
     return digest.hexdigest()
 
 
-def _asked(example: Example) -> bytes:
+def _source_bytes(example: Example) -> bytes:
     key = key_of(example)
     return key if isinstance(key, bytes) else key.encode("utf-8", "surrogatepass")
 
 
-def _line(example: Example) -> bytes:
+def _serialise(example: Example) -> bytes:
     match example:
         case Pair(source, target):
             fields: list[Any] = [source, target]
@@ -90,5 +85,5 @@ def _line(example: Example) -> bytes:
         case ImageExample(image=Path() as path, captions=captions, label=label):
             fields = [path.name, path.stat().st_size, captions, label]
         case _:
-            fields = [hashlib.sha256(_asked(example)).hexdigest(), example.captions, example.label]
+            fields = [hashlib.sha256(_source_bytes(example)).hexdigest(), example.captions, example.label]
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -8,20 +8,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadData
-
-__all__ = ["TokenFile", "cached_tokens", "open_tokens", "write_atomically", "write_tokens"]
+from ..foundation.files import atomic_file, write_atomic
 
 _FORMAT = "regard-tokens-1"
 
@@ -30,10 +26,8 @@ _FORMAT = "regard-tokens-1"
 class TokenFile:
     """All documents one after the other."""
 
-    tokens: NDArray[Any]
-    """(n,) of uint16 or uint32, mapped from disk."""
-    starts: NDArray[np.int64]
-    """Where each document starts, and one past the end of the last."""
+    tokens: NDArray[Any]  # (n,) of uint16 or uint32, mapped from disk
+    starts: NDArray[np.int64]  # where each document starts, and one past the end of the last
     key: str = ""
 
     @property
@@ -42,7 +36,7 @@ class TokenFile:
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], vocab_size: int) -> TokenFile:
-        """The same in memory."""
+        """Documents in memory instead of on disk."""
         sizes = np.fromiter((len(x) for x in documents), dtype=np.int64, count=len(documents))
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         flat = (token for document in documents for token in document)
@@ -54,7 +48,7 @@ def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int
     dtype = _dtype(vocab_size)
     starts, digest = [0], hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(_beside(path, ".bin")) as file:
+    with atomic_file(_with_suffix(path, ".bin")) as file:
         for document in documents:
             ids = np.asarray(document, dtype=np.int64)
             if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
@@ -64,8 +58,8 @@ def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int
             file.write(raw)
             starts.append(starts[-1] + len(ids))
         # An old header beside new ids would be believed.
-        _beside(path, ".json").unlink(missing_ok=True)
-    write_atomically(_beside(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
+        _with_suffix(path, ".json").unlink(missing_ok=True)
+    write_atomic(_with_suffix(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
     header = {
         "format": _FORMAT,
         "dtype": np.dtype(dtype).name,
@@ -75,27 +69,27 @@ def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int
         "key": key,
         "sha256": digest.hexdigest(),
     }
-    write_atomically(_beside(path, ".json"), json.dumps(header, indent=1).encode())
+    write_atomic(_with_suffix(path, ".json"), json.dumps(header, indent=1).encode())
     return open_tokens(path)
 
 
 def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
     """Map the files of ``write_tokens``; ``verify`` also reads all ids and compares their hash."""
     try:
-        header = json.loads(_beside(path, ".json").read_bytes())
+        header = json.loads(_with_suffix(path, ".json").read_bytes())
         if header["format"] != _FORMAT or header["dtype"] not in ("uint16", "uint32"):
             raise BadData(f"{path}.json is no header of {_FORMAT}")
         dtype = np.dtype(header["dtype"]).newbyteorder("<")
         n, n_documents = int(header["tokens"]), int(header["documents"])
-        starts = np.frombuffer(_beside(path, ".starts.bin").read_bytes(), dtype="<i8")
-        size = _beside(path, ".bin").stat().st_size
+        starts = np.frombuffer(_with_suffix(path, ".starts.bin").read_bytes(), dtype="<i8")
+        size = _with_suffix(path, ".bin").stat().st_size
     except OSError as error:
         raise BadData(f"{path}: {error.filename} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(f"{path}.json is no header of {_FORMAT}: {error}") from None
     if size != n * dtype.itemsize or len(starts) != n_documents + 1 or starts[-1] != n or np.any(np.diff(starts) < 0):
         raise BadData(f"{path}.bin has {size:,} bytes, but its header says {n:,} tokens in {n_documents:,} documents")
-    tokens: NDArray[Any] = np.memmap(_beside(path, ".bin"), dtype=dtype, mode="r") if n else np.zeros(0, dtype)
+    tokens: NDArray[Any] = np.memmap(_with_suffix(path, ".bin"), dtype=dtype, mode="r") if n else np.zeros(0, dtype)
     if verify and hashlib.sha256(tokens.tobytes()).hexdigest() != header["sha256"]:
         raise BadData(f"{path}.bin does not have the hash its header says")
     return TokenFile(tokens, starts, str(header.get("key", "")))
@@ -112,35 +106,14 @@ def cached_tokens(
     key = hashlib.sha256(f"{source_sha256} {tokenizer_sha256}".encode()).hexdigest()
     path = folder / f"tokens-{key[:16]}"
     with contextlib.suppress(BadData):
-        found = open_tokens(path)
-        if found.key == key:
-            return found
+        cached = open_tokens(path)
+        if cached.key == key:
+            return cached
     return write_tokens(path, make(), vocab_size, key)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole file or none of it, also when power fails."""
-    with _replacing(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)  # mkstemp lets only its owner read
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)
+def _with_suffix(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 def _dtype(vocab_size: int) -> str:

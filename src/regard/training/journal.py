@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..data.token_files import write_atomically
+from ..foundation.files import write_atomic
 from ..foundation.plotting import INK, SOFT, style_panel
 from .console_display import format_count, format_duration
 
@@ -45,7 +45,7 @@ class MetricsFile:
             kept.append(line)
             self._remember(record)
         if (rest := b"".join(kept)) != content:
-            write_atomically(self.path, rest)
+            write_atomic(self.path, rest)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append; numbers that JSON does not know become null. What was said before a crash is not repeated."""
@@ -199,7 +199,7 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     _title(figure, metrics_jsonl, records)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", facecolor="white")
-    write_atomically(png, picture.getvalue())
+    write_atomic(png, picture.getvalue())
 
 
 def _points(records: Iterable[dict[str, Any]], name: str, *, evaluation: bool) -> Points:

@@ -202,8 +202,8 @@ def provenance(source: Source, command: Sequence[str], processes: int = 1) -> di
             "sha256": source.sha256,
             "train": len(source.train),
             "valid": len(source.valid),
-            "split": source.split.document(),
-            "lines": source.report.document(),
+            "split": source.split.to_dict(),
+            "lines": source.report.to_dict(),
         },
         "versions": {
             "regard": __version__,

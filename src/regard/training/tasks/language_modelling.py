@@ -13,7 +13,7 @@ import torch
 from ...config import ModelConfig
 from ...data.batching import BatchPlan, mask_tokens
 from ...data.examples import Example, Text
-from ...data.packing import Blocks, PackedRow, PackedRows
+from ...data.packing import PackedRow, PackedRows, TokenBlocks
 from ...data.token_files import TokenFile, cached_tokens
 from ...generation import generate
 from ...models import Model
@@ -108,8 +108,8 @@ class LanguageModel(Texts):
     """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
 
     @cached_property
-    def _blocks(self) -> Blocks:
-        return Blocks(self._train.tokens, self.context)
+    def _blocks(self) -> TokenBlocks:
+        return TokenBlocks(self._train.tokens, self.context)
 
     @property
     def ragged(self) -> bool:
@@ -137,7 +137,7 @@ class LanguageModel(Texts):
             return
         if len(file.tokens) < 2:  # nothing comes next
             return
-        blocks = Blocks(file.tokens, min(self.context, len(file.tokens) - 1))
+        blocks = TokenBlocks(file.tokens, min(self.context, len(file.tokens) - 1))
         for first in range(0, len(blocks), at_once):
             index = list(range(first, min(first + at_once, len(blocks))))
             yield index, _plain(*blocks.sequential(first, at_once))

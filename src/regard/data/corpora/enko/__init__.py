@@ -55,9 +55,10 @@ def realise(structure: Node) -> AlignedPair:
     """The pair of sentences that a structure says."""
     if structure.get("register") not in REGISTERS:
         raise ValueError(f"register={structure.get('register')!r} is not one of {', '.join(REGISTERS)}")
-    source, target = english_words(structure), korean_words(structure)
-    texts = (" ".join([word.text for word in words]) for words in (source, target))
-    return AlignedPair(*texts, *align(source, target), structure)
+    english, korean = english_words(structure), korean_words(structure)
+    source, target = (" ".join([word.text for word in words]) for words in (english, korean))
+    alignment, possible = align(english, korean)
+    return AlignedPair(source, target, alignment, possible, structure)
 
 
 class EnKo:

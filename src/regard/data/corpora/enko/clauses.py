@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...hashing import Draws
 from . import lexicon
 from .english import agreement
@@ -14,9 +16,16 @@ from .lexicon import ADJECTIVES, NAMES, NOUNS, PEOPLE, VERBS, Adjective, Noun, P
 
 _SURNAMES, _TITLES, _NUMERALS = tuple(lexicon.SURNAMES), tuple(lexicon.TITLES), tuple(lexicon.NUMERALS)
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(lexicon.DEGREES), tuple(lexicon.FREQUENCIES), tuple(lexicon.RELATIONS)
+# Of a hundred clauses, those below each limit are activities of that frame.
+_ACTIVITY_SHARES: tuple[tuple[int, lexicon.Frame], ...] = (
+    (38, "transitive"),
+    (52, "intransitive"),
+    (61, "motion"),
+    (69, "ditransitive"),
+)
 _PRONOUNS = ("I", "I", "I", "we", "he", "she", "they")
-_OTHERS = ("me", "us", "him", "her", "them")
-_SUBJECT_OF = {"me": "I", "us": "we", "him": "he", "her": "she", "them": "they"}
+_OBJECT_PRONOUNS = ("I", "we", "he", "she", "they")  # in the subject form, as nodes have them
+_TRAVEL_VERBS = ("go to", "come to", "return to", "arrive at", "visit")
 # math, the moon, my mother: an adjective before them would say more than it means.
 _UNDESCRIBED = frozenset({"bare", "unique", "kin"})
 _UNCOUNTABLE = frozenset({"mass", "bare", "unique", "plural", "nocount"})
@@ -161,19 +170,19 @@ class Phrases:
     def other(self, subject: Node | None, *, titles: bool = True) -> Node:
         """Somebody to whom something is done: not the subject again, not a pronoun that could be."""
         roll = self.draws.below(100)
-        own = {part.get("noun") for part in subject.get("and", (subject,))} if subject else set()
+        subjects = {part.get("noun") for part in subject.get("and", (subject,))} if subject else set()
         if roll < 16:
-            pronoun = _SUBJECT_OF[self.draws.choice(_OTHERS)]
-            if not own & ({"I", "we"} if pronoun in ("I", "we") else {pronoun}):
+            pronoun = self.draws.choice(_OBJECT_PRONOUNS)
+            if not subjects & ({"I", "we"} if pronoun in ("I", "we") else {pronoun}):
                 return {"noun": pronoun}
         if roll < 40:
             name = self.draws.choice(NAMES)
-            if name not in own:
+            if name not in subjects:
                 return {"noun": name}
         if roll < 52 and titles:
             return self.title()
         name = self.draws.choice(PEOPLE)
-        while name in own or (not titles and "hon" in NOUNS[name].tags):
+        while name in subjects or (not titles and "hon" in NOUNS[name].tags):
             name = self.draws.choice(PEOPLE)
         return self.common(name, definite=True, plain=True)
 
@@ -198,14 +207,9 @@ class Clauses(Phrases):
     def any_clause(self, *, embedded: bool = False) -> Node:
         """A clause of any kind."""
         roll = self.draws.below(100)
-        if roll < 38:
-            return self.activity(self.draws.choice(lexicon.FRAMES["transitive"]), embedded=embedded)
-        if roll < 52:
-            return self.activity(self.draws.choice(lexicon.FRAMES["intransitive"]), embedded=embedded)
-        if roll < 61:
-            return self.activity(self.draws.choice(lexicon.FRAMES["motion"]), embedded=embedded)
-        if roll < 69:
-            return self.activity(self.draws.choice(lexicon.FRAMES["ditransitive"]), embedded=embedded)
+        for limit, frame in _ACTIVITY_SHARES:
+            if roll < limit:
+                return self.activity(self.draws.choice(lexicon.FRAMES[frame]), embedded=embedded)
         if roll < 88:
             return self.description(self.draws.choice(lexicon.PREDICATIVE), embedded=embedded)
         if roll < 91:
@@ -223,27 +227,26 @@ class Clauses(Phrases):
         definite = embedded or "state" in verb.marks
         clause: Node = {"predicate": verb.key}
         if verb.frame == "intransitive":
-            clause["subject"] = subject or self.subject_of(
-                verb, definite=definite, pronouns=not embedded, plain=embedded
-            )
+            pronouns = not embedded
+            clause["subject"] = subject or self.subject_of(verb, definite=definite, pronouns=pronouns, plain=embedded)
         else:
             target = self._object(verb, embedded)
             clause["subject"] = subject or self._doer(verb, target, definite, embedded)
             clause["object"] = target if target is not None else self.other(clause["subject"])
             if verb.frame == "ditransitive":
                 clause["to"] = self.other(clause["subject"])
-        self._when(clause, verb)
+        self._add_tense(clause, verb)
         if not embedded:
-            self._around(clause, verb)
+            self._add_modifiers(clause, verb)
         elif "state" not in verb.marks:
             if "not" not in clause and clause.get("aspect") not in ("must", "want") and self.draws.chance(0.15):
-                self._adverb(clause, verb)
-            self._time(clause, 0.1)
+                self._add_adverb(clause, verb)
+            self._add_time(clause, 0.1)
             clause.pop("front", None)
         return clause
 
     def _object(self, verb: Verb, embedded: bool) -> Node | None:
-        """The object; None stands for a name or pronoun that has to wait for the subject."""
+        """The object; None stands for a name or pronoun, which is drawn after the subject."""
         if verb.takes_people and verb.key != "bite" and self.draws.chance(0.3):
             return None
         name = self.noun_for(verb.key)
@@ -257,12 +260,7 @@ class Clauses(Phrases):
         if verb.frame == "transitive" and not embedded and self.draws.chance(0.05) and not verb.takes_people:
             second = self.draws.choice(verb.nouns)
             if second != name:
-                return {
-                    "and": [
-                        self.common(name, definite=True, plain=True),
-                        self.common(second, definite=True, plain=True),
-                    ]
-                }
+                return {"and": [self.common(noun, definite=True, plain=True) for noun in (name, second)]}
         return node
 
     def _doer(self, verb: Verb, target: Node | None, definite: bool, embedded: bool) -> Node:
@@ -272,13 +270,13 @@ class Clauses(Phrases):
             return self.common(self.draws.choice(doers), definite=definite, plain=embedded)
         singular = verb.key == "become"
         subject = self.person(definite=definite or singular, pronouns=not embedded, plain=embedded or singular)
-        while self._same(subject, target) or (singular and agreement(subject) == "they"):
+        while self._is_same(subject, target) or (singular and agreement(subject) == "they"):
             subject = self.person(definite=True, pronouns=not embedded, plain=embedded or singular)
         return subject
 
     @staticmethod
-    def _same(subject: Node, target: Node | None) -> bool:
-        """Nobody does it to himself here: that would need a reflexive."""
+    def _is_same(subject: Node, target: Node | None) -> bool:
+        """Whether the target is the subject itself: that would need a reflexive, which this grammar lacks."""
         if target is None:
             return False
         return target.get("noun") in [part["noun"] for part in subject.get("and", (subject,))]
@@ -288,9 +286,8 @@ class Clauses(Phrases):
         subject = subject or self.subject_of(adjective, definite=True, pronouns=not embedded, plain=True)
         subject.pop("adjective", None)
         clause: Node = {"subject": subject, "predicate": adjective.key}
-        clause["tense"] = (
-            self.draws.choice(("past", "present")) if "lasting" in adjective.marks else self._tense("present")
-        )
+        lasting = "lasting" in adjective.marks
+        clause["tense"] = self.draws.choice(("past", "present")) if lasting else self._tense("present")
         if not embedded and adjective.key in lexicon.COMPARABLE and "noun" in subject and self.draws.chance(0.2):
             other = self.subject_of(adjective, definite=True, pronouns=False, plain=True)
             if other["noun"] != subject["noun"] and clause["tense"] != "future":
@@ -300,7 +297,7 @@ class Clauses(Phrases):
             if degree in ("very", "really") or adjective.key in lexicon.COMPLAINTS:
                 clause["degree"] = degree
         if "mood" in adjective.marks:
-            self._time(clause, 0.25)
+            self._add_time(clause, 0.25)
         return clause
 
     def identity(self, *, embedded: bool = False) -> Node:
@@ -320,13 +317,9 @@ class Clauses(Phrases):
         roll = self.draws.below(10)
         if roll < 6:
             subject = self.person(pronouns=not embedded, plain=True)
-            where: Node = {"of": self._spot(lexicon.PERSON_PLACES)}
+            where: Node = {"of": self._definite_one_of(lexicon.PERSON_PLACES)}
         else:
-            subject = self.common(
-                self.draws.choice(lexicon.SMALL_THINGS if roll < 8 else lexicon.SMALL_ANIMALS),
-                definite=True,
-                plain=True,
-            )
+            subject = self._definite_one_of(lexicon.SMALL_THINGS if roll < 8 else lexicon.SMALL_ANIMALS)
             where = self._beside()
         clause: Node = {"subject": subject, "predicate": "be at", "where": where}
         clause["tense"] = self.draws.choice(("past", "present", "present"))
@@ -343,33 +336,25 @@ class Clauses(Phrases):
             (lexicon.ANIMALS, lexicon.ANIMAL_PLACES),
             (lexicon.GROUPS, lexicon.PERSON_PLACES),
         )
-        names, spots = self.draws.choice(kinds)
+        names, places = self.draws.choice(kinds)
         name = self.draws.choice(names)
         subject: Node = {"noun": name} if "plural" in NOUNS[name].tags else {"noun": name, "det": "a"}
         if NOUNS[name].counter and "det" in subject and self.draws.chance(0.6):
             subject = {"noun": name, "number": self.draws.choice((2, 3, 4, 5, 10))}
-        clause: Node = {
-            "subject": subject,
-            "predicate": "exist",
-            "tense": self.draws.choice(("past", "present", "present")),
-        }
-        clause["where"] = {"of": self._spot(spots)} if spots else self._beside()
-        return clause
+        tense = self.draws.choice(("past", "present", "present"))
+        where = {"of": self._definite_one_of(places)} if places else self._beside()
+        return {"subject": subject, "predicate": "exist", "tense": tense, "where": where}
 
-    def _spot(self, spots: tuple[str, ...]) -> Node:
-        return self.common(self.draws.choice(spots), definite=True, plain=True)
+    def _definite_one_of(self, nouns: Sequence[str]) -> Node:
+        return self.common(self.draws.choice(nouns), definite=True, plain=True)
 
     def _beside(self) -> Node:
         """Where something small is: on, under, behind, next to, in front of or inside something larger."""
         relation = self.draws.choice(_RELATIONS)
-        things = (
-            lexicon.CONTAINERS
-            if relation == "inside"
-            else lexicon.TOPS
-            if relation in ("on", "under")
-            else lexicon.LANDMARKS
-        )
-        return {"relation": relation, "of": self.common(self.draws.choice(things), definite=True, plain=True)}
+        if relation == "inside":
+            return {"relation": relation, "of": self._definite_one_of(lexicon.CONTAINERS)}
+        things = lexicon.TOPS if relation in ("on", "under") else lexicon.LANDMARKS
+        return {"relation": relation, "of": self._definite_one_of(things)}
 
     def weather(self) -> Node:
         """It rains, it will snow; the weather is warm."""
@@ -378,7 +363,7 @@ class Clauses(Phrases):
             if clause["tense"] == "present" and self.draws.chance(0.6):
                 clause["aspect"] = "progressive"
             elif not self._negate(clause, clause["predicate"], 0.2):
-                self._time(clause, 0.4)
+                self._add_time(clause, 0.4)
             return clause
         sky = self.draws.choice(lexicon.WEATHER_ADJECTIVES)
         return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky.key, "tense": self._tense("past")}
@@ -388,7 +373,7 @@ class Clauses(Phrases):
     def _tense(self, likely: str) -> str:
         return self.draws.choice(("past", "present", "future", likely))
 
-    def _when(self, clause: Node, verb: Verb) -> None:
+    def _add_tense(self, clause: Node, verb: Verb) -> None:
         """Tense, aspect and negation of an activity or a state."""
         clause["tense"] = self._tense("past")
         roll = self.draws.below(100)
@@ -399,21 +384,21 @@ class Clauses(Phrases):
             clause["aspect"] = "progressive"
         elif roll < 27 and human and not verb.marks & {"thetic", "quick"} and clause["tense"] != "future":
             clause["aspect"] = ("can", "want", "must")[roll % 3]
-        if self._ambiguous(clause, agreement(clause["subject"])):
+        if self._is_tense_ambiguous(clause, agreement(clause["subject"])):
             clause["tense"] = "past"
         asserted = "asserted" in verb.marks and clause.get("aspect") != "can"
-        if clause.get("aspect") != "must" and not self._counted(clause) and not asserted:
+        if clause.get("aspect") != "must" and not self._has_numeral(clause) and not asserted:
             self._negate(clause, verb.key, 0.18)
 
     @staticmethod
-    def _ambiguous(clause: Node, agrees: str) -> bool:
+    def _is_tense_ambiguous(clause: Node, agrees: str) -> bool:
         """`I read` and `I cut` do not say whether it is over: they are taken as past."""
         verb = VERBS[clause["predicate"]]
         same = verb.past == verb.english and agrees != "he"
         return same and clause["tense"] == "present" and "aspect" not in clause
 
     @staticmethod
-    def _counted(clause: Node) -> bool:
+    def _has_numeral(clause: Node) -> bool:
         return any(isinstance(clause.get(part, {}).get("number"), int) for part in ("subject", "object"))
 
     def _negate(self, clause: Node, predicate: str, probability: float) -> bool:
@@ -426,31 +411,27 @@ class Clauses(Phrases):
         clause["not"] = "short" if short and not (first_person and with_be) else "long"
         return True
 
-    def _around(self, clause: Node, verb: Verb) -> None:
+    def _add_modifiers(self, clause: Node, verb: Verb) -> None:
         """Manner or frequency, then company, tool, place and time, few at once."""
         free = "not" not in clause and clause.get("aspect") not in ("must", "want")
         if free and self.draws.chance(0.35):
-            self._adverb(clause, verb)
+            self._add_adverb(clause, verb)
         roll = self.draws.below(100)
         if roll < 10 and "company" in verb.marks and "animal" not in _tags(clause["subject"]):
             if clause.get("manner") != "alone":
                 clause["companion"] = self.other(clause["subject"])
         elif roll < 22 and verb.tools and "not" not in clause and "animal" not in _tags(clause["subject"]):
             clause["tool"] = {"noun": self.draws.choice(verb.tools), "det": "a"}
-        elif (
-            roll < 22
-            and verb.key in ("go to", "come to", "return to", "arrive at", "visit")
-            and "place" in _tags(clause["object"])
-        ):
+        elif roll < 22 and verb.key in _TRAVEL_VERBS and "place" in _tags(clause["object"]):
             far = "city" in _tags(clause["object"])
             clause["tool"] = {"noun": self.draws.choice(lexicon.LONG_RIDES if far else lexicon.SHORT_RIDES)}
         elif roll < 40 and verb.places:
             place = self.draws.choice(verb.places)
             clause["place"] = {"noun": place} if "bare" in NOUNS[place].tags else {"noun": place, "det": "the"}
         if "state" not in verb.marks and verb.key != "become":
-            self._time(clause, 0.35)
+            self._add_time(clause, 0.35)
 
-    def _adverb(self, clause: Node, verb: Verb) -> None:
+    def _add_adverb(self, clause: Node, verb: Verb) -> None:
         if not verb.manners:
             return
         manner = self.draws.choice(verb.manners)
@@ -461,7 +442,7 @@ class Clauses(Phrases):
         elif "aspect" not in clause and clause["tense"] != "future":
             clause["frequency"] = self.draws.choice(_FREQUENCIES)
 
-    def _time(self, clause: Node, probability: float) -> None:
+    def _add_time(self, clause: Node, probability: float) -> None:
         if "frequency" in clause or not self.draws.chance(probability):
             return
         tense, aspect = clause["tense"], clause.get("aspect")

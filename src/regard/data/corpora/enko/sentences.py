@@ -134,7 +134,7 @@ class Embedding(Clauses):
         lasts = VERBS[clause["predicate"]].marks.isdisjoint(("state", "quick"))
         if lasts and clause["tense"] == "present" and self.draws.chance(0.5):
             clause["aspect"] = "progressive"
-        if self._ambiguous(clause, agreement(node if clause["gap"] == "subject" else clause["subject"])):
+        if self._is_tense_ambiguous(clause, agreement(node if clause["gap"] == "subject" else clause["subject"])):
             clause["tense"] = "past"
         plain = "aspect" not in clause and clause["tense"] != "future"
         if plain and not VERBS[clause["predicate"]].marks & {"state", "asserted"} and self.draws.chance(0.12):
@@ -148,7 +148,7 @@ class Embedding(Clauses):
             known = predicates_of(node["noun"], "intransitive", "train")
             return {"gap": "subject", "predicate": self.draws.choice(known)} if known else None
         target = self._object(verb, embedded=True) or self.other(node)
-        if self._same(node, target) or verb.frame == "ditransitive":
+        if self._is_same(node, target) or verb.frame == "ditransitive":
             return None
         return {"gap": "subject", "predicate": verb.key, "object": target}
 
@@ -223,7 +223,7 @@ class Sentences(Embedding):
         subject = {"noun": "I"} if self.draws.chance(0.35) else self.person(plain=True)
         tense = "past" if verb in ("say that", "hear that") else "present"
         content = self._content(verb)
-        while self._same(content["subject"], subject) if "subject" in content else False:
+        while self._is_same(content["subject"], subject) if "subject" in content else False:
             content = self._content(verb)
         clause: Node = {"subject": subject, "predicate": verb, "tense": tense, "content": content}
         if verb in ("think that", "know that", "believe that") and self.draws.chance(0.15):
@@ -287,7 +287,7 @@ class Sentences(Embedding):
         """A deed by somebody who is not the subject before, and cannot be taken for it."""
         while True:
             deed = self.deed(tense, verb=verb, pronouns=False)
-            if "subject" not in first or not self._same(deed["subject"], first["subject"]):
+            if "subject" not in first or not self._is_same(deed["subject"], first["subject"]):
                 return deed
 
     def _who_is_said_again(self, join: str) -> Node:

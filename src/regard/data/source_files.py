@@ -1,0 +1,369 @@
+"""Which files the name of a source means, and what they hold: a file, two, a folder with its parts, or hf:name.
+
+Format and columns are detected from a file's name and its first lines; every guess can be overridden by an option.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import DataConfig, Format, Kind
+from ..errors import BadData, RegardError
+from ..foundation.suggestions import did_you_mean
+from .corpora import CORPORA
+from .examples import ReadReport, Text
+from .images import read_idx
+from .table_files import (
+    Row,
+    Schema,
+    cells_of,
+    csv_records,
+    read_caption_json,
+    read_csv,
+    read_jsonl,
+    read_lines,
+    read_parallel,
+    read_texts,
+    read_tsv,
+    stem_of,
+    suffix_of,
+)
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_BY_SUFFIX: dict[str, Format] = {
+    ".tsv": "tsv",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "captions",
+}
+_SAMPLE_ROWS = 1000
+_COLUMN_NAMES: dict[str, tuple[str, ...]] = {
+    "source": ("source", "src", "input", "english", "en"),
+    "target": ("target", "tgt", "output", "translation"),
+    "text": ("text", "document", "sentence", "review", "content"),
+    "label": ("label", "class", "sentiment", "category"),
+    "image": ("image", "file", "filename", "file_name", "path"),
+    "caption": ("caption", "captions"),
+}
+_COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
+    "captions": ("image", "caption"),
+    "images": ("image", "label"),
+    "labelled": ("text", "label"),
+    "pairs": ("source", "target"),
+    "text": ("text",),
+}
+
+
+def detect_format(path: Path) -> Format:
+    """By the suffix; .txt and unknown ones are a table where every early line has the same number of tabs."""
+    if (by_suffix := _BY_SUFFIX.get(suffix_of(path))) is not None:
+        return by_suffix
+    if "idx3-ubyte" in path.name or "idx4-ubyte" in path.name:
+        return "idx"
+    lines = [line for _, line in islice(read_lines(path, ReadReport(), DataConfig()), 50) if line]
+    tabs = {line.count("\t") for line in lines}
+    return "tsv" if len(tabs) == 1 and tabs != {0} else "text"
+
+
+def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
+    """Which columns are what."""
+    if form == "jsonl":
+        return _jsonl_schema(path, options)
+    rows = _sample(path, form)
+    if not rows:
+        return Schema(options.kind or "pairs", options.columns or (0, 1), header=False, width=None)
+    named = any(isinstance(column, str) for column in options.columns or ())
+    keys = [cell.strip() for cell in rows[0]]
+    guess = None if options.columns is not None else schema_of_keys(keys, options.kind)
+    header = options.header if options.header is not None else named or (guess is not None and len(keys) > 1)
+    if header and guess is not None:
+        return guess
+    body = rows[1:] if header else rows
+    if options.columns is not None:
+        return Schema(options.kind or _guess_kind(body, keys, options.columns, header), options.columns, header)
+    width = len(rows[0])
+    if width == 1 and options.kind in (None, "text"):
+        return Schema("text", (0,), header, 1)
+    if width != 2:
+        hint = "say which to take: columns=0,1 or their names"
+        raise ValueError(f"{path} has {width} columns and none is named as expected; {hint}")
+    kind = options.kind or _guess_kind(body, keys, (0, 1), header, any_order=True)
+    first_is_label = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2])
+    return Schema(kind, (1, 0) if first_is_label else (0, 1), header, 2)
+
+
+def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
+    """The columns by their names; None where the names are not known."""
+    lower = {key.lower(): key for key in keys}
+    for candidate, wanted in _COLUMNS_OF.items():
+        if kind not in (None, candidate):
+            continue
+        names = [next((lower[name] for name in _COLUMN_NAMES[what] if name in lower), None) for what in wanted]
+        if all(name is not None for name in names):
+            return Schema(candidate, tuple(name for name in names if name is not None), header=True)
+    return None
+
+
+def _jsonl_schema(path: Path, options: DataConfig) -> Schema:
+    keys: list[str] = []
+    for _, line in islice(read_lines(path, ReadReport(), options), 50):
+        try:
+            record: Any = json.loads(line or "")
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            both = record.get("translation")
+            keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(record)
+            break
+    if options.columns is not None:
+        return _schema_of_columns(options.columns, options.kind)
+    if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
+        return Schema("pairs", tuple(keys), header=True)
+    if (guess := schema_of_keys(keys, options.kind)) is None:
+        raise ValueError(f"{path} has the fields {', '.join(keys) or 'none'}; say which to take: columns=a,b")
+    return guess
+
+
+def _schema_of_columns(columns: tuple[str | int, ...], kind: Kind | None) -> Schema:
+    guess = schema_of_keys([str(column) for column in columns], kind)
+    return Schema(kind or (guess.kind if guess else "text" if len(columns) == 1 else "pairs"), columns, header=True)
+
+
+def _sample(path: Path, form: Format) -> list[list[str]]:
+    options, report = DataConfig(), ReadReport()
+    if form == "csv":
+        records = (cells for _, cells in csv_records(path, report, options))
+    else:
+        lines = read_lines(path, report, options)
+        records = (None if line is None else line.split("\t") for _, line in lines)
+    return [cells for cells in islice(records, _SAMPLE_ROWS) if cells is not None]
+
+
+def _guess_kind(
+    body: list[list[str]], keys: list[str], columns: tuple[str | int, ...], header: bool, any_order: bool = False
+) -> Kind:
+    """Image names make captions or labelled images, few different values labels; anything else is a pair.
+
+    Columns that were asked for stand in their order, the label second; others may have it first.
+    """
+    if len(columns) == 1:
+        return "text"
+    if header and (guess := schema_of_keys([str(x) if isinstance(x, str) else keys[x] for x in columns], None)):
+        return guess.kind
+    indices = [x if isinstance(x, int) else keys.index(x) for x in columns if x in keys or isinstance(x, int)]
+    cells = [[row[index] for index in indices] for row in body if len(row) > max(indices, default=0)]
+    if len(indices) < 2 or not cells:
+        return "pairs"
+    first, second = [row[0] for row in cells], [row[1] for row in cells]
+    if all(cell.lower().endswith(IMAGE_SUFFIXES) for cell in first[:20]):
+        return "images" if _are_classes(second) else "captions"
+    return "labelled" if _are_classes(second) or (any_order and _are_classes(first)) else "pairs"
+
+
+def _are_classes(values: list[str]) -> bool:
+    """Whether these are classes: one or two words, and each several times."""
+    distinct = set(values)
+    short = all(len(x) <= 40 and len(x.split()) <= 2 for x in distinct)
+    return short and len(values) >= 4 and len(distinct) <= min(100, max(2, len(values) // 4))
+
+
+# ------------------------------------------------------------------------------------------------ names to files
+
+_TRAIN, _VALID = ("train", "training"), ("valid", "val", "validation", "dev")
+_TABLES = (".tsv", ".csv", ".jsonl", ".json", ".ndjson")
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Files that belong together, and what they hold."""
+
+    form: Format
+    kind: Kind
+    paths: tuple[Path, ...] = ()
+    schema: Schema | None = None
+    images: Path | None = None
+    labels: tuple[str, ...] | None = None
+    idx: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None
+    table: Any = None  # the rows of a Hugging Face dataset
+    valid: SourceFiles | None = None  # the held-out part, where the source has one
+
+
+def find_source_files(name: str, options: DataConfig) -> SourceFiles:
+    """The files that the name of a source means."""
+    if name.startswith("hf:"):
+        return _from_hugging_face(name, options)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(path, options)
+    if path.is_file():
+        return _from_file(path, options)
+    parts = [Path(part.strip()).expanduser() for part in name.split(",")]
+    if len(parts) == 2 and all(part.is_file() for part in parts):
+        return SourceFiles("parallel", "pairs", tuple(parts))
+    missing = next((part for part in parts if not part.is_file()), path)
+    hint = did_you_mean(name, CORPORA) or f"; embedded corpora are {', '.join(CORPORA)}"
+    raise BadData(f"source={name!r}: there is no file {missing}{hint}")
+
+
+def _from_file(path: Path, options: DataConfig) -> SourceFiles:
+    form = options.format or detect_format(path)
+    match form:
+        case "text":
+            return SourceFiles("text", "text", (path,))
+        case "idx":
+            return _from_idx(path)
+        case "captions":
+            return SourceFiles("captions", "captions", (path,), images=_image_folder(path, options))
+        case "tsv" | "csv" | "jsonl":
+            schema = detect_schema(path, form, options)
+            pictures = schema.kind in ("captions", "images")
+            images = _image_folder(path, options) if pictures else None
+            return SourceFiles(form, schema.kind, (path,), schema, images)
+    raise ValueError(f"format={form!r} is not one of a single file, which {path} is")
+
+
+def _image_folder(path: Path, options: DataConfig) -> Path:
+    if options.images is not None:
+        return Path(options.images).expanduser()
+    return path.parent / "images" if (path.parent / "images").is_dir() else path.parent
+
+
+def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
+    """IDX files; train and valid tables; parallel files told by their endings; folders of images; documents."""
+    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    if idx := [file for file in files if "idx3-ubyte" in file.name or "idx4-ubyte" in file.name]:
+        return _from_idx_folder(path, idx)
+    train, valid = ([file for file in files if stem_of(file).lower() in names] for names in (_TRAIN, _VALID))
+    if train:
+        train_files = _from_parts(path, train, options)
+        return replace(train_files, valid=_from_parts(path, valid, options, train_files) if valid else None)
+    classes = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and _has_image(folder)]
+    if classes and options.kind in (None, "images"):
+        return SourceFiles("folder", "images", (path,), images=path, labels=tuple(folder.name for folder in classes))
+    documents = tuple(file for file in files if suffix_of(file) == ".txt")
+    if documents:
+        return SourceFiles("text", "text", documents)
+    raise BadData(f"{path} has neither train files, nor folders of images, nor .txt documents")
+
+
+def _from_parts(path: Path, files: list[Path], options: DataConfig, like: SourceFiles | None = None) -> SourceFiles:
+    """The files of one part of a folder; ``like`` is the training part, whose columns the other part shares."""
+    tables = [file for file in files if suffix_of(file) in _TABLES]
+    if tables:
+        table = _from_file(tables[0], options)
+        if like is not None and table.kind == like.kind:
+            return replace(table, schema=like.schema or table.schema)
+        return table
+    if len(files) == 1:
+        return _from_file(files[0], options)
+    endings = {suffix_of(file).removeprefix("."): file for file in files}
+    wanted = options.columns or (tuple(endings) if len(endings) == 2 else None)
+    if wanted is None or len(wanted) != 2 or any(str(ending) not in endings for ending in wanted):
+        hint = f"say which two: columns={','.join(list(endings)[:2])}"
+        raise ValueError(f"{path} has files ending in {', '.join(endings)}, columns={options.columns}; {hint}")
+    return SourceFiles("parallel", "pairs", tuple(endings[str(ending)] for ending in wanted))
+
+
+def _has_image(folder: Path) -> bool:
+    return any(file.suffix.lower() in IMAGE_SUFFIXES for file in folder.iterdir())
+
+
+def _from_idx(images: Path) -> SourceFiles:
+    labels = images.with_name(images.name.replace("images-idx3", "labels-idx1").replace("images-idx4", "labels-idx1"))
+    if not labels.is_file() or labels == images:
+        raise BadData(f"{images} has no file of labels beside it; {labels.name} was looked for")
+    pixels, numbers = read_idx(images), read_idx(labels)
+    if numbers.ndim != 1 or pixels.ndim not in (3, 4) or len(pixels) != len(numbers):
+        raise BadData(f"{images} has shape {pixels.shape}, but {labels} has {numbers.shape}")
+    return SourceFiles("idx", "images", (images, labels), idx=(pixels, numbers))
+
+
+def _from_idx_folder(path: Path, files: list[Path]) -> SourceFiles:
+    train = [file for file in files if file.name.startswith(_TRAIN)]
+    valid = [file for file in files if file.name.startswith(_VALID)]
+    if len(train) != 1:
+        raise BadData(f"{path} has {len(train)} files train-images-idx3-ubyte; one is needed")
+    return replace(_from_idx(train[0]), valid=_from_idx(valid[0]) if valid else None)
+
+
+def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row | Text]:
+    """The rows of a source, one after the other."""
+    if files.table is not None:
+        assert files.schema is not None
+        yield from _table_rows(files, files.schema, report)
+        return
+    readers = {"tsv": read_tsv, "csv": read_csv, "jsonl": read_jsonl}
+    match files.form:
+        case "tsv" | "csv" | "jsonl":
+            assert files.schema is not None
+            yield from readers[files.form](files.paths[0], files.schema, report, options)
+        case "parallel":
+            yield from read_parallel(files.paths, report, options)
+        case "captions":
+            yield from read_caption_json(files.paths[0], report, options)
+        case "text":
+            for path in files.paths:
+                yield from read_texts(path, report, options)
+        case "folder":
+            yield from _folder_rows(files, report)
+
+
+def _folder_rows(files: SourceFiles, report: ReadReport) -> Iterator[Row]:
+    """One folder for each class."""
+    for label in files.labels or ():
+        for number, file in enumerate(sorted((files.paths[0] / label).iterdir()), start=1):
+            if file.suffix.lower() in IMAGE_SUFFIXES:
+                report.n_read += 1
+                yield Row(file, number, (f"{label}/{file.name}", label))
+
+
+def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
+    """``hf:name`` or ``hf:name:configuration``, through the ``datasets`` library."""
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError:
+        raise RegardError(f"{name} is read by datasets, which is not installed: pip install 'regard[data]'") from None
+    repository, _, configuration = name.removeprefix("hf:").partition(":")
+    splits = library.load_dataset(repository, configuration or None)
+    train = next((splits[x] for x in _TRAIN if x in splits), None)
+    if train is None:
+        raise BadData(f"{name} has the splits {', '.join(splits)}, none of them to train on")
+    keys = list(train.features)
+    if "translation" in keys:
+        languages = options.columns or tuple(train[0]["translation"])[:2]
+        schema: Schema | None = Schema("pairs", tuple(f"translation.{x}" for x in languages), header=True)
+    elif options.columns is not None:
+        schema = _schema_of_columns(options.columns, options.kind)
+    else:
+        schema = schema_of_keys(keys, options.kind)
+    if schema is None:
+        raise ValueError(f"{name} has the columns {', '.join(keys)}; say which to take: columns=a,b")
+    labels = None
+    if schema.kind in ("labelled", "images"):
+        names = getattr(train.features[str(schema.columns[1])], "names", None)
+        labels = None if names is None else tuple(names)
+    valid = next((splits[x] for x in _VALID if x in splits), None)
+    files = SourceFiles("hf", schema.kind, (Path(name),), schema, labels=labels, table=train)
+    return files if valid is None else replace(files, valid=replace(files, table=valid))
+
+
+def _table_rows(files: SourceFiles, schema: Schema, report: ReadReport) -> Iterator[Row]:
+    names = files.labels or ()
+    for number, record in enumerate(files.table, start=1):
+        report.n_read += 1
+        cells = cells_of(record, schema, files.paths[0], number, report)
+        if cells is None:
+            continue
+        if names and cells[1].isdigit() and int(cells[1]) < len(names):  # such tables number their classes
+            cells = (cells[0], names[int(cells[1])])
+        yield Row(files.paths[0], number, cells)

@@ -1,0 +1,296 @@
+"""Readers of text files: one for each way examples are written down, each a stream of rows with their line numbers.
+
+Tables (TSV, CSV, JSONL) give the chosen columns; parallel files a line of each; captions come as JSON or as a table.
+UTF-8, with or without a byte order mark; lines end in \\n or \\r\\n; .gz is unpacked while reading; memory is one line.
+No line, however long or broken, stops the reader: it is recorded in the report.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import unicodedata
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, zip_longest
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ..config import DataConfig, Kind
+from ..errors import BadData
+from .examples import ReadReport, Text
+
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_BOM = b"\xef\xbb\xbf"
+
+
+def suffix_of(path: Path) -> str:
+    """``.tsv`` of pairs.tsv and of pairs.tsv.gz."""
+    return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
+
+
+def stem_of(path: Path) -> str:
+    """``train`` of train.tsv and of train.tsv.gz."""
+    return path.name.removesuffix(".gz").rsplit(".", 1)[0]
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked where it is .gz; what cannot be read is a BadData."""
+    try:
+        with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise BadData(f"{path} is not a whole gzip file: {error}") from None
+    except OSError as error:
+        raise BadData(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def read_lines(
+    path: Path, report: ReadReport, options: DataConfig, *, ends: bool = False, max_chars: int | None = None
+) -> Iterator[tuple[int, str | None]]:
+    """(number from 1, line); None for a line recorded as bad, so that parallel files stay side by side.
+
+    ``ends`` keeps the end of a line, as one \\n; ``max_chars`` overrides that of the options.
+    """
+    max_chars = max_chars or options.max_chars
+    max_bytes = 4 * max_chars + 8  # a character has at most four bytes
+    with open_bytes(path) as file:
+        for number in count(1):
+            raw = file.readline(max_bytes)
+            if not raw:
+                return
+            report.n_read += 1
+            if number == 1:
+                if raw.startswith(_UTF16):
+                    raise BadData(f"{path} is UTF-16; UTF-8 is needed")
+                raw = raw.removeprefix(_BOM)
+            ended = raw.endswith(b"\n")
+            size = len(raw) if ended or len(raw) < max_bytes - len(_BOM) else len(raw) + _skip_line(file)
+            line = _decode_line(raw, size, max_chars, path, number, report, options.normalise)
+            yield number, line + "\n" if ends and ended and line is not None else line
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    """Read past the rest of a line without holding it; its number of bytes."""
+    size = 0
+    while rest := file.readline(1 << 20):
+        size += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return size
+
+
+def _decode_line(
+    raw: bytes, size: int, max_chars: int, path: Path, number: int, report: ReadReport, normalise: str
+) -> str | None:
+    """The text of a line of ``size`` bytes, of which ``raw`` are the first; None where it is recorded as bad."""
+    if size > len(raw):
+        report.add_bad(path, number, "line too long", f"{size:,} bytes, more than max_chars={max_chars}")
+        return None
+    raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        report.add_bad(path, number, "invalid UTF-8", f"byte 0x{raw[error.start]:02x} at {error.start}")
+        return None
+    if len(text) > max_chars:
+        report.add_bad(path, number, "line too long", f"{len(text):,} characters, more than max_chars={max_chars}")
+        return None
+    if "\0" in text:
+        report.add_bad(path, number, "a NUL character", "the file may not be text")
+        return None
+    if normalise == "NFC" and not unicodedata.is_normalized("NFC", text):
+        report.n_normalised += 1
+        text = unicodedata.normalize("NFC", text)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The cells of the chosen columns, with their file and line."""
+
+    file: Path
+    line: int
+    cells: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Which columns of a table to take and what they are."""
+
+    kind: Kind
+    columns: tuple[str | int, ...]
+    header: bool = False
+    width: int | None = None  # columns that every line must have; None: enough for the chosen ones
+
+
+def read_tsv(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """Cells between tabs; nothing is quoted or escaped."""
+    lines = read_lines(path, report, options)
+    records = ((number, None if line is None else line.split("\t")) for number, line in lines)
+    return _select_columns(path, records, schema, report)
+
+
+def read_csv(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """Comma-separated, or by semicolons where the first line has more of them; quoted cells may hold line ends."""
+    return _select_columns(path, csv_records(path, report, options), schema, report)
+
+
+def csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
+    numbers: list[int] = []  # of the lines of the current record
+
+    def lines() -> Iterator[str]:
+        for number, line in read_lines(path, report, options, ends=True):
+            if line is not None:
+                numbers.append(number)
+                yield line
+
+    with open_bytes(path) as file:
+        first = file.readline(65536)
+    reader = csv.reader(lines(), delimiter=";" if first.count(b";") > first.count(b",") else ",", strict=True)
+    while True:
+        numbers.clear()
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            report.add_bad(path, numbers[0], "malformed CSV", str(error))
+            yield numbers[0], None
+            continue
+        yield numbers[0], record or [""]
+
+
+def _select_columns(
+    path: Path, records: Iterator[tuple[int, list[str] | None]], schema: Schema, report: ReadReport
+) -> Iterator[Row]:
+    indices: list[int] = []
+    width = schema.width
+    if schema.header:
+        names = [name.strip() for name in next(records, (0, None))[1] or []]
+        report.n_read -= 1
+        indices, width = [_column_index(path, names, column) for column in schema.columns], len(names)
+    else:
+        for column in schema.columns:
+            if not isinstance(column, int):
+                raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
+            indices.append(column)
+    for number, cells in records:
+        if cells is None:
+            continue
+        if (width is not None and len(cells) != width) or len(cells) <= max(indices):
+            need = max(indices) + 1 if width is None else width
+            report.add_bad(path, number, "wrong column count", f"{len(cells)} instead of {need}")
+            continue
+        yield Row(path, number, tuple(cells[index].strip() for index in indices))
+
+
+def _column_index(path: Path, names: list[str], column: str | int) -> int:
+    if isinstance(column, int) and column < len(names):
+        return column
+    if column not in names:
+        raise ValueError(f"columns has {column!r}, but {path} has the columns {', '.join(names)}")
+    return names.index(str(column))
+
+
+def read_jsonl(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """One JSON object a line; a column is a key, or keys with dots between them."""
+    for number, line in read_lines(path, report, options):
+        if line is None:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            report.add_bad(path, number, "not JSON", str(error))
+            continue
+        if (cells := cells_of(record, schema, path, number, report)) is not None:
+            yield Row(path, number, cells)
+
+
+def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadReport) -> tuple[Any, ...] | None:
+    """The columns of a record; None where one is missing or no text, which is recorded as bad."""
+    cells = []
+    for column in schema.columns:
+        value = record
+        for key in str(column).split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is None:
+            report.add_bad(path, number, "missing field", repr(column))
+            return None
+        if isinstance(value, bool | int | float):
+            value = str(int(value)) if isinstance(value, bool) else str(value)
+        many = isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+        if isinstance(value, dict | list) and not many:
+            report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
+            return None
+        cells.append(value.strip() if isinstance(value, str) else tuple(value) if many else value)
+    return tuple(cells)
+
+
+def read_parallel(paths: Sequence[Path], report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """Line i of one file belongs to line i of the other, so files of different lengths are refused in any case."""
+    source, target = paths
+    n_source = n_target = 0
+    lines = (read_lines(path, report, options) for path in (source, target))
+    for left, right in zip_longest(*lines, fillvalue=(0, "")):
+        n_source, n_target = max(n_source, left[0]), max(n_target, right[0])
+        if n_source == n_target and left[1] is not None and right[1] is not None:
+            yield Row(source, left[0], (left[1].strip(), right[1].strip()))
+    if n_source != n_target:
+        raise BadData(f"{source} has {n_source:,} lines and {target} has {n_target:,}, so they are not parallel")
+    report.n_read -= n_target  # a pair of lines is one
+
+
+def read_texts(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Text]:
+    """A file as one document, or one a line, or one for each stretch without a blank line; spaces stay as they are."""
+    by_line = options.documents == "line"
+    max_chars = options.max_chars if by_line else 100 * options.max_chars  # many documents are a single long line
+    lines = read_lines(path, report, options, ends=True, max_chars=max_chars)
+    if by_line:
+        yield from (Text(line.removesuffix("\n")) for _, line in lines if line is not None and line.strip())
+        return
+    current: list[str] = []
+    for _, line in lines:
+        if line is None:
+            continue
+        if options.documents == "blank" and not line.strip():
+            if current:
+                yield Text("".join(current))
+            current = []
+            continue
+        current.append(line)
+    if any(line.strip() for line in current):
+        yield Text("".join(current))
+
+
+def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """``{image: caption(s)}``, a list of ``{"image", "caption(s)"}``, or COCO's images and annotations."""
+    with open_bytes(path) as file:
+        try:
+            content = json.loads(file.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise BadData(f"{path} is not JSON: {error}") from None
+    for number, (image, captions) in enumerate(_caption_items(path, content), start=1):
+        report.n_read += 1
+        texts = [captions] if isinstance(captions, str) else captions
+        if not isinstance(image, str) or not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):
+            report.add_bad(path, number, "no image with its captions", f"entry {number}")
+            continue
+        yield from (Row(path, number, (image, text.strip())) for text in texts)
+
+
+def _caption_items(path: Path, content: Any) -> list[tuple[Any, Any]]:
+    match content:
+        case {"images": list(images), "annotations": list(annotations)}:
+            names = {image["id"]: image["file_name"] for image in images if {"id", "file_name"} <= image.keys()}
+            return [(names.get(note.get("image_id")), note.get("caption")) for note in annotations]
+        case dict():
+            return list(content.items())
+        case list():
+            records = [item if isinstance(item, dict) else {} for item in content]
+            return [(x.get("image", x.get("file_name")), x.get("captions", x.get("caption"))) for x in records]
+    raise BadData(f"{path} holds {type(content).__name__}; images with captions are an object or a list")
