@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.experiments.table import Row, aligned
+from regard.experiments.benchmarking import TableRow, format_table
 
 N_NEW, N_SOURCE, VOCAB = 64, 32, 32000
 CASES = {
@@ -248,8 +248,11 @@ def main() -> int:
     else:
         names = options.only.split(",")
         speeds = [[f"{result[case]['tokens_per_second'][name]:,.0f}" for case in cases] for name in names]
-        table = [Row("tokens/s", cases, ""), *(Row(name, speed, "") for name, speed in zip(names, speeds, strict=True))]
-        print(aligned(table), end="\n\n")
+        table = [
+            TableRow("tokens/s", cases, ""),
+            *(TableRow(name, speed, "") for name, speed in zip(names, speeds, strict=True)),
+        ]
+        print(format_table(table), end="\n\n")
     passed = True
     for case in cases:
         for name, ratio in result[case]["ratios"].items():

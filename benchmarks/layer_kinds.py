@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import MultiHeadAttention
-from regard.experiments.costs.amounts import count_text
-from regard.experiments.fit import exponent
-from regard.experiments.table import Row, aligned
+from regard.experiments.benchmarking import TableRow, fit_exponent, format_table
+from regard.experiments.cost_report import format_count
 
 KERNEL = 3
 
@@ -67,24 +66,28 @@ def table(rows: list[dict[str, float | str]], lengths: list[int], widths: list[i
     found = {(row["kind"], row["d"], row["T"]): row for row in rows}
     blocks = []
     for width in widths:
-        lines = [Row(f"d = {width}", [f"{kind}, ms" for kind in kinds] + [f"{kind}, op" for kind in kinds], "fastest")]
+        lines = [
+            TableRow(f"d = {width}", [f"{kind}, ms" for kind in kinds] + [f"{kind}, op" for kind in kinds], "fastest")
+        ]
         for length in lengths:
             here = [found[kind, width, length] for kind in kinds]
             times = [f"{1e3 * float(row['seconds']):.3f}" for row in here]
             fastest = str(min(here, key=lambda row: float(row["seconds"]))["kind"])
-            lines.append(Row(f"  T = {length}", times + [count_text(float(row["flops"])) for row in here], fastest))
-        blocks.append(aligned(lines))
-    powers = [Row("time grows as", ["T^, measured", "T^, operations", "d^, measured"], "steps that wait")]
+            lines.append(
+                TableRow(f"  T = {length}", times + [format_count(float(row["flops"])) for row in here], fastest)
+            )
+        blocks.append(format_table(lines))
+    powers = [TableRow("time grows as", ["T^, measured", "T^, operations", "d^, measured"], "steps that wait")]
     for kind in kinds:
         wide, long = widths[-1], lengths[-1]
-        by_length = exponent(lengths, [float(found[kind, wide, t]["seconds"]) for t in lengths])
-        counted = exponent(lengths, [float(found[kind, wide, t]["flops"]) for t in lengths])
-        by_width = exponent(widths, [float(found[kind, d, long]["seconds"]) for d in widths])
+        by_length = fit_exponent(lengths, [float(found[kind, wide, t]["seconds"]) for t in lengths])
+        counted = fit_exponent(lengths, [float(found[kind, wide, t]["flops"]) for t in lengths])
+        by_width = fit_exponent(widths, [float(found[kind, d, long]["seconds"]) for d in widths])
         steps = "T" if kind == "recurrent" else "1"
         powers.append(
-            Row(f"  {kind}", ["-" if p is None else f"{p:.2f}" for p in (by_length, counted, by_width)], steps)
+            TableRow(f"  {kind}", ["-" if p is None else f"{p:.2f}" for p in (by_length, counted, by_width)], steps)
         )
-    return "\n\n".join([*blocks, aligned(powers)])
+    return "\n\n".join([*blocks, format_table(powers)])
 
 
 def numbers(text: str) -> list[int]:

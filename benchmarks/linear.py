@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 
-from regard.experiments.contenders import Setup
-from regard.experiments.fit import crossing, exponent
-from regard.experiments.measure import Children
-from regard.experiments.table import Row, aligned
+from regard.experiments.bench_attention import BenchJob, Setup, measure_contender
+from regard.experiments.benchmarking import TableRow, crossing_length, fit_exponent, format_table
+from regard.experiments.sweep_runner import LocalRunner
 
 NAMES = ("sdpa", "linear", "performer")
 
@@ -21,14 +19,13 @@ NAMES = ("sdpa", "linear", "performer")
 def measure(lengths: list[int], rounds: int, backward: bool) -> dict[str, list[float]]:
     """Best seconds of each at each length, the contenders taking turns."""
     best = {name: [float("inf")] * len(lengths) for name in NAMES}
-    with Children("regard.experiments.contenders") as children:
+    with LocalRunner() as runner:
         for at, length in enumerate(lengths):
             print(f"length {length:,}", file=sys.stderr, flush=True)
             for _ in range(rounds):
                 for name in NAMES:
-                    setup = asdict(Setup(length, backward=backward))
-                    call = "regard.experiments.contenders:measure_cell"
-                    answer = children.call(call, name=name, setup=setup, enough_s=0.2)
+                    job = BenchJob(name, Setup(length, backward=backward), enough_s=0.2)
+                    answer = runner.submit(measure_contender, job).result()
                     best[name][at] = min(best[name][at], answer["seconds"])
     return best
 
@@ -44,18 +41,22 @@ def main() -> int:
     direction = "forward and backward" if options.backward else "forward"
     print(f"causal, 8 heads of width 64, fp32, {direction}; time in ms\n")
     rows = [
-        Row(name, [f"{s * 1e3:,.2f}" for s in times], f"T^{power:.2f}" if (power := exponent(lengths, times)) else "–")
+        TableRow(
+            name,
+            [f"{s * 1e3:,.2f}" for s in times],
+            f"T^{power:.2f}" if (power := fit_exponent(lengths, times)) else "–",
+        )
         for name, times in best.items()
     ]
-    print(aligned([Row("", [f"{length:,}" for length in lengths], "grows like"), *rows]), end="\n\n")
+    print(format_table([TableRow("", [f"{length:,}" for length in lengths], "grows like"), *rows]), end="\n\n")
     for name in NAMES[1:]:
-        at = crossing(lengths, best[name], best["sdpa"])
+        at = crossing_length(lengths, best[name], best["sdpa"])
         if at is None:
             print(f"{name} is not faster than sdpa up to length {lengths[-1]:,}")
         else:
             times = best["sdpa"][-1] / best[name][-1]
             print(f"{name} is faster than sdpa from length {at:,.0f} on; {times:.1f}× at {lengths[-1]:,}")
-    won = crossing(lengths, best["linear"], best["sdpa"]) is not None
+    won = crossing_length(lengths, best["linear"], best["sdpa"]) is not None
     print(f"{'PASS' if won else 'FAIL'}  causal linear attention beats sdpa from some length on")
     return 0 if won else 1
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from regard.config import ModelConfig, TrainConfig
-from regard.experiments.costs.live import LiveBytes, saved_bytes
-from regard.experiments.costs.memory import TrainingMemory, training_memory
-from regard.experiments.costs.parameters import weights_of
-from regard.experiments.costs.pieces import Setting
+from regard.experiments.benchmarking import LiveBytes, saved_bytes
+from regard.experiments.flops_estimate import parameter_groups
+from regard.experiments.memory_estimate import Setting, TrainingMemory, training_memory
 from regard.models import Model
 from regard.models.build import build
 from regard.models.flops import source_places
@@ -367,7 +366,7 @@ def main() -> None:
             continue
         if device.type == "cpu":
             setting = Setting(**{**vars(setting), "workspace": 0})
-        expected = training_memory(config, weights_of(config), setting)
+        expected = training_memory(config, parameter_groups(config), setting)
         row = {"name": name, "setting": vars(setting), "model": config.model_dump(exclude_defaults=True)}
         try:
             if device.type == "cuda":

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 
 import torch
 
 from regard.attention.attend import prepare
 from regard.attention.frame import Frame
 from regard.attention.masks import BlockPlan, Mask, causal, everything
-from regard.experiments.contenders import Setup, sparse_mask
-from regard.experiments.measure import Children
-from regard.experiments.table import Row, aligned
+from regard.experiments.bench_attention import BenchJob, Setup, measure_contender, sparse_mask
+from regard.experiments.benchmarking import TableRow, format_table
+from regard.experiments.sweep_runner import LocalRunner
 
 LEAST_SPEED_UP = 5.0
 PATTERNS = ("window", "strided", "bigbird")
@@ -48,13 +47,13 @@ def allowed_share(name: str, length: int) -> float:
 def measure(length: int, rounds: int, backward: bool) -> dict[str, float]:
     """Best seconds of each, the contenders taking turns."""
     best = dict.fromkeys(RUNS, float("inf"))
-    with Children("regard.experiments.contenders") as children:
+    with LocalRunner() as runner:
         for n in range(rounds):
             for name, (contender, is_causal) in RUNS.items():
                 print(f"round {n + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                setup = asdict(Setup(length, causal=is_causal, backward=backward))
-                call = "regard.experiments.contenders:measure_cell"
-                answer = children.call(call, name=contender, setup=setup, enough_s=0.5, most_runs=5)
+                setup = Setup(length, causal=is_causal, backward=backward)
+                job = BenchJob(contender, setup, enough_s=0.5, most_runs=5)
+                answer = runner.submit(measure_contender, job).result()
                 best[name] = min(best[name], answer["seconds"])
     return best
 
@@ -71,9 +70,9 @@ def main() -> int:
         best = measure(options.length, options.rounds, backward)
         direction = "forward and backward" if backward else "forward"
         print(f"\nlength {setup.length:,}, {setup.n_heads} heads of width {setup.d_head}, fp32, {direction}\n")
-        head = Row("", ["allowed", "computed", "blocks", "time, ms", "claimed", "measured"], "over causal")
+        head = TableRow("", ["allowed", "computed", "blocks", "time, ms", "claimed", "measured"], "over causal")
         rows = [
-            Row(
+            TableRow(
                 name,
                 [
                     f"{allowed_share(name, setup.length):.1%}",
@@ -87,7 +86,7 @@ def main() -> int:
             )
             for name, seconds in best.items()
         ]
-        print(aligned([head, *rows]), end="\n\n")
+        print(format_table([head, *rows]), end="\n\n")
         for peer in ("full", "causal"):
             speed_up = best[peer] / best["window"]
             reached &= speed_up >= LEAST_SPEED_UP

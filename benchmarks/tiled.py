@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from regard.experiments.contenders import CONTENDERS, Setup
-from regard.experiments.measure import Children
-from regard.experiments.table import Row, aligned
+from regard.experiments.bench_attention import CONTENDERS, BenchJob, Setup, measure_contender
+from regard.experiments.benchmarking import TableRow, format_table
+from regard.experiments.sweep_runner import LocalRunner
 
 MOST_MIB = 512
 MOST_TIMES_SDPA = {"sdpa": None, "tiled": 2.0, "tiled+t5": 3.0}
@@ -31,12 +31,11 @@ def measure(setup: Setup, rounds: int) -> tuple[dict[str, Best], int]:
     """The best of each contender, and the number of threads."""
     best = {name: Best() for name in MOST_TIMES_SDPA}
     threads = 0
-    with Children("regard.experiments.contenders") as children:
+    with LocalRunner() as runner:
         for n in range(rounds):
             for name, found in best.items():
                 print(f"round {n + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                call = "regard.experiments.contenders:measure_cell"
-                answer = children.call(call, name=name, setup=asdict(setup), enough_s=0.0)
+                answer = runner.submit(measure_contender, BenchJob(name, setup, enough_s=0.0)).result()
                 found.seconds = min(found.seconds, answer["seconds"])
                 found.peak_bytes = max(found.peak_bytes, answer["peak_bytes"])
                 threads = answer["threads"]
@@ -68,14 +67,14 @@ def main() -> int:
         f"CPU threads: {threads}\none matrix of scores or weights would hold {one_matrix:,.0f} MiB\n"
     )
     rows = [
-        Row(
+        TableRow(
             CONTENDERS[name].title,
             [f"{found.seconds:,.2f}", f"{found.seconds / best['sdpa'].seconds:.2f}×"],
             f"{found.peak_bytes / 2**20:,.0f}",
         )
         for name, found in best.items()
     ]
-    print(aligned([Row("", ["time, s", "of sdpa"], "peak growth, MiB"), *rows]))
+    print(format_table([TableRow("", ["time, s", "of sdpa"], "peak growth, MiB"), *rows]))
     print()
     for sentence, reached in verdicts(best):
         print(f"{'PASS' if reached else 'FAIL'}  {sentence}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -49,6 +50,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return Measured(asked)
 
     module.bench_attention = bench_attention
+    module.choose_contenders = importlib.import_module(module.__name__).choose_contenders
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("REGARD_DEBUG", raising=False)
     return module

@@ -29,8 +29,9 @@ from regard.cli import completing
 from regard.config import MIXERS, ModelConfig, mixers
 from regard.config.overrides import parse_overrides
 from regard.errors import BadModelFile, UsageError
-from regard.experiments.ablations import ablate, ablation
-from regard.experiments.contenders import Setup, choose, ready
+from regard.experiments import ablate
+from regard.experiments.ablations import ablation
+from regard.experiments.bench_attention import Setup, build_run, choose_contenders
 from regard.generation import generate
 from regard.models import Decoder
 from regard.text.processor import Processor
@@ -158,9 +159,9 @@ def test_the_explorer_shows_it(model: Decoder) -> None:
 def test_cost_and_bench_know_it(model: Decoder) -> None:
     dot = regard.build("gpt2", **SIZES, vocab_size=model.config.vocab_size)
     assert model.n_parameters == dot.n_parameters + 2 * 4
-    (contender,) = choose(["cosine"])
+    (contender,) = choose_contenders(["cosine"])
     assert contender.grows == 2
-    ready("cosine", Setup(length=40, n_heads=2, d_head=8, backward=True))()
+    build_run("cosine", Setup(length=40, n_heads=2, d_head=8, backward=True))()
 
 
 @pytest.mark.slow
@@ -174,8 +175,8 @@ def test_the_shoot_out_has_a_row_for_it(cosine: Path) -> None:
     assert "cosine" in [cell.name for cell in sweep.cells]
     fewer = [cell for cell in sweep.cells if cell.name in ("cosine", "fourier")]
     report = ablate(replace(sweep, cells=tuple(fewer)), out=cosine / "out", jobs=1)
-    assert report["cosine"].n_done == report["fourier"].n_done == 1, report.document()["cells"]
-    row = next(cell for cell in report.document()["cells"] if cell["name"] == "cosine")
+    assert report["cosine"].n_done == report["fourier"].n_done == 1, report.to_dict()["cells"]
+    row = next(cell for cell in report.to_dict()["cells"] if cell["name"] == "cosine")
     assert row["step_ms"] > 0
     assert row["parameters"] == report.base.mean_of("parameters") + 2
     assert "cosine" in (cosine / "out" / "table.md").read_text(encoding="utf-8")

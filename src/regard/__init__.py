@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
     from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
     from .experiments import ablate
-    from .experiments.costs import Cost, cost
+    from .experiments.cost import Cost, cost
     from .generation import caption, classify
     from .generation.stream import stream
     from .generation.texts import generate, translate
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Each name's room, imported when the name is first asked for: `import regard` stays light.
 _ROOMS = {
     "AttentionMap": "attention",
-    "Cost": "experiments.costs",
+    "Cost": "experiments.cost",
     "Frame": "attention",
     "Look": "lens",
     "Model": "models",
@@ -48,7 +48,7 @@ _ROOMS = {
     "build": "models",
     "caption": "generation",
     "classify": "generation",
-    "cost": "experiments.costs",
+    "cost": "experiments.cost",
     "explain": "attention",
     "export": "export",
     "generate": "generation",

@@ -14,11 +14,18 @@ import regard
 from regard.cli import main
 from regard.config import MIXERS, mixers
 from regard.errors import UsageError
-from regard.experiments.ablate_file import read_grid
-from regard.experiments.ablations import AXES, SWEEPS, ablation, listing
-from regard.experiments.scaling import passed, predicted_scaled, predicted_unscaled, scaling
-from regard.experiments.sweep import Sweep, settings
-from regard.experiments.token_by_token import loss_token_by_token
+from regard.experiments.ablations import (
+    AXES,
+    SWEEPS,
+    ablation,
+    jacobian_norm,
+    list_ablations,
+    measure_scaling,
+    predicted_scaled,
+    predicted_unscaled,
+)
+from regard.experiments.sweep_cell import token_by_token_loss
+from regard.experiments.sweep_spec import Sweep, read_grid, settings
 from regard.models.build import build
 from regard.training.loss import Batch, Objective, shifted
 
@@ -46,7 +53,7 @@ def test_every_cell_is_a_config_that_differs_from_the_base(name: str) -> None:
 def test_the_thirteen_axes_are_there() -> None:
     wanted = "heads d_k d_ff depth size dropout positions norm residual attention mask label-smoothing warmup"
     assert set(AXES) == set(wanted.split())
-    assert set(listing()) >= {*AXES, "paper", "scaling"}
+    assert set(list_ablations()) >= {*AXES, "paper", "scaling"}
     assert set(AXES) <= set(SWEEPS)
 
 
@@ -126,8 +133,8 @@ def test_from_the_command_line_and_from_python_to_one_table(tmp_path: Path, caps
     assert no_mask["name"] == "no mask"
     assert {"train_loss", "valid_loss", "loss_token_by_token", "bleu", "test_bleu"} <= set(no_mask["metrics"])
     again = regard.ablate(out, report_only=True)
-    assert again.document()["cells"] == document["cells"]
-    assert "no mask writes" in again.table()
+    assert again.to_dict()["cells"] == document["cells"]
+    assert "no mask writes" in again.to_text()
 
 
 # ------------------------------------------------------------------------------------- a grid of one's own
@@ -225,7 +232,7 @@ def test_the_loss_token_by_token_is_the_ordinary_one_where_the_future_is_hidden(
     batch = Batch((source, read), wanted, {"source_keep": source != 0})
     with torch.no_grad():
         whole = float(Objective(model).eval()(batch))
-        total, count = loss_token_by_token(model, batch)
+        total, count = token_by_token_loss(model, batch)
     assert count == batch.n_targets == 13
     assert (abs(total - whole) < 1e-3) == causal
 
@@ -236,11 +243,11 @@ def test_the_loss_token_by_token_is_the_ordinary_one_where_the_future_is_hidden(
 def test_what_passes_is_the_norm_of_the_jacobian() -> None:
     p = torch.tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]], dtype=torch.float64)
     jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    torch.testing.assert_close(passed(p), jacobian.flatten(1).norm(dim=1))
+    torch.testing.assert_close(jacobian_norm(p), jacobian.flatten(1).norm(dim=1))
 
 
 def test_saturation_as_predicted(tmp_path: Path) -> None:
-    found = scaling(tmp_path, widths=(4, 64, 4096), n_keys=64, n_queries=600)
+    found = measure_scaling(tmp_path, widths=(4, 64, 4096), n_keys=64, n_queries=600)
     by_width = {scaled.d_k: (scaled, plain) for scaled, plain in found.pairs()}
     for scaled, _ in by_width.values():
         assert scaled.passed == pytest.approx(predicted_scaled(64), rel=0.05)
@@ -251,7 +258,7 @@ def test_saturation_as_predicted(tmp_path: Path) -> None:
     assert plain.saturated > 0.8
     assert by_width[4][1].predicted is None
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    assert "without" in found.table()
+    assert "without" in found.to_text()
 
 
 def test_the_asymptote_falls_with_the_root_of_the_width() -> None:

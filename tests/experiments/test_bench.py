@@ -19,11 +19,17 @@ import torch
 
 from regard.errors import RegardError
 from regard.experiments import bench_attention as bench
-from regard.experiments.contenders import CONTENDERS, Setup, choose, ready, sparse_mask
-from regard.experiments.figure import COLOURS, spread
-from regard.experiments.fit import crossing, exponent
-from regard.experiments.measure import Children, available_memory, measure
-from regard.experiments.table import Row, aligned
+from regard.experiments.bench_attention import CONTENDERS, Setup, build_run, choose_contenders, sparse_mask
+from regard.experiments.benchmarking import (
+    TableRow,
+    available_memory,
+    crossing_length,
+    fit_exponent,
+    format_table,
+    measure,
+)
+from regard.experiments.sweep_figures import BENCH_COLOURS, spread_heights
+from regard.experiments.sweep_runner import LocalRunner
 
 LENGTHS = [64, 128]
 SMALL: dict[str, Any] = {"lengths": LENGTHS, "n_heads": 2, "d_head": 16}
@@ -35,35 +41,35 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, 3.25])
 def test_the_exponent_of_a_power_law_is_exact(power: float) -> None:
     lengths = [128, 300, 1024, 5000]
-    found = exponent(lengths, [7e-3 * t**power for t in lengths])
+    found = fit_exponent(lengths, [7e-3 * t**power for t in lengths])
     assert found == pytest.approx(power, abs=1e-12)
 
 
 def test_the_exponent_is_that_of_the_longest_lengths() -> None:
     lengths = [1, 10, 100, 1000, 10_000]
     values = [9e3, 9e3, *(float(t**2) for t in lengths[2:])]
-    assert exponent(lengths, values) == pytest.approx(2)
-    assert exponent(lengths[::-1], values[::-1]) == pytest.approx(2)
-    assert exponent(lengths, values, longest=5) == pytest.approx(1.04, abs=0.05)
+    assert fit_exponent(lengths, values) == pytest.approx(2)
+    assert fit_exponent(lengths[::-1], values[::-1]) == pytest.approx(2)
+    assert fit_exponent(lengths, values, longest=5) == pytest.approx(1.04, abs=0.05)
 
 
 @pytest.mark.parametrize(("lengths", "values"), [([], []), ([8], [1.0]), ([8, 8], [1.0, 2.0]), ([8, 16], [0.0, 1.0])])
 def test_without_two_lengths_there_is_no_exponent(lengths: list[int], values: list[float]) -> None:
-    assert exponent(lengths, values) is None
+    assert fit_exponent(lengths, values) is None
 
 
 def test_where_two_power_laws_cross() -> None:
     lengths = [100, 200, 400, 800, 1600]
     slow, fast = [t**2 / 300 for t in lengths], [float(t) for t in lengths]
-    assert crossing(lengths, fast, slow) == pytest.approx(300)
-    assert crossing(lengths, slow, fast) is None
-    assert crossing(lengths[2:], fast[2:], slow[2:]) == 400
-    assert crossing([], [], []) is None
+    assert crossing_length(lengths, fast, slow) == pytest.approx(300)
+    assert crossing_length(lengths, slow, fast) is None
+    assert crossing_length(lengths[2:], fast[2:], slow[2:]) == 400
+    assert crossing_length([], [], []) is None
 
 
 def test_a_lucky_short_length_is_no_crossing() -> None:
     """What counts is from where on it stays faster."""
-    at = crossing([1, 2, 4, 8], [1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 6.0])
+    at = crossing_length([1, 2, 4, 8], [1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 6.0])
     assert at is not None
     assert 4 < at < 8
 
@@ -78,33 +84,56 @@ def hold(mib: int) -> int:
     return ours.peak_bytes
 
 
-def fail() -> None:
+def fail(_: None) -> None:
     raise ValueError("length=0 is too short")
 
 
-def die() -> None:
+def die(_: None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def pid(_: None) -> int:
+    return os.getpid()
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
-    with Children("regard.experiments.contenders") as ready:
+def runner() -> Iterator[LocalRunner]:
+    with LocalRunner() as ready:
         yield ready
 
 
-def test_a_child_sees_the_memory_of_its_own_work_and_of_nothing_before(children: Children) -> None:
+def test_a_child_sees_the_memory_of_its_own_work_and_of_nothing_before(runner: LocalRunner) -> None:
     for mib in (200, 40, 120):
-        held = children.call(f"{__name__}:hold", mib=mib) / 2**20
+        held = runner.submit(hold, mib).result() / 2**20
         assert mib <= held + 2
         assert held < mib + 8
 
 
-def test_what_goes_wrong_in_a_child_is_told_and_the_next_one_works(children: Children) -> None:
+def test_what_goes_wrong_in_a_child_is_told_and_the_next_one_works(runner: LocalRunner) -> None:
     with pytest.raises(RegardError, match="ValueError: length=0 is too short"):
-        children.call(f"{__name__}:fail")
+        runner.submit(fail, None).result()
     with pytest.raises(RegardError, match="ended with exit status -9"):
-        children.call(f"{__name__}:die")
-    assert children.call("os:getpid") != children.call("os:getpid")
+        runner.submit(die, None).result()
+    assert runner.submit(pid, None).result() != runner.submit(pid, None).result()
+
+
+def test_a_child_that_takes_too_long_is_ended(runner: LocalRunner) -> None:
+    start = time.monotonic()
+    with pytest.raises(RegardError, match=r"longer than max_seconds=0\.2"):
+        runner.submit(time.sleep, 60, 0.2).result()
+    assert time.monotonic() - start < 30
+
+
+def test_a_child_has_the_variables_of_its_caller(runner: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGARD_TRY", "1")
+    assert runner.submit(environment, "REGARD_TRY").result() == "1"
+    monkeypatch.delenv("REGARD_TRY")
+    assert runner.submit(environment, "REGARD_TRY").result() is None
+    assert runner.submit(environment, "PYTHONPATH").result() == os.environ.get("PYTHONPATH")
 
 
 def wait(file: str) -> None:
@@ -113,17 +142,22 @@ def wait(file: str) -> None:
 
 
 def test_who_stops_asking_leaves_no_process_behind(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    asking = f"import sys; sys.path[:] = {sys.path!r}\nfrom regard.experiments.measure import Children\n"
-    asking += f"with Children('regard.experiments.contenders') as c: c.call('{__name__}:wait', file={str(file)!r})"
-    asker = subprocess.Popen([sys.executable, "-c", asking], stderr=subprocess.PIPE, text=True)
+    """The script has no main guard: a child does not run it again."""
+    file, script = tmp_path / "pid", tmp_path / "asking.py"
+    script.write_text(
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        f"from {__name__} import wait\n"
+        "from regard.experiments.sweep_runner import LocalRunner\n"
+        f"with LocalRunner() as runner: runner.submit(wait, {str(file)!r}).result()\n"
+    )
+    asker = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
     while not (file.exists() and file.read_text()):
         assert asker.poll() is None, asker.communicate()[1]
         time.sleep(0.05)
     asker.send_signal(signal.SIGINT)
     said = asker.communicate(timeout=90)[1]
     assert said.count("KeyboardInterrupt") == 1
-    for _ in range(100):  # the fork was killed with its server; the system may take a moment to notice
+    for _ in range(100):  # the system may take a moment to notice
         if not alive(int(file.read_text())):
             return
         time.sleep(0.05)
@@ -152,7 +186,7 @@ def test_measure_runs_until_it_has_seen_enough() -> None:
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_every_contender_runs_and_its_gradients_arrive(name: str, causal: bool, backward: bool) -> None:
     setup = Setup(48, n_heads=2, d_head=8, causal=causal, backward=backward)
-    ready(name, setup)()
+    build_run(name, setup)()
     forward, leaves = CONTENDERS[name].build(setup)
     output = forward()
     assert output.numel() == 2 * 48 * 8
@@ -172,7 +206,7 @@ def test_sparse_patterns_look_back_only_when_asked_to() -> None:
 def test_an_unknown_mechanism_is_named_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"mechanism 'tield' is none of reference, .*; did you mean 'tiled'\?"):
         bench.bench_attention(lengths=[64], mechanisms=["tield"])
-    assert [contender.name for contender in choose(["window", "sdpa", "window"])] == ["window", "sdpa"]
+    assert [contender.name for contender in choose_contenders(["window", "sdpa", "window"])] == ["window", "sdpa"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +227,7 @@ def test_sizes_that_cannot_be(asked: dict[str, Any], complaint: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bench.Bench, list[str]]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bench.AttentionBench, list[str]]:
     said: list[str] = []
     out = tmp_path_factory.mktemp("bench") / "new" / "folder"
     with pytest.MonkeyPatch.context() as patch:
@@ -211,9 +245,9 @@ def _numbers(value: object) -> Iterator[float]:
         yield value
 
 
-def test_every_mechanism_has_a_cell_for_every_length(small: tuple[bench.Bench, list[str]]) -> None:
+def test_every_mechanism_has_a_cell_for_every_length(small: tuple[bench.AttentionBench, list[str]]) -> None:
     found, said = small
-    document = found.document()
+    document = found.to_dict()
     assert [m["name"] for m in document["mechanisms"]] == list(CONTENDERS)
     for mechanism in document["mechanisms"]:
         assert [cell["length"] for cell in mechanism["cells"]] == LENGTHS
@@ -228,15 +262,15 @@ def test_every_mechanism_has_a_cell_for_every_length(small: tuple[bench.Bench, l
     assert (document["n_heads"], document["d_head"], document["causal"]) == (2, 16, True)
 
 
-def test_the_document_is_json_with_finite_numbers(small: tuple[bench.Bench, list[str]]) -> None:
-    document = small[0].document()
+def test_the_document_is_json_with_finite_numbers(small: tuple[bench.AttentionBench, list[str]]) -> None:
+    document = small[0].to_dict()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert all(math.isfinite(number) for number in _numbers(document))
 
 
-def test_the_table_has_every_row_twice_and_the_files_exist(small: tuple[bench.Bench, list[str]]) -> None:
+def test_the_table_has_every_row_twice_and_the_files_exist(small: tuple[bench.AttentionBench, list[str]]) -> None:
     found, _ = small
-    table = found.table()
+    table = found.to_text()
     for contender in CONTENDERS.values():
         rows = [
             line for line in table.splitlines() if line.startswith((f"{contender.title}  ", f"{contender.title} ("))
@@ -247,18 +281,18 @@ def test_the_table_has_every_row_twice_and_the_files_exist(small: tuple[bench.Be
     assert "strided is causal" not in table
     text, document, picture = found.files
     assert text.read_text(encoding="utf-8") == table + "\n"
-    assert json.loads(document.read_text(encoding="utf-8")) == found.document()
+    assert json.loads(document.read_text(encoding="utf-8")) == found.to_dict()
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert picture.stat().st_size > 20_000
 
 
-def test_the_picture_shows_something(small: tuple[bench.Bench, list[str]]) -> None:
+def test_the_picture_shows_something(small: tuple[bench.AttentionBench, list[str]]) -> None:
     from PIL import Image
 
     with Image.open(small[0].files[2]) as image:
         assert image.width > 1500
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
-    for colour in set(COLOURS.values()):
+    for colour in set(BENCH_COLOURS.values()):
         assert tuple(bytes.fromhex(colour[1:])) in colours
 
 
@@ -272,10 +306,10 @@ def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch: pytest.Monkey
     assert [cell.skipped for cell in fourier] == [None, None, None]
     assert reference[2].skipped == "needs 411 MiB, more than the 8 MiB allowed"
     assert (reference[2].seconds, reference[2].peak_bytes) == (None, None)
-    table = found.table()
+    table = found.to_text()
     assert "(b) reference at 4,096: needs 411 MiB" in table
     assert sum("(b)" in line for line in table.splitlines()) == 3  # in both tables, and the reason
-    document = found.document()
+    document = found.to_dict()
     assert document["mechanisms"][0]["time_exponent"] is None
     json.dumps(document, allow_nan=False)
     assert found.files[2].stat().st_size > 20_000
@@ -292,7 +326,7 @@ def test_what_would_take_too_long_is_not_started(monkeypatch: pytest.MonkeyPatch
     assert first.cells[0].skipped.startswith("would take about")
     assert first.cells[0].skipped.endswith("more than the 3 s allowed")
     assert first.threads >= 1
-    assert "additive at 200,000: would take about" in first.table()
+    assert "additive at 200,000: would take about" in first.to_text()
 
 
 def test_the_command_prints_one_document() -> None:
@@ -310,7 +344,7 @@ def test_the_command_prints_one_document() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    text = aligned([Row("name", ["1", "10,000"], "last"), Row("a", ["1.5", "2"], "T^2.00")])
+    text = format_table([TableRow("name", ["1", "10,000"], "last"), TableRow("a", ["1.5", "2"], "T^2.00")])
     assert text.splitlines() == ["name    1  10,000    last", "─" * 25, "a     1.5       2  T^2.00"]
 
 
@@ -319,7 +353,7 @@ def test_columns_are_aligned() -> None:
     [[], [0.5], [0.5, 0.5, 0.5], [0.0, 0.001, 0.9, 0.95, 1.0], [0.99] * 6, [0.0] * 4, [0.1 * n for n in range(10)]],
 )
 def test_labels_keep_their_order_and_their_distance(wanted: list[float]) -> None:
-    placed = spread(wanted, 0.05)
+    placed = spread_heights(wanted, 0.05)
     assert len(placed) == len(wanted)
     assert all(b - a >= 0.05 - 1e-9 for a, b in pairwise(placed))
     assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)

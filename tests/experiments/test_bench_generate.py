@@ -26,10 +26,10 @@ def test_every_case_is_measured_and_the_model_stays_as_it_was(name: str) -> None
         assert case.step_s >= 0
         # A call for one token may have been the slower one, where both take a millisecond.
         assert case.tokens_per_s >= case.batch * 6 / (case.first_s + 5 * case.step_s) * 0.99
-    table = result.table().splitlines()
+    table = result.to_text().splitlines()
     assert table[0].startswith(f"{name} writes 6 tokens after 4")
     assert len(table) == 4 + len(cases)
-    json.dumps(result.document(), allow_nan=False)
+    json.dumps(result.to_dict(), allow_nan=False)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 

@@ -15,13 +15,10 @@ from regard.attention.cache import CrossCache
 from regard.config import ModelConfig, TrainConfig
 from regard.config.mixers import keys_per_query
 from regard.errors import UsageError
-from regard.experiments.costs.cache import kv_cache
-from regard.experiments.costs.crossing import ALL_PAIRS, SEEN
-from regard.experiments.costs.floors import last_token
-from regard.experiments.costs.live import LiveBytes, saved_bytes
-from regard.experiments.costs.memory import training_memory
-from regard.experiments.costs.parameters import weights_of
-from regard.experiments.costs.pieces import Setting
+from regard.experiments.benchmarking import LiveBytes, saved_bytes
+from regard.experiments.cost_devices import last_token_flops
+from regard.experiments.flops_estimate import ALL_PAIRS, SEEN, kv_cache, parameter_groups
+from regard.experiments.memory_estimate import Setting, training_memory
 from regard.models.build import build
 from regard.models.flops import count, source_places
 from regard.presets import PRESETS
@@ -155,7 +152,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_exact_on_every_preset(name: str) -> None:
     config = ModelConfig(**PRESETS[name])
-    parts = weights_of(config)
+    parts = parameter_groups(config)
     assert sum(part.number for part in parts) == build(config, device="meta").n_parameters
     assert sum(part.number for part in parts) == PUBLISHED.get(name, sum(part.number for part in parts))
     assert all(part.number > 0 and 0 <= part.cast <= part.number and 0 <= part.muon <= part.number for part in parts)
@@ -175,7 +172,7 @@ def test_the_cache_is_as_large_as_the_cache_objects(
 ) -> None:
     config = ModelConfig(**TINY, architecture="decoder", positions="rope", **heads, **window)
     cache = build(config).new_cache(3, 40, "model" if numbers == "fp32" else numbers)
-    found = kv_cache(config, 3, 40, numbers=numbers)
+    found = kv_cache(config, 3, 40, dtype=numbers)
     assert [one.bytes for one in found] == [layer.memory() for layer in cache.layers]
     if numbers == "bf16":  # a model that is bf16 itself keeps as much
         halved = build(config).bfloat16().new_cache(3, 40)
@@ -233,7 +230,7 @@ def test_what_autograd_keeps(changes: dict[str, Any], how: dict[str, Any]) -> No
     objective = Objective(model)
     known = [*model.parameters(), *model.buffers(), source, text, *options.values()]
     found, tensors = saved_bytes(lambda: objective(batch), known)
-    expected = sum(training_memory(config, weights_of(config), setting).by_part.values())
+    expected = sum(training_memory(config, parameter_groups(config), setting).by_part.values())
     assert expected == pytest.approx(found, rel=0.03), sorted(tensors, key=lambda x: -x[2])[:12]
 
 
@@ -252,7 +249,7 @@ def test_the_peak_of_a_pass(checkpointing: bool) -> None:
     with live:
         objective(batch).backward()
     setting = Setting(16, 64, precision="fp32", workspace=0, checkpointing=checkpointing)
-    found = training_memory(config, weights_of(config), setting)
+    found = training_memory(config, parameter_groups(config), setting)
     assert found.peak - found.optimiser - found.inputs / 2 == pytest.approx(live.peak, rel=0.06)
 
 
@@ -279,7 +276,7 @@ def test_peak_memory_is_within_a_tenth_of_what_a_gpu_measured() -> None:
     ratios = {}
     for row in rows:
         config = ModelConfig(**row["model"])
-        found = training_memory(config, weights_of(config), Setting(**row["setting"]))
+        found = training_memory(config, parameter_groups(config), Setting(**row["setting"]))
         ratios[row["name"]] = found.peak / row["measured"]["peak"]
         assert found.peak == pytest.approx(row["predicted"], rel=1e-3), f"docs/cost.md says otherwise of {row['name']}"
     assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
@@ -338,27 +335,27 @@ def test_floors_are_at_the_makers_figures() -> None:
     assert step.compute == pytest.approx(3 * found.flops_forward_seen.total / 989.4e12)
     assert found.floors["forward pass"].measured == pytest.approx(found.flops_forward_seen.total / 804e12)
     assert all(floor.measured is not None and floor.measured > floor.seconds for floor in found.floors.values())
-    assert "989.4 TFLOP/s in bf16, 494.7 TFLOP/s in TF32, 4.8 TB/s: the maker's figures" in found.table()
-    assert "as measured: the same at 804 TFLOP/s, 4.27 TB/s" in found.table()
+    assert "989.4 TFLOP/s in bf16, 494.7 TFLOP/s in TF32, 4.8 TB/s: the maker's figures" in found.to_text()
+    assert "as measured: the same at 804 TFLOP/s, 4.27 TB/s" in found.to_text()
     single = regard.cost("gpt2", 8, 1024, train=TrainConfig(precision="fp32"))
     assert single.floors["training step"].compute == pytest.approx(2 * step.compute)  # TF32
     assert single.floors["training step"].measured is None
-    assert "as measured" not in single.table()
+    assert "as measured" not in single.to_text()
     old = regard.cost("gpt2", device="v100")
     assert old.setting.precision == "fp16"
-    assert "125 TFLOP/s in fp16, 15.7 TFLOP/s in fp32, 900 GB/s" in old.table()
+    assert "125 TFLOP/s in fp16, 15.7 TFLOP/s in fp32, 900 GB/s" in old.to_text()
 
 
 def test_a_cpu_is_measured_and_promises_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     found = regard.cost("transformer-tiny", 1, 8, device="cpu")
     assert found.device.memory is not None
     assert found.device.memory > 1e8
-    assert "time at measured speed, on cpu" in found.table()
-    assert "at least" not in found.table()
+    assert "time at measured speed, on cpu" in found.to_text()
+    assert "at least" not in found.to_text()
     monkeypatch.delattr("os.sysconf")  # Windows has none
     found = regard.cost("transformer-tiny", 1, 8, device="cpu")
     assert found.device.memory is None
-    assert "of the device's" not in found.table()
+    assert "of the device's" not in found.to_text()
 
 
 @pytest.mark.parametrize(
@@ -386,7 +383,7 @@ def test_the_last_token_costs_what_torch_counts(changes: dict[str, Any]) -> None
             if memory:
                 model.head(found, model.output_table)
     source = None if config.architecture == "decoder" else 7
-    assert last_token(config, Setting(2, 12, source)) == pytest.approx(counter.get_total_flops(), rel=1e-9)
+    assert last_token_flops(config, Setting(2, 12, source)) == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
 def test_the_last_token_meets_its_window() -> None:
@@ -398,7 +395,7 @@ def test_the_last_token_meets_its_window() -> None:
     assert token.compute == pytest.approx(expected / 989.4e12)
     strided = regard.cost("gpt2", 1, 1000, sparsity="strided", sparsity_size=64)
     places = 64 + 999 // 64  # the last 64, and one in 64 before them
-    assert last_token(strided.config, strided.setting) == pytest.approx(
+    assert last_token_flops(strided.config, strided.setting) == pytest.approx(
         strided.flops_forward["decoder feed-forward"] * 1.5 / 1000 + 2 * 768 * 50_257 + 12 * 4 * 768 * places
     )
     assert strided.floors["one token of each text"].bandwidth == pytest.approx(
@@ -465,6 +462,17 @@ def test_what_cannot_be_meant_is_one_sentence(given: str, options: dict[str, Any
         regard.cost(given, **options)
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_preset_its_config_and_a_built_model_cost_the_same() -> None:
+    config = ModelConfig(**{**PRESETS["transformer-tiny"]})
+    built = build(config, device="meta")
+    by_name = regard.cost("transformer-tiny", 2, 16)
+    for given in (config, built):
+        assert {**regard.cost(given, 2, 16).to_dict(), "name": by_name.name} == by_name.to_dict()
+    recurrent = build("lstm-plain", vocab_size=50, d_model=16)
+    assert int(regard.cost(recurrent, 1, 8).parameters) == recurrent.n_parameters
+    assert regard.cost(built, 2, 16, d_ff=32).parameters.total < by_name.parameters.total
 
 
 def test_a_run_and_a_model_directory_have_costs(tmp_path: Path) -> None:

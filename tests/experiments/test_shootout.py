@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -15,12 +16,11 @@ import torch.nn.functional as F
 from models.small import SIZES, shaken
 from regard.config import MIXERS, ModelConfig, Positions
 from regard.config.mixers import keys_per_query
-from regard.experiments import extrapolation, measure, shootout
-from regard.experiments.ablate_file import read_grid
-from regard.experiments.ablations import FINISHED, SWEEPS, ablate, ablation
-from regard.experiments.extrapolation import losses_by_length
-from regard.experiments.sweep import Sweep, fingerprint, folder_of
-from regard.experiments.sweep_report import Report
+from regard.experiments import ablate, shootout
+from regard.experiments.ablations import EXTENDED_REPORTS, SWEEPS, ablation, mechanisms
+from regard.experiments.sweep_cell import FACTORS, losses_by_length
+from regard.experiments.sweep_report import SweepReport
+from regard.experiments.sweep_spec import Sweep, fingerprint, read_grid, run_folder
 from regard.models import build
 
 TEXT = np.random.default_rng(0).integers(3, 31, 24 * 8 * 3 + 1)
@@ -56,7 +56,7 @@ def test_sparse_patterns_look_at_about_as_much_as_each_other() -> None:
 
 def test_a_decoder_is_not_offered_what_cannot_hide_the_future() -> None:
     base = ablation("extrapolation").config(ablation("extrapolation").rows[0])
-    names = {cell.name for cell in shootout.mechanisms(base)}
+    names = {cell.name for cell in mechanisms(base)}
     assert names == {name for name, entry in MIXERS.items() if entry.causal and name != "dot"}
 
 
@@ -101,7 +101,7 @@ def results(out: Path, sweep: Sweep, metrics: Any) -> None:
     sweep.write(out)
     for place, cell in enumerate(sweep.rows):
         for seed in sweep.seeds:
-            folder = folder_of(out, cell.name, seed)
+            folder = run_folder(out, cell.name, seed)
             folder.mkdir(parents=True)
             found = {"fingerprint": fingerprint(sweep.config(cell, seed)), "status": "done", "parameters": 1000 + place}
             found |= {"metrics": metrics(cell.name, place + 0.01 * seed), "seconds": 1.0, "memory_mib": 10.0}
@@ -113,14 +113,14 @@ def test_what_cannot_be_asked_is_said_and_not_left_out(tmp_path: Path) -> None:
         if name == "positions=learned":
             why = {f"loss_{n}x": "positions end at 128" for n in (2, 4, 8)}
             return {"loss_1x": x, "cannot": why}
-        return {f"loss_{n}x": x + n / 10 for n in extrapolation.FACTORS}
+        return {f"loss_{n}x": x + n / 10 for n in FACTORS}
 
     results(tmp_path, ablation("extrapolation", seeds=2), metrics)
     found = ablate(str(tmp_path), report_only=True)
     row = next(line for line in found.markdown().splitlines() if "positions=learned" in line)
     assert row.count("cannot") == 3
     assert "loss at 1,024" in found.markdown()
-    assert "positions=learned: cannot be asked beyond its training: positions end at 128" in found.said()
+    assert "positions=learned: cannot be asked beyond its training: positions end at 128" in found.conclusions()
     assert (tmp_path / "lengths.png").stat().st_size > 20_000
     assert "cannot" in (tmp_path / "table.md").read_text("utf-8")
 
@@ -142,11 +142,11 @@ def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path, mon
     results(tmp_path, sweep, lambda name, x: {"valid_loss": 2 + x / 10, "perplexity": 9.0})
     steps = steps_of(sweep, "cpu")
     (tmp_path / shootout.STEPS_FILE).write_text(json.dumps(steps))
-    monkeypatch.setattr(measure, "Children", None)  # a report measures nothing, nor does a run that knows it all
-    monkeypatch.setattr(shootout, "_device", lambda name: "cpu")
+    monkeypatch.setattr(shootout, "LocalRunner", None)  # a report measures nothing, nor does a run that knows it all
+    monkeypatch.setattr(shootout, "_step_device", lambda name: "cpu")
     found = ablate(str(tmp_path), report_only=True)
-    assert ablate(str(tmp_path)).document() == found.document()
-    cells = {cell["name"]: cell for cell in found.document()["cells"]}
+    assert ablate(str(tmp_path)).to_dict() == found.to_dict()
+    cells = {cell["name"]: cell for cell in found.to_dict()["cells"]}
     assert (cells["base"]["step_ms"], cells["base"]["step_mib"]) == (10.0, 100.0)
     assert cells["bigbird"]["step_ms"] == steps["bigbird"]["ms"]
     row = next(line for line in found.markdown().splitlines() if "| bigbird |" in line)
@@ -155,19 +155,19 @@ def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path, mon
     assert json.loads((tmp_path / shootout.STEPS_FILE).read_text()) == steps
 
 
-class Asked:
+class FakeRunner:
     """Stands for the processes that measure."""
 
-    calls: list[dict[str, Any]]
+    devices: ClassVar[list[str]] = []
 
-    def __init__(self, imports: str) -> None:
-        Asked.calls = []
+    def submit(self, function: Any, question: tuple[str, str]) -> Future[dict[str, Any]]:
+        FakeRunner.devices.append(question[1])
+        answer: Future[dict[str, Any]] = Future()
+        answer.set_result({"ms": 1.0, "mib": 2.0, "device": question[1]})
+        return answer
 
-    def call(self, function: str, **arguments: Any) -> dict[str, Any]:
-        Asked.calls.append(arguments)
-        return {"ms": 1.0, "mib": 2.0, "device": arguments["device"]}
-
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> FakeRunner:
+        FakeRunner.devices.clear()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,12 +185,12 @@ def test_steps_of_another_device_or_a_damaged_file_are_measured_anew(
     texts = {"another device": json.dumps(elsewhere), "cut": json.dumps(elsewhere)[:50], "a list": "[1]"}
     texts["half of it"] = json.dumps({"base": {"fingerprint": elsewhere["base"]["fingerprint"]}})
     (tmp_path / shootout.STEPS_FILE).write_text(texts[before])
-    monkeypatch.setattr(shootout, "_device", lambda name: "cpu")
-    monkeypatch.setattr(measure, "Children", Asked)
-    shown = ablate(tmp_path, report_only=True).document()  # what was measured there is shown, and nothing measured
+    monkeypatch.setattr(shootout, "_step_device", lambda name: "cpu")
+    monkeypatch.setattr(shootout, "LocalRunner", FakeRunner)
+    shown = ablate(tmp_path, report_only=True).to_dict()  # what was measured there is shown, and nothing measured
     assert shown["step_device"] == ("cuda" if before == "another device" else None)
-    document = ablate(tmp_path).document()
-    assert [call["device"] for call in Asked.calls] == ["cpu", "cpu"]
+    document = ablate(tmp_path).to_dict()
+    assert FakeRunner.devices == ["cpu", "cpu"]
     assert (document["step_device"], document["cells"][0]["step_ms"]) == ("cpu", 1.0)
 
 
@@ -199,9 +199,9 @@ def test_a_grid_that_happens_to_be_called_mechanisms_is_a_plain_one(
 ) -> None:
     file = tmp_path / "mechanisms.toml"
     file.write_text('recipe = "en-ko"\nseeds = 2\n[grid]\n"model.n_heads" = [1, 2]\n')
-    monkeypatch.setattr(measure, "Children", None)
+    monkeypatch.setattr(shootout, "LocalRunner", None)
     sweep = read_grid(file)
     results(tmp_path / "out", sweep, lambda name, x: {"valid_loss": 2 + x / 10})
-    assert type(ablate(file, out=tmp_path / "out")) is Report
-    assert type(ablate(tmp_path / "out", report_only=True)) is Report
-    assert {name for name, named in SWEEPS.items() if named.ending} == set(FINISHED)
+    assert type(ablate(file, out=tmp_path / "out")) is SweepReport
+    assert type(ablate(tmp_path / "out", report_only=True)) is SweepReport
+    assert {name for name, named in SWEEPS.items() if named.ending} == set(EXTENDED_REPORTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -20,12 +19,12 @@ import pytest
 from regard.cli import main
 from regard.config import MIXERS, mixers
 from regard.errors import BadModelFile, Diverged, RegardError, UsageError
-from regard.experiments.ablations import SWEEPS, ablate
-from regard.experiments.sweep import Cell, Sweep, fingerprint, folder_of, layered, read_result, report, run
-from regard.experiments.sweep_asked import smaller_is_better
-from regard.experiments.sweep_cell import _facts, _need_sound
-from regard.experiments.sweep_run import Job, _Pool, _Slot, _waiting
-from regard.experiments.sweep_trust import need_our_measures
+from regard.experiments import ablate
+from regard.experiments.ablations import SWEEPS
+from regard.experiments.sweep_cell import check_convergence, run_facts
+from regard.experiments.sweep_report import smaller_is_better, write_report
+from regard.experiments.sweep_runner import run_sweep, unfinished_runs
+from regard.experiments.sweep_spec import Cell, Sweep, fingerprint, merge_words, read_result, run_folder
 from regard.foundation.files import file_lock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +63,7 @@ def mtimes(out: Path) -> dict[Path, int]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of four cells and two seeds, two runs at once; one cell cannot but diverge."""
     out = tmp_path_factory.mktemp("sweep") / "out"
-    run(sweep_of(*CELLS), out, jobs=2)
+    run_sweep(sweep_of(*CELLS), out, jobs=2)
     return out
 
 
@@ -89,9 +88,9 @@ def test_a_cell_that_diverges_is_reported_and_not_dropped(done: Path) -> None:
     broken = results(done)["cells/lr=1e30/seed-0"]
     assert broken["status"] == "diverged"
     assert "not finite" in broken["message"]
-    row = report(done)["lr=1e30"]
+    row = write_report(done)["lr=1e30"]
     assert (row.n_done, row.n_diverged, row.state) == (0, 2, "diverged")
-    assert "diverged" in report(done).table()
+    assert "diverged" in write_report(done).to_text()
     assert "diverged" in (done / "table.md").read_text("utf-8")
 
 
@@ -113,7 +112,7 @@ def test_tables_and_pictures_are_written_and_weights_are_not_kept(done: Path) ->
 
 @pytest.mark.slow
 def test_one_by_one_comes_to_the_same(done: Path, tmp_path: Path) -> None:
-    run(sweep_of(HEADS, BROKEN), tmp_path / "serial", jobs=1)
+    run_sweep(sweep_of(HEADS, BROKEN), tmp_path / "serial", jobs=1)
     found = values(tmp_path / "serial")
     assert len(found) == 6
     assert found == {place: x for place, x in values(done).items() if place in found}
@@ -126,7 +125,7 @@ def test_what_is_done_is_not_done_again_also_in_another_place(done: Path, tmp_pa
     moved = tmp_path / "moved"
     shutil.copytree(done, moved)
     before, said = mtimes(moved), list[str]()
-    run(sweep_of(*CELLS), moved, progress=said.append)
+    run_sweep(sweep_of(*CELLS), moved, progress=said.append)
     assert mtimes(moved) == before
     assert said == ["8 of 8 runs are done already"]
 
@@ -136,9 +135,9 @@ def test_more_seeds_and_cells_may_join_but_settings_may_not_change(done: Path, t
     out = tmp_path / "more"
     shutil.copytree(done, out)
     with pytest.raises(UsageError, match=r"train.steps=6, not 7"):
-        run(sweep_of(HEADS, words=("train.steps=7",)), out)
+        run_sweep(sweep_of(HEADS, words=("train.steps=7",)), out)
     before = mtimes(out)
-    found = run(sweep_of(HEADS, seeds=(0, 1, 2)), out, jobs=1)
+    found = run_sweep(sweep_of(HEADS, seeds=(0, 1, 2)), out, jobs=1)
     assert found["h=1"].n_done == 3
     assert {file: mtimes(out)[file] for file in before} == before
 
@@ -146,7 +145,7 @@ def test_more_seeds_and_cells_may_join_but_settings_may_not_change(done: Path, t
 def test_a_directory_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(FileExistsError, match="something else"):
-        run(sweep_of(), tmp_path)
+        run_sweep(sweep_of(), tmp_path)
 
 
 @pytest.mark.slow
@@ -154,14 +153,14 @@ def test_what_fails_says_why_and_is_tried_again_and_time_can_be_limited(tmp_path
     out, said = tmp_path / "out", list[str]()
     lost = Cell("lost", ("data.source=nowhere.tsv", "data.epoch_examples=100000"))
     sweep = sweep_of(lost, seeds=(0,), words=("train.steps=100000",))
-    assert run(sweep, out, minutes=0.0, progress=said.append).base.n_missing == 1
+    assert run_sweep(sweep, out, minutes=0.0, progress=said.append).base.n_missing == 1
     assert "time is up with 2 of 2" in said[-1]
-    found = run(sweep, out, jobs=1, max_seconds=12)
+    found = run_sweep(sweep, out, jobs=1, max_seconds=12)
     assert not found.finished
     assert (found.base.n_failed, found["lost"].n_failed) == (1, 1)
-    assert "max_seconds=12" in found.table()
+    assert "max_seconds=12" in found.to_text()
     assert "nowhere.tsv" in (read_result(out, "lost", 0) or {})["message"]
-    assert [job.cell.name for job in _waiting(sweep, out, keep=False)[0]] == ["base", "lost"]
+    assert [job.cell.name for job in unfinished_runs(sweep, out, keep=False)[0]] == ["base", "lost"]
 
 
 # ------------------------------------------------------------------------------------- killed
@@ -171,10 +170,11 @@ def start(out: Path) -> subprocess.Popen[bytes]:
     """The sweep in a process that can be killed."""
     script = f"""
 import sys
-from regard.experiments.sweep import Sweep, run
+from regard.experiments.sweep_runner import run_sweep
+from regard.experiments.sweep_spec import Sweep
 from regard.training.signals import Interrupted
 try:
-    run(Sweep.read({str(out)!r}), {str(out)!r}, jobs=1)
+    run_sweep(Sweep.read({str(out)!r}), {str(out)!r}, jobs=1)
 except Interrupted as stop:
     sys.exit(stop.exit_code)
 """
@@ -190,7 +190,7 @@ def wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def steps_saved(out: Path) -> list[str]:
-    return sorted(path.name for path in (folder_of(out, "long", 0) / "run" / "checkpoints").glob("step-*"))
+    return sorted(path.name for path in (run_folder(out, "long", 0) / "run" / "checkpoints").glob("step-*"))
 
 
 def running_in(out: Path) -> list[int]:
@@ -223,9 +223,9 @@ def test_killed_and_interrupted_it_loses_nothing_that_is_done_and_comes_to_the_s
     wait_for(lambda: steps_saved(out) != at)  # it goes on from there
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
-    assert (folder_of(out, "long", 0) / "spent.json").exists()
+    assert (run_folder(out, "long", 0) / "spent.json").exists()
 
-    found = run(sweep, out)
+    found = run_sweep(sweep, out)
     assert found.finished
     assert {file: mtimes(out)[file] for file in before} == before
     assert values(out)["cells/long/seed-0"] == values(done)["cells/long/seed-0"]
@@ -235,11 +235,11 @@ def test_killed_and_interrupted_it_loses_nothing_that_is_done_and_comes_to_the_s
 
 
 def test_later_words_win_and_a_model_starts_afresh() -> None:
-    assert layered(["train.steps=1", "data=a"], ["train.steps=2"], ["data.source=b"]) == [
+    assert merge_words(["train.steps=1", "data=a"], ["train.steps=2"], ["data.source=b"]) == [
         "train.steps=2",
         "data.source=b",
     ]
-    assert layered(["model=gpt2", "model.d_model=8"], ["model=bert"]) == ["model=bert"]
+    assert merge_words(["model=gpt2", "model.d_model=8"], ["model=bert"]) == ["model=bert"]
 
 
 def planted(out: Path, losses: dict[str, list[float | None]], cells: tuple[Cell, ...]) -> Sweep:
@@ -251,7 +251,7 @@ def planted(out: Path, losses: dict[str, list[float | None]], cells: tuple[Cell,
             status = {"status": "done", "metrics": {"valid_loss": loss}}
             if loss is None:
                 status = {"status": "diverged", "metrics": {}, "message": "step 3: loss nan"}
-            folder = folder_of(out, name, seed)
+            folder = run_folder(out, name, seed)
             folder.mkdir(parents=True)
             (folder / "result.json").write_text(json.dumps({**status, "parameters": 12_345_678, "seconds": 41.0}))
     return sweep
@@ -261,30 +261,30 @@ def test_the_table_marks_what_differs_and_says_what_does_not(tmp_path: Path) -> 
     cells = (HEADS, Cell("d_ff=32", ("model.d_ff=32",), "C"), Cell("no norm", ("model.norm=none",), "F"))
     losses = {"base": [2.0, 2.01, 1.99], "h=1": [2.5, 2.51, 2.49], "d_ff=32": [2.0, 2.02, 1.97]}
     planted(tmp_path / "out", {**losses, "no norm": [2.6, None, 2.4]}, cells)
-    found = report(tmp_path / "out")
+    found = write_report(tmp_path / "out")
     assert found["h=1"].differs("valid_loss")
     assert not found["d_ff=32"].differs("valid_loss")
     assert "valid_loss" not in found["no norm"].p
     assert found["no norm"].state == "1 of 3 diverged"
-    said = "\n".join(found.said())
+    said = "\n".join(found.conclusions())
     assert "worse: h=1" in said
     assert "not significant: d_ff=32" in said
     assert "step 3: loss nan" in said
-    lines = found.table().splitlines()
+    lines = found.to_text().splitlines()
     assert lines[0].split()[:4] == ["N", "d_model", "d_ff", "h"]
     assert lines[2].split()[1:7] == ["1", "16", "16", "2", "8", "rms"]
     (row,) = (line for line in lines if line.startswith("(A)"))
     assert row.split() == ["(A)", "h=1", "1", "16", "2.500", "±", "0.006", "*", "12.3", "M", "41", "s"]
-    document = found.document()
+    document = found.to_dict()
     assert document["cells"][1]["metrics"]["valid_loss"]["p"] < 0.05
     assert json.dumps(document, allow_nan=False)
 
 
 def test_one_seed_is_not_tested(tmp_path: Path) -> None:
     planted(tmp_path / "out", {"base": [2.0], "h=1": [9.0]}, (HEADS,))
-    found = report(tmp_path / "out")
+    found = write_report(tmp_path / "out")
     assert not found["h=1"].p
-    assert "one seed" in found.said()[0]
+    assert "one seed" in found.conclusions()[0]
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", "."])
@@ -319,7 +319,7 @@ def strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def written_down(out: Path, **fields: Any) -> None:
     sweep = replace(sweep_of(seeds=(0,)), **fields)
     out.mkdir()
-    (out / "sweep.json").write_text(json.dumps(sweep.document()))
+    (out / "sweep.json").write_text(json.dumps(sweep.to_dict()))
 
 
 @pytest.mark.parametrize(
@@ -338,8 +338,8 @@ def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[s
         lambda: ablate(str(out), report_only=True),
         lambda: ablate(out, ["train.steps=6"], report_only=True),
         lambda: ablate(sweep_of(Cell("mine", ("model.n_heads=1",))), out=out),
-        lambda: report(out),
-        lambda: run(Sweep.read(out), out),
+        lambda: write_report(out),
+        lambda: run_sweep(Sweep.read(out), out),
     ]
     for attempt in tries:
         with pytest.raises(BadModelFile, match=r"mixer='strange:Mine' is not registered.*REGARD_MIXERS=strange:Mine"):
@@ -351,7 +351,7 @@ def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[s
     os.environ[mixers.VARIABLE] = "strange:Mine"
     stored = Sweep.read(out)
     assert stored.config(stored.rows[-1]).model.mixer == "strange:Mine"
-    assert "mine" in {row.cell.name for row in report(out).rows} or not stored.cells
+    assert "mine" in {row.cell.name for row in write_report(out).rows} or not stored.cells
 
 
 def test_what_was_typed_is_imported_and_the_directory_then_goes_on(strangers: Path) -> None:
@@ -371,9 +371,9 @@ def test_a_measure_that_only_a_directory_names_is_not_called(strangers: Path) ->
     assert ablate(out, report_only=True).base.n_missing == 1
     assert not (strangers / "ran").exists()
     own = replace(sweep_of(seeds=(0,)), measures=("strange:measure",))
-    assert run(own, out, minutes=0.0).base.n_missing == 1  # given by hand it is not refused
+    assert run_sweep(own, out, minutes=0.0).base.n_missing == 1  # given by hand it is not refused
     ours = {measure for named in SWEEPS.values() for measure in named.measures}
-    need_our_measures(ours, out)
+    replace(own, measures=tuple(ours), stored=True).check_measures(out)
     assert ours
 
 
@@ -409,53 +409,14 @@ def test_weights_that_were_kept_stay(tmp_path: Path) -> None:
     sweep.write(tmp_path)
     for cell, keep in (("base", True), ("h=1", False)):
         row = next(x for x in sweep.rows if x.name == cell)
-        folder = folder_of(tmp_path, cell, 0)
+        folder = run_folder(tmp_path, cell, 0)
         (folder / "run" / "checkpoints").mkdir(parents=True)
         (folder / "run" / "checkpoints" / "weights").write_text("x")
         found = {"fingerprint": fingerprint(sweep.config(row, 0)), "status": "done", "metrics": {}, "keep": keep}
         (folder / "result.json").write_text(json.dumps(found))
-    assert _waiting(sweep, tmp_path, keep=False) == ([], 2)
-    assert (folder_of(tmp_path, "base", 0) / "run" / "checkpoints" / "weights").exists()
-    assert not (folder_of(tmp_path, "h=1", 0) / "run" / "checkpoints").exists()
-
-
-class Spoken:
-    """A process that says what it is told to."""
-
-    def __init__(self) -> None:
-        read, self.mouth = os.pipe()
-        self.slot = _Slot.__new__(_Slot)
-        self.slot.answers = os.fdopen(read, "rb")
-        self.slot.job, self.slot.began, self.slot.ready, self.slot.heard = None, 0.0, False, b""
-
-    def say(self, text: bytes) -> None:
-        os.write(self.mouth, text)
-
-
-def test_lines_that_come_together_are_all_heard_and_halves_are_waited_for(tmp_path: Path) -> None:
-    sweep, said, spoken = sweep_of(seeds=(0,)), list[str](), Spoken()
-    pool = _Pool(tmp_path, 1, 0, 1, None, None, said.append)
-    pool.slots.append(spoken.slot)
-    pool.seen.register(spoken.slot.answers, selectors.EVENT_READ, spoken.slot)
-    spoken.slot.job = Job(sweep.rows[0], 0, {"fingerprint": "x"})
-    spoken.say(b"ready\n1")
-    pool._listen(1)
-    assert spoken.slot.ready
-    assert spoken.slot.job is not None
-    spoken.say(b"7\n")
-    pool._listen(1)
-    assert spoken.slot.job is None
-    assert "exit status 17" in said[0]
-
-    spoken.slot.ready, spoken.slot.job = False, Job(sweep.rows[0], 0, {"fingerprint": "x"})
-    spoken.say(b"ready\n5\n")  # together: select would never tell of the second
-    pool._listen(1)
-    assert spoken.slot.job is None
-    assert "exit status 5" in said[1]
-    os.close(spoken.mouth)
-    assert spoken.slot.lines() == [""]
-    spoken.slot.answers.close()
-    pool.seen.close()
+    assert unfinished_runs(sweep, tmp_path, keep=False) == ([], 2)
+    assert (run_folder(tmp_path, "base", 0) / "run" / "checkpoints" / "weights").exists()
+    assert not (run_folder(tmp_path, "h=1", 0) / "run" / "checkpoints").exists()
 
 
 def test_fewer_seeds_do_not_shrink_what_is_stored(tmp_path: Path) -> None:
@@ -468,7 +429,7 @@ def test_nobody_writes_into_a_sweep_that_is_running(tmp_path: Path) -> None:
     sweep_of(seeds=(0,)).write(tmp_path)
     before = (tmp_path / "sweep.json").read_bytes()
     with file_lock(tmp_path), pytest.raises(RegardError, match="being swept"):
-        run(sweep_of(seeds=(0, 1)), tmp_path)
+        run_sweep(sweep_of(seeds=(0, 1)), tmp_path)
     assert (tmp_path / "sweep.json").read_bytes() == before
 
 
@@ -483,10 +444,10 @@ def test_cells_that_would_share_a_directory_are_refused(names: tuple[str, ...]) 
 
 def test_no_loss_is_a_failure_and_an_infinite_one_has_diverged() -> None:
     with pytest.raises(RegardError, match="no held-out loss") as failure:
-        _need_sound({"metrics": {}})
+        check_convergence({"metrics": {}})
     assert not isinstance(failure.value, Diverged)
     with pytest.raises(Diverged):
-        _need_sound({"metrics": {"valid_loss": float("inf")}})
+        check_convergence({"metrics": {"valid_loss": float("inf")}})
 
 
 @pytest.mark.parametrize(
@@ -497,29 +458,29 @@ def test_other_ways_to_read_the_data_are_other_batches(
     done: Path, field: str, value: Any, same: bool, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(folder_of(done, "base", 0) / "run", run)
-    before = _facts(run)["order"]
+    shutil.copytree(run_folder(done, "base", 0) / "run", run)
+    before = run_facts(run)["order"]
     config = json.loads((run / "run.json").read_bytes())
     config["data"][field] = value
     (run / "run.json").write_text(json.dumps(config))
-    assert (_facts(run)["order"] == before) == same
+    assert (run_facts(run)["order"] == before) == same
 
 
 def test_runs_that_were_not_asked_are_counted(tmp_path: Path) -> None:
     sweep = planted(tmp_path / "out", {"base": [2.0, 2.1], "h=1": [2.5, 2.4]}, (HEADS,))
     for seed, tests in enumerate(({"test": "a.tsv"}, {})):
-        file = folder_of(tmp_path / "out", "base", seed) / "result.json"
+        file = run_folder(tmp_path / "out", "base", seed) / "result.json"
         found = json.loads(file.read_text()) | {"tests": tests, "measures": []}
         file.write_text(json.dumps(found))
-    measures = ("regard.experiments.token_by_token:measure",)
+    measures = ("regard.experiments.extrapolation:measure",)
     asked = replace(sweep, tests={"test": "b.tsv"}, measures=measures, metrics=("valid_los", "test_bleu"))
-    said = report(tmp_path / "out", asked).said()
+    said = write_report(tmp_path / "out", asked).conclusions()
     assert "1 of 4 finished runs was evaluated on test=a.tsv, not b.tsv" in said
     assert "3 of 4 finished runs were not evaluated on test: done before it was asked" in said
     assert f"2 of 4 finished runs were not measured by {measures[0]}: done before it was asked" in said
     assert "no finished run has the metric valid_los; did you mean valid_loss?" in said
     assert "no finished run has the metric test_bleu" in said
-    assert not [line for line in report(tmp_path / "out", sweep).said() if "finished run" in line]
+    assert not [line for line in write_report(tmp_path / "out", sweep).conclusions() if "finished run" in line]
 
 
 def test_a_failed_run_ends_the_command_with_1_after_its_table(
@@ -527,7 +488,7 @@ def test_a_failed_run_ends_the_command_with_1_after_its_table(
 ) -> None:
     planted(tmp_path / "out", {"base": [2.0, 2.1], "h=1": [2.5, None]}, (HEADS,))
     assert main(["ablate", str(tmp_path / "out"), "--report-only"]) == 0  # to diverge is a result
-    file = folder_of(tmp_path / "out", "h=1", 0) / "result.json"
+    file = run_folder(tmp_path / "out", "h=1", 0) / "result.json"
     file.write_text(json.dumps({"status": "failed", "message": "no such file", "metrics": {}}))
     capsys.readouterr()
     assert main(["ablate", str(tmp_path / "out"), "--report-only"]) == 1

@@ -39,6 +39,9 @@ def ablate(
         float | None, typer.Option(min=0, help="A run that takes longer has failed.", show_default=False)
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the weights of finished runs.")] = False,
+    on: Annotated[
+        str, typer.Option(metavar="PLACE", help="local, ray (this machine's cluster) or ray://HOST:PORT.")
+    ] = "local",
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Run nothing; tables and pictures of what is done.")
     ] = False,
@@ -58,11 +61,11 @@ def ablate(
     if what is None:
         raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")
     if what == "scaling":
-        from regard.experiments.scaling import scaling
+        from regard.experiments.ablations import measure_scaling
 
         if words:
             raise UsageError(f"scaling trains nothing, so {words[0]} means nothing to it")
-        show(scaling(out=out or Path("runs/ablate-scaling")), as_json)
+        show(measure_scaling(out=out or Path("runs/ablate-scaling")), as_json)
         return
     from regard.experiments import ablate as run
 
@@ -78,6 +81,7 @@ def ablate(
         max_seconds=max_seconds,
         keep=keep,
         report_only=report_only,
+        on=on,
         progress=progress,
     )
     show(result, as_json)
@@ -86,9 +90,9 @@ def ablate(
 
 
 def _list(as_json: bool) -> None:
-    from regard.experiments.ablations import listing
+    from regard.experiments.ablations import list_ablations
 
-    found = listing()
+    found = list_ablations()
     if as_json:
         emit({"ablations": found})
         return

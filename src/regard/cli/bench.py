@@ -44,11 +44,11 @@ def attention(
     """Time and memory of every attention mechanism against length, with the fitted exponent of each."""
     wanted_lengths = _numbers(lengths, "--lengths")
     from regard.experiments.bench_attention import bench_attention as measure
-    from regard.experiments.contenders import choose
+    from regard.experiments.bench_attention import choose_contenders
 
     wanted = None if mechanisms is None else comma_words(mechanisms)
     try:
-        choose(wanted)
+        choose_contenders(wanted)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
     if wanted == []:

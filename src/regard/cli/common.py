@@ -43,12 +43,12 @@ class Result(Protocol):
     def table(self) -> str: ...
 
 
-def show(result: Result, as_json: bool) -> None:
-    """The answer, for machines or for people."""
+def show(result: Any, as_json: bool) -> None:
+    """The answer, for machines (``to_dict``) or for people (``to_text``)."""
     if as_json:
-        emit(result.document())
+        emit(result.to_dict() if hasattr(result, "to_dict") else result.document())
     else:
-        print(result.table())
+        print(result.to_text() if hasattr(result, "to_text") else result.table())
 
 
 def emit(document: dict[str, Any]) -> None:

@@ -46,16 +46,15 @@ def cost(
     if "preset" in model:
         raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")
     check_section("train", typed.get("train", {}))
-    from regard.experiments.costs.figure import check_plot
-    from regard.experiments.costs.finding import config_of
-    from regard.experiments.costs.finding import cost as find
-    from regard.experiments.costs.text import Comparison
+    from regard.experiments.cost import cost as find
+    from regard.experiments.cost import resolve_model
+    from regard.experiments.cost_report import CostComparison, check_plot
 
     if plot is not None:
         check_plot(plot)
 
     def found(name: str, fields: dict[str, Any]) -> Any:
-        recipe: TrainConfig = config_of(name, fields)[2]
+        recipe: TrainConfig = resolve_model(name, fields)[2]
         return find(
             name,
             batch,
@@ -69,10 +68,10 @@ def cost(
 
     with as_options("batch", "length", "source_length", "device", "cache"):
         first = found(config, model)
-        answer = first if compare is None else Comparison(first, found(compare, {}))
+        answer = first if compare is None else CostComparison(first, found(compare, {}))
     if plot is not None:
         progress(f"drawn: {first.draw(plot)}")
     if as_json:
-        emit(answer.document())
+        emit(answer.to_dict())
     else:
-        print(answer.table(training))
+        print(answer.to_text(training))

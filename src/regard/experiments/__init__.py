@@ -1,5 +1,87 @@
-"""From configs to tables: what things cost, measured."""
+"""From configs to tables: ablations, costs and benchmarks. ``ablate`` runs sweeps by name, from a file, or going on."""
 
-from .ablating import ablate
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .sweep_report import SweepReport
+    from .sweep_spec import Sweep
 
 __all__ = ["ablate"]
+
+
+def ablate(
+    what: str | Path | Sweep,
+    words: Sequence[str] = (),
+    *,
+    out: str | Path | None = None,
+    seeds: int | None = None,
+    jobs: int | None = None,
+    tests: dict[str, str] | None = None,
+    minutes: float | None = None,
+    max_seconds: float | None = None,
+    keep: bool = False,
+    report_only: bool = False,
+    on: str = "local",
+    progress: Callable[[str], None] | None = None,
+) -> SweepReport:
+    """Run an ablation and report its results.
+
+    what    a name (``ablate("heads", ["train.steps=500"])``), a TOML file, the directory of a sweep to go on with, or a
+            ``Sweep``
+    out     where it is kept; runs/ablate-NAME unless given. What is done there is not done again
+    seeds   how many; more may join a sweep later
+    tests   further examples to evaluate on, by name: {"test": "test.en,test.de"} gives test_bleu
+    on      where it runs: local, ray (the cluster this machine belongs to) or ray://HOST:PORT
+    Words may name a mechanism of your own, model.mixer=module:Class; one that only a directory names is not imported.
+    """
+    from .ablations import EXTENDED_REPORTS
+    from .sweep_report import write_report
+    from .sweep_runner import run_sweep
+    from .sweep_spec import Sweep
+
+    sweep, place = _resolve_sweep(what, words, seeds)
+    folder = Path(out) if out is not None else place or Path("runs") / f"ablate-{sweep.name}"
+    if report_only and not isinstance(what, Sweep):  # of what is stored; words, where given, must be its own
+        stored = Sweep.read(folder)
+        if words:
+            sweep.check_same_settings(stored, folder)
+        sweep = stored if seeds is None else replace(stored, seeds=tuple(range(seeds)))
+    if tests:
+        metrics = tuple(dict.fromkeys((*sweep.metrics, *map(sweep.test_metric, tests))))
+        sweep = replace(sweep, tests={**sweep.tests, **tests}, metrics=metrics)
+    if report_only:
+        report = write_report(folder, sweep)
+    else:
+        report = run_sweep(
+            sweep, folder, jobs=jobs, minutes=minutes, max_seconds=max_seconds, keep=keep, progress=progress, on=on
+        )
+    extend = EXTENDED_REPORTS.get(sweep.ending)
+    return report if extend is None else extend(report, progress, not report_only)
+
+
+def _resolve_sweep(what: str | Path | Sweep, words: Sequence[str], seeds: int | None) -> tuple[Sweep, Path | None]:
+    """The sweep that was named, and the directory where that is one."""
+    from .ablations import SWEEPS, ablation, unknown_ablation
+    from .sweep_spec import SWEEP_FILE, Sweep, check_words, read_grid
+
+    if seeds is not None and seeds < 1:
+        raise UsageError(f"seeds={seeds} must be at least 1")
+    if isinstance(what, str) and what in SWEEPS:
+        return ablation(what, words, seeds=3 if seeds is None else seeds), None
+    place = None
+    if isinstance(what, Sweep):
+        sweep = what.with_words(check_words(words))
+    elif (Path(what) / SWEEP_FILE).is_file():
+        sweep, place = Sweep.read(what).with_words(check_words(words)), Path(what)
+    elif str(what).endswith(".toml"):
+        sweep = read_grid(Path(what), check_words(words))
+    else:
+        raise unknown_ablation(str(what), [*SWEEPS, "scaling", "a file.toml", "the directory of a sweep"])
+    return sweep if seeds is None else replace(sweep, seeds=tuple(range(seeds))), place

@@ -1,21 +1,30 @@
-"""The paper's ablations by name: what each changes, relative to the base it is given (Vaswani et al. 2017, table 3).
+"""Sweeps by name: the paper's ablations, the shoot-out of mechanisms, length extrapolation, and softmax saturation.
 
-An axis is a function of the base's config, so that ``regard ablate heads model.d_model=512`` asks what fits there.
+An axis is a function of the base's config, so that ``regard ablate heads model.d_model=512`` asks what fits there. The
+axes are those of Vaswani et al. 2017, table 3, and some it left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
 
-from ..config import RunConfig
-from . import extrapolation, shootout
-from .ablating import ablate
-from .sweep import Cell, Sweep, named_words, unknown
-from .sweep_report import Report
+import torch
+from torch import Tensor
 
-__all__ = ["AXES", "SWEEPS", "ablate", "ablation"]
+from ..config import Positions, RunConfig
+from ..config.mixers import all_mixers
+from ..errors import UsageError
+from ..foundation.files import write_atomic
+from ..foundation.jsonio import to_json
+from ..foundation.suggestions import did_you_mean
+from .shootout import extrapolation_report, shootout_report
+from .sweep_cell import EXTRAPOLATION_METRICS
+from .sweep_report import SweepReport
+from .sweep_spec import Cell, Sweep, check_words
 
 Axis = Callable[[RunConfig], Iterable[Cell]]
 
@@ -43,16 +52,34 @@ PAPER = (
 )
 
 
+# A masked language model, as an encoder lets every mechanism play: Linformer and FNet cannot hide a future. Bytes, so
+# that every run learns something within a minute; plain q and k, as Performer and linear attention were written for;
+# sinusoids, which all of them can take (learned positions stay longer than this on the plateau of having none).
+SHOOTOUT = (
+    *("data.tokenizer=bytes", "data.max_len=64", "data.mask_rate=0.3"),
+    *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=64"),
+    *("model.positions=sinusoidal", "model.qk_norm=false", "model.scale_embeddings=true"),
+    *("train.steps=500", "train.warmup=30", "train.batch_tokens=1024", "train.muon_lr=0.03", "train.lr=4e-3"),
+    *(*_FAIR, "train.eval_batches=16"),
+)
+EXTRAPOLATION = (
+    *("data.tokenizer=bytes", "data.max_len=128", "data.packing=blocks"),
+    *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=128"),
+    *("model.qk_norm=false", "model.scale_embeddings=true"),
+    *("train.steps=400", "train.warmup=30", "train.batch_tokens=2048", "train.eval_batches=16", *_FAIR),
+)
+
+
 def _cells(
     field: str, values: Iterable[object], base: object, prefix: str = "", more: Sequence[str] = ()
 ) -> list[Cell]:
     """One cell a value, the base's own left out."""
     label = prefix or f"{field.rpartition('.')[2]}="
-    made = []
-    for value in dict.fromkeys(values):
-        if value != base:
-            made.append(Cell(f"{label}{value}", (f"{field}={value}", *(f"{name}={value}" for name in more))))
-    return made
+    return [
+        Cell(f"{label}{value}", tuple(f"{name}={value}" for name in (field, *more)))
+        for value in dict.fromkeys(values)
+        if value != base
+    ]
 
 
 def heads(base: RunConfig) -> list[Cell]:
@@ -142,74 +169,100 @@ AXES: dict[str, Axis] = {
 }
 
 
+def mechanisms(base: RunConfig) -> list[Cell]:
+    """Every entry of the table of mechanisms, one's own too; ranks and features are half the length."""
+    causal, size = base.model.has_decoder and base.model.causal, max(1, base.data.max_len // 2)
+    return [
+        Cell(name.replace(":", "."), (f"model.mixer={name}", *([f"model.mixer_size={size}"] if entry.size else [])))
+        for name, entry in all_mixers().items()
+        if name != base.model.mixer and (entry.causal or not causal)
+    ]
+
+
+def sparse_patterns(base: RunConfig) -> list[Cell]:
+    """The scaled dot product restricted to a window, strides or BigBird's blocks: about a quarter of the keys each."""
+    length = base.data.max_len
+    return [
+        Cell("window", (f"model.window={max(1, length // 8)}",)),
+        Cell("strided", ("model.sparsity=strided", f"model.sparsity_size={max(1, length // 8)}")),
+        Cell("bigbird", ("model.sparsity=bigbird", f"model.sparsity_size={max(1, length // 16)}")),
+    ]
+
+
+def all_positions(base: RunConfig) -> list[Cell]:
+    """Every position scheme."""
+    return _cells("model.positions", get_args(Positions), base.model.positions, "positions=")
+
+
 @dataclass(frozen=True)
-class Named:
+class NamedSweep:
     """A sweep by name: a base and what of it is changed."""
 
     about: str
     recipe: str
     words: tuple[str, ...]
-    axes: tuple[tuple[str, Axis], ...]
-    """With the letters of their groups."""
+    axes: tuple[tuple[str, Axis], ...]  # with the letters of their groups
     metrics: tuple[str, ...] = ("valid_loss", "perplexity", "bleu")
     measures: tuple[str, ...] = ()
-    ending: str = ""
-    """Of ``FINISHED``."""
+    ending: str = ""  # of ``EXTENDED_REPORTS``
 
     def sweep(self, name: str, words: Sequence[str] = (), seeds: int = 3) -> Sweep:
         base = Sweep(name, self.recipe, self.words, seeds=tuple(range(seeds)), metrics=self.metrics, about=self.about)
         base = replace(base.with_words(words), measures=self.measures, ending=self.ending)
         config = base.config(base.rows[0])
         cells = tuple(replace(cell, group=group) for group, axis in self.axes for cell in axis(config))
-        return replace(base, cells=cells).without_base()
+        return replace(base, cells=cells).without_base_copies()
 
 
-def _one(name: str) -> Named:
+def _single_axis(name: str) -> NamedSweep:
     about = " ".join((AXES[name].__doc__ or "").split())
-    return Named(about, "en-ko", SMALL, (("", AXES[name]),))
+    return NamedSweep(about, "en-ko", SMALL, (("", AXES[name]),))
 
 
 def _only(axis: Axis, *names: str) -> Axis:
     return lambda base: [cell for cell in axis(base) if cell.name in names]
 
 
-def _narrower(base: RunConfig) -> list[Cell]:
+def _narrower_heads(base: RunConfig) -> list[Cell]:
     return d_k(base)[:2]
 
 
-SWEEPS: dict[str, Named] = {
-    **{name: _one(name) for name in AXES if name != "mask"},
-    "mask": Named(
+SWEEPS: dict[str, NamedSweep] = {
+    **{name: _single_axis(name) for name in AXES if name != "mask"},
+    "mask": NamedSweep(
         "The decoder may look at what it must predict: training loss collapses, and writing fails.",
         "en-ko",
         SMALL,
         (("", mask),),
         ("train_loss", "valid_loss", "loss_token_by_token", "bleu"),
-        ("regard.experiments.token_by_token:measure",),
+        ("regard.experiments.extrapolation:measure",),
     ),
-    "mechanisms": Named(
-        shootout.ABOUT,
-        shootout.RECIPE,
-        shootout.WORDS,
-        (("A", shootout.mechanisms), ("B", shootout.patterns), ("C", shootout.positions)),
-        shootout.METRICS,
+    "mechanisms": NamedSweep(
+        "Every attention mechanism, sparse pattern and position scheme in one masked language model on one corpus: "
+        "what each learns, and what a training step costs. "
+        "The base is the scaled dot product with sinusoidal positions.",
+        "stdlib-masked",
+        SHOOTOUT,
+        (("A", mechanisms), ("B", sparse_patterns), ("C", all_positions)),
+        ("valid_loss", "perplexity"),
         ending="mechanisms",
     ),
-    "extrapolation": Named(
-        extrapolation.ABOUT,
-        extrapolation.RECIPE,
-        extrapolation.WORDS,
-        (("", shootout.positions),),
-        extrapolation.METRICS,
-        ("regard.experiments.extrapolation:losses",),
+    "extrapolation": NamedSweep(
+        "A language model trained at one length and asked at 1, 2, 4 and 8 times that, with every position scheme. "
+        "The base has rotary positions.",
+        "stdlib",
+        EXTRAPOLATION,
+        (("", all_positions),),
+        EXTRAPOLATION_METRICS,
+        ("regard.experiments.sweep_cell:measure_lengths",),
         "extrapolation",
     ),
-    "paper": Named(
+    "paper": NamedSweep(
         "The rows of the paper's table 3 and two it left out (F), on Multi30k English → German: data=FOLDER.",
         "multi30k",
         PAPER,
         (
-            *(("A", heads), ("B", _narrower), ("C", _only(depth, "N=2", "N=4")), ("C", d_ff), ("D", dropout)),
+            *(("A", heads), ("B", _narrower_heads), ("C", _only(depth, "N=2", "N=4")), ("C", d_ff), ("D", dropout)),
             *(("D", label_smoothing), ("E", _only(positions, "positions=learned", "positions=none"))),
             *(("F", _only(norm, "no norm")), ("F", residual)),
         ),
@@ -218,25 +271,177 @@ SWEEPS: dict[str, Named] = {
 }
 
 
-FINISHED: dict[str, Callable[[Report, Callable[[str], None] | None, bool], Report]] = {
-    **{"mechanisms": shootout.shot, "extrapolation": extrapolation.lengths}
+# Reports that say more than the table; the last argument is whether something may be measured for it.
+EXTENDED_REPORTS: dict[str, Callable[[SweepReport, Callable[[str], None] | None, bool], SweepReport]] = {
+    "mechanisms": shootout_report,
+    "extrapolation": extrapolation_report,
 }
-"""Reports that say more than the table: what a step costs, what cannot be asked. The last argument is whether something
-may be measured for it."""
+
+
+def unknown_ablation(name: str, names: Iterable[str]) -> UsageError:
+    names = list(names)
+    return UsageError(f"there is no ablation {name!r}{did_you_mean(name, names)} (all: {', '.join(names)})")
 
 
 def ablation(name: str, words: Sequence[str] = (), *, seeds: int = 3) -> Sweep:
     """The sweep of that name with words about its base."""
     if name not in SWEEPS:
-        raise unknown("ablation", name, SWEEPS)
-    return SWEEPS[name].sweep(name, named_words(words), seeds)
+        raise unknown_ablation(name, SWEEPS)
+    return SWEEPS[name].sweep(name, check_words(words), seeds)
 
 
-def listing() -> dict[str, dict[str, Any]]:
+def list_ablations() -> dict[str, dict[str, Any]]:
     """Every ablation with what it is about and its cells, as they are with the base it comes with."""
-    found: dict[str, dict[str, Any]] = {}
+    ablations: dict[str, dict[str, Any]] = {}
     for name, named in SWEEPS.items():
         cells = [cell.name for cell in named.sweep(name).cells]
-        found[name] = {"about": named.about, "recipe": named.recipe, "cells": cells}
+        ablations[name] = {"about": named.about, "recipe": named.recipe, "cells": cells}
     about = "Softmax saturation with and without 1/√d_k: gradients against d_k, computed and predicted; trains nothing."
-    return {**found, "scaling": {"about": about, "recipe": None, "cells": []}}
+    return {**ablations, "scaling": {"about": about, "recipe": None, "cells": []}}
+
+
+# ------------------------------------------------------------------------------------- softmax saturation
+
+SATURATED = 30  # from d_k = 30 ln n on, the spread of n scores is far wider than what one softmax tells apart
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One d_k, with or without the factor; J = diag(p) − p pᵀ is the softmax's Jacobian."""
+
+    d_k: int
+    scaled: bool
+    passed: float  # mean of ‖J‖_F over queries: how much of a gradient passes
+    passed_median: float
+    predicted: float | None  # the mean by theory; None where neither limit, variance 1 or saturation, is near
+    gradient: float  # mean norm of the scores' gradient for a random gradient of the weights, by autograd: √E = ‖J‖_F
+    largest: float  # mean of the largest weight
+    saturated: float  # share of the queries whose largest weight is over 0.99
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Why attention divides by √d_k (Vaswani et al. 2017, §3.2.1): softmax saturation, computed and predicted.
+
+    For q, k with independent entries of mean 0 and variance 1, q·k has variance d_k; as p nears one-hot, the gradient
+    that reaches the scores through the softmax vanishes.
+    """
+
+    n_keys: int
+    points: tuple[ScalingPoint, ...]
+    out: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"n_keys": self.n_keys, "out": str(self.out), "points": [asdict(point) for point in self.points]}
+
+    def pairs(self) -> list[tuple[ScalingPoint, ScalingPoint]]:
+        """With and without, by d_k."""
+        by_width = {(point.d_k, point.scaled): point for point in self.points}
+        return [(by_width[d, True], by_width[d, False]) for d in sorted({point.d_k for point in self.points})]
+
+    def to_text(self) -> str:
+        lines = [
+            f"How much gradient passes the softmax over {self.n_keys} keys (‖diag(p) − ppᵀ‖, mean over queries)",
+            "",
+            "         with 1/√d_k                      without",
+            "  d_k    passes  predicted  saturated     passes  predicted   median  saturated",
+        ]
+        for scaled, plain in self.pairs():
+            left = f"{scaled.passed:7.4f}    {_or_dash(scaled.predicted)}    {scaled.saturated:7.1%}"
+            right = f"{plain.passed:8.4f}    {_or_dash(plain.predicted)} {plain.passed_median:8.1e}"
+            lines.append(f"{scaled.d_k:5}   {left}   {right}    {plain.saturated:7.1%}")
+        (first, _), (last, plain) = self.pairs()[0], self.pairs()[-1]
+        lines += [
+            "",
+            "With 1/√d_k the scores keep variance 1 and the gradient stays: "
+            f"{first.passed:.3f} at d_k = {first.d_k}, {last.passed:.3f} at {last.d_k}.",
+            f"Without it their variance is d_k: at d_k = {plain.d_k}, {plain.saturated:.0%} of the queries put over "
+            f"99 % on one key, and the typical (median) query passes {plain.passed_median:.0e} of its gradient.",
+            "Predicted: with it, from log-normal weights; without it, for large d_k: the mean falls as c/√d_k, by the "
+            "chance that the two largest scores nearly tie; the median falls much faster.",
+            f"{self.out / 'scaling.png'}",
+        ]
+        return "\n".join(lines)
+
+
+def _or_dash(value: float | None) -> str:
+    return "      –" if value is None else f"{value:7.4f}"
+
+
+def jacobian_norm(p: Tensor) -> Tensor:
+    """‖diag(p) − p pᵀ‖_F of every row: √(Σp² − 2Σp³ + (Σp²)²). (…, n) → (…)"""
+    second, third = (p**2).sum(-1), (p**3).sum(-1)
+    return (second - 2 * third + second**2).clamp_min(0).sqrt()
+
+
+def predicted_scaled(n: int) -> float:
+    """Of n keys whose scores have variance 1: weights are log-normal, Σp² ≈ e/n and Σp³ ≈ e³/n²."""
+    return math.sqrt(math.e / n - 2 * math.e**3 / n**2 + (math.e / n) ** 2)
+
+
+def predicted_unscaled(n: int, d_k: int) -> float:
+    """Of saturated scores: only where the two largest nearly tie does anything pass. With a gap g between them
+    ‖J‖_F = 2p(1 − p), p = 1/(1 + e^−g), and ∫ 2p(1 − p) dg = 1, so E‖J‖_F → the density of g at 0:
+    n(n − 1) ∫ φ(z)² Φ(z)^(n−2) dz / √d_k."""
+    z = torch.linspace(-9, 9, 20001, dtype=torch.float64)
+    density = torch.exp(-(z**2)) / (2 * math.pi)
+    below = torch.special.ndtr(z)
+    return float(n * (n - 1) * torch.trapezoid(density * below ** (n - 2), z)) / math.sqrt(d_k)
+
+
+def measure_scaling(
+    out: str | Path = "runs/ablate-scaling",
+    *,
+    widths: tuple[int, ...] = WIDTHS,
+    n_keys: int = 64,
+    n_queries: int = 2000,
+    seed: int = 0,
+) -> Scaling:
+    """Draw queries and keys, compute their softmax with and without 1/√d_k, write scaling.json and scaling.png."""
+    from .sweep_figures import draw_scaling
+
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    points = []
+    for d_k in widths:
+        scores = _scores(d_k, n_keys, n_queries, seed)
+        for scaled in (True, False):
+            points.append(_point(scores / math.sqrt(d_k) if scaled else scores, d_k, scaled, seed))
+    result = Scaling(n_keys, tuple(points), folder)
+    write_atomic(folder / "scaling.json", to_json(result.to_dict()))
+    draw_scaling(result, folder / "scaling.png")
+    return result
+
+
+def _scores(d_k: int, n_keys: int, n_queries: int, seed: int) -> Tensor:
+    """q·k of every query with keys of its own. (queries, keys)"""
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for start in range(0, n_queries, 100):
+        n = min(100, n_queries - start)
+        q, k = torch.randn(n, d_k, generator=draw), torch.randn(n, n_keys, d_k, generator=draw)
+        rows.append(torch.einsum("qd,qkd->qk", q, k))
+    return torch.cat(rows).double()
+
+
+def _point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> ScalingPoint:
+    n = scores.shape[1]
+    scores = scores.detach().requires_grad_()
+    weights = scores.softmax(-1)
+    draw = torch.Generator().manual_seed(seed + 1)
+    weights.backward(torch.randn(weights.shape, generator=draw, dtype=weights.dtype))
+    assert scores.grad is not None
+    norms, largest = jacobian_norm(weights.detach()), weights.detach().max(-1).values
+    saturated = d_k >= SATURATED * math.log(n)
+    predicted = predicted_scaled(n) if scaled else predicted_unscaled(n, d_k) if saturated else None
+    return ScalingPoint(
+        d_k=d_k,
+        scaled=scaled,
+        passed=float(norms.mean()),
+        passed_median=float(norms.median()),
+        predicted=predicted,
+        gradient=float(scores.grad.norm(dim=-1).mean()),
+        largest=float(largest.mean()),
+        saturated=float((largest > 0.99).double().mean()),
+    )

@@ -1,6 +1,6 @@
 """``regard bench attention``: time and memory of every attention mechanism against length, and how each of them grows.
 
-A cell is one mechanism at one length, measured in a fresh process. What would not fit into the budget of memory or time
+A measurement is one mechanism at one length, in a fresh process. What would not fit into the budget of memory or time
 is not started; the table says why.
 """
 
@@ -13,22 +13,233 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from .contenders import Contender, Setup, choose
-from .fit import exponent
-from .measure import Children, available_memory
-from .table import Row, aligned
+from ..attention import attend
+from ..attention.biases import T5Bias
+from ..attention.masks import Mask, bigbird, causal, strided, window
+from ..config import ModelConfig
+from ..config.mixers import Mixer, MixingWork, all_mixers, get_mixer, register
+from ..foundation.checks import check_positive
+from ..foundation.suggestions import nearest_name
+from ..models.parts import mechanism, mixing
+from .benchmarking import TableRow, available_memory, fit_exponent, format_table, measure
+from .sweep_runner import LocalRunner
 
-MOST_BYTES = 4 << 30
-"""A cell may need this much, and never more than half of what the machine has free."""
-ENOUGH_S = 0.3
-"""Seconds of runs after which a cell's best time is believed."""
-PILOT = 256
-"""Where nothing shorter was measured, this length tells how long the first one asked for will take."""
+MOST_BYTES = 4 << 30  # a measurement may need this much, and never more than half of what the machine has free
+ENOUGH_S = 0.3  # seconds of runs after which a best time is believed
+PILOT = 256  # where nothing shorter was measured, this length tells how long the first one asked for will take
+
+# ------------------------------------------------------------------------------------- what is compared
 
 
 @dataclass(frozen=True)
-class Cell:
+class Setup:
+    """What is measured: batch 1, fp32, on the CPU."""
+
+    length: int
+    n_heads: int = 8
+    d_head: int = 64
+    causal: bool = True
+    backward: bool = False
+
+    def heads(self) -> list[Tensor]:
+        """q, k and v, (1, H, T, D)."""
+        shape = (1, self.n_heads, self.length, self.d_head)
+        return [torch.randn(shape, requires_grad=self.backward) for _ in range(3)]
+
+    @property
+    def mask(self) -> Mask | None:
+        return causal() if self.causal else None
+
+
+Forward = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A mechanism on a backend. ``build`` gives its forward pass and what its backward pass fills with gradients."""
+
+    name: str
+    title: str
+    family: str  # exact, sparse or approximate
+    build: Callable[[Setup], tuple[Forward, list[Tensor]]]
+    grows: int = 2  # the power of the length its time grows with, to predict what is not worth starting
+    matrices: tuple[float, float] = (0, 0)  # T × T numbers a head holds at once: forward, forward and backward
+    rows: tuple[float, float] = (4, 12)  # the same in units of T × D
+    most_seconds: float = 10.0  # a run predicted to take longer is skipped
+    causal: bool | None = None  # True: always, False: never, None: as asked
+
+    def note(self, setup: Setup) -> str | None:
+        """What was measured where it is not what was asked for."""
+        if self.causal is None or self.causal == setup.causal:
+            return None
+        return (
+            "is causal by definition" if self.causal else "mixes all positions and cannot be causal; measured without"
+        )
+
+    def predict_bytes(self, setup: Setup) -> int:
+        """About how much memory a run will hold at its peak, inputs included."""
+        matrices, rows = self.matrices[setup.backward], self.rows[setup.backward] + 3
+        return int(4 * setup.n_heads * setup.length * (matrices * setup.length + rows * setup.d_head))
+
+    def predict_seconds(self, setup: Setup, known_length: int, known_seconds: float) -> float:
+        """How long a run will take, from what a shorter one took."""
+        return known_seconds * (setup.length / known_length) ** self.grows
+
+
+def _attention_run(
+    setup: Setup, backend: str, mask: Mask | None, module: nn.Module | None = None, **options: Any
+) -> tuple[Forward, list[Tensor]]:
+    q, k, v = setup.heads()
+    parameters = [] if module is None else list(module.parameters())
+    return lambda: attend(q, k, v, backend=backend, mask=mask, **options).output, [q, k, v, *parameters]
+
+
+def _dot_product(backend: str) -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+    return lambda setup: _attention_run(setup, backend, setup.mask)
+
+
+def _t5_run(setup: Setup) -> tuple[Forward, list[Tensor]]:
+    bias = T5Bias(setup.n_heads, bidirectional=not setup.causal)
+    return _attention_run(setup, "tiled", setup.mask, bias, bias=bias)
+
+
+def sparse_mask(name: str, is_causal: bool) -> Mask:
+    """The sparse patterns compared here, about 256 keys a query."""
+    if name == "window":
+        return window(256) if is_causal else window(129, ahead=127)
+    if name == "strided":
+        return strided(128)
+    pattern = bigbird(size=64, global_count=64, percent=2.0)
+    return pattern & causal() if is_causal else pattern
+
+
+def _sparse_run(name: str) -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+    return lambda setup: _attention_run(setup, "tiled", sparse_mask(name, setup.causal))
+
+
+def _mixer_run(name: str, backend: str = "auto") -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+    """A mechanism of the table as a model's layer would build it."""
+
+    def build(setup: Setup) -> tuple[Forward, list[Tensor]]:
+        entry, width = get_mixer(name), setup.n_heads * setup.d_head
+        config = ModelConfig(
+            architecture="encoder", head="none", d_model=width, n_heads=setup.n_heads, mixer=name, max_len=setup.length
+        )
+        if not entry.weights:
+            layer = mixing(config, setup.n_heads, None)
+            x = torch.randn(1, setup.length, width, requires_grad=setup.backward)
+            return lambda: layer(x), [x, *layer.parameters()]
+        built = mechanism(config, setup.n_heads, setup.d_head, cross=False)
+        module = built if isinstance(built, nn.Module) else None
+        return _attention_run(setup, backend, setup.mask if entry.causal else None, module, mechanism=built)
+
+    return build
+
+
+def _from_table(name: str, entry: Mixer) -> Contender:
+    """A mechanism known by its entry alone: its time grows with the work the entry declares."""
+    near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
+    return Contender(
+        name,
+        entry.summary or name,
+        "own",
+        _mixer_run(name),
+        grows=2 if far > near else 1,
+        matrices=(3.2, 6.5) if entry.weights and entry.family.kind == "shares" else (0, 0),
+        causal=None if entry.causal else False,
+    )
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("reference", "reference, the formula", "exact", _dot_product("reference"), matrices=(3.2, 6.5)),
+        Contender("sdpa", "sdpa, torch's fused kernel", "exact", _dot_product("sdpa")),
+        Contender("tiled", "tiled", "exact", _dot_product("tiled")),
+        Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5_run),
+        Contender("additive", "additive (Bahdanau), tiled", "exact", _mixer_run("additive", "tiled"), most_seconds=3.0),
+        Contender("window", "window of 256, tiled", "sparse", _sparse_run("window"), grows=1),
+        Contender("strided", "strided by 128, tiled", "sparse", _sparse_run("strided"), causal=True),
+        Contender("bigbird", "bigbird, tiled", "sparse", _sparse_run("bigbird")),
+        Contender("linear", "linear, elu + 1", "approximate", _mixer_run("linear", "linear"), grows=1, rows=(14, 26)),
+        Contender(
+            "performer",
+            "performer, 256 features",
+            "approximate",
+            _mixer_run("performer", "linear"),
+            grows=1,
+            rows=(36, 75),
+        ),
+        Contender(
+            "linformer", "linformer, rank 256", "approximate", _mixer_run("linformer", "sdpa"), grows=1, causal=False
+        ),
+        Contender("fourier", "fourier mixing", "approximate", _mixer_run("fourier"), grows=1, causal=False),
+    )
+}
+
+
+def contenders() -> dict[str, Contender]:
+    """Those below, and whatever else stands in the table of mechanisms; plain dot products are there by backend."""
+    own = {name: _from_table(name, entry) for name, entry in all_mixers().items() if name not in (*CONTENDERS, "dot")}
+    return {**CONTENDERS, **own}
+
+
+def choose_contenders(names: list[str] | None) -> list[Contender]:
+    """The contenders by name, all of them unless told; module:Class is one of the reader's own."""
+    for name in names or ():
+        if ":" in name:
+            register(name)
+    known = contenders()
+    for name in names or ():
+        if name not in known:
+            near = nearest_name(name, known)
+            hint = "" if near is None else f"; did you mean {near!r}?"
+            raise ValueError(f"mechanism {name!r} is none of {', '.join(known)}{hint}")
+    return [known[name] for name in dict.fromkeys(names or known)]
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """One contender in one setup, to be measured in a process of its own."""
+
+    name: str
+    setup: Setup
+    enough_s: float
+    most_runs: int = 20
+
+
+def measure_contender(job: BenchJob) -> dict[str, Any]:
+    """Time and memory of a job: seconds, peak_bytes, runs, threads."""
+    torch.manual_seed(0)
+    build_run(job.name, replace(job.setup, length=min(job.setup.length, 32)))()  # loads code and threads
+    measurement = measure(build_run(job.name, job.setup), enough_s=job.enough_s, most_runs=job.most_runs)
+    return {**asdict(measurement), "threads": torch.get_num_threads()}
+
+
+def build_run(name: str, setup: Setup) -> Callable[[], object]:
+    """One run of a contender, its inputs made: forward, or forward and backward."""
+    (contender,) = choose_contenders([name])
+    forward, leaves = contender.build(setup)
+    if not setup.backward:
+        return torch.no_grad()(forward)
+    d_output = torch.randn(1, setup.n_heads, setup.length, setup.d_head)
+
+    def both() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        output = forward()
+        output.backward(d_output.view_as(output))
+
+    return both
+
+
+# ------------------------------------------------------------------------------------- the benchmark
+
+
+@dataclass(frozen=True)
+class BenchCell:
     """One mechanism at one length: measured, or skipped with a reason."""
 
     mechanism: str
@@ -41,28 +252,28 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Bench:
+class AttentionBench:
     """All cells of one benchmark."""
 
     lengths: list[int]
     contenders: list[Contender]
     setup: Setup  # its length stands for none
-    cells: list[Cell]
+    cells: list[BenchCell]
     files: list[Path]
 
-    def of(self, name: str) -> list[Cell]:
+    def of(self, name: str) -> list[BenchCell]:
         return [cell for cell in self.cells if cell.mechanism == name]
 
     def series(self, name: str, what: str) -> tuple[list[int], list[float]]:
         """Lengths and values ("seconds" or "peak_bytes") of the cells that were measured."""
-        found = [(cell.length, getattr(cell, what)) for cell in self.of(name) if cell.skipped is None]
-        return [length for length, _ in found], [value for _, value in found]
+        bench = [(cell.length, getattr(cell, what)) for cell in self.of(name) if cell.skipped is None]
+        return [length for length, _ in bench], [value for _, value in bench]
 
     def exponent(self, name: str, what: str) -> float | None:
         """p where the value grows like lengthᵖ at the longer lengths."""
-        return exponent(*self.series(name, what))
+        return fit_exponent(*self.series(name, what))
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything as JSON: numbers are finite or null."""
         return {
             "device": "cpu",
@@ -80,7 +291,7 @@ class Bench:
                     "note": contender.note(self.setup),
                     "time_exponent": self.exponent(contender.name, "seconds"),
                     "memory_exponent": self.exponent(contender.name, "peak_bytes"),
-                    "cells": [_without_name(cell) for cell in self.of(contender.name)],
+                    "cells": [_cell_dict(cell) for cell in self.of(contender.name)],
                 }
                 for contender in self.contenders
             ],
@@ -102,41 +313,43 @@ class Bench:
         heads = f"{self.setup.n_heads} heads of width {self.setup.d_head}"
         return f"{self.direction}, {causal}, {heads}, fp32, CPU threads: {self.threads}, torch {torch.__version__}"
 
-    def table(self) -> str:
+    def to_text(self) -> str:
         """Both tables, then the reasons of what was skipped and the notes."""
         remarks: list[str] = []
         marks = {
-            (cell.mechanism, cell.length): _mark(remarks, f"{cell.mechanism} at {cell.length:,}: {cell.skipped}")
+            (cell.mechanism, cell.length): _add_remark(remarks, f"{cell.mechanism} at {cell.length:,}: {cell.skipped}")
             for cell in self.cells
             if cell.skipped is not None
         }
         titles = {c.name: c.title for c in self.contenders}
         for contender in self.contenders:
             if note := contender.note(self.setup):
-                titles[contender.name] += f" {_mark(remarks, f'{contender.name} {note}')}"
+                titles[contender.name] += f" {_add_remark(remarks, f'{contender.name} {note}')}"
         parts = [f"Attention: {self.headline}"]
         for heading, what, unit in (("time, ms", "seconds", 1e-3), ("peak memory, MiB", "peak_bytes", 2**20)):
-            head = Row(heading, [f"{length:,}" for length in self.lengths], "grows like")
+            head = TableRow(heading, [f"{length:,}" for length in self.lengths], "grows like")
             rows = [self._row(c, titles[c.name], what, unit, marks) for c in self.contenders]
-            parts.append(aligned([head, *rows]))
+            parts.append(format_table([head, *rows]))
         parts += ["\n".join(remarks)] if remarks else []
         parts += ["\n".join(f"wrote {file}" for file in self.files)] if self.files else []
         return "\n\n".join(parts)
 
-    def _row(self, contender: Contender, title: str, what: str, unit: float, marks: dict[tuple[str, int], str]) -> Row:
+    def _row(
+        self, contender: Contender, title: str, what: str, unit: float, marks: dict[tuple[str, int], str]
+    ) -> TableRow:
         values = {cell.length: getattr(cell, what) for cell in self.of(contender.name)}
         entries = [
-            marks.get((contender.name, length)) or _three_digits(values[length] / unit) for length in self.lengths
+            marks.get((contender.name, length)) or _format_number(values[length] / unit) for length in self.lengths
         ]
         power = self.exponent(contender.name, what)
-        return Row(title, entries, "–" if power is None else f"T^{power:.2f}")
+        return TableRow(title, entries, "–" if power is None else f"T^{power:.2f}")
 
 
-def _without_name(cell: Cell) -> dict[str, Any]:
+def _cell_dict(cell: BenchCell) -> dict[str, Any]:
     return {key: value for key, value in asdict(cell).items() if key not in ("mechanism", "threads")}
 
 
-def _mark(remarks: list[str], remark: str) -> str:
+def _add_remark(remarks: list[str], remark: str) -> str:
     """Add a remark; the sign that points to it: (a), (b), …"""
     n = len(remarks)
     sign = f"({'' if n < 26 else chr(96 + n // 26)}{chr(97 + n % 26)})"
@@ -144,7 +357,7 @@ def _mark(remarks: list[str], remark: str) -> str:
     return sign
 
 
-def _three_digits(value: float) -> str:
+def _format_number(value: float) -> str:
     decimals = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{decimals}f}"
 
@@ -159,72 +372,69 @@ def bench_attention(
     backward: bool = False,
     out: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
-) -> Bench:
+) -> AttentionBench:
     """Measure each mechanism at each length; with ``out``, leave table, JSON and picture in that folder."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths={lengths} must be at least one whole number, each at least 1")
-    for name, value in (("n_heads", n_heads), ("d_head", d_head)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    contenders, lengths = choose(mechanisms), sorted(set(lengths))
+    check_positive(n_heads=n_heads, d_head=d_head)
+    contenders, lengths = choose_contenders(mechanisms), sorted(set(lengths))
     if out is not None:  # before anything is measured: nobody should wait a minute to hear that it cannot be written
         out.mkdir(parents=True, exist_ok=True)
     setup = Setup(0, n_heads, d_head, causal, backward)
     most_bytes = min(MOST_BYTES, available_memory() // 2)
-    cells: list[Cell] = []
-    with Children("regard.experiments.contenders") as children:
+    cells: list[BenchCell] = []
+    with LocalRunner() as runner:
         for contender in contenders:
-            known: Cell | None = None
+            known: BenchCell | None = None
             for length in lengths:
-                cell = _cell(children, contender, replace(setup, length=length), known, most_bytes)
+                cell = _measure_cell(runner, contender, replace(setup, length=length), known, most_bytes)
                 known = cell if cell.skipped is None else known
                 cells.append(cell)
-                progress(_said(cell))
-    found = Bench(lengths, contenders, setup, cells, [])
-    return found if out is None else write(found, out)
+                progress(_progress_line(cell))
+    bench = AttentionBench(lengths, contenders, setup, cells, [])
+    return bench if out is None else write_bench(bench, out)
 
 
-def _cell(children: Children, contender: Contender, setup: Setup, known: Cell | None, most_bytes: int) -> Cell:
-    needs = contender.foretold_bytes(setup)
+def _measure_cell(
+    runner: LocalRunner, contender: Contender, setup: Setup, known: BenchCell | None, most_bytes: int
+) -> BenchCell:
+    needs = contender.predict_bytes(setup)
     if needs > most_bytes:
-        reason = f"needs {_amount(needs)}, more than the {_amount(most_bytes)} allowed"
-        return Cell(contender.name, setup.length, skipped=reason)
+        reason = f"needs {_format_bytes(needs)}, more than the {_format_bytes(most_bytes)} allowed"
+        return BenchCell(contender.name, setup.length, skipped=reason)
     if known is None and setup.length > PILOT:
-        known = _measured(children, contender, replace(setup, length=PILOT))
+        known = _run_cell(runner, contender, replace(setup, length=PILOT))
     if known is not None and known.seconds is not None:
-        takes = contender.foretold_seconds(setup, known.length, known.seconds)
+        takes = contender.predict_seconds(setup, known.length, known.seconds)
         if takes > contender.most_seconds:
             reason = f"would take about {takes:.1f} s, more than the {contender.most_seconds:g} s allowed"
-            return Cell(contender.name, setup.length, threads=known.threads, skipped=reason)
-    return _measured(children, contender, setup)
+            return BenchCell(contender.name, setup.length, threads=known.threads, skipped=reason)
+    return _run_cell(runner, contender, setup)
 
 
-def _measured(children: Children, contender: Contender, setup: Setup) -> Cell:
-    call = "regard.experiments.contenders:measure_cell"
-    answer = children.call(call, name=contender.name, setup=asdict(setup), enough_s=ENOUGH_S)
-    return Cell(
-        contender.name, setup.length, answer["seconds"], answer["peak_bytes"], answer["runs"], answer["threads"]
-    )
+def _run_cell(runner: LocalRunner, contender: Contender, setup: Setup) -> BenchCell:
+    answer = runner.submit(measure_contender, BenchJob(contender.name, setup, ENOUGH_S)).result()
+    return BenchCell(contender.name, setup.length, **answer)
 
 
-def _amount(n_bytes: int) -> str:
+def _format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
-def _said(cell: Cell) -> str:
+def _progress_line(cell: BenchCell) -> str:
     if cell.seconds is None or cell.peak_bytes is None:
         return f"{cell.mechanism} at {cell.length:,}: {cell.skipped}"
     return f"{cell.mechanism} at {cell.length:,}: {cell.seconds * 1e3:,.1f} ms, {cell.peak_bytes / 2**20:,.1f} MiB"
 
 
-def write(found: Bench, out: Path) -> Bench:
-    """The table, the document and the picture of a benchmark, as files in a folder."""
-    from .figure import draw
+def write_bench(bench: AttentionBench, out: Path) -> AttentionBench:
+    """The table, the to_dict and the picture of a benchmark, as files in a folder."""
+    from .sweep_figures import draw_attention_bench
 
     out.mkdir(parents=True, exist_ok=True)
     files = [out / f"attention.{ending}" for ending in ("txt", "json", "png")]
-    found = replace(found, files=files)
-    files[0].write_text(found.table() + "\n", encoding="utf-8")
-    files[1].write_text(json.dumps(found.document(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw(found, files[2])
-    return found
+    bench = replace(bench, files=files)
+    files[0].write_text(bench.to_text() + "\n", encoding="utf-8")
+    files[1].write_text(json.dumps(bench.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draw_attention_bench(bench, files[2])
+    return bench

@@ -18,18 +18,18 @@ import torch
 from ..generation.generate import generate
 from ..layers.quantised_linear import quantise
 from ..models import Model
-from .table import Row, aligned
+from .benchmarking import TableRow, format_table
 
-Weights = Literal["fp32", "bf16", "int8"]
-WEIGHTS: tuple[Weights, ...] = ("fp32", "bf16", "int8")
+WeightDtype = Literal["fp32", "bf16", "int8"]
+WEIGHTS: tuple[WeightDtype, ...] = ("fp32", "bf16", "int8")
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Speed:
+class GenerationSpeed:
     """One case: the best of a few calls."""
 
-    weights: Weights
+    weights: WeightDtype
     batch: int
     beam: int
     first_s: float
@@ -44,17 +44,17 @@ class GenerateBench:
     threads: int
     n_prompt: int
     n_new: int
-    cases: list[Speed]
+    cases: list[GenerationSpeed]
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything as JSON."""
         return {**asdict(self), "torch": torch.__version__}
 
-    def table(self) -> str:
+    def to_text(self) -> str:
         where = f"{self.device}, CPU threads: {self.threads}, torch {torch.__version__}"
-        head = Row("weights, batch, beam", ["first token, ms", "each further, ms"], "tokens/s")
+        head = TableRow("weights, batch, beam", ["first token, ms", "each further, ms"], "tokens/s")
         rows = [
-            Row(
+            TableRow(
                 f"{case.weights}, {case.batch}, {case.beam}",
                 [f"{1e3 * case.first_s:,.1f}", f"{1e3 * case.step_s:,.2f}"],
                 f"{case.tokens_per_s:,.0f}",
@@ -62,7 +62,7 @@ class GenerateBench:
             for case in self.cases
         ]
         headline = f"{self.name} writes {self.n_new} tokens after {self.n_prompt}: {where}"
-        return f"{headline}\n\n{aligned([head, *rows])}"
+        return f"{headline}\n\n{format_table([head, *rows])}"
 
 
 def bench_generate(
@@ -71,7 +71,7 @@ def bench_generate(
     *,
     batches: Sequence[int] = (1, 8),
     beams: Sequence[int] = (1, 4),
-    weights: Sequence[Weights] = ("fp32",),
+    weights: Sequence[WeightDtype] = ("fp32",),
     n_prompt: int = 16,
     n_new: int = 64,
     rounds: int = _ROUNDS,
@@ -87,15 +87,15 @@ def bench_generate(
         raise ValueError(f"{n_prompt} tokens and {n_new} new ones do not fit into max_len={room} of {name}")
     cases = []
     for kind in weights:
-        ready = _with(model, kind)
+        ready = _with_weights(model, kind)
         for batch, beam in product(batches, beams):
             progress(f"{kind}, batch {batch}, beam {beam}")
-            cases.append(_speed(ready, kind, batch, beam, n_prompt, n_new, rounds))
+            cases.append(_measure_speed(ready, kind, batch, beam, n_prompt, n_new, rounds))
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return GenerateBench(name, device, torch.get_num_threads(), n_prompt, n_new, cases)
 
 
-def _with(model: Model, weights: Weights) -> Any:
+def _with_weights(model: Model, weights: WeightDtype) -> Any:
     """The model, or a copy of it, with such weights."""
     dtype = torch.bfloat16 if weights == "bf16" else torch.float32
     if weights != "int8" and next(model.parameters()).dtype == dtype:
@@ -104,7 +104,9 @@ def _with(model: Model, weights: Weights) -> Any:
     return quantise(own) if weights == "int8" else own
 
 
-def _speed(model: Any, kind: Weights, batch: int, beam: int, n_prompt: int, n_new: int, rounds: int) -> Speed:
+def _measure_speed(
+    model: Any, kind: WeightDtype, batch: int, beam: int, n_prompt: int, n_new: int, rounds: int
+) -> GenerationSpeed:
     generator = torch.Generator().manual_seed(batch)
     rows = torch.randint(3, model.config.vocab_size, (batch, n_prompt), generator=generator).tolist()
     on_cuda = model.device.type == "cuda"
@@ -124,4 +126,4 @@ def _speed(model: Any, kind: Weights, batch: int, beam: int, n_prompt: int, n_ne
     seconds(n_new)  # loads, packs and captures whatever there is
     first, whole = (min(seconds(n) for _ in range(rounds)) for n in (1, n_new))
     step = max(whole - first, 0.0) / max(1, n_new - 1)
-    return Speed(kind, batch, beam, first, step, batch * n_new / whole)
+    return GenerationSpeed(kind, batch, beam, first, step, batch * n_new / whole)

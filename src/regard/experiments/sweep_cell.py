@@ -1,7 +1,7 @@
-"""One run of a sweep: train, evaluate, measure, write result.json. It runs in a process of its own.
+"""One run of a sweep (train, evaluate, measure, write result.json), and what is measured of finished runs.
 
-``serve`` is an interpreter that has imported everything and computed nothing; it forks for every run, which saves each
-the seconds of importing torch. It answers a line of JSON with the run's exit code.
+A measure is a function of a finished run's directory that gives more metrics by name. Two are defined here: the loss at
+lengths beyond training (Press et al. 2022, §2), and the loss of a decoder one token after the other.
 """
 
 from __future__ import annotations
@@ -11,35 +11,58 @@ import importlib
 import json
 import math
 import os
-import select
 import shutil
-import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..config import RunConfig
 from ..data.sources import open_source
 from ..errors import BadModelFile, Diverged, RegardError
 from ..foundation.files import file_lock, write_atomic
-from ..foundation.jsonio import to_json
+from ..foundation.jsonio import to_json, to_jsonable
+from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
 from ..training.evaluating import evaluate
+from ..training.loss import IGNORE, Batch
 from ..training.reporter import peak_memory_mib
 from ..training.run_directory import RUN_FILE, RunDirectory, provenance
 from ..training.signals import Interrupted
+from ..training.systems import data_for, open_data, open_system, task_for
 from ..training.tasks import open_task
+from ..training.tasks.language_modelling import Texts
 from ..training.trainer import TrainResult, resume, train
-from .sweep import RESULT_FILE, prune
+from .sweep_spec import RESULT_FILE, prune_run
 
-_CURVE = 80
-"""Points of a learning curve that a result keeps."""
+FACTORS = (1, 2, 4, 8)  # of the training length, at which ``measure_lengths`` asks
+EXTRAPOLATION_METRICS = tuple(f"loss_{factor}x" for factor in FACTORS)
+_CURVE_POINTS = 80  # of a learning curve in a result
+_HELD_OUT_TEXTS, _HELD_OUT_TOKENS, _BATCH_TOKENS = 24, 1 << 16, 1 << 14
+_EXAMPLES, _SAMPLES = 64, 3
+
+
+def run_cell_job(order: dict[str, Any]) -> dict[str, Any] | None:
+    """``run_cell`` in a process of its own, which prints into log.txt; None where it was interrupted and has saved."""
+    root = Path(order["folder"])
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "log.txt", "a", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        return run_cell(**order)
+    except (Interrupted, KeyboardInterrupt):
+        return None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def run_cell(
@@ -50,38 +73,40 @@ def run_cell(
     tests: dict[str, str],
     measures: list[str],
     keep: bool,
-) -> None:
+) -> dict[str, Any]:
     """Train as ``config`` says in ``folder``/run and write ``folder``/result.json; raises Interrupted when stopped."""
-    root, started = Path(folder), time.perf_counter()
+    root, start = Path(folder), time.perf_counter()
     torch.set_num_threads(1)  # however many run beside it, the sums come out the same
-    found: dict[str, Any] = {"fingerprint": fingerprint, "status": "done", "metrics": {}}
-    found |= {"keep": keep, "tests": tests, "measures": measures}
+    result: dict[str, Any] = {"fingerprint": fingerprint, "status": "done", "metrics": {}}
+    result |= {"keep": keep, "tests": tests, "measures": measures}
     resolved = RunConfig(**config)
     with file_lock(root):  # an orphan of a killed sweep may still be in there: it is waited for
-        before = _spent(root)
+        before = _seconds_spent(root)
         try:
-            result = _trained(resolved, root / "run", Path(shared))
-            found |= {"weights": result.weights, "train_seconds": result.seconds, "steps": result.steps}
-            found["metrics"] = dict(result.metrics)
-            _need_sound(found | _facts(root / "run"))
-            _evaluated(found, root / "run", resolved, tests, measures)
+            outcome = _train_or_resume(resolved, root / "run", Path(shared))
+            result |= {"weights": outcome.weights, "train_seconds": outcome.seconds, "steps": outcome.steps}
+            result["metrics"] = dict(outcome.metrics)
+            check_convergence(result | run_facts(root / "run"))
+            _evaluate(result, root / "run", resolved, tests, measures)
         except Interrupted:
-            write_atomic(root / "spent.json", to_json({"seconds": before + time.perf_counter() - started}))
+            write_atomic(root / "spent.json", to_json({"seconds": before + time.perf_counter() - start}))
             raise
         except Diverged as failure:
-            found |= {"status": "diverged", "message": str(failure)}
+            result |= {"status": "diverged", "message": str(failure)}
         except Exception as failure:  # whatever it was, the table says so, and the other cells go on
             traceback.print_exc()
-            found |= {"status": "failed", "message": f"{type(failure).__name__}: {failure}"}
-        found |= _facts(root / "run")
-        found |= {"seconds": before + time.perf_counter() - started, "memory_mib": peak_memory_mib()}
-        write_atomic(root / RESULT_FILE, to_json(_plain(found)))
-        if not keep and found["status"] != "failed":
-            prune(root)
+            result |= {"status": "failed", "message": f"{type(failure).__name__}: {failure}"}
+        result |= run_facts(root / "run")
+        result |= {"seconds": before + time.perf_counter() - start, "memory_mib": peak_memory_mib()}
+        result = to_jsonable(result)
+        write_atomic(root / RESULT_FILE, to_json(result))
+        if not keep and result["status"] != "failed":
+            prune_run(root)
+    return result
 
 
-def _trained(config: RunConfig, run: Path, shared: Path) -> TrainResult:
-    """Trained from the start, or from where it was interrupted."""
+def _train_or_resume(config: RunConfig, run: Path, shared: Path) -> TrainResult:
+    """From the start, or from where it was interrupted."""
     if (run / RUN_FILE).exists() and any((run / "checkpoints").glob("step-*")):
         try:
             return resume(run, style="quiet")
@@ -94,8 +119,8 @@ def _trained(config: RunConfig, run: Path, shared: Path) -> TrainResult:
 
 
 def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
-    """The tokenizers of this data, made by the first run that needs them; None where a task has more than those."""
-    if config.task not in ("translate", "lm", "mlm", "classify"):
+    """The tokenizers of this data, trained by the first run that needs them; None where images are processed too."""
+    if config.model.source != "text":
         return None
     text = json.dumps([config.task, config.data.model_dump(mode="json")], sort_keys=True)
     root = shared / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -109,46 +134,40 @@ def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
     return RunDirectory.open(root / "made").processor
 
 
-def _evaluated(found: dict[str, Any], run: Path, config: RunConfig, tests: dict[str, str], measures: list[str]) -> None:
-    """What the finished model says of further examples, and what else was asked of it."""
+def _evaluate(result: dict[str, Any], run: Path, config: RunConfig, tests: dict[str, str], measures: list[str]) -> None:
+    """Metrics of the finished model on further examples, and those of the measures."""
     for name, source in tests.items():
-        device = config.train.device
-        asked = evaluate(run, {"source": source}, device=device, precision=_precision(run))
-        found["metrics"] |= {f"{name}_{key}": value for key, value in asked.metrics.items()}
-    for place in measures:
-        module, _, function = place.partition(":")
-        more = getattr(importlib.import_module(module), function)(run)
-        found.setdefault("samples", []).extend(more.pop("samples", []))
-        found["metrics"] |= more
+        precision = json.loads((run / "choice.json").read_bytes())["precision"]
+        evaluation = evaluate(run, {"source": source}, device=config.train.device, precision=precision)
+        result["metrics"] |= {f"{name}_{key}": value for key, value in evaluation.metrics.items()}
+    for measure in measures:
+        module, _, function = measure.partition(":")
+        metrics = getattr(importlib.import_module(module), function)(run)
+        result.setdefault("samples", []).extend(metrics.pop("samples", []))
+        result["metrics"] |= metrics
 
 
-def _precision(run: Path) -> Any:
-    return json.loads((run / "choice.json").read_bytes())["precision"]
-
-
-def _need_sound(found: dict[str, Any]) -> None:
-    """Loss and gradients may stay finite in a run that has left the road all the same: much worse than guessing (by a
-    factor e), and worse than it began."""
-    loss, curve = found["metrics"].get("valid_loss"), found.get("curve")
+def check_convergence(result: dict[str, Any]) -> None:
+    """Raise Diverged where the loss is not finite, or much worse than guessing (by a factor e) and than it began."""
+    loss, curve = result["metrics"].get("valid_loss"), result.get("curve")
     if loss is None:
         raise RegardError("no held-out loss was computed")
     if not math.isfinite(loss):
         raise Diverged(f"the held-out loss is {loss}")
-    if curve and loss > found["guessing"] + 1 and found["train_loss"] > curve[0][1]:
-        guess = f"{found['guessing']:.3g}"
+    if curve and loss > result["guessing"] + 1 and result["train_loss"] > curve[0][1]:
+        guess = f"{result['guessing']:.3g}"
         raise Diverged(f"the held-out loss is {loss:.3g}, worse than at the start and than guessing ({guess})")
 
 
-def _facts(run: Path) -> dict[str, Any]:
+def run_facts(run: Path) -> dict[str, Any]:
     """What the run's own files say, however it ended."""
     if not (run / RUN_FILE).exists():
         return {}
     opened = RunDirectory.open(run)
-    model = opened.config.model
+    model, data = opened.config.model, opened.facts["data"]
     with torch.device("meta"):
         n_parameters = build(model).n_parameters
-    data = opened.facts["data"]
-    # All that decides which batches there are. Where the files lie does not: the sum of their bytes is known.
+    # All that decides which batches there are. Where the files lie does not: the hash of their bytes is known.
     reading = opened.config.data.model_dump(mode="json", exclude={"source", "valid"})
     batches = opened.config.train.model_dump(include={"batch_tokens", "batch_size", "accumulate", "seed"})
     order: list[Any] = [data["sha256"], sorted(reading.items()), sorted(batches.items())]
@@ -163,86 +182,96 @@ def _facts(run: Path) -> dict[str, Any]:
         "order": hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16],
         "reached": steps[-1]["step"] if steps else 0,
         "train_loss": sum(line["loss_mean"] for line in last) / len(last) if last else None,
-        "curve": [[line["step"], line["loss_mean"]] for line in steps[:: max(1, len(steps) // _CURVE)]],
+        "curve": [[line["step"], line["loss_mean"]] for line in steps[:: max(1, len(steps) // _CURVE_POINTS)]],
     }
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN."""
-    if isinstance(value, dict):
-        return {name: _plain(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _spent(root: Path) -> float:
+def _seconds_spent(root: Path) -> float:
     try:
         return float(json.loads((root / "spent.json").read_bytes())["seconds"])
     except (OSError, ValueError, KeyError):
         return 0.0
 
 
-# ------------------------------------------------------------------------------------- the process
+# ------------------------------------------------------------------------------------- measures of finished runs
 
 
-def serve() -> None:
-    """Run what each line of the input asks for, in a fork, until the input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for the run, which is in the same group
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever is printed is no answer
-    forks = _warm()
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        if not forks:
-            print(_exit_code(line), file=answers, flush=True)
-            return  # memory and generators are those of a new process for the next run
-        child = os.fork()
-        if child == 0:
-            os._exit(_exit_code(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+def _open_run(run: Path) -> tuple[Any, Any]:
+    """The trained system of a run, and its task with the data it was trained on."""
+    system = open_system(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    data, whole = data_for(system, {})
+    return system, task_for(system, open_data(data, whole, system), data, {}, system.config.train.seed)
 
 
-def _warm() -> bool:
-    """Import what a run would import later; True where runs may be forks. A GPU already in use does not survive one."""
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401  only to have it imported
-
-    torch.optim.Adam(
-        [torch.nn.Parameter(torch.zeros(1))]
-    )  # torch's optimisers import its compiler, which takes seconds
-    return hasattr(os, "fork") and not torch.cuda.is_initialized() and os.environ.get("REGARD_FORK") != "0"
-
-
-def _exit_code(line: str) -> int:
-    asked = json.loads(line)
-    root = Path(asked["folder"])
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / "log.txt", "a", encoding="utf-8") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    threading.Thread(target=_leave_with_the_sweep, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        run_cell(**asked)
-    except (Interrupted, KeyboardInterrupt):
-        return 130
-    except RegardError:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
+def measure_lengths(run: Path) -> dict[str, Any]:
+    """Losses of a language model at FACTORS times its length, ``loss_1x`` …; ``cannot`` says why one is missing."""
+    system, task = _open_run(run)
+    tokens = cast(Texts, task).token_file(task.examples("valid", _HELD_OUT_TEXTS)).tokens
+    length = system.config.data.max_len
+    losses, refusals = losses_by_length(system.model, tokens, [factor * length for factor in FACTORS])
+    metrics = {f"loss_{n // length}x": loss for n, loss in losses.items()}
+    return {**metrics, "cannot": {f"loss_{n // length}x": why for n, why in refusals.items()}}
 
 
-def _leave_with_the_sweep() -> None:
-    """A sweep that was killed takes its runs with it: they would compute beside those of the next one."""
-    if not hasattr(select, "poll"):
-        return
-    watch = select.poll()
-    watch.register(0, 0)  # its end of the pipe was closed
-    watch.poll()
-    os._exit(137)
+def losses_by_length(
+    model: Model, tokens: np.ndarray, lengths: list[int], most: int = _HELD_OUT_TOKENS
+) -> tuple[dict[int, float], dict[int, str]]:
+    """Mean −log p of the same tokens read in pieces of each length; and why there is none, where the model refuses.
+
+    Longer pieces give more context: a position scheme that goes beyond its training gets better, another one worse. A
+    table of learned positions ends where training ended and cannot be asked at all.
+    """
+    longest = max(lengths)
+    n_pieces = min(most, len(tokens) - 1) // longest
+    if n_pieces < 1:
+        raise ValueError(f"{len(tokens):,} held-out tokens are less than one piece of {longest + 1:,}")
+    starts = np.linspace(0, len(tokens) - 1 - longest, n_pieces).astype(np.int64)  # spread over all of the text
+    text = torch.from_numpy(np.stack([tokens[start : start + longest + 1] for start in starts]).astype(np.int64))
+    losses, refusals = {}, {}
+    for length in lengths:
+        try:
+            losses[length] = _mean_loss(model, text[:, :-1].reshape(-1, length), text[:, 1:].reshape(-1, length))
+        except ValueError as error:
+            refusals[length] = str(error)
+    return losses, refusals
+
+
+@torch.no_grad()
+def _mean_loss(model: Model, inputs: Tensor, targets: Tensor) -> float:
+    total, rows = 0.0, max(1, _BATCH_TOKENS // inputs.shape[1])
+    for batch, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
+        logits = model(batch.to(model.device)).float()
+        total += float(F.cross_entropy(logits.flatten(0, 1), wanted.to(model.device).flatten(), reduction="sum"))
+    return total / targets.numel()
+
+
+def token_by_token_loss(model: Model, batch: Batch) -> tuple[float, int]:
+    """The sum of −log p(y_t | x, y_<t) over the batch's targets, from forward passes over y_<t alone, and their number.
+
+    With a causal mask that is the ordinary loss. Without one the ordinary loss reads the answer off the input, and this
+    one shows what was learned.
+    """
+    *sources, read = batch.inputs
+    total, n_targets = 0.0, 0
+    for t in range(1, read.shape[1] + 1):
+        wanted = batch.targets[:, t - 1]  # (B,)
+        output = model(*sources, read[:, :t], **batch.options)
+        logits = (output if isinstance(output, Tensor) else output.logits)[:, -1]  # (B, V)
+        total += float(F.cross_entropy(logits.float(), wanted, ignore_index=IGNORE, reduction="sum"))
+        n_targets += int((wanted != IGNORE).sum())
+    return total, n_targets
+
+
+def measure_token_by_token(run: Path) -> dict[str, Any]:
+    """The loss token by token of the first held-out examples of a run, with a few of its outputs to look at."""
+    system, task = _open_run(run)
+    if system.config.model.head != "lm":
+        raise ValueError(
+            f"the loss token by token is that of models that write, not of head={system.config.model.head}"
+        )
+    total, n_targets = 0.0, 0
+    with torch.no_grad():
+        for batch in task.valid_batches(task.examples("valid", _EXAMPLES)):
+            loss, n = token_by_token_loss(system.model, batch.to(system.model.device))
+            total, n_targets = total + loss, n_targets + n
+    return {"loss_token_by_token": total / n_targets, "samples": task.sample(system.model, _SAMPLES)}

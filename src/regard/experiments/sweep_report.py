@@ -1,44 +1,60 @@
-"""What a sweep came to, printed as the paper prints its table 3: the base on top, below it only what was changed."""
+"""The results of a sweep, printed as the paper prints its table 3: the base on top, below it only what was changed."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..config import RunConfig
+from ..config.overrides import format_value
+from ..foundation.files import write_atomic
+from ..foundation.suggestions import did_you_mean
 from .significance import Estimate, compare, estimate
-from .sweep import Cell, Sweep, read_result
-from .sweep_asked import not_asked, smaller_is_better
-from .sweep_columns import columns_of, symbol
+from .sweep_spec import Cell, Sweep, read_result, settings
 
-__all__ = ["LEVEL", "Report", "RowOf", "gather", "smaller_is_better"]
-
-LEVEL = 0.05
-"""Of all tests of a metric together."""
+LEVEL = 0.05  # of all tests of a metric together
 TITLES = {
-    **{"train_loss": "loss (train)", "valid_loss": "loss (valid)", "perplexity": "PPL (valid)"},
-    **{"bleu": "BLEU (valid)", "test_bleu": "BLEU (test)", "loss_token_by_token": "loss token by token"},
+    "train_loss": "loss (train)",
+    "valid_loss": "loss (valid)",
+    "perplexity": "PPL (valid)",
+    "bleu": "BLEU (valid)",
+    "test_bleu": "BLEU (test)",
+    "loss_token_by_token": "loss token by token",
+}
+_FACTS = ("parameters", "seconds", "memory_mib")
+_SMALLER_IS_BETTER = (
+    *("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "errors", "mse", "rmse", "mae", "cer", "wer", "ter"),
+    *("seconds", "time", "latency", "ms", "memory", "mib", "bytes", "flops", "parameters"),
+)
+# The paper's names of fields; others are called by their own.
+_SYMBOLS = {
+    **{"model.n_layers": "N", "model.d_model": "d_model", "model.d_ff": "d_ff", "model.n_heads": "h"},
+    **{"d_k": "d_k", "model.dropout": "P_drop", "train.label_smoothing": "ε_ls", "train.steps": "steps"},
 }
 
 
+def smaller_is_better(metric: str) -> bool:
+    """By the words of its name: test_loss, loss_4x, cer, memory_mib."""
+    return not set(_SMALLER_IS_BETTER).isdisjoint(re.split(r"[^a-z]+", metric.lower()))
+
+
 @dataclass(frozen=True)
-class RowOf:
-    """One cell and what its seeds came to."""
+class CellSummary:
+    """One cell and the results of its seeds."""
 
     cell: Cell
-    changed: dict[str, str]
-    """Of the table's columns, those in which it differs from the base; of the base, all."""
+    changed: dict[str, str]  # of the table's columns, those in which it differs from the base; of the base, all
     runs: dict[int, dict[str, Any] | None]
-    estimates: dict[str, Estimate]
-    """Over the seeds that were done."""
-    p: dict[str, float] = field(default_factory=dict)
-    """Against the base, corrected for the number of cells; missing where there is nothing to test."""
-    apart: tuple[str, ...] = ()
-    """Metrics in which its seeds spread so far that it was tested by itself."""
+    estimates: dict[str, Estimate]  # over the seeds that were done
+    p: dict[str, float] = field(default_factory=dict)  # against the base, corrected for the number of cells
+    apart: tuple[str, ...] = ()  # metrics in which its seeds spread so far that it was tested by itself
 
     def _count(self, status: str) -> int:
         return sum(x is not None and x["status"] == status for x in self.runs.values())
@@ -69,40 +85,44 @@ class RowOf:
 
     @property
     def state(self) -> str:
-        """What is to be said where not every seed was done."""
+        """How many seeds were not done, and why; "" where all were."""
         parts = [(self.n_diverged, "diverged"), (self.n_failed, "failed"), (self.n_missing, "not run yet")]
         n = len(self.runs)
         return ", ".join(what if count == n else f"{count} of {n} {what}" for count, what in parts if count)
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
-            **{"name": self.cell.name, "group": self.cell.group, "words": list(self.cell.words)},
-            **{"changed": self.changed, "done": self.n_done, "diverged": self.n_diverged, "failed": self.n_failed},
+            "name": self.cell.name,
+            "group": self.cell.group,
+            "words": list(self.cell.words),
+            "changed": self.changed,
+            "done": self.n_done,
+            "diverged": self.n_diverged,
+            "failed": self.n_failed,
             "missing": self.n_missing,
             "metrics": {
                 name: {"mean": x.mean, "se": x.se, "values": list(x.values), "p": self.p.get(name)}
                 for name, x in self.estimates.items()
             },
-            **{name: self.mean_of(name) for name in ("parameters", "seconds", "memory_mib", "train_loss")},
+            **{name: self.mean_of(name) for name in (*_FACTS, "train_loss")},
             "messages": sorted({x["message"] for x in self.runs.values() if x is not None and x.get("message")}),
         }
 
 
 @dataclass(frozen=True)
-class Report:
+class SweepReport:
     """The table, for people and for machines."""
 
     sweep: Sweep
     out: Path
     columns: tuple[str, ...]
-    rows: tuple[RowOf, ...]
-    """The base first."""
+    rows: tuple[CellSummary, ...]  # the base first
 
     @property
-    def base(self) -> RowOf:
+    def base(self) -> CellSummary:
         return self.rows[0]
 
-    def __getitem__(self, name: str) -> RowOf:
+    def __getitem__(self, name: str) -> CellSummary:
         for row in self.rows:
             if row.cell.name == name:
                 return row
@@ -119,46 +139,51 @@ class Report:
 
     # ------------------------------------------------------------------------------------- for machines
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
-            **{"name": self.sweep.name, "out": str(self.out), "finished": self.finished},
-            **{"recipe": self.sweep.recipe, "base_words": list(self.sweep.base_words), "seeds": list(self.sweep.seeds)},
-            **{"metrics": list(self.metrics), "level": LEVEL, "test": "Dunnett's"},
-            "cells": [row.document() for row in self.rows],
-            "said": self.said(),
+            "name": self.sweep.name,
+            "out": str(self.out),
+            "finished": self.finished,
+            "recipe": self.sweep.recipe,
+            "base_words": list(self.sweep.base_words),
+            "seeds": list(self.sweep.seeds),
+            "metrics": list(self.metrics),
+            "level": LEVEL,
+            "test": "Dunnett's",
+            "cells": [row.to_dict() for row in self.rows],
+            "said": self.conclusions(),
         }
 
     def csv(self) -> str:
         """A line a cell."""
         measured = [part for name in self.metrics for part in (name, f"{name}_se", f"{name}_p")]
-        head = ["cell", "group", *self.columns, *measured, "parameters", "seconds", "memory_mib", "seeds", "diverged"]
-        return _csv([head, *([*map(str, self._csv_row(row))] for row in self.rows)])
-
-    def _csv_row(self, row: RowOf) -> list[Any]:
-        numbers: list[Any] = []
-        for name in self.metrics:
-            found = row.estimates.get(name)
-            numbers += ["", "", ""] if found is None else [found.mean, _or(found.se), _or(row.p.get(name))]
-        facts = [_or(row.mean_of(name)) for name in ("parameters", "seconds", "memory_mib")]
-        shown = [row.changed.get(name, self.base.changed[name]) for name in self.columns]
-        return [row.cell.name, row.cell.group, *shown, *numbers, *facts, row.n_done, row.n_diverged]
+        lines: list[list[Any]] = [["cell", "group", *self.columns, *measured, *_FACTS, "seeds", "diverged"]]
+        for row in self.rows:
+            numbers: list[Any] = []
+            for name in self.metrics:
+                x = row.estimates.get(name)
+                numbers += ["", "", ""] if x is None else [x.mean, x.se, row.p.get(name)]
+            fields = [row.changed.get(name, self.base.changed[name]) for name in self.columns]
+            facts = [row.mean_of(name) for name in _FACTS]
+            lines.append([row.cell.name, row.cell.group, *fields, *numbers, *facts, row.n_done, row.n_diverged])
+        return _format_csv(lines)
 
     def runs_csv(self) -> str:
         """A line a run."""
         runs = [(row.cell.name, seed, x) for row in self.rows for seed, x in row.runs.items() if x is not None]
         names = sorted({name for _, _, x in runs for name, value in x["metrics"].items() if isinstance(value, float)})
-        facts = ("train_loss", "reached", "parameters", "seconds", "memory_mib")
-        lines = [["cell", "seed", "status", *names, *facts]]
+        facts = ("train_loss", "reached", *_FACTS)
+        lines: list[list[Any]] = [["cell", "seed", "status", *names, *facts]]
         for cell, seed, x in runs:
-            values = [*(x["metrics"].get(name) for name in names), *(x.get(name) for name in facts)]
-            lines.append([cell, str(seed), x["status"], *(str(_or(value)) for value in values)])
-        return _csv(lines)
+            metrics = [x["metrics"].get(name) for name in names]
+            lines.append([cell, seed, x["status"], *metrics, *(x.get(name) for name in facts)])
+        return _format_csv(lines)
 
     # ------------------------------------------------------------------------------------- for people
 
     def _lines(self) -> list[list[str]]:
         """Head and rows as texts."""
-        head = ["", "", *(symbol(name) for name in self.columns)]
+        head = ["", "", *(_SYMBOLS.get(name, name.rpartition(".")[2]) for name in self.columns)]
         head += [TITLES.get(name, name) for name in self.metrics] + ["params", "time"]
         lines, group = [head], ""
         for row in self.rows:
@@ -167,50 +192,45 @@ class Report:
             fields = [row.changed.get(name, "") for name in self.columns]
             n_parameters, seconds = row.mean_of("parameters"), row.mean_of("seconds")
             facts = [
-                "" if n_parameters is None else _millions(n_parameters),
+                "" if n_parameters is None else _format_millions(n_parameters),
                 "" if seconds is None else f"{seconds:.0f} s",
             ]
             lines.append([letter, row.cell.name, *fields, *(self._number(row, name) for name in self.metrics), *facts])
         return lines
 
-    def _number(self, row: RowOf, name: str) -> str:
-        found = row.estimates.get(name)
-        if found is None:
+    def _number(self, row: CellSummary, name: str) -> str:
+        x = row.estimates.get(name)
+        if x is None:
             return row.state or "–"
-        digits = 2 if abs(found.mean) >= 5 else 3
-        spread = "" if found.se is None else f" ± {found.se:.{digits}f}"
-        mark = " *" if row.differs(name) else "  "
-        return f"{found.mean:.{digits}f}{spread}{mark}"
+        digits = 2 if abs(x.mean) >= 5 else 3
+        spread = "" if x.se is None else f" ± {x.se:.{digits}f}"
+        return f"{x.mean:.{digits}f}{spread}{' *' if row.differs(name) else '  '}"
 
-    def table(self) -> str:
+    def to_text(self) -> str:
         lines = self._lines()
         widths = [max(len(line[n]) for line in lines) for n in range(len(lines[0]))]
-        shown = []
+        texts = []
         for line in lines:
-            texts = [
-                text.ljust(n) if place < 2 else text.rjust(n)
-                for place, (text, n) in enumerate(zip(line, widths, strict=True))
-            ]
-            shown.append("  ".join(texts).rstrip())
-        rule = "─" * max(map(len, shown))
-        return "\n".join(
-            [shown[0], rule, shown[1], rule, *shown[2:], "", *self.said(), f"{self.out}/table.md, results.png"]
-        )
+            columns = [text.ljust(n) for text, n in zip(line[:2], widths[:2], strict=True)]
+            columns += [text.rjust(n) for text, n in zip(line[2:], widths[2:], strict=True)]
+            texts.append("  ".join(columns).rstrip())
+        rule = "─" * max(map(len, texts))
+        files = f"{self.out}/table.md, results.png"
+        return "\n".join([texts[0], rule, texts[1], rule, *texts[2:], "", *self.conclusions(), files])
 
     def markdown(self) -> str:
         lines = self._lines()
         rows = [" | ".join(text.strip().replace("|", "\\|") for text in line) for line in lines]
         align = "|".join(["---"] * 2 + ["---:"] * (len(lines[0]) - 2))
         words = " ".join(self.sweep.base_words)
-        about = (
-            f"Base: recipe `{self.sweep.recipe}` with `{words}`." if words else f"Base: recipe `{self.sweep.recipe}`."
-        )
+        base = f"Base: recipe `{self.sweep.recipe}`" + (f" with `{words}`." if words else ".")
         table = "\n".join([f"| {rows[0]} |", f"|{align}|", *(f"| {row} |" for row in rows[1:])])
-        said = "\n".join(f"- {line}" for line in self.said())
-        return f"# {self.sweep.name}\n\n{self.sweep.about}\n\n{about}\n\n{table}\n\n{said}\n".replace("\n\n\n", "\n")
+        conclusions = "\n".join(f"- {line}" for line in self.conclusions())
+        text = f"# {self.sweep.name}\n\n{self.sweep.about}\n\n{base}\n\n{table}\n\n{conclusions}\n"
+        return text.replace("\n\n\n", "\n")
 
     @property
-    def seeds_said(self) -> str:
+    def seeds_text(self) -> str:
         """Over how many seeds the numbers are."""
         counts = {row.n_done for row in self.rows if row.n_done} or {0}
         n, most = min(counts), max(counts)
@@ -218,56 +238,56 @@ class Report:
             return "one seed: no standard error, nothing is tested"
         return f"mean ± standard error over {n if n == most else f'{n} to {most}'} seeds"
 
-    def said(self) -> list[str]:
-        """What the numbers allow to say, and what they do not."""
-        lines = [self.seeds_said]
+    def conclusions(self) -> list[str]:
+        """What the numbers allow to conclude, and what they do not."""
+        lines = [self.seeds_text]
         for name in self.metrics:
             if name != "perplexity" or "valid_loss" not in self.metrics:  # one is the other's exponential
                 lines += self._verdict(name)
-        lines += [f"{row.cell.name}: {_why(row)}" for row in self.rows if row.n_diverged or row.n_failed]
-        if unrun := sum(row.n_missing for row in self.rows):
-            lines.append(f"{unrun} runs are not done yet")
-        if (
-            len({x.get("data_sha256") for row in self.rows for x in row.runs.values() if x and x.get("data_sha256")})
-            > 1
-        ):
-            lines.append("not all runs saw the same data")
-        if others := self._other_order():
-            lines.append(f"other batches than the base: {', '.join(others)}")
+        for row in self.rows:
+            if row.n_diverged or row.n_failed:  # with the first message
+                first = next(x for x in row.runs.values() if x is not None and x["status"] != "done")
+                lines.append(f"{row.cell.name}: {row.state}; {first.get('message', '')}")
+        if n_missing := sum(row.n_missing for row in self.rows):
+            lines.append(f"{n_missing} runs are not done yet")
         runs = [x for row in self.rows for x in row.runs.values() if x is not None]
-        return lines + not_asked(self.sweep, runs) + self._samples()
+        if len({x["data_sha256"] for x in runs if x.get("data_sha256")}) > 1:
+            lines.append("not all runs saw the same data")
+        if others := self._cells_with_other_batches():
+            lines.append(f"other batches than the base: {', '.join(others)}")
+        return lines + unanswered(self.sweep, runs) + self._samples()
 
     def _samples(self) -> list[str]:
-        """What the first run of each cell writes, where it was asked to show it."""
-        shown: list[str] = []
+        """Outputs of the first run of each cell, where a measure gave some."""
+        lines = []
         for row in self.rows:
-            first = next((x for x in row.runs.values() if x is not None and x.get("samples")), None)
-            for sample in first["samples"] if first is not None else ():
-                shown.append(
-                    f"{row.cell.name} writes {sample['output']!r} for {sample['source']!r}: {sample['target']!r}"
-                )
-        return shown
+            first = next((x for x in row.runs.values() if x is not None and x.get("samples")), {"samples": ()})
+            for x in first["samples"]:
+                lines.append(f"{row.cell.name} writes {x['output']!r} for {x['source']!r}: {x['target']!r}")
+        return lines
 
     def _verdict(self, name: str) -> list[str]:
         tested = [row for row in self.rows[1:] if name in row.p]
         if not tested:
             return []
-        title, sign = TITLES.get(name, name), 1 if smaller_is_better(name) else -1
-        found, base = [row for row in tested if row.differs(name)], self.base.estimates[name].mean
-        better = [row.cell.name for row in found if sign * (row.estimates[name].mean - base) < 0]
-        worse = [row.cell.name for row in found if sign * (row.estimates[name].mean - base) > 0]
-        same = [row.cell.name for row in tested if not row.differs(name)]
-        parts = [f"{what}: {', '.join(who)}" for what, who in (("better", better), ("worse", worse)) if who]
-        parts += [f"not significant: {', '.join(same)}"] if same else []
+        sign, base = 1 if smaller_is_better(name) else -1, self.base.estimates[name].mean
+        groups: dict[str, list[str]] = {"better": [], "worse": [], "not significant": []}
+        for row in tested:
+            gap = sign * (row.estimates[name].mean - base)
+            if not row.differs(name):
+                groups["not significant"].append(row.cell.name)
+            elif gap:
+                groups["better" if gap < 0 else "worse"].append(row.cell.name)
         wide = [row.cell.name for row in tested if name in row.apart]
         how = f"Dunnett's test of {len(tested)} cells" if len(tested) > 1 else "t-test"
         if len(wide) == len(tested):
             how = f"Welch's t-test, {len(tested)} cells, as the base's seeds spread far more than theirs"
         elif wide:
             how += f"; by Welch's, as its seeds spread far more: {', '.join(wide)}"
-        return [f"{title} against {self.base.cell.name} (* p < {LEVEL:g}, {how}): {'; '.join(parts)}"]
+        verdict = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups.items() if names)
+        return [f"{TITLES.get(name, name)} against {self.base.cell.name} (* p < {LEVEL:g}, {how}): {verdict}"]
 
-    def _other_order(self) -> list[str]:
+    def _cells_with_other_batches(self) -> list[str]:
         """Cells whose words change the batches themselves."""
         known = {seed: x.get("order") for seed, x in self.base.runs.items() if x is not None}
         return [
@@ -277,16 +297,42 @@ class Report:
         ]
 
 
-def gather(sweep: Sweep, out: Path) -> Report:
+def _format_millions(n: float) -> str:
+    return f"{n / 1e6:.1f} M" if n >= 1e7 else f"{n / 1e6:.2f} M" if n >= 1e5 else f"{n:,.0f}"
+
+
+def _format_csv(lines: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
+
+
+# ------------------------------------------------------------------------------------- from a directory
+
+
+def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
+    """The report of a sweep's directory, also written there: table.md, table.csv, runs.csv and figures."""
+    from .sweep_figures import draw_sweep
+
+    out = Path(out)
+    report = read_report(sweep or Sweep.read(out), out)
+    write_atomic(out / "table.md", report.markdown().encode())
+    write_atomic(out / "table.csv", report.csv().encode())
+    write_atomic(out / "runs.csv", report.runs_csv().encode())
+    if report.metrics and any(row.n_done for row in report.rows):
+        draw_sweep(report, out)
+    return report
+
+
+def read_report(sweep: Sweep, out: Path) -> SweepReport:
     """Read the results and compare each cell with the base."""
-    configs = {cell.name: sweep.config(cell) for cell in sweep.rows}
-    columns, shown = columns_of(configs, sweep.base_name)
+    columns, changed = _columns({cell.name: sweep.config(cell) for cell in sweep.rows}, sweep.base_name)
     rows = []
     for cell in sweep.rows:
         runs = {seed: read_result(out, cell.name, seed) for seed in sweep.seeds}
-        found = {name: estimate(values) for name in sweep.metrics if (values := _values(runs, name))}
-        rows.append(RowOf(cell, shown[cell.name], runs, found))
-    return Report(sweep, out, columns, tuple(_tested(rows, sweep.metrics)))
+        estimates = {name: estimate(values) for name in sweep.metrics if (values := _values(runs, name))}
+        rows.append(CellSummary(cell, changed[cell.name], runs, estimates))
+    return SweepReport(sweep, out, columns, tuple(_compare_with_base(rows, sweep.metrics)))
 
 
 def _values(runs: dict[int, dict[str, Any] | None], name: str) -> list[float]:
@@ -295,43 +341,85 @@ def _values(runs: dict[int, dict[str, Any] | None], name: str) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _tested(rows: list[RowOf], metrics: Sequence[str]) -> list[RowOf]:
-    """Every metric of every cell against the base. A cell that lost seeds to divergence is not compared by the rest."""
+def _compare_with_base(rows: list[CellSummary], metrics: Sequence[str]) -> list[CellSummary]:
+    """p-values of every metric. A cell that lost seeds to divergence is not compared by the rest."""
     base = rows[0]
-    found: dict[str, dict[str, float]] = {row.cell.name: {} for row in rows}
+    p: dict[str, dict[str, float]] = {row.cell.name: {} for row in rows}
     apart: dict[str, list[str]] = {row.cell.name: [] for row in rows}
     for metric in metrics:
         if metric not in base.estimates or base.n_diverged:
             continue
         whole = [row for row in rows[1:] if metric in row.estimates and not row.n_diverged]
-        compared = compare(
-            base.estimates[metric].values, {row.cell.name: row.estimates[metric].values for row in whole}
-        )
-        for name, p in compared.p.items():
-            found[name][metric] = p
-        for name in compared.apart:
+        values = {row.cell.name: row.estimates[metric].values for row in whole}
+        comparison = compare(base.estimates[metric].values, values)
+        for name, value in comparison.p.items():
+            p[name][metric] = value
+        for name in comparison.apart:
             apart[name].append(metric)
-    return [
-        replace(row, p=found[row.cell.name], apart=tuple(apart[row.cell.name])) if row is not base else row
-        for row in rows
-    ]
+    compared = [replace(row, p=p[row.cell.name], apart=tuple(apart[row.cell.name])) for row in rows[1:]]
+    return [base, *compared]
 
 
-def _why(row: RowOf) -> str:
-    """What became of runs that were not done, with the first message of each kind."""
-    seen = [x for x in row.runs.values() if x is not None and x["status"] != "done"]
-    return f"{row.state}; {seen[0].get('message', '')}" if seen else row.state
+def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...], dict[str, dict[str, str]]]:
+    """Which fields have a column, and its texts: all values of the base, of others only what is changed."""
+    values = {name: _displayed_settings(config) for name, config in configs.items()}
+    changed = {key for fields in values.values() for key in fields if fields[key] != values[base].get(key)}
+    always = ("model.n_layers", "model.d_model", "model.d_ff", "model.n_heads")
+    always = always[:2] if configs[base].model.architecture == "recurrent" else always
+    columns = tuple(dict.fromkeys(key for key in (*_SYMBOLS, *values[base]) if key in changed or key in always))
+    texts = {
+        name: {
+            key: format_value(fields.get(key))
+            for key in columns
+            if name == base or fields.get(key) != values[base].get(key)
+        }
+        for name, fields in values.items()
+    }
+    return columns, texts
 
 
-def _millions(n: float) -> str:
-    return f"{n / 1e6:.1f} M" if n >= 1e7 else f"{n / 1e6:.2f} M" if n >= 1e5 else f"{n:,.0f}"
+def _displayed_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings with the width of a head as one number, and one dropout where several are the same."""
+    fields, model = settings(config), config.model
+    if model.architecture != "recurrent":
+        fields["d_k"] = model.head_width
+        del fields["model.d_head"]
+    if model.embedding_dropout == model.dropout:
+        fields["model.embedding_dropout"] = None
+    return fields
 
 
-def _or(value: Any) -> Any:
-    return "" if value is None else value
+def unanswered(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Tests, measures and metrics that finished runs lack: done before it was asked, they are not run again."""
+    done, lines = [x for x in runs if x["status"] == "done"], list[str]()
+    if not done:
+        return lines
+
+    def share(n: int) -> str:
+        return f"{n} of {len(done)} finished runs {'was' if n == 1 else 'were'}"
+
+    for name, source in sweep.tests.items():
+        for other, n in Counter(_tested_source(x, name, source) for x in done).items():
+            if other is None:
+                lines.append(f"{share(n)} not evaluated on {name}: done before it was asked")
+            elif other != source:
+                lines.append(f"{share(n)} evaluated on {name}={other}, not {source}")
+    for measure in sweep.measures:
+        if n := sum(measure not in x.get("measures", (measure,)) for x in done):
+            lines.append(f"{share(n)} not measured by {measure}: done before it was asked")
+    answers = [pair for x in done for pair in (*x.items(), *x["metrics"].items())]
+    known = {name for name, value in answers if isinstance(value, int | float) and not isinstance(value, bool)}
+    refused = {name for x in done for name in x["metrics"].get("cannot") or ()}
+    for name in sweep.metrics:
+        if name not in known | refused:
+            needs_test = name.partition("_")[0] == "test" and "test" not in sweep.tests
+            hint = "; --test gives it" if needs_test else did_you_mean(name, sorted(known))
+            lines.append(f"no finished run has the metric {name}{hint}")
+    return lines
 
 
-def _csv(lines: list[list[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
+def _tested_source(run: dict[str, Any], name: str, source: str) -> str | None:
+    """The source of a test; a result that does not say is judged by its metrics."""
+    if isinstance(run.get("tests"), dict):
+        return run["tests"].get(name)
+    return source if any(metric.startswith(f"{name}_") for metric in run["metrics"]) else None

@@ -1,0 +1,248 @@
+"""``regard.cost``: what a model costs before it is built: parameters, operations, memory, cache, time.
+
+Every figure comes from the config alone, in a second and without a GPU. Times are floors; the rest was compared with
+measurements (docs/cost.md): operations with torch's counter, caches with the cache objects, training memory with a
+GPU's allocator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelConfig, TrainConfig
+from ..errors import UsageError
+from ..foundation.checks import check_positive
+from ..models import Model
+from ..models.flops import Flops, count, n_patches, stacks_of
+from ..presets import PRESETS, preset
+from .cost_devices import Device, Floor, find_device, source_tokens, time_floors
+from .cost_report import Amount, draw_cost, to_dict, to_text
+from .flops_estimate import (
+    CACHE_DTYPE_BYTES,
+    CacheDtype,
+    CacheLayer,
+    LayerKind,
+    ParameterGroup,
+    crossover,
+    kv_cache,
+    layer_kinds,
+    parameter_groups,
+)
+from .memory_estimate import Attention, Precision, Setting, TrainingMemory, training_memory
+
+
+@dataclass(frozen=True)
+class TrainingVariant:
+    """Training memory under one choice of attention and checkpointing."""
+
+    attention: str
+    checkpointing: bool
+    activations: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ``cost`` computed. Amounts have a total and parts; all memory is in bytes, all times in seconds."""
+
+    name: str
+    config: ModelConfig
+    setting: Setting
+    device: Device
+    parameters: Amount
+    flops_forward: Amount  # every query against every key: what torch's counter sees of the plain formula
+    flops_backward: Amount
+    flops_forward_seen: Amount  # only the pairs a mask lets through: about half of causal attention
+    flops_backward_seen: Amount
+    attention_matrix: Amount  # weights of all pairs, were they stored, in the precision of the products
+    kv_cache: Amount
+    cache_layers: tuple[CacheLayer, ...]
+    cache_numbers: CacheDtype
+    training: TrainingMemory | None  # None for recurrent models
+    variants: tuple[TrainingVariant, ...]
+    floors: dict[str, Floor]  # of a forward pass, a training step, and the last token of each text in decoding
+    crossover: dict[str, float | None]  # lengths from which attention outweighs matrices; None: it never does
+    layer_kinds: tuple[LayerKind, ...]
+
+    @property
+    def activations(self) -> Amount:
+        """What autograd saves of a forward pass, by part."""
+        if self.training is None:
+            raise ValueError("architecture='recurrent': training memory is predicted for Transformers only")
+        copies = {"copies of weights": self.training.copies} if self.training.copies else {}
+        return Amount({**self.training.by_part, **({} if self.setting.checkpointing else copies)})
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self)
+
+    def to_text(self, training: bool = True) -> str:
+        return to_text(self, training)
+
+    def draw(self, file: str | Path) -> Path:
+        """A figure, PNG, SVG or PDF by the name of the file."""
+        return draw_cost(self, Path(file))
+
+
+def cost(
+    model: str | Path | ModelConfig | Model,
+    batch: int = 1,
+    length: int | None = None,
+    *,
+    source_length: int | None = None,
+    train: TrainConfig | None = None,
+    device: str = "h200",
+    cache: CacheDtype = "bf16",
+    **fields: Any,
+) -> Cost:
+    """The cost of a preset, a ModelConfig, a built model, a run or a model directory, any field of it overridden.
+
+    ``length`` is that of the text (beside an encoder: the target; None: max_len), ``source_length`` that of the source.
+    ``train`` says how it is trained: precision, optimiser, checkpointing, ema, accumulate, label_smoothing. ``device``
+    sets the floors under the times, ``cache`` the dtype of the KV cache.
+    """
+    name, config, recipe = resolve_model(model, fields)
+    if cache not in CACHE_DTYPE_BYTES:
+        raise UsageError(f"cache={cache!r} is none of {', '.join(CACHE_DTYPE_BYTES)}")
+    length = _default_length(config) if length is None else length
+    _check_lengths(config, batch, length, source_length)
+    speeds = find_device(device)
+    setting = _setting(config, recipe if train is None else train, speeds, batch, length, source_length)
+    groups = parameter_groups(config)
+    flops = count(config, batch, length, source_length)
+    layers = kv_cache(config, batch, length, source_length, cache)
+    is_transformer = config.architecture != "recurrent"
+    memory = training_memory(config, groups, setting) if is_transformer else None
+    return Cost(
+        name=name,
+        config=config,
+        setting=setting,
+        device=speeds,
+        parameters=Amount({f"{group.part} {group.kind}": group.number for group in groups}, "parameters"),
+        flops_forward=_flops_amount(flops, "forward"),
+        flops_backward=_flops_amount(flops, "backward"),
+        flops_forward_seen=_flops_amount(flops, "forward_seen"),
+        flops_backward_seen=_flops_amount(flops, "backward_seen"),
+        attention_matrix=_attention_matrix(config, setting),
+        kv_cache=Amount({f"{layer.kind} {layer.layer}": layer.bytes for layer in layers}),
+        cache_layers=tuple(layers),
+        cache_numbers=cache,
+        training=memory,
+        variants=_training_variants(config, groups, setting) if is_transformer else (),
+        floors=time_floors(config, speeds, setting, groups, flops, memory, layers),
+        crossover=crossover(config, batch, length, source_length, flops),
+        layer_kinds=tuple(layer_kinds(length, config.d_model, window=config.window)),
+    )
+
+
+def resolve_model(
+    model: str | Path | ModelConfig | Model, fields: dict[str, Any]
+) -> tuple[str, ModelConfig, TrainConfig]:
+    """Name, config and recipe of what was given; only configs are read, never weights."""
+    name, config, recipe = _given_model(model)
+    changes = "".join(f" {field}={value}" for field, value in fields.items())
+    return name + changes, config.with_(**fields) if fields else config, recipe
+
+
+def _given_model(model: str | Path | ModelConfig | Model) -> tuple[str, ModelConfig, TrainConfig]:
+    if isinstance(model, Model | ModelConfig):
+        return "the given model", model if isinstance(model, ModelConfig) else model.config, TrainConfig()
+    path = Path(model)
+    if not path.is_dir() and (str(model) in PRESETS or not path.exists()):
+        return str(model), preset(str(model)), TrainConfig()  # of an unknown name it says which there are
+    from ..hub import read_config
+    from ..hub.directory import Directory
+    from ..training.run_directory import RUN_FILE, RunDirectory
+
+    if (path / RUN_FILE).is_file():
+        run = RunDirectory.open(path).config
+        return str(path), run.model, run.train
+    return str(path), read_config(Directory(path, verify=False).config()).config, TrainConfig()
+
+
+def _default_length(config: ModelConfig) -> int:
+    if config.architecture == "encoder" and config.source == "image":
+        return n_patches(config)
+    return (config.max_target_len if config.architecture == "encoder-decoder" else None) or config.max_len
+
+
+def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: int | None) -> None:
+    try:
+        check_positive(batch=batch, length=length, source_length=source_length)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    has_source = config.architecture in ("encoder-decoder", "recurrent")
+    if source_length is not None and not has_source:
+        raise UsageError(f"source_length={source_length} means nothing to architecture={config.architecture!r}")
+    if source_length is not None and config.source == "image":
+        n = n_patches(config)
+        raise UsageError(f"source_length={source_length}: an image of image_size={config.image_size} has {n} patches")
+    limited = config.positions == "learned" or config.mixing.built_for_length
+    if config.architecture == "recurrent" or not limited:
+        return
+    why = "learned positions end" if config.positions == "learned" else f"mixer={config.mixer!r} is built for that"
+    limits = []
+    if config.architecture != "encoder" or config.source == "text":
+        limits.append(("length", length, (config.max_target_len if has_source else None) or config.max_len))
+    if source_length is not None and config.source == "text":
+        limits.append(("source_length", source_length, config.max_len))
+    for name, value, limit in limits:
+        if value > limit:
+            field = "max_target_len" if limit == config.max_target_len and name == "length" else "max_len"
+            raise UsageError(f"{name}={value} is longer than {field}={limit}, where {why}")
+
+
+def _setting(
+    config: ModelConfig, train: TrainConfig, device: Device, batch: int, length: int, source_length: int | None
+) -> Setting:
+    precision: Precision = "fp32" if device.name == "cpu" else "fp16" if device.half_type == "fp16" else "bf16"
+    return Setting(
+        batch,
+        length,
+        source_length,
+        precision=precision if train.precision == "auto" else train.precision,
+        attention="reference" if config.attention_backend == "reference" else "fused",
+        checkpointing=train.checkpointing,
+        optimiser=train.optimiser,
+        ema=train.ema is not None,
+        accumulate=train.accumulate,
+        smoothing=train.label_smoothing,
+        counted=0.15 if config.head == "masked-lm" else 1.0,
+    )
+
+
+def _flops_amount(flops: list[Flops], field: str) -> Amount:
+    totals: dict[str, float] = {}
+    for part in flops:
+        name = f"{part.part} {part.kind}"
+        totals[name] = totals.get(name, 0.0) + getattr(part, field)
+    return Amount(totals, "operations")
+
+
+def _attention_matrix(config: ModelConfig, setting: Setting) -> Amount:
+    """B · H · T · S numbers a layer; what has no scores of pairs has no matrix."""
+    parts: dict[str, float] = {}
+    for stack in stacks_of(config, setting.length, setting.source_length):
+        rows = setting.width * setting.batch * stack.n_layers * stack.n_heads * stack.length
+        if config.mixing.pairs:
+            parts[f"{stack.name} attention"] = float(rows * stack.length)
+        if stack.memory is not None and (config.mixing.pairs or not config.mixing.cross):
+            parts[f"{stack.name} cross attention"] = float(rows * stack.memory)
+    if config.architecture == "recurrent" and config.alignment != "none":
+        source = source_tokens(config, setting) or 0
+        parts["decoder attention"] = float(setting.width * setting.batch * setting.length * source)
+    return Amount(parts)
+
+
+def _training_variants(
+    config: ModelConfig, groups: list[ParameterGroup], setting: Setting
+) -> tuple[TrainingVariant, ...]:
+    variants = []
+    kinds: tuple[Attention, ...] = ("fused", "reference")
+    for attention in kinds:
+        for checkpointing in (False, True):
+            changed = replace(setting, attention=attention, checkpointing=checkpointing)
+            memory = training_memory(config, groups, changed)
+            variants.append(TrainingVariant(attention, checkpointing, memory.activations, memory.peak))
+    return tuple(variants)

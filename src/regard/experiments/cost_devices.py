@@ -1,0 +1,248 @@
+"""Speeds of devices by their makers' figures, and the least times that follow from them; a CPU is measured instead.
+
+A floor is the longer of two times: operations at the device's best speed, and bytes that must move at its bandwidth.
+Weights and caches are taken to lie in the device's memory; what is so small that it stays in the processor's own cache
+does not move, and only its operations are a floor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..config import ModelConfig
+from ..config.mixers import keys_per_query
+from ..errors import UsageError
+from ..foundation.suggestions import did_you_mean
+from ..models.flops import Flops, count, source_places, stacks_of
+from ..training.precision import PEAKS, WITHOUT_BF16, peak_of
+from .flops_estimate import CacheLayer, ParameterGroup
+from .memory_estimate import Setting, TrainingMemory
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """What a program reached on such a device: below the maker's figures, and no floor."""
+
+    half: float
+    bandwidth: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """The speeds of one device."""
+
+    name: str
+    half: float  # operations a second in dense bf16 or fp16 matrix products
+    single: float  # the same in fp32; in TF32 where it has that, as training here uses it
+    bandwidth: float  # bytes a second to and from memory
+    memory: float | None  # bytes, a maker's GB as 10⁹ of them; None: not known
+    half_type: str = "bf16"  # fp16 on devices that came before bf16
+    single_type: str = "TF32"  # what ``single`` is the speed of: TF32 or fp32
+    source: str = "the maker's figures, dense"
+    ceiling: bool = True  # whether no program can be faster; False for a speed measured by one program
+    reached: MeasuredSpeed | None = None
+
+    def peak(self, precision: str) -> float:
+        return self.single if precision == "fp32" else self.half
+
+
+# The name a GPU gives itself (operations: the table of training.flops), memory in GB, bandwidth in TB/s.
+_TABLE: dict[str, tuple[str, float, float]] = {
+    "b200": ("B200", 180, 8.0),
+    "h200": ("H200", 141, 4.8),
+    "h100": ("H100", 80, 3.35),
+    "h100-pcie": ("H100 PCIe", 80, 2.0),
+    "a100": ("A100", 80, 2.039),
+    "a100-40gb": ("A100", 40, 1.555),
+    "a6000": ("A6000", 48, 0.768),
+    "a10": ("A10", 24, 0.6),
+    "l40s": ("L40S", 48, 0.864),
+    "l4": ("L4", 24, 0.3),
+    "rtx5090": ("5090", 32, 1.792),
+    "rtx4090": ("4090", 24, 1.008),
+    "rtx3090": ("3090", 24, 0.936),
+    "v100": ("V100", 32, 0.9),
+    "t4": ("T4", 16, 0.32),
+}
+_MEASURED = {"h200": MeasuredSpeed(804e12, 4.27e12, "one bf16 product of 8192³, one copy (torch 2.11)")}
+CPU = "cpu"
+COST_DEVICES = (*_TABLE, CPU)
+
+
+def find_device(name: str) -> Device:
+    """The device of that name; ``cpu`` is this machine, measured for a moment."""
+    if name == CPU:
+        return _measure_cpu()
+    if name not in _TABLE:
+        known = ", ".join(COST_DEVICES)
+        raise UsageError(f"there is no device {name!r}{did_you_mean(name, COST_DEVICES)} (all: {known})")
+    gpu, memory, bandwidth = _TABLE[name]
+    half, single = peak_of(gpu, "fp16"), peak_of(gpu, "fp32", tf32=True)
+    assert half is not None and single is not None
+    return Device(
+        name,
+        half,
+        single,
+        bandwidth * 1e12,
+        memory * 1e9,
+        half_type="fp16" if gpu in WITHOUT_BF16 else "bf16",
+        single_type="fp32" if PEAKS[gpu][1] is None else "TF32",
+        reached=_MEASURED.get(name),
+    )
+
+
+def _measure_cpu() -> Device:
+    """The best of a few products and copies on this machine, now."""
+    n = 1024
+    speeds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+        speeds.append(2 * n**3 / _best_time(lambda a=a, b=b: a @ b))  # type: ignore[misc]  # bound at once
+    source = torch.zeros(1 << 27, dtype=torch.uint8)  # larger than most caches
+    target = torch.zeros_like(source)
+    bandwidth = 2 * source.numel() / _best_time(lambda: target.copy_(source))
+    single, half = speeds
+    how = "measured here, now, by one product and one copy"
+    return Device(CPU, half, single, bandwidth, _physical_memory(), "bf16", "fp32", how, ceiling=False)
+
+
+def _best_time(work: Callable[[], object], runs: int = 4) -> float:
+    """Seconds of the fastest run after the first."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _physical_memory() -> float | None:
+    """Not every system says: Windows has no sysconf, others not these names."""
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    return float(pages * size) if pages > 0 and size > 0 else None
+
+
+# ------------------------------------------------------------------------------------- least times
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds at the device's figures: a lower bound where those are its ceilings."""
+
+    compute: float  # of the operations at the device's best
+    bandwidth: float  # of the bytes that have to move
+    measured: float | None = None  # the longer of both at measured speeds; None where none are known
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.bandwidth)
+
+    @property
+    def bound(self) -> str:
+        return "compute" if self.compute >= self.bandwidth else "memory bandwidth"
+
+
+def time_floors(
+    config: ModelConfig,
+    device: Device,
+    setting: Setting,
+    groups: list[ParameterGroup],
+    flops: list[Flops],
+    memory: TrainingMemory | None,
+    cache: list[CacheLayer],
+) -> dict[str, Floor]:
+    """Of a forward pass, a training step, and the last token of each text in decoding."""
+    size = setting.width
+    fused = setting.attention == "fused"
+    forward = sum(part.forward_seen if fused else part.forward for part in flops)
+    backward = sum(part.backward_seen if fused else part.backward for part in flops)
+    lookups = {("embedding", "tokens"), ("embedding", "target tokens"), ("embedding", "positions")}
+    n_read = _numbers_read(config, (group for group in groups if (group.part, group.kind) not in lookups))
+    floors = {"forward pass": _floor(device, setting, forward, size * n_read)}
+    if memory is not None:
+        number, passes = sum(group.number for group in groups), setting.accumulate
+        recomputed = forward if setting.checkpointing else 0.0
+        # Weights are read forward and backward, saved tensors written and read; then, once a step, gradients are
+        # written and read, and weights, the optimiser's state and the moving average read and written.
+        moved = passes * (2.0 * size * n_read + 2 * sum(memory.by_part.values()))
+        moved += 8.0 * number + 8.0 * number + 2 * memory.optimiser + 2 * memory.ema
+        floors["training step"] = _floor(device, setting, passes * (forward + backward + recomputed), moved)
+    if cache and config.causal:
+        floors["one token of each text"] = _decode_floor(config, device, setting, groups, cache)
+    return floors
+
+
+def _floor(device: Device, setting: Setting, operations: float, moved: float) -> Floor:
+    reached = device.reached if setting.precision != "fp32" else None
+    measured = None if reached is None else max(operations / reached.half, moved / reached.bandwidth)
+    return Floor(operations / device.peak(setting.precision), moved / device.bandwidth, measured)
+
+
+def _numbers_read(config: ModelConfig, groups: Iterable[ParameterGroup]) -> float:
+    """Weights that every pass reads. A table is only looked up, but one tied to the output matrix is read as that."""
+    number = sum(group.number for group in groups)
+    tied = config.tie_head and config.head in ("lm", "masked-lm")
+    return number + (config.output_vocab_size * (config.d_embed or config.d_model) if tied else 0)
+
+
+def _decode_floor(
+    config: ModelConfig, device: Device, setting: Setting, groups: list[ParameterGroup], cache: list[CacheLayer]
+) -> Floor:
+    """The last token of a text of ``length``: the decoder's weights are read, and the positions it may look at."""
+    n_read = _numbers_read(config, (group for group in groups if group.part in ("decoder", "head")))
+    moved = setting.width * (n_read - _source_projection_size(config, setting))
+    moved += sum(layer.place * _positions_read(config, setting, layer) for layer in cache)
+    return _floor(device, setting, last_token_flops(config, setting), moved)
+
+
+def last_token_flops(config: ModelConfig, setting: Setting) -> float:
+    """Operations of the last token of each text: those of the whole text less those of a text one token shorter.
+
+    For a text of one token the second stands in: the first also computes the source's keys.
+    """
+    length, source = max(2, setting.length), source_tokens(config, setting)
+
+    def operations(n: int) -> float:
+        flops = count(config, setting.batch, n, source)
+        return sum(part.forward_seen for part in flops if part.part in ("decoder", "head"))
+
+    return operations(length) - operations(length - 1)
+
+
+def _positions_read(config: ModelConfig, setting: Setting, layer: CacheLayer) -> float:
+    """All that are cached, or as many as the pattern of a sparse model lets the last token see."""
+    if layer.kind != "all" or config.sparsity == "none" or setting.length == 1:
+        return layer.tokens
+    now, before = (
+        n * keys_per_query(config, layer.layer, n, causal=True) for n in (setting.length, setting.length - 1)
+    )
+    return now - before
+
+
+def source_tokens(config: ModelConfig, setting: Setting) -> int | None:
+    """Positions of the source, where there is one beside the text."""
+    if config.architecture == "recurrent":
+        return setting.length if setting.source_length is None else setting.source_length
+    if config.architecture == "encoder-decoder":
+        return source_places(config, setting.length, setting.source_length)
+    return None
+
+
+def _source_projection_size(config: ModelConfig, setting: Setting) -> float:
+    """Weights of the decoder that project the source to keys and values: not read again after the first token."""
+    if config.architecture == "recurrent":
+        return config.d_model**2 if config.alignment in ("additive", "concat") else 0
+    if config.architecture != "encoder-decoder":
+        return 0
+    stack = stacks_of(config, setting.length, setting.source_length)[-1]
+    each = 2 * stack.kv_width * (config.d_model + int(config.qkv_bias))
+    return each * (1 if config.share_layers else stack.n_layers)

@@ -1,0 +1,428 @@
+"""A cost as tables for people, one JSON document for machines, and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..foundation.plotting import INK, SOFT, new_figure, style_panel
+from ..models.flops import count, stacks_of
+from .benchmarking import TableRow, format_table
+from .cost_devices import source_tokens
+from .flops_estimate import ALL_PAIRS, kv_cache
+
+if TYPE_CHECKING:
+    from .cost import Cost
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A quantity and its parts: ``float(amount)`` is the sum, ``amount["decoder"]`` that of the parts of one name."""
+
+    parts: Mapping[str, float]
+    unit: str = "bytes"
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __float__(self) -> float:
+        return float(self.total)
+
+    def __int__(self) -> int:
+        return int(self.total)
+
+    def __getitem__(self, name: str) -> float:
+        """Of the parts that are called this, or begin with it."""
+        values = [value for part, value in self.parts.items() if part == name or part.startswith(f"{name} ")]
+        if not values:
+            raise KeyError(name)
+        return sum(values)
+
+    def to_dict(self) -> dict[str, object]:
+        return {"total": self.total, "unit": self.unit, "parts": dict(self.parts)}
+
+
+def format_bytes(n: float) -> str:
+    """1536 → 1.50 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+def format_count(n: float) -> str:
+    """124439808 → 124.4 M."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:.4g} {unit}"
+    return f"{n:.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+# ------------------------------------------------------------------------------------- text
+
+
+def to_text(cost: Cost, training: bool = True) -> str:
+    """All tables of a cost, one below the other."""
+    blocks = [headline(cost), _parameter_table(cost), _flops_table(cost), _inference_table(cost)]
+    if training:
+        blocks.append(_training_table(cost))
+    return "\n\n".join([*blocks, _time_table(cost, training), _crossover_table(cost), _layer_kind_table(cost)])
+
+
+def headline(cost: Cost) -> str:
+    setting = cost.setting
+    source = source_tokens(cost.config, setting)
+    beside = "" if source is None else f", source of {source}"
+    return (
+        f"{cost.name}: {cost.config.architecture}, {format_count(cost.parameters.total)} parameters; "
+        f"batch {setting.batch}, length {setting.length}{beside}, {setting.precision}"
+    )
+
+
+def _parameter_table(cost: Cost) -> str:
+    amount = cost.parameters
+    rows = [TableRow("parameters", ["number"], "share")]
+    for part, value in amount.parts.items():
+        if value:
+            rows.append(TableRow(f"  {part}", [f"{value:,.0f}"], f"{100 * value / (amount.total or 1.0):.1f} %"))
+    return format_table([*rows, TableRow("  all", [f"{amount.total:,.0f}"], "")])
+
+
+def _flops_table(cost: Cost) -> str:
+    columns = (cost.flops_forward, cost.flops_backward, cost.flops_forward_seen, cost.flops_backward_seen)
+    rows = [TableRow("operations of a batch", ["forward", "backward", "forward, seen"], "backward, seen")]
+    for part in cost.flops_forward.parts:
+        *first, last = (format_count(column.parts[part]) for column in columns)
+        rows.append(TableRow(f"  {part}", first, last))
+    *first, last = (format_count(column.total) for column in columns)
+    table = format_table([*rows, TableRow("  all", first, last)])
+    return f"{table}\n  seen: pairs of tokens that a mask hides are not counted"
+
+
+def _inference_table(cost: Cost) -> str:
+    setting, matrices = cost.setting, format_bytes(cost.attention_matrix.total)
+    rows = [
+        TableRow("memory without training", [""], ""),
+        TableRow("  weights", [format_bytes(setting.width * cost.parameters.total)], setting.precision),
+        TableRow("  attention matrices, if they were stored", [matrices], "all layers"),
+    ]
+    if cost.cache_layers:
+        rows += [TableRow("  KV cache", [format_bytes(cost.kv_cache.total)], cost.cache_numbers), *_cache_rows(cost)]
+    return format_table(rows)
+
+
+def _cache_rows(cost: Cost) -> Iterable[TableRow]:
+    """Layers whose caches are alike share a line."""
+    alike: dict[tuple[str, int, int], list[int]] = {}
+    for layer in cost.cache_layers:
+        alike.setdefault((layer.kind, layer.tokens, layer.bytes), []).append(layer.layer)
+    for (kind, tokens, size), layers in alike.items():
+        which = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
+        what = {"all": "every token", "window": "a window", "cross": "the source"}.get(kind, kind)
+        total, each = format_bytes(size * len(layers)), format_bytes(size)
+        yield TableRow(f"    {which}, {what}: {tokens}", [total], f"{each} each")
+
+
+def _training_table(cost: Cost) -> str:
+    memory, setting = cost.training, cost.setting
+    if memory is None:
+        return "training memory is predicted for Transformers only"
+    how = f"{setting.optimiser}, {setting.attention} attention" + (", checkpointed" if setting.checkpointing else "")
+    rows = [TableRow(f"memory of a training step ({how})", ["bytes"], "")]
+    for name, size, note in (
+        ("weights, fp32", memory.weights, ""),
+        ("gradients", memory.gradients, ""),
+        ("optimiser's state", memory.optimiser, setting.optimiser),
+        ("moving average", memory.ema, ""),
+        ("activations", memory.activations, "kept for the backward pass"),
+    ):
+        if size or name != "moving average":
+            rows.append(TableRow(f"  {name}", [format_bytes(size)], note))
+    parts = cost.activations.parts.items()
+    rows += [TableRow(f"    {part}", [format_bytes(size)], "") for part, size in parts if size]
+    rows.append(TableRow("  peak", [format_bytes(memory.peak)], f"in {memory.where}"))
+    if (available := cost.device.memory) is not None:
+        share = memory.peak / available
+        fits = f"{100 * share:.1f} %" if share <= 1 else f"does not fit: {share:.1f} times too much"
+        rows.append(TableRow("  of the device's", [format_bytes(available)], fits))
+    variants = [TableRow("attention, checkpointing", ["activations"], "peak")]
+    for variant in cost.variants:
+        name = f"  {variant.attention}, {'each layer' if variant.checkpointing else 'none'}"
+        variants.append(TableRow(name, [format_bytes(variant.activations)], format_bytes(variant.peak)))
+    return format_table(rows) + "\n\n" + format_table(variants)
+
+
+def _time_table(cost: Cost, training: bool) -> str:
+    device, floors = cost.device, cost.floors
+    measured = any(floor.measured is not None for floor in floors.values())
+    columns = ["compute", "bandwidth", "at least" if device.ceiling else "longer"]
+    columns += ["as measured"] if measured else []
+    rows = [TableRow(f"time {_time_wording(cost)}, on {device.name}", columns, "bound by")]
+    for name, floor in floors.items():
+        if name == "training step" and not training:
+            continue
+        times = [floor.compute, floor.bandwidth, floor.seconds, *([floor.measured or 0.0] if measured else [])]
+        rows.append(TableRow(f"  {name}", [format_seconds(x) for x in times], floor.bound))
+    speeds = (
+        f"  {format_count(device.half)}FLOP/s in {device.half_type}, {format_count(device.single)}FLOP/s in "
+        f"{device.single_type}, {format_count(device.bandwidth)}B/s: {device.source}"
+    )
+    if measured and (reached := device.reached) is not None:
+        best = f"{format_count(reached.half)}FLOP/s, {format_count(reached.bandwidth)}B/s"
+        speeds += f"\n  as measured: the same at {best}, reached by {reached.how}; no floor"
+    return format_table(rows) + "\n" + speeds
+
+
+def _time_wording(cost: Cost) -> str:
+    """Times at a measured speed are no lower bounds: another program may be faster."""
+    return "at least" if cost.device.ceiling else "at measured speed"
+
+
+def _crossover_table(cost: Cost) -> str:
+    rows = [TableRow("where attention passes the matrices", ["length"], "")]
+    for name, length in cost.crossover.items():
+        rows.append(TableRow(f"  {name}", ["never" if length is None else f"{length:,.0f}"], ""))
+    return format_table(rows)
+
+
+def _layer_kind_table(cost: Cost) -> str:
+    length = cost.setting.length
+    title = f"one layer, T = {length}, d = {cost.config.d_model}"
+    rows = [TableRow(title, ["operations", "", "steps"], "path")]
+    for kind in cost.layer_kinds:
+        entries = [kind.complexity, format_count(kind.flops), f"{kind.sequential:,.0f}"]
+        rows.append(TableRow(f"  {kind.name}", entries, f"{kind.path_text} = {kind.path:,.0f}"))
+    window = min(cost.config.window or max(1, length // 8), length)
+    note = f"steps: that wait for each other; path: between the two tokens farthest apart (k = 3, r = {window})"
+    return f"{format_table(rows)}\n  {note}"
+
+
+def to_dict(cost: Cost) -> dict[str, Any]:
+    """Everything as JSON."""
+    from ..hub import changed_fields
+
+    memory = cost.training
+    amounts = (
+        *("parameters", "flops_forward", "flops_backward", "flops_forward_seen", "flops_backward_seen"),
+        "attention_matrix",
+    )
+    return {
+        "name": cost.name,
+        "config": changed_fields(cost.config),
+        "setting": asdict(cost.setting),
+        "device": asdict(cost.device),
+        **{name: getattr(cost, name).to_dict() for name in amounts},
+        "kv_cache": {
+            **cost.kv_cache.to_dict(),
+            "numbers": cost.cache_numbers,
+            "layers": [asdict(layer) for layer in cost.cache_layers],
+        },
+        "activations": None if memory is None else cost.activations.to_dict(),
+        "training": None if memory is None else {**asdict(memory), "peak": memory.peak, "where": memory.where},
+        "variants": [asdict(variant) for variant in cost.variants],
+        "floors": {
+            name: {**asdict(floor), "seconds": floor.seconds, "bound": floor.bound}
+            for name, floor in cost.floors.items()
+        },
+        "crossover": cost.crossover,
+        "layer_kinds": [asdict(kind) for kind in cost.layer_kinds],
+    }
+
+
+@dataclass(frozen=True)
+class CostComparison:
+    """Two costs side by side."""
+
+    first: Cost
+    second: Cost
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"first": self.first.to_dict(), "second": self.second.to_dict()}
+
+    def to_text(self, training: bool = True) -> str:
+        first, second = self.first, self.second
+        rows = [TableRow("", [first.name, second.name], "ratio")]
+        for name, format_value, get in self._quantities(training):
+            a, b = get(first), get(second)
+            rows.append(TableRow(name, [format_value(a), format_value(b)], f"{b / a:.2f} ×" if a else ""))
+        return "\n".join([headline(first), headline(second), "", format_table(rows)])
+
+    def _quantities(self, training: bool) -> Iterable[tuple[str, Callable[[float], str], Callable[[Any], float]]]:
+        """Name, format and getter of every line."""
+        yield "parameters", format_count, lambda x: x.parameters.total
+        yield "operations, forward", format_count, lambda x: x.flops_forward.total
+        yield "operations, forward, seen", format_count, lambda x: x.flops_forward_seen.total
+        yield "operations, backward", format_count, lambda x: x.flops_backward.total
+        yield "attention matrices, if stored", format_bytes, lambda x: x.attention_matrix.total
+        yield f"KV cache, {self.first.cache_numbers}", format_bytes, lambda x: x.kv_cache.total
+        if training and self.first.training is not None and self.second.training is not None:
+            for name in ("weights", "optimiser", "gradients", "activations", "peak"):
+                yield f"training: {name}", format_bytes, lambda x, name=name: getattr(x.training, name)
+        for name in self.first.floors:
+            if name in self.second.floors and (training or name != "training step"):
+                title = f"{name}, {_time_wording(self.first)}"
+                yield title, format_seconds, lambda x, name=name: x.floors[name].seconds
+
+
+# ------------------------------------------------------------------------------------- figure
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A7A7A", "#F0E442", "#000000")
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot(file: Path) -> None:
+    """Refuse a file that cannot become a figure before any work is done."""
+    if file.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {file} is none of {', '.join(SUFFIXES)}")
+    if not file.resolve().parent.is_dir():
+        raise UsageError(f"--plot {file} cannot be written: there is no directory {file.parent}")
+
+
+def draw_cost(cost: Cost, file: Path) -> Path:
+    """Four panels: what computes, what grows with length, what training holds, what decoding keeps."""
+    check_plot(file)
+    figure = new_figure(14, 9.4, dpi=130)
+    panels = figure.subplots(2, 2)
+    figure.subplots_adjust(left=0.13, right=0.97, top=0.87, bottom=0.07, wspace=0.34, hspace=0.42)
+    _draw_operations(panels[0, 0], cost)
+    _draw_growth(panels[0, 1], cost)
+    _draw_memory(panels[1, 0], cost)
+    _draw_cache(panels[1, 1], cost)
+    figure.text(0.03, 0.95, f"What {cost.name} costs", fontsize=17, weight="bold", color=INK)
+    figure.text(0.03, 0.918, headline(cost).partition(": ")[2], fontsize=11, color=SOFT)
+    figure.savefig(file, facecolor="white")
+    return file
+
+
+def _style(panel: Any, title: str, grid: str) -> None:
+    panel.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
+    style_panel(panel, grid)
+
+
+def _write_instead(panel: Any, text: str) -> None:
+    panel.text(0.5, 0.5, text, ha="center", color=SOFT, transform=panel.transAxes)
+    panel.set_axis_off()
+
+
+def _draw_operations(panel: Any, cost: Cost) -> None:
+    """Forward, part by part, with what a mask hides paler."""
+    parts = [part for part, value in cost.flops_forward.parts.items() if value]
+    full = [cost.flops_forward.parts[part] for part in parts]
+    seen = [cost.flops_forward_seen.parts[part] for part in parts]
+    unit, power = _power_of_ten(max(full))
+    heights = list(range(len(parts)))[::-1]
+    panel.barh(heights, [value / unit for value in full], color="#BBD7EA", height=0.62, label="hidden by the mask")
+    panel.barh(heights, [value / unit for value in seen], color=COLOURS[0], height=0.62, label="seen")
+    for height, value in zip(heights, full, strict=True):
+        panel.text(value / unit, height, f" {100 * value / sum(full):.0f} %", va="center", fontsize=9, color=SOFT)
+    panel.set_yticks(heights, parts)
+    panel.set_xlim(0, 1.12 * max(full) / unit)
+    panel.set_xlabel(f"10{power} operations", fontsize=10, color=INK)
+    _style(panel, "Operations of a forward pass", "x")
+    if full != seen:
+        panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2)
+
+
+def _power_of_ten(largest: float) -> tuple[float, str]:
+    for size, power in ((1e15, "¹⁵"), (1e12, "¹²"), (1e9, "⁹"), (1e6, "⁶")):
+        if largest >= size:
+            return size, power
+    return 1.0, "⁰"
+
+
+def _draw_growth(panel: Any, cost: Cost) -> None:
+    """Operations per token: matrices are level, attention rises with the length."""
+    length = cost.setting.length
+    top = max(2.0 * (cost.crossover[ALL_PAIRS] or 4.0 * length), 2.0 * length)
+    lengths = sorted({max(1, round(top * share)) for share in (0.002, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)})
+    curves: dict[str, list[float]] = {"all matrices": [], "attention": [], "attention, seen": []}
+    for n in lengths:
+        flops = count(cost.config, 1, n)
+        attention = [part for part in flops if part.kind in ("attention", "cross attention", "distances")]
+        curves["all matrices"].append(sum(p.forward for p in flops if p not in attention) / n)
+        curves["attention"].append(sum(p.forward for p in attention) / n)
+        curves["attention, seen"].append(sum(p.forward_seen for p in attention) / n)
+    unit, power = _power_of_ten(max(max(values) for values in curves.values()))
+    styles = ((COLOURS[0], "-"), (COLOURS[5], "-"), (COLOURS[5], "--"))
+    for (label, values), (colour, dash) in zip(curves.items(), styles, strict=True):
+        if label != "attention, seen" or values != curves["attention"]:
+            panel.plot(lengths, [x / unit for x in values], color=colour, linestyle=dash, linewidth=2, label=label)
+    panel.axvline(length, color="#999999", linewidth=1, linestyle=":")
+    panel.text(length, panel.get_ylim()[1], " this length", fontsize=9, color=SOFT, va="top")
+    panel.set_xlabel("length T", fontsize=10, color=INK)
+    panel.set_ylabel(f"10{power} operations a token, forward", fontsize=10, color=INK)
+    panel.set_ylim(bottom=0)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _style(panel, "What grows with the length", "both")
+    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="upper left", bbox_to_anchor=(0.0, 0.93))
+
+
+def _draw_memory(panel: Any, cost: Cost) -> None:
+    """Training under four choices, stacked; what is left to the peak is needed for a moment only."""
+    memory = cost.training
+    _style(panel, "Memory of a training step, GiB", "x")
+    if memory is None:
+        _write_instead(panel, "predicted for Transformers only")
+        return
+    gib = 2.0**30
+    fixed = {"weights": memory.weights, "optimiser": memory.optimiser, "moving average": memory.ema}
+    names = []
+    for height, variant in zip(range(len(cost.variants))[::-1], cost.variants, strict=True):
+        names.append(f"{variant.attention},\n{'checkpointed' if variant.checkpointing else 'not checkpointed'}")
+        parts = {**fixed, "activations": variant.activations}
+        parts["gradients, and for a moment"] = max(0.0, variant.peak - sum(parts.values()) - memory.workspace)
+        left = 0.0
+        for (label, value), colour in zip(parts.items(), COLOURS, strict=False):
+            if value:
+                label_once = label if height == 0 else None
+                panel.barh(height, value / gib, left=left, color=colour, height=0.62, label=label_once)
+            left += value / gib
+        panel.text(variant.peak / gib, height, f" {variant.peak / gib:.1f}", va="center", fontsize=9.5, color=INK)
+    panel.set_yticks(range(len(names))[::-1], names)
+    panel.set_xlim(0, 1.1 * max(variant.peak for variant in cost.variants) / gib)
+    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=5)
+
+
+def _draw_cache(panel: Any, cost: Cost) -> None:
+    """KV cache against length, were keys of every head, of groups, of one head kept."""
+    config, setting = cost.config, cost.setting
+    _style(panel, f"Cache of decoding, MiB, {cost.cache_numbers}, batch {setting.batch}", "both")
+    if not cost.cache_layers or config.architecture == "recurrent":
+        encoder = not cost.cache_layers
+        why = "an encoder keeps none" if encoder else "a recurrent state has one size at any length"
+        _write_instead(panel, why)
+        return
+    lengths = [max(1, round(setting.length * share / 8)) for share in range(1, 17)]
+    stack = stacks_of(config, setting.length, setting.source_length)[-1]
+    own = config.n_kv_heads or stack.n_heads
+    for n, heads in enumerate(sorted({stack.n_heads, own, max(1, stack.n_heads // 4), 1}, reverse=True)):
+        if config.n_heads % heads or stack.n_heads % heads:
+            continue
+        changed, is_own = config.with_(n_kv_heads=heads), heads == own
+        caches = (kv_cache(changed, setting.batch, t, setting.source_length, cost.cache_numbers) for t in lengths)
+        panel.plot(
+            lengths,
+            [sum(layer.bytes for layer in layers) / 2**20 for layers in caches],
+            color=COLOURS[n],
+            linewidth=2.6 if is_own else 1.6,
+            linestyle="-" if is_own else "--",
+            label=f"{heads} key heads, this model" if is_own else f"{heads} key heads",
+        )
+    panel.axvline(setting.length, color="#999999", linewidth=1, linestyle=":")
+    panel.set_xlabel("tokens", fontsize=10, color=INK)
+    panel.set_ylim(bottom=0)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="upper left")

@@ -1,0 +1,254 @@
+"""What follows exactly from a config: parameters by part, the KV cache, and how operations grow with the length.
+
+Parameters are read off the model itself, built on the meta device, where nothing is allocated. The operations of a pass
+are counted in ``models.flops``; here is where attention overtakes the matrices, and table 1 of the paper with numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from ..config import ModelConfig
+from ..config.mixers import keys_per_query
+from ..models import parts
+from ..models.block import Block
+from ..models.build import build
+from ..models.flops import Flops, StackShape, mixing_flops, source_places, stacks_of
+from ..models.recurrent.cache import StateCache
+from ..training.optimiser import roles
+
+CacheDtype = Literal["fp32", "bf16", "int8"]
+CACHE_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_POSITION_BYTES = 8
+
+# ------------------------------------------------------------------------------------- parameters
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The parameters of one part of a model."""
+
+    part: str  # the stack, or embedding and head
+    kind: str
+    number: int
+    cast: int  # those of them that a half-precision product copies
+    muon: int  # those that Muon trains where it is chosen
+    layers: int = 1  # layers they are spread over
+
+
+def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
+    """Every parameter once, tied ones where they are first met."""
+    model = build(config, device="meta")
+    by_muon = {role.param for role in roles(model) if role.in_layer}
+    multiplied = {module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    counts: dict[tuple[str, str], list[int]] = {}
+    for name, p in model.named_parameters():
+        is_cast = p in multiplied or _is_projection(name) or (p.dim() == 1 and _is_product_bias(name))
+        entry = counts.setdefault(_part_and_kind(name), [0, 0, 0])
+        for n, counted in enumerate((True, is_cast, p in by_muon)):
+            entry[n] += p.numel() if counted else 0
+    layers = {
+        name.split(".")[0]: sum(isinstance(part, Block) for part in stack.modules())
+        for name, stack in model.named_children()
+    }
+    if config.share_layers:  # one block serves them all
+        layers = dict.fromkeys(layers, config.n_layers)
+    return [
+        ParameterGroup(part, kind, number, cast, muon, max(1, layers.get(part, 1)))
+        for (part, kind), (number, cast, muon) in counts.items()
+    ]
+
+
+_PRODUCTS = ("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "transform", "projection", "patches", "out", "dense")
+_KINDS = {
+    "attention": "attention",
+    "cross_attention": "cross attention",
+    "ff": "feed-forward",
+    "attention_norm": "norms",
+    "cross_norm": "norms",
+    "ff_norm": "norms",
+    "rnn": "cells",
+    "ahead": "cells",
+    "back": "cells",
+    "norm": "norms",
+    "position_bias": "position bias",
+}
+
+
+def _is_projection(name: str) -> bool:
+    """Matrices that belong to no nn.Linear but are multiplied with all the same."""
+    return name.endswith(("patches.weight", "head.weight", "w_r")) or ".mechanism.w_" in name
+
+
+def _is_product_bias(name: str) -> bool:
+    return name.endswith(".bias") and any(f".{part}." in f".{name}" for part in _PRODUCTS)
+
+
+def _part_and_kind(name: str) -> tuple[str, str]:
+    """`encoder.blocks.0.ff.w_in.weight` → encoder, feed-forward; `token.weight` → embedding, tokens."""
+    first, *rest = name.split(".")
+    if first in ("token", "target_token"):
+        return "embedding", "tokens" if first == "token" else "target tokens"
+    if first in ("embeddings", "target_embeddings"):
+        return "embedding", "positions" if "position" in rest else "other"
+    if first in ("encoder", "decoder"):
+        return first, next((_KINDS[word] for word in rest if word in _KINDS), "other")
+    return ("bridge", "states") if first == "bridge" else ("head", first if first != "head" else "logits")
+
+
+# ------------------------------------------------------------------------------------- KV cache
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """What one layer keeps while decoding."""
+
+    layer: int
+    kind: Literal["all", "window", "cross", "state", "memory"]
+    tokens: int  # positions whose keys and values are kept
+    bytes: int
+    place: int  # bytes of the keys and values of one position, or of one recurrent state
+
+
+def kv_cache(
+    config: ModelConfig, batch: int, length: int, source_length: int | None = None, dtype: CacheDtype = "bf16"
+) -> list[CacheLayer]:
+    """Each layer's own cache, then what cross-attention keeps of the source, which is never stored as int8."""
+    if config.architecture == "encoder":
+        return []
+    size = CACHE_DTYPE_BYTES[dtype]
+    if config.architecture == "recurrent":
+        return _recurrent_cache(config, batch, length if source_length is None else source_length, max(2, size))
+    stack = stacks_of(config, length, source_length)[-1]
+    layers = []
+    for layer in range(stack.n_layers):
+        window = parts.window_of(config, layer)
+        slots = length if window is None or window >= length else window
+        scales = stack.n_kv_heads * 4 if dtype == "int8" else 0
+        place = 2 * batch * (stack.kv_width * size + scales)
+        n_bytes = (slots + 1) * (place + _POSITION_BYTES) + _POSITION_BYTES  # one extra slot takes the padding
+        layers.append(CacheLayer(layer, "all" if slots == length else "window", slots, n_bytes, place))
+    if stack.memory is not None:
+        tokens = source_places(config, length, source_length)
+        place = 2 * batch * stack.kv_width * max(2, size)
+        layers += [CacheLayer(layer, "cross", tokens, tokens * place, place) for layer in range(stack.n_layers)]
+    return layers
+
+
+def _recurrent_cache(config: ModelConfig, batch: int, source: int, size: int) -> list[CacheLayer]:
+    """A state of constant size, a few earlier ones (for rewinding), and the source that attention reads."""
+    n_layers = config.n_decoder_layers or config.n_layers
+    input_feeding = config.alignment not in ("none", "additive") and config.input_feeding
+    n_vectors = n_layers * (2 if config.cell == "lstm" else 1) + int(input_feeding)
+    state = batch * (n_vectors * config.d_model * size + _POSITION_BYTES)
+    layers = [CacheLayer(0, "state", 1, (1 + StateCache.kept) * state, state)]
+    if config.alignment != "none":
+        n_tensors = 2 if config.alignment in ("additive", "concat") else 1
+        place = n_tensors * batch * config.d_model * size
+        layers.append(CacheLayer(0, "memory", source, source * place, place))
+    return layers
+
+
+# ------------------------------------------------------------------------------------- growth with the length
+
+PAPER, ALL_PAIRS, SEEN = "T²·d = T·d²", "all pairs = the layer's matrices", "the same, hidden pairs not counted"
+_MAX_TOKENS = 1 << 40  # what is not reached by then never is: keys grow with the length, or stop at a window
+
+
+def crossover(
+    config: ModelConfig, batch: int, length: int, source_length: int | None, flops: list[Flops]
+) -> dict[str, float | None]:
+    """The length from which attention takes more operations than the matrices of a layer, in three conventions.
+
+    T = d is the paper's. None: it never does. ``flops`` are those of this batch and length.
+    """
+    if config.architecture == "recurrent" or not config.mixing.pairs:
+        return dict.fromkeys((PAPER, ALL_PAIRS, SEEN))
+    stack = stacks_of(config, length, source_length)[-1]
+    kinds = ("projections", "cross projections", "feed-forward")
+    matrices = sum(part.forward for part in flops if part.part == stack.name and part.kind in kinds)
+    per_token = matrices / (batch * stack.length)
+    keys_by_layer = [_keys_by_length(config, stack, layer) for layer in range(stack.n_layers)]
+
+    def all_pairs(n: int) -> float:
+        return stack.n_layers * _attention_flops(config, stack, n)
+
+    def seen(n: int) -> float:
+        return sum(_attention_flops(config, stack, keys(n)) for keys in keys_by_layer)
+
+    lengths = {ALL_PAIRS: _shortest_length(all_pairs, per_token), SEEN: _shortest_length(seen, per_token)}
+    return {PAPER: float(config.d_model), **lengths}
+
+
+def _attention_flops(config: ModelConfig, stack: StackShape, keys: float) -> float:
+    """Of one token in one layer; Transformer-XL's distances cost as much again as its keys."""
+    distances = 4.0 * stack.q_width * keys if config.positions == "xl" else 0.0
+    return mixing_flops(config, stack, keys) + distances
+
+
+def _shortest_length(flops_per_token: Callable[[int], float], wanted: float) -> float | None:
+    """The shortest length at which a token's attention takes ``wanted`` operations, by bisection."""
+    low, high = 0, 1
+    while flops_per_token(high) < wanted:
+        low, high = high, 2 * high
+        if high > _MAX_TOKENS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if flops_per_token(middle) < wanted else (low, middle)
+    return float(high)
+
+
+def _keys_by_length(config: ModelConfig, stack: StackShape, layer: int) -> Callable[[int], float]:
+    """Keys that a query of this layer meets, as a function of the length."""
+
+    def keys(n: int) -> float:
+        return keys_per_query(config, layer, n, causal=stack.causal, has_memory=stack.memory is not None)
+
+    if config.sparsity != "bigbird":
+        return keys
+    # Counting its blocks pair by pair is too slow for long texts, but n whole blocks have a + b·n + c·n² pairs.
+    lengths = [n_blocks * config.sparsity_size for n_blocks in (8, 16, 32)]
+    pairs = [n * keys(n) for n in lengths]
+    return lambda n: keys(n) if n <= lengths[-1] else _parabola(lengths, pairs, n) / n
+
+
+def _parabola(at: list[int], values: list[float], x: int) -> float:
+    """Through three points (Lagrange)."""
+    (a, b, c), (u, v, w) = at, values
+    return (
+        u * (x - b) * (x - c) / ((a - b) * (a - c))
+        + v * (x - a) * (x - c) / ((b - a) * (b - c))
+        + w * (x - a) * (x - b) / ((c - a) * (c - b))
+    )
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A row of table 1 (Vaswani et al. 2017, §4): what a layer over T vectors of width d costs."""
+
+    name: str
+    complexity: str
+    flops: float  # the term of ``complexity``, multiplications and additions counted, for one text
+    projections: float  # operations of the layer's matrices beside that term
+    sequential: float  # steps that wait for each other
+    path: float  # steps between the two positions farthest apart
+    path_text: str
+
+
+def layer_kinds(length: int, width: int, kernel: int = 3, window: int | None = None) -> list[LayerKind]:
+    """Self-attention beside recurrence and convolution, for a text of ``length`` and vectors of ``width``."""
+    if length < 1 or width < 1 or kernel < 2:
+        raise ValueError(f"length={length} and width={width} must be at least 1, kernel={kernel} at least 2")
+    t, d, r = float(length), float(width), float(min(window or max(1, length // 8), length))
+    return [
+        LayerKind("self-attention", "T²·d", 4 * t * t * d, 8 * t * d * d, 1, 1, "1"),
+        LayerKind("recurrent", "T·d²", 2 * t * d * d, 2 * t * d * d, t, t, "T"),
+        LayerKind("convolutional", "k·T·d²", 2 * kernel * t * d * d, 0.0, 1, max(1.0, math.log(t, kernel)), "logₖ T"),
+        LayerKind("self-attention (restricted)", "r·T·d", 4 * r * t * d, 8 * t * d * d, 1, math.ceil(t / r), "T/r"),
+    ]

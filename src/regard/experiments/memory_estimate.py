@@ -1,0 +1,473 @@
+"""Memory of a training step, predicted from a config.
+
+It follows what autograd saves in this repository's own code on a GPU: a norm saves its input, a product its input and
+weight, fused attention q, k, v, the output and one number a row, dropout a byte a number. A step is walked forward and
+backward stage by stage (embedding, sub-layers, loss); the peak is the highest point of that walk or of the optimiser's
+step after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from ..config import ModelConfig
+from ..models.flops import StackShape, n_patches, source_places, stacks_of
+from .flops_estimate import ParameterGroup
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Attention = Literal["fused", "reference"]
+
+MIB = 1 << 20
+CHUNK_BYTES = 512 * MIB  # fp32 logits that the loss holds at once on a GPU (training.loss)
+MUON_AT_ONCE = 1 << 26  # numbers Muon orthogonalises at once (training.muon)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained, as far as memory depends on it."""
+
+    batch: int
+    length: int
+    source_length: int | None = None
+    precision: Precision = "bf16"
+    attention: Attention = "fused"
+    checkpointing: bool = False
+    optimiser: Literal["adam", "adamw", "muon"] = "adamw"
+    ema: bool = False
+    accumulate: int = 1
+    smoothing: float = 0.0
+    masked: bool = True  # padding is masked where the tasks mask it: the encoder of pairs, texts to classify
+    counted: float = 1.0  # share of the targets in the loss: all, or those of a masked language model
+    workspace: int = 64 * MIB  # what the device's matrix library keeps for itself
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that a matrix product reads or writes."""
+        return 4 if self.precision == "fp32" else 2
+
+
+# ------------------------------------------------------------------------------------- the stages of a training step
+
+
+class HiddenUse(NamedTuple):
+    """What an activation needs, in units of one hidden layer (B, T, d_ff) in the precision of the products."""
+
+    saved: int  # between forward and backward pass
+    backward: int  # more during the backward pass: gradients, less what is free by then
+    saves_output: bool = False  # dropout behind such an activation saves one more
+
+
+HIDDEN = {
+    "relu": HiddenUse(1, 2, saves_output=True),  # its output, which the next product saves too
+    "gelu": HiddenUse(2, 1),  # its input, and its output as the next product's input
+    "gelu_tanh": HiddenUse(2, 1),
+    "silu": HiddenUse(2, 1),
+    "quick_gelu": HiddenUse(3, 2),  # x, σ(1.702 x) and their product
+    "relu2": HiddenUse(2, 2, saves_output=True),
+    "swiglu": HiddenUse(4, 2),  # gate and up, f(gate), and the product
+    "geglu": HiddenUse(4, 2),
+    "geglu_tanh": HiddenUse(4, 2),
+    "reglu": HiddenUse(4, 2, saves_output=True),
+}
+
+
+class WeightBytes(NamedTuple):
+    """Bytes that come with the weights of a stage."""
+
+    grads: float = 0.0
+    cast: float = 0.0  # half-precision copies
+
+
+NO_WEIGHTS = WeightBytes()
+
+
+@dataclass(frozen=True)
+class StepStage:
+    """One stretch of a training step. All numbers are bytes."""
+
+    name: str
+    saved: dict[str, float] = field(default_factory=dict)  # until this stage's backward pass is done
+    forward: float = 0.0  # temporaries of the forward pass
+    backward: float = 0.0  # temporaries of the backward pass, beside what is saved and the gradients so far
+    weights: WeightBytes = NO_WEIGHTS
+    layer: int | None = None  # stages of one layer are recomputed together under checkpointing
+
+    @property
+    def saved_bytes(self) -> float:
+        return sum(self.saved.values())
+
+
+def source_numbers(config: ModelConfig, setting: Setting) -> int:
+    """Numbers of one image or of its region features; 0 for text."""
+    if not config.has_encoder or config.source == "text":
+        return 0
+    if config.source == "image":
+        return config.n_channels * config.image_size**2
+    return source_places(config, setting.length, setting.source_length) * (config.d_region + config.d_box)
+
+
+@dataclass(frozen=True)
+class _StackStages:
+    """The stages of one stack, and what they all depend on."""
+
+    config: ModelConfig
+    stack: StackShape
+    groups: list[ParameterGroup]
+    setting: Setting
+
+    @property
+    def tokens(self) -> int:
+        return self.setting.batch * self.stack.length
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the fp32 residual stream."""
+        return 4.0 * self.tokens * self.config.d_model
+
+    def weight_bytes(self, part: str, *kinds: str) -> WeightBytes:
+        """Gradients and half-precision copies of some kinds of weights, in one layer."""
+        groups = [group for group in self.groups if group.part == part and (not kinds or group.kind in kinds)]
+        number, cast = (sum(getattr(group, name) / group.layers for group in groups) for name in ("number", "cast"))
+        return WeightBytes(4.0 * number, 2.0 * cast if self.setting.precision != "fp32" else 0.0)
+
+    def layer_stages(self) -> Iterator[StepStage]:
+        yield self.self_attention()
+        if self.stack.memory is not None:
+            yield self.cross_attention()
+        yield self.feed_forward()
+
+    def embedding(self) -> StepStage:
+        config, setting, stream = self.config, self.setting, self.stream
+        saved = {"dropout": 1.0 * self.tokens * config.d_model} if config.embedding_dropout else {}
+        kinds: tuple[str, ...] = ("positions", "other")
+        has_table = self.stack.name != "encoder" or config.source == "text"
+        if not has_table:
+            saved["source"] = float(setting.width * setting.batch * source_numbers(config, setting))
+            if config.source == "image":
+                stream += setting.width * setting.batch * n_patches(config) * config.d_model
+        elif not (config.tie_head and config.head in ("lm", "masked-lm")):  # a tied table got its gradient in the loss
+            target = self.stack.memory is not None and config.target_vocab_size is not None
+            kinds = (*kinds, "target tokens" if target else "tokens")
+        if config.embedding_norm:
+            saved["norm"] = stream + 8.0 * self.tokens
+        # What each use of a table adds to its gradient is as large as the table.
+        table = 4.0 * max((x.number for x in self.groups if has_table and x.kind.endswith("tokens")), default=0)
+        backward = 4.0 * self.tokens * config.d_model + table
+        return StepStage(
+            f"{self.stack.name} embedding", saved, stream, backward, self.weight_bytes("embedding", *kinds)
+        )
+
+    def _sublayer_saved(self) -> dict[str, float]:
+        """What a sub-layer's norm, residual and dropout save, and the input of its first product."""
+        config, width = self.config, self.setting.width
+        has_norm = config.norm != "none"
+        return {
+            "input": self.stream if has_norm or width == 4 else 0.0,
+            "norm": {"layer": 8.0, "rms": 4.0, "none": 0.0}[config.norm] * self.tokens,
+            "into product": float(width * self.tokens * config.d_model) if has_norm or width == 2 else 0.0,
+            "dropout": 1.0 * self.tokens * config.d_model if config.dropout else 0.0,
+        }
+
+    def self_attention(self) -> StepStage:
+        config, stack, width = self.config, self.stack, self.setting.width
+        q, kv = self.tokens * stack.q_width, self.tokens * stack.kv_width
+        saved, stream = self._sublayer_saved(), self.stream
+        name, weights = f"{stack.name} attention", self.weight_bytes(stack.name, "attention", "norms")
+        if not config.mixing.weights:  # a transform takes attention's place and saves nothing
+            return StepStage(name, saved, 3 * stream, 4 * stream, weights)
+        kernel = self._kernel()
+        if config.qk_norm:
+            saved["normed q, k"] = (4.0 + (width if kernel == "fused" else 0)) * (q + kv)
+        if config.positions == "rope":
+            saved["angles"] = 8.0 * stack.length * stack.d_head
+        if kernel == "fused":
+            saved["q, k, v"] = float(width * (q + 2 * kv))
+            if config.positions == "rope":
+                saved["turned q, k"] = float(width * (q + kv))
+        padded = self.setting.masked and stack.name == "encoder" and config.source == "text"
+        mixing, forward, backward = self._mixing(stack.length, padded)
+        return StepStage(name, saved | mixing, stream + forward, stream + backward, weights)
+
+    def cross_attention(self) -> StepStage:
+        config, stack, width = self.config, self.stack, self.setting.width
+        assert stack.memory is not None
+        source_tokens = self.setting.batch * stack.memory
+        saved = self._sublayer_saved()
+        if self._kernel() == "fused":
+            saved["q, k, v"] = float(width * (self.tokens * stack.q_width + 2 * source_tokens * stack.kv_width))
+        if width == 2:
+            saved["memory"] = float(width * source_tokens * config.d_model)
+        padded = self.setting.masked and config.source == "text"
+        mixing, forward, backward = self._mixing(stack.memory, padded, cross=True)
+        around = self.stream + 4.0 * source_tokens * config.d_model  # the encoder output's gradient is summed beside
+        weights = self.weight_bytes(stack.name, "cross attention")
+        name = f"{stack.name} cross attention"
+        return StepStage(name, saved | mixing, around + forward, around + backward, weights)
+
+    def _kernel(self) -> Literal["fused", "reference", "math"]:
+        """torch's fused kernels take no grouped heads in fp32; plain products ("math") stand in."""
+        if self.setting.attention == "reference":
+            return "reference"
+        grouped = self.stack.n_kv_heads != self.stack.n_heads
+        return "math" if grouped and self.setting.precision == "fp32" else "fused"
+
+    def _mixing(self, keys: int, padded: bool, cross: bool = False) -> tuple[dict[str, float], float, float]:
+        """What attention itself saves, and its temporaries forward and backward."""
+        config, stack, width, batch = self.config, self.stack, self.setting.width, self.setting.batch
+        q = batch * stack.length * stack.q_width
+        kv = batch * keys * stack.kv_width
+        rows = batch * stack.n_heads * stack.length
+        pairs, grid = float(rows * keys), float(stack.length * keys)
+        bias = config.positions in ("alibi", "t5") and not cross
+        has_pattern = config.window is not None or config.sparsity != "none" or config.shifted_windows is not None
+        pattern, causal = has_pattern and not cross, stack.causal and not cross
+        kernel = self._kernel()
+        if kernel == "reference":
+            mask = (grid if causal or pattern else 0.0) * (batch if padded and (causal or pattern) else 1)
+            return self._reference_attention(q, kv, pairs, mask)
+        if kernel == "math":
+            expanded = batch * keys * stack.q_width  # every head gets its own keys and values
+            copies = {"copies of q, k, v": float(width * (q + 2 * expanded)), "output": float(width * q)}
+            return copies | {"pairs: weights": width * pairs}, 2.0 * width * pairs, 3.0 * width * pairs
+        saved = {"output": float(width * q), "row sums": 4.0 * rows}
+        dense = pattern or (bias and (causal or padded))
+        if dense or padded or (config.positions == "rope" and not cross):
+            saved["output, masked or in order"] = float(width * q)
+        if bias:
+            saved["pairs: bias"] = width * (pairs if padded else stack.n_heads * grid)
+        elif pattern:
+            saved["pairs: mask"] = width * grid * (batch if padded else 1)
+        # The gradient of q is summed in fp32; those of q, k and v are then laid side by side.
+        qkv = width * (q + 2 * kv)
+        backward = max(width * q + (4.0 * q if width == 2 else 0.0) + qkv, 2.0 * qkv)
+        if config.positions == "t5" and not cross:
+            backward += width * pairs
+        return saved, float(width * q), backward
+
+    def _reference_attention(
+        self, q: float, kv: float, pairs: float, mask: float
+    ) -> tuple[dict[str, float], float, float]:
+        """The formula: exp of the scores in fp32 and the weights, for every pair; backward the quotient's gradient."""
+        width = self.setting.width
+        saved = {
+            "copies of q, k, v": width * (q + 2.0 * kv),
+            "output": float(width * q),
+            "pairs: exp": 4.0 * pairs,
+            "pairs: weights": width * pairs,
+            "pairs: mask": mask,
+        }
+        forward = 12.0 * pairs
+        if self.config.attention_dropout:
+            saved["pairs: dropout"] = pairs
+            forward = max(forward, 32.0 * pairs)  # the random draws are 64-bit integers
+        return saved, forward, (20.0 - width) * pairs  # the weights are free by then
+
+    def feed_forward(self) -> StepStage:
+        config, stack, width = self.config, self.stack, self.setting.width
+        hidden, use = float(width * self.tokens * stack.d_ff), HIDDEN[config.activation]
+        saved = self._sublayer_saved()
+        saved["hidden"] = use.saved * hidden
+        if config.activation_dropout:
+            saved["hidden dropout"] = 1.0 * self.tokens * stack.d_ff + (hidden if use.saves_output else 0.0)
+        backward = self.stream + width * self.tokens * config.d_model + use.backward * hidden
+        weights = self.weight_bytes(stack.name, "feed-forward")
+        return StepStage(f"{stack.name} feed-forward", saved, self.stream + hidden, backward, weights)
+
+    def last_norm(self) -> StepStage:
+        name, stream = f"{self.stack.name} last norm", self.stream
+        if self.config.norm_place != "pre" or self.config.norm == "none":
+            return StepStage(name)
+        return StepStage(name, {"input": stream, "norm": 8.0 * self.tokens}, forward=stream, backward=2 * stream)
+
+    def loss(self) -> StepStage:
+        """Logits of the vocabulary, whole or in chunks, as ``training.loss`` computes them."""
+        config, setting, width, tokens = self.config, self.setting, self.setting.width, self.tokens
+        weights = self.weight_bytes("head")
+        if config.head not in ("lm", "masked-lm"):
+            return StepStage("loss", forward=self.stream, backward=self.stream, weights=weights)
+        vocab = config.output_vocab_size
+        d_out = (config.d_embed or config.d_model) if config.head_transform else config.d_model
+        table = 4.0 * vocab * d_out
+        saved: dict[str, float] = {}
+        if config.head_transform:
+            saved["transform"] = (2.0 * width + 4.0) * tokens * d_out + 8.0 * tokens
+        grads = (table if config.tie_head else 0.0) or weights.grads  # a tied gradient waits for that of the lookup
+        chunk_rows = CHUNK_BYTES // (4 * vocab)
+        if tokens <= chunk_rows and setting.counted > 0.5:
+            logits = float(tokens * vocab)
+            saved["rows"] = float(width * tokens * d_out)
+            saved["logits"] = 4.0 * logits
+            forward = (width + 4.0) * logits if width == 2 else 4.0 * logits
+            # Gradients of the logits before and after the softmax's own; that of the weights follows the first.
+            backward = max(8.0 * logits, width * logits + 1.5 * grads) - grads
+            cast = 2.0 * vocab * d_out if width == 2 else 0.0
+            return StepStage("loss", saved, self.stream + forward, backward, WeightBytes(grads, cast))
+        saved["slopes"] = 4.0 * tokens * d_out + table
+        copy = float(width * vocab * d_out) if width == 2 else 0.0
+        forward = self.stream + copy + self._chunk_peak(tokens * setting.counted, chunk_rows, vocab, table)
+        return StepStage("loss", saved, forward, 2.0 * saved["slopes"] - grads, WeightBytes(grads))
+
+    def _chunk_peak(self, rows: float, chunk_rows: float, vocab: int, table: float) -> float:
+        """The most that is held while logits are computed and turned into gradients chunk by chunk.
+
+        A chunk's logits, an fp32 copy of bf16 ones, and their logarithms; the gradients of the chunk before are alive.
+        """
+        width = self.setting.width
+        each = width + 4.0 + (4.0 if self.setting.precision == "bf16" else 0.0)
+        first = min(rows, chunk_rows) * vocab
+        second = min(max(rows - chunk_rows, 0.0), chunk_rows) * vocab
+        products = (4.0 + (width if width == 2 else 0)) * first + table
+        return max(each * first, 4.0 * first + each * second if second else 0.0, products)
+
+
+def step_stages(config: ModelConfig, groups: list[ParameterGroup], setting: Setting) -> Iterator[StepStage]:
+    if config.architecture == "recurrent":
+        raise ValueError("architecture='recurrent': training memory is predicted for Transformers only")
+    stacks = [
+        _StackStages(config, s, groups, setting) for s in stacks_of(config, setting.length, setting.source_length)
+    ]
+    for n, stages in enumerate(stacks):
+        yield stages.embedding()
+        for layer in range(stages.stack.n_layers):
+            for stage in stages.layer_stages():
+                yield replace(stage, layer=layer + 1_000_000 * n)  # layers of two stacks stay apart
+        yield stages.last_norm()
+    yield stacks[-1].loss()
+
+
+# ------------------------------------------------------------------------------------- the walk
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one training step on one device."""
+
+    weights: float
+    optimiser: float
+    ema: float
+    inputs: float  # the batch itself
+    gradients: float
+    activations: float  # held at the end of the forward pass: what autograd saves, and half-precision weights
+    copies: float  # of that, the half-precision weights
+    attention_matrices: float  # of that, scores and weights of token pairs
+    workspace: float
+    after_forward: float
+    peak_forward: float
+    peak_backward: float
+    peak_step: float
+    by_part: dict[str, float]  # what autograd saves, by stage
+
+    @property
+    def peak(self) -> float:
+        return max(self.peak_forward, self.peak_backward, self.peak_step)
+
+    @property
+    def where(self) -> str:
+        """When the peak is reached."""
+        names = {"the forward pass": self.peak_forward, "the backward pass": self.peak_backward}
+        return max({**names, "the optimiser's step": self.peak_step}.items(), key=lambda item: item[1])[0]
+
+
+def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: Setting) -> TrainingMemory:
+    number = sum(group.number for group in groups)
+    by_muon = sum(group.muon for group in groups) if setting.optimiser == "muon" else 0
+    static = {
+        "weights": 4.0 * number,
+        "optimiser": 8.0 * (number - by_muon) + 4.0 * by_muon,
+        "ema": 4.0 * number if setting.ema else 0.0,
+        "inputs": _input_bytes(config, setting),
+        "workspace": float(setting.workspace),
+    }
+    stages = list(step_stages(config, groups, setting))
+    has_grads = setting.accumulate > 1  # gradients of the micro-batch before are alive
+    held = sum(static.values()) + (4.0 * number if has_grads else 0.0)
+    walk = _walk_checkpointed if setting.checkpointing else _walk
+    after, peak_forward, peak_backward = walk(stages, held, has_grads)
+    # Fused Adam has no temporaries. Muon holds all its updates and directions, and orthogonalises some at a time.
+    temporaries = 8.0 * by_muon + 2.0 * min(by_muon, MUON_AT_ONCE)
+    pairs = (size for stage in stages for name, size in stage.saved.items() if name.startswith("pairs"))
+    return TrainingMemory(
+        **static,
+        gradients=4.0 * number,
+        activations=after - held,
+        copies=sum(stage.weights.cast for stage in stages),
+        attention_matrices=sum(pairs),
+        after_forward=after,
+        peak_forward=peak_forward,
+        peak_backward=peak_backward,
+        peak_step=sum(static.values()) + 4.0 * number + temporaries,
+        by_part=_saved_by_stage(stages, setting),
+    )
+
+
+def _input_bytes(config: ModelConfig, setting: Setting) -> float:
+    """Tokens and targets as 64-bit numbers, pixels and regions as fp32."""
+    tokens = 16.0 * setting.batch * setting.length
+    if config.architecture == "encoder-decoder" and config.source == "text":
+        tokens += 9.0 * setting.batch * source_places(config, setting.length, setting.source_length)
+    return tokens + 4.0 * setting.batch * source_numbers(config, setting)
+
+
+def _saved_by_stage(stages: list[StepStage], setting: Setting) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for stage in stages:
+        size = stage.saved_bytes
+        if setting.checkpointing and stage.layer is not None:  # each layer keeps its input alone
+            size = stage.saved.get("input", 0.0) if stage.name.endswith(" attention") else 0.0
+        totals[stage.name] = totals.get(stage.name, 0.0) + size
+    return totals
+
+
+def _walk(stages: list[StepStage], held: float, has_grads: bool) -> tuple[float, float, float]:
+    """Bytes held after the forward pass, and the peaks of forward and backward pass."""
+    live = peak_forward = held
+    for stage in stages:
+        peak_forward = max(peak_forward, live + stage.saved_bytes + stage.weights.cast + stage.forward)
+        live += stage.saved_bytes + stage.weights.cast
+    after = peak_backward = live
+    for stage in reversed(stages):
+        grads = 0.0 if has_grads else stage.weights.grads
+        peak_backward = max(peak_backward, live + grads + stage.backward)
+        live += grads - stage.saved_bytes - stage.weights.cast
+    return after, peak_forward, peak_backward
+
+
+def _walk_checkpointed(stages: list[StepStage], held: float, has_grads: bool) -> tuple[float, float, float]:
+    """The same where each layer keeps its input alone and is recomputed in the backward pass."""
+    groups = list(_stages_by_layer(stages))
+    live = peak_forward = held
+    casts = 0.0  # autocast keeps its copies of the weights to the end of the forward pass
+    for group in groups:
+        outside = group[0].layer is None  # not part of a checkpointed layer
+        casts += sum(stage.weights.cast for stage in group)
+        widest = max(stage.saved_bytes + stage.forward for stage in group)
+        saved = group[0].saved_bytes if outside else group[0].saved.get("input", 0.0)
+        peak_forward = max(peak_forward, live + casts + (widest if outside else saved + widest))
+        live += saved + (group[0].weights.cast if outside else 0.0)
+        casts -= group[0].weights.cast if outside else 0.0
+    after = peak_backward = live
+    for group in reversed(groups):
+        outside = group[0].layer is None
+        saved = group[0].saved_bytes if outside else group[0].saved.get("input", 0.0)
+        recomputed = 0.0 if outside else sum(stage.saved_bytes + stage.weights.cast for stage in group) - saved
+        inner = live + recomputed
+        for stage in reversed(group):
+            grads = 0.0 if has_grads else stage.weights.grads
+            peak_backward = max(peak_backward, inner + grads + stage.backward)
+            inner += grads - stage.saved_bytes - stage.weights.cast
+        live += sum(0.0 if has_grads else stage.weights.grads for stage in group) - saved
+        live -= group[0].weights.cast if outside else 0.0
+    return after, peak_forward, peak_backward
+
+
+def _stages_by_layer(stages: list[StepStage]) -> Iterator[list[StepStage]]:
+    group: list[StepStage] = []
+    for stage in stages:
+        if group and (stage.layer is None or stage.layer != group[0].layer):
+            yield group
+            group = []
+        group.append(stage)
+    if group:
+        yield group
