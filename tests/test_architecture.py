@@ -61,6 +61,7 @@ OWNERS: dict[str, set[str]] = {
     "starlette": {"web"},
     "uvicorn": {"web"},
     "matplotlib": {"foundation", "lens", "experiments", "training"},
+    "ray": {"experiments"},
     "sacrebleu": {"training"},
     "tensorboard": {"training"},
     "torch.utils.tensorboard": {"training"},

@@ -472,7 +472,7 @@ def test_runs_that_were_not_asked_are_counted(tmp_path: Path) -> None:
         file = run_folder(tmp_path / "out", "base", seed) / "result.json"
         found = json.loads(file.read_text()) | {"tests": tests, "measures": []}
         file.write_text(json.dumps(found))
-    measures = ("regard.experiments.extrapolation:measure",)
+    measures = ("regard.experiments.sweep_cell:measure_token_by_token",)
     asked = replace(sweep, tests={"test": "b.tsv"}, measures=measures, metrics=("valid_los", "test_bleu"))
     said = write_report(tmp_path / "out", asked).conclusions()
     assert "1 of 4 finished runs was evaluated on test=a.tsv, not b.tsv" in said

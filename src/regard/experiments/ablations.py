@@ -235,7 +235,7 @@ SWEEPS: dict[str, NamedSweep] = {
         SMALL,
         (("", mask),),
         ("train_loss", "valid_loss", "loss_token_by_token", "bleu"),
-        ("regard.experiments.extrapolation:measure",),
+        ("regard.experiments.sweep_cell:measure_token_by_token",),
     ),
     "mechanisms": NamedSweep(
         "Every attention mechanism, sparse pattern and position scheme in one masked language model on one corpus: "

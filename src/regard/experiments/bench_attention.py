@@ -24,7 +24,7 @@ from ..foundation.checks import check_positive
 from ..foundation.suggestions import nearest_name
 from ..models.parts import mechanism, mixing
 from .benchmarking import TableRow, available_memory, fit_exponent, format_table, measure
-from .sweep_runner import LocalRunner
+from .sweep_runner import LocalRunner, Runner
 
 MOST_BYTES = 4 << 30  # a measurement may need this much, and never more than half of what the machine has free
 ENOUGH_S = 0.3  # seconds of runs after which a best time is believed
@@ -396,7 +396,7 @@ def bench_attention(
 
 
 def _measure_cell(
-    runner: LocalRunner, contender: Contender, setup: Setup, known: BenchCell | None, most_bytes: int
+    runner: Runner, contender: Contender, setup: Setup, known: BenchCell | None, most_bytes: int
 ) -> BenchCell:
     needs = contender.predict_bytes(setup)
     if needs > most_bytes:
@@ -412,7 +412,7 @@ def _measure_cell(
     return _run_cell(runner, contender, setup)
 
 
-def _run_cell(runner: LocalRunner, contender: Contender, setup: Setup) -> BenchCell:
+def _run_cell(runner: Runner, contender: Contender, setup: Setup) -> BenchCell:
     answer = runner.submit(measure_contender, BenchJob(contender.name, setup, ENOUGH_S)).result()
     return BenchCell(contender.name, setup.length, **answer)
 

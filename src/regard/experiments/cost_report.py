@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +243,10 @@ def to_dict(cost: Cost) -> dict[str, Any]:
     }
 
 
+def _floor_seconds(cost: Cost, name: str) -> float:
+    return cost.floors[name].seconds
+
+
 @dataclass(frozen=True)
 class CostComparison:
     """Two costs side by side."""
@@ -269,11 +275,11 @@ class CostComparison:
         yield f"KV cache, {self.first.cache_numbers}", format_bytes, lambda x: x.kv_cache.total
         if training and self.first.training is not None and self.second.training is not None:
             for name in ("weights", "optimiser", "gradients", "activations", "peak"):
-                yield f"training: {name}", format_bytes, lambda x, name=name: getattr(x.training, name)
+                yield f"training: {name}", format_bytes, attrgetter(f"training.{name}")
         for name in self.first.floors:
             if name in self.second.floors and (training or name != "training step"):
                 title = f"{name}, {_time_wording(self.first)}"
-                yield title, format_seconds, lambda x, name=name: x.floors[name].seconds
+                yield title, format_seconds, partial(_floor_seconds, name=name)
 
 
 # ------------------------------------------------------------------------------------- figure

@@ -364,7 +364,7 @@ def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...],
     """Which fields have a column, and its texts: all values of the base, of others only what is changed."""
     values = {name: _displayed_settings(config) for name, config in configs.items()}
     changed = {key for fields in values.values() for key in fields if fields[key] != values[base].get(key)}
-    always = ("model.n_layers", "model.d_model", "model.d_ff", "model.n_heads")
+    always = ["model.n_layers", "model.d_model", "model.d_ff", "model.n_heads"]
     always = always[:2] if configs[base].model.architecture == "recurrent" else always
     columns = tuple(dict.fromkeys(key for key in (*_SYMBOLS, *values[base]) if key in changed or key in always))
     texts = {

@@ -37,7 +37,8 @@ from .sweep_cell import run_cell_job
 from .sweep_report import SweepReport, write_report
 from .sweep_spec import FINAL, RESULT_FILE, SWEEP_FILE, Cell, Sweep, fingerprint, prune_run, read_result, run_folder
 
-A, R = TypeVar("A"), TypeVar("R")
+A = TypeVar("A")
+R = TypeVar("R")
 _SAVE_SECONDS = 30.0  # how long a run that was asked to save and stop may take
 # Imported once by the process that forks for every job; torch's optimisers import its compiler, which takes seconds.
 _PRELOAD = [
@@ -92,7 +93,7 @@ class LocalRunner(Runner):
     def __init__(self, workers: int = 1) -> None:
         super().__init__(workers)
         fork = "forkserver" in multiprocessing.get_all_start_methods() and os.environ.get("REGARD_FORK") != "0"
-        self._context = multiprocessing.get_context("forkserver" if fork else "spawn")
+        self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
             self._context.set_forkserver_preload(_PRELOAD)
         self._start_lock, self._lock, self._stopping = threading.Lock(), threading.Lock(), False
@@ -124,7 +125,7 @@ class LocalRunner(Runner):
             receiver.close()
         if not ok:
             raise JobFailed(value)
-        return value  # type: ignore[no-any-return]
+        return value
 
     def interrupt(self) -> None:
         self._stopping = True
@@ -254,7 +255,7 @@ class RayRunner(Runner):
             if not ray.wait([reference], timeout=max_seconds)[0]:
                 ray.cancel(reference, force=True)
                 raise JobFailed(f"it took longer than max_seconds={max_seconds:g}")
-            return ray.get(reference)  # type: ignore[no-any-return]
+            return ray.get(reference)
         except ray.exceptions.RayTaskError as failure:
             raise JobFailed(f"{type(failure.cause).__name__}: {failure.cause}") from None
         except ray.exceptions.RayError as failure:
