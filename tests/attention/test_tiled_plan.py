@@ -73,10 +73,10 @@ def test_dense_masks_keep_large_blocks() -> None:
 
 def test_a_decoding_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choosing costs more than it could save there."""
-    from regard.attention import call
+    from regard.attention import score_matrix
 
     calls = []
-    monkeypatch.setattr(call, "plan", lambda *a, real=call.plan: calls.append(a) or real(*a))
+    monkeypatch.setattr(score_matrix, "plan", lambda *a, real=score_matrix.plan: calls.append(a) or real(*a))
     x = torch.empty(1, 8, 1, 8)
     prepare(x, torch.empty(1, 8, 3000, 8), torch.empty(1, 8, 3000, 8), masks.window(100)).plan()
     assert len(calls) == 1

@@ -1,4 +1,4 @@
-"""The attention family: one door (``attend``), masks and biases as functions of position, maps that are never stored.
+"""Attention: ``attend``, masks and biases as functions of position, and maps whose weights are never stored.
 
 Shapes, here and everywhere: B batch, H query heads, G key/value heads, T queries, S keys, D head width, M model width.
 Heads are (B, H, T, D). Masks: True = may look.
@@ -17,34 +17,11 @@ from .reference import Steps
 from .taps import Recorder, record, tap
 from .token_mixing import Fourier, Linformer, approximation_error, fourier_mix
 
+# fmt: off
 __all__ = [
-    "Additive",
-    "Attended",
-    "AttentionMap",
-    "Concat",
-    "Dot",
-    "Fourier",
-    "Frame",
-    "General",
-    "Linear",
-    "LinearState",
-    "Linformer",
-    "Mechanism",
-    "MultiHeadAttention",
-    "Performer",
-    "Recorder",
-    "Steps",
-    "XLRelative",
-    "approximation_error",
-    "attend",
-    "backends",
-    "biases",
-    "cache",
-    "explain",
-    "fourier_mix",
-    "gradients",
-    "masks",
-    "readings",
-    "record",
-    "tap",
+    "Additive", "Attended", "AttentionMap", "Concat", "Dot", "Fourier", "Frame", "General", "Linear", "LinearState",
+    "Linformer", "Mechanism", "MultiHeadAttention", "Performer", "Recorder", "Steps", "XLRelative",
+    "approximation_error", "attend", "backends", "biases", "cache", "explain", "fourier_mix", "gradients", "masks",
+    "readings", "record", "tap",
 ]
+# fmt: on

@@ -36,9 +36,7 @@ class Ranked(NamedTuple):
     indices: Tensor  # (B, H, R, k); -1 where the weight is 0: fewer than k keys count
 
 
-def _reading(
-    method: Callable[Concatenate[AttentionMap, P], Answer],
-) -> Callable[Concatenate[AttentionMap, P], Answer]:
+def _reading(method: Callable[Concatenate[AttentionMap, P], Answer]) -> Callable[Concatenate[AttentionMap, P], Answer]:
     """No gradients, and no autocast: it would round to half precision what is meant to be exact."""
 
     @functools.wraps(method)

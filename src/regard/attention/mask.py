@@ -1,19 +1,23 @@
-"""Who may look at whom: masks as predicates over positions, combined with ``&``, ``|`` and ``~``.
+"""``Mask``: a predicate over positions, combined with ``&``, ``|`` and ``~``; and ``BlockPlan``, the blocks it leaves.
 
 A mask is one function, ``allows(site)``, of broadcast (b, h, i, j). From it come the dense matrix, a tile,
-FlexAttention's ``mask_mod`` and, through ``bounds``, the plan of blocks that sparse work skips. True = may look.
+FlexAttention's ``mask_mod`` and, through ``bounds``, the plan of blocks to compute. True = may look.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .frame import ALL, Frame, Site, Span
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+Bounds = tuple[Tensor, Tensor]
+"""(some, every) over a grid of blocks: False in ``some`` proves a block empty, True in ``every`` proves it full."""
 
 
 class Box(NamedTuple):
@@ -27,15 +31,11 @@ class Box(NamedTuple):
     frame: Frame
 
 
-Bounds = tuple[Tensor, Tensor]
-"""(some, every) over a grid of blocks: False in ``some`` proves a block empty, True in ``every`` proves it full."""
-
-
 class Mask:
     """Base of all masks. Subclasses write ``allows``; ``bounds`` is optional and may only err towards "partial"."""
 
     def allows(self, at: Site) -> Tensor:
-        raise NotImplementedError  # a mask is its predicate; there is no sensible default
+        raise NotImplementedError
 
     def bounds(self, box: Box) -> Bounds:
         """What is certain about each block; by default nothing."""
@@ -49,17 +49,21 @@ class Mask:
         return allowed & (at.j >= 0) if frame.may_have_gaps else allowed
 
     def dense(self, n_queries: int, n_keys: int | None = None, n_batch: int = 1, n_heads: int = 1) -> Tensor:
-        """The whole matrix (B, H, T, S): the tile of everything, in the default frame."""
+        """The whole matrix (B, H, T, S) in the default frame."""
         n_keys = n_queries if n_keys is None else n_keys
         frame = Frame.aligned(n_batch, n_heads, n_queries, n_keys)
         return self.tile(ALL, ALL, frame).expand(n_batch, n_heads, n_queries, n_keys)
 
     def check(self, frame: Frame) -> None:
-        """Raise when the mask cannot belong to this frame; positions always fit, stored sizes may not."""
+        """Raise when the mask does not fit this frame; positions always fit, stored sizes may not."""
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on another device."""
-        return self
+        if not is_dataclass(self):
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Mask | Tensor)}
+        return replace(self, **moved) if moved else self
 
     def __and__(self, other: object) -> Mask:
         return And(self, other) if isinstance(other, Mask) else NotImplemented
@@ -72,10 +76,16 @@ class Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
+class _Pair(Mask):
     a: Mask
     b: Mask
 
+    def check(self, frame: Frame) -> None:
+        self.a.check(frame)
+        self.b.check(frame)
+
+
+class And(_Pair):
     def allows(self, at: Site) -> Tensor:
         return self.a.allows(at) & self.b.allows(at)
 
@@ -83,32 +93,14 @@ class And(Mask):
         (some_a, every_a), (some_b, every_b) = self.a.bounds(box), self.b.bounds(box)
         return some_a & some_b, every_a & every_b
 
-    def check(self, frame: Frame) -> None:
-        self.a.check(frame)
-        self.b.check(frame)
 
-    def to(self, device: torch.device | str) -> Mask:
-        return And(self.a.to(device), self.b.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class Or(Mask):
-    a: Mask
-    b: Mask
-
+class Or(_Pair):
     def allows(self, at: Site) -> Tensor:
         return self.a.allows(at) | self.b.allows(at)
 
     def bounds(self, box: Box) -> Bounds:
         (some_a, every_a), (some_b, every_b) = self.a.bounds(box), self.b.bounds(box)
         return some_a | some_b, every_a | every_b
-
-    def check(self, frame: Frame) -> None:
-        self.a.check(frame)
-        self.b.check(frame)
-
-    def to(self, device: torch.device | str) -> Mask:
-        return Or(self.a.to(device), self.b.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,35 +117,12 @@ class Not(Mask):
     def check(self, frame: Frame) -> None:
         self.a.check(frame)
 
-    def to(self, device: torch.device | str) -> Mask:
-        return Not(self.a.to(device))
-
-
-def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value in each block of the last axis (over all of the batch), on the CPU."""
-    chunks = x.detach().cpu().reshape(-1, x.shape[-1]).split(size, dim=-1)
-    return torch.stack([c.min() for c in chunks]), torch.stack([c.max() for c in chunks])
-
-
-def same_device(name: str, x: Tensor, frame: Frame) -> None:
-    if x.device != frame.device:
-        move = f"mask.to({str(frame.device)!r}) moves it"
-        raise ValueError(f"mask {name} is on {x.device} but q is on {frame.device}; {move}")
-
-
-def at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
     """Every block of queries × keys is empty (skipped), full (no mask needed) or partial (masked element by element).
 
-    One plan serves all of the batch and all heads: a block is empty when it is so for all of them.
+    One plan serves the whole batch and all heads: a block is empty only when it is empty for all of them.
     """
 
     kinds: Tensor  # (query blocks, key blocks) of EMPTY, PARTIAL, FULL
@@ -162,37 +131,43 @@ class BlockPlan:
 
     @property
     def density(self) -> float:
-        """Share of the blocks that are computed at all."""
+        """Share of the blocks that are computed."""
         return float((self.kinds != EMPTY).float().mean())
 
     def rows(self) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
         """For each block of queries, its non-empty blocks of keys and whether each needs the mask."""
         (n_queries, n_keys), (height, width) = self.shape, self.block
         for a, kinds in enumerate(self.kinds.tolist()):
-            rows = slice(a * height, min((a + 1) * height, n_queries))
-            yield (
-                rows,
-                [
-                    (slice(b * width, min((b + 1) * width, n_keys)), kind == PARTIAL)
-                    for b, kind in enumerate(kinds)
-                    if kind != EMPTY
-                ],
-            )
+            blocks = [
+                (slice(b * width, min((b + 1) * width, n_keys)), kind == PARTIAL)
+                for b, kind in enumerate(kinds)
+                if kind != EMPTY
+            ]
+            yield slice(a * height, min((a + 1) * height, n_queries)), blocks
 
 
 def plan(mask: Mask | None, frame: Frame, block: tuple[int, int]) -> BlockPlan:
-    """The plan of a mask in a frame, from the ranges of positions in each block: O((T/block)²), nothing T × S."""
-    height, width = block
-    shape = (frame.n_queries, frame.n_keys)
-    i_min, i_max = block_range(frame.q_pos, height)
-    j_min, j_max = block_range(frame.k_pos, width)
+    """The plan of a mask in a frame, from the range of positions in each block: O((T/block)²), nothing T × S."""
+    i_min, i_max = block_range(frame.q_pos, block[0])
+    j_min, j_max = block_range(frame.k_pos, block[1])
     box = Box(i_min[:, None], i_max[:, None], j_min[None], j_max[None], block, frame)
     if mask is None:
-        some = torch.ones(len(i_min), len(j_min), dtype=torch.bool)
-        every = some.clone()
+        some = every = torch.ones(len(i_min), len(j_min), dtype=torch.bool)
     else:
         some, every = mask.bounds(box)
     if frame.may_have_gaps:
         some, every = some & (box.j_max >= 0), every & (box.j_min >= 0)
     kinds = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))
-    return BlockPlan(kinds.expand(len(i_min), len(j_min)), block, shape)
+    return BlockPlan(kinds.expand(len(i_min), len(j_min)), block, (frame.n_queries, frame.n_keys))
+
+
+def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value in each block of the last axis (over all of the batch), on the CPU."""
+    chunks = x.detach().cpu().reshape(-1, x.shape[-1]).split(size, dim=-1)
+    return torch.stack([c.min() for c in chunks]), torch.stack([c.max() for c in chunks])
+
+
+def check_same_device(name: str, x: Tensor, frame: Frame) -> None:
+    if x.device != frame.device:
+        move = f"mask.to({str(frame.device)!r}) moves it"
+        raise ValueError(f"mask {name} is on {x.device} but q is on {frame.device}; {move}")

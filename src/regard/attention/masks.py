@@ -1,4 +1,4 @@
-"""The masks every Transformer needs: causal, window, prefix, document, padding and any dense matrix."""
+"""All masks by name: causal, window, prefix, document, padding, dense, and the sparse patterns for long inputs."""
 
 from __future__ import annotations
 
@@ -8,33 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..foundation.checks import check_positive
 from .frame import Frame, Site
-from .mask import BlockPlan, Bounds, Box, Mask, at_least_one, block_range, plan, same_device
+from .mask import BlockPlan, Bounds, Box, Mask, block_range, check_same_device, plan
 
+# fmt: off
 __all__ = [
-    "BlockPlan",
-    "Mask",
-    "bigbird",
-    "blocks",
-    "causal",
-    "dilated",
-    "document",
-    "everything",
-    "fixed",
-    "from_dense",
+    "BlockPlan", "Mask", "bigbird", "blocks", "causal", "dilated", "document", "everything", "fixed", "from_dense",
+    "global_tokens", "grid_windows", "packed", "padding", "plan", "prefix", "random_blocks", "strided", "valid_keys",
+    "window",
 ]
-__all__ += [
-    "global_tokens",
-    "grid_windows",
-    "valid_keys",
-    "packed",
-    "padding",
-    "plan",
-    "prefix",
-    "random_blocks",
-    "strided",
-]
-__all__ += ["valid_keys", "window"]
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -89,16 +73,19 @@ class Document(Mask):
         return at.q_doc == at.k_doc
 
     def bounds(self, box: Box) -> Bounds:
-        frame, (rows, cols) = box.frame, box.block
-        assert frame.q_doc is not None and frame.k_doc is not None
-        q_low, q_high = block_range(frame.q_doc, rows)
-        k_low, k_high = block_range(frame.k_doc, cols)
-        q_low, q_high, k_low, k_high = q_low[:, None], q_high[:, None], k_low[None], k_high[None]
-        return (q_low <= k_high) & (k_low <= q_high), (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+        assert box.frame.q_doc is not None and box.frame.k_doc is not None
+        return _document_bounds(box.frame.q_doc, box.frame.k_doc, box.block)
 
     def check(self, frame: Frame) -> None:
         if frame.q_doc is None or frame.k_doc is None:
             raise ValueError("mask document() needs a frame that knows its documents: frame.with_documents(...)")
+
+
+def _document_bounds(q_doc: Tensor, k_doc: Tensor, block: tuple[int, int]) -> Bounds:
+    q_low, q_high = (x[:, None] for x in block_range(q_doc, block[0]))
+    k_low, k_high = block_range(k_doc, block[1])
+    one_document = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    return (q_low <= k_high) & (k_low <= q_high), one_document
 
 
 class Padding(Mask):
@@ -120,10 +107,7 @@ class Lengths(Padding):
     def check(self, frame: Frame) -> None:
         if self.lengths.shape[0] != frame.n_batch:
             raise ValueError(f"mask padding(lengths) has {self.lengths.shape[0]} lengths, the batch is {frame.n_batch}")
-        same_device("padding(lengths)", self.lengths, frame)
-
-    def to(self, device: torch.device | str) -> Mask:
-        return Lengths(self.lengths.to(device))
+        check_same_device("padding(lengths)", self.lengths, frame)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,10 +128,7 @@ class ValidKeys(Padding):
             raise ValueError(
                 f"mask valid_keys(...) of shape {tuple(self.valid.shape)} does not fit (batch, keys) = {sizes}"
             )
-        same_device("valid_keys(...)", self.valid, frame)
-
-    def to(self, device: torch.device | str) -> Mask:
-        return ValidKeys(self.valid.to(device))
+        check_same_device("valid_keys(...)", self.valid, frame)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,20 +139,14 @@ class Packed(Mask):
         return self.documents[at.b, at.row] == self.documents[at.b, at.col]
 
     def bounds(self, box: Box) -> Bounds:
-        q_low, q_high = (x[:, None] for x in block_range(self.documents, box.block[0]))
-        k_low, k_high = block_range(self.documents, box.block[1])
-        one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-        return (k_low <= q_high) & (q_low <= k_high), one
+        return _document_bounds(self.documents, self.documents, box.block)
 
     def check(self, frame: Frame) -> None:
         sizes = (frame.n_batch, frame.n_queries, frame.n_keys)
         if tuple(self.documents.shape) != sizes[:2] or frame.n_queries != frame.n_keys:
             shape = tuple(self.documents.shape)
             raise ValueError(f"mask packed(...) of shape {shape} does not fit (batch, queries, keys) = {sizes}")
-        same_device("packed(...)", self.documents, frame)
-
-    def to(self, device: torch.device | str) -> Mask:
-        return Packed(self.documents.to(device))
+        check_same_device("packed(...)", self.documents, frame)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,24 +166,16 @@ class Dense(Mask):
     def check(self, frame: Frame) -> None:
         sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
         given = tuple(self.allowed.shape)
-        fits = given[2:] == sizes[2:] and all(g in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True))
-        if not fits:
-            wanted = f"(batch, heads, queries, keys) = {sizes}"
-            raise ValueError(f"mask from_dense(...) of shape {given} does not fit {wanted}")
-        same_device("from_dense(...)", self.allowed, frame)
-
-    def to(self, device: torch.device | str) -> Mask:
-        return Dense(self.allowed.to(device))
+        if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
+            raise ValueError(
+                f"mask from_dense(...) of shape {given} does not fit (batch, heads, queries, keys) = {sizes}"
+            )
+        check_same_device("from_dense(...)", self.allowed, frame)
 
 
 def _reduce_blocks(x: Tensor, block: tuple[int, int], some: bool) -> Tensor:
-    rows, cols = (torch.arange(0, n, size) for n, size in zip(x.shape, block, strict=True))
-    out = torch.empty(len(rows), len(cols), dtype=torch.bool)
-    for a, row in enumerate(rows.tolist()):
-        for b, col in enumerate(cols.tolist()):
-            part = x[row : row + block[0], col : col + block[1]]
-            out[a, b] = part.any() if some else part.all()
-    return out
+    blocks = [[part.any() if some else part.all() for part in rows.split(block[1], 1)] for rows in x.split(block[0])]
+    return torch.stack([torch.stack(row) for row in blocks])
 
 
 def everything() -> Mask:
@@ -223,7 +190,7 @@ def causal() -> Mask:
 
 def window(size: int, ahead: int = 0) -> Mask:
     """The ``size`` most recent keys, the query's own included, and ``ahead`` keys after it (Longformer, Mistral)."""
-    at_least_one("size", size)
+    check_positive(size=size)
     if ahead < 0:
         raise ValueError(f"window ahead={ahead} must not be negative")
     return Window(size, ahead)
@@ -231,7 +198,7 @@ def window(size: int, ahead: int = 0) -> Mask:
 
 def prefix(length: int) -> Mask:
     """The first ``length`` keys; ``causal() | prefix(n)`` is the prefix language model of T5 §3.2.1."""
-    at_least_one("length", length)
+    check_positive(length=length)
     return Prefix(length)
 
 
@@ -274,8 +241,7 @@ def from_dense(allowed: Tensor) -> Mask:
     return Dense(allowed[:, None] if allowed.dim() == 3 else allowed)
 
 
-MOST_COUNTED = 1 << 22
-"""Random blocks that are looked at one by one to plan; beyond, every tile is called partial."""
+MOST_COUNTED = 1 << 22  # random blocks examined one by one to plan; beyond, every tile counts as partial
 
 
 @dataclass(frozen=True)
@@ -421,8 +387,7 @@ def _block(position: Tensor, size: int) -> Tensor:
 
 def dilated(size: int, step: int) -> Mask:
     """Every ``step``-th of the last ``size``·``step`` keys: a window with holes (Longformer §3.1)."""
-    at_least_one("size", size)
-    at_least_one("step", step)
+    check_positive(size=size, step=step)
     return Dilated(size, step)
 
 
@@ -431,13 +396,13 @@ def strided(stride: int, both_ways: bool = False) -> Mask:
 
     ``both_ways``: the same after the query, for encoders.
     """
-    at_least_one("stride", stride)
+    check_positive(stride=stride)
     return Strided(stride, both_ways)
 
 
 def fixed(stride: int, summary: int = 1) -> Mask:
     """The query's own stretch of ``stride`` keys and the last ``summary`` keys of each (Child et al. 2019, eq. 5)."""
-    at_least_one("stride", stride)
+    check_positive(stride=stride)
     if not 1 <= summary <= stride:
         raise ValueError(f"fixed summary={summary} must lie between 1 and stride={stride}")
     return Fixed(stride, summary)
@@ -445,7 +410,7 @@ def fixed(stride: int, summary: int = 1) -> Mask:
 
 def blocks(size: int, neighbours: int = 0) -> Mask:
     """Keys of the query's own block and of ``neighbours`` blocks on each side (the local part of BigBird)."""
-    at_least_one("size", size)
+    check_positive(size=size)
     if neighbours < 0:
         raise ValueError(f"blocks neighbours={neighbours} must not be negative")
     return Blocks(size, neighbours)
@@ -453,13 +418,13 @@ def blocks(size: int, neighbours: int = 0) -> Mask:
 
 def global_tokens(count: int) -> Mask:
     """The first ``count`` positions see all and are seen by all (Longformer §3.1)."""
-    at_least_one("count", count)
+    check_positive(count=count)
     return Globals(count)
 
 
 def random_blocks(size: int, percent: float, seed: int = 0) -> Mask:
     """Each (query block, key block) is open with probability ``percent`` %, fixed by the seed (BigBird §2)."""
-    at_least_one("size", size)
+    check_positive(size=size)
     if not 0 <= percent <= 100:
         raise ValueError(f"random_blocks percent={percent} must lie between 0 and 100")
     return RandomBlocks(size, percent, seed)
@@ -475,6 +440,5 @@ def grid_windows(width: int, side: int, shift: int = 0, n_before: int = 0) -> Ma
 
     ``n_before`` tokens stand before the grid (a class token) and see and are seen by all.
     """
-    at_least_one("width", width)
-    at_least_one("side", side)
+    check_positive(width=width, side=side)
     return GridWindows(width, side, shift, n_before)

@@ -27,13 +27,7 @@ KERNELS = ("exp", "gaussian")
 
 
 def smoother(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bandwidth: float | None = None,
-    *,
-    kernel: str = "exp",
-    mask: Mask | None = None,
+    q: Tensor, k: Tensor, v: Tensor, bandwidth: float | None = None, *, kernel: str = "exp", mask: Mask | None = None
 ) -> Tensor:
     """Kernel regression (Nadaraya 1964, Watson 1964): points k_j with values v_j are known, the value at q_i is asked.
 

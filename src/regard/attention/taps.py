@@ -76,12 +76,7 @@ def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreM
     if mask is not None:
         mask.check(frame)
     return ScoreMatrix(
-        torch.cat([step.q for step in steps], dim=2),
-        first.mechanism.keys(k),
-        mask,
-        first.bias,
-        first.mechanism,
-        frame,
+        torch.cat([step.q for step in steps], dim=2), first.mechanism.keys(k), mask, first.bias, first.mechanism, frame
     )
 
 

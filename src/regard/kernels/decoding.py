@@ -4,7 +4,7 @@
 At batch 1 a step reads every weight once and computes next to nothing, so its time is the number of launches and how
 fast each of them asks for its bytes. Five launches a layer for a few rows (norm + product + activation, attention with
 its cache, product + residual, and the same for the feed-forward part); for many rows the products are the library's.
-``generation.steps`` holds the same functions in plain torch.
+``generation`` holds the same functions in plain torch.
 """
 
 from __future__ import annotations
@@ -24,29 +24,13 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _attend(
-    q,
-    k_new,
-    v_new,
-    k_held,
-    v_held,
-    lengths,
-    out,
-    scale,  # times log₂ e
-    q_b,
-    q_h,
-    k_b,
-    k_g,
-    v_b,
-    v_g,
-    held_b,
-    held_g,
-    held_s,
-    REP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (b, h): the new key and value go into slot lengths[b]; the query looks at them and at all before."""
+    q, k_new, v_new, k_held, v_held, lengths, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g, held_s,
+    REP: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Program (b, h): store the new key and value in slot lengths[b]; attend to them and to all before.
+
+    ``scale`` includes log₂ e, for exp2.
+    """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g = h // REP
     length = tl.load(lengths + b).to(tl.int32)
@@ -99,22 +83,10 @@ def attend_one(
     out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
     block, warps = attention_tile(rows * n_heads)
     _attend[(rows, n_heads)](
-        q,
-        k,
-        v,
-        k_held,
-        v_held,
-        lengths,
-        out,
-        scale * _LOG2_E,
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        *k_held.stride()[:3],
-        REP=n_heads // k.shape[1],
-        D=width,
-        BLOCK_S=block,
-        BLOCK_D=triton.next_power_of_2(width),
-        num_warps=warps,
-    )
+        q, k, v, k_held, v_held, lengths, out, scale * _LOG2_E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), k_held.stride(0), k_held.stride(1), k_held.stride(2), REP=n_heads // k.shape[1],
+        D=width, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps
+    )  # fmt: skip
     return out
 
 
@@ -145,24 +117,10 @@ def _act(y, ACT: tl.constexpr):
 
 @triton.jit
 def _linear(
-    x,
-    weight,
-    bias,
-    residual,
-    gain,
-    shift,
-    out,
-    N,
-    eps,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, weight, bias, residual, gain, shift, out, N, eps, K: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr
+):  # fmt: skip
     """Program (block of outputs, row): residual + act(norm(x) Wᵀ + bias), everything between in float32."""
     n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -223,25 +181,11 @@ def linear(
     out = torch.empty(rows, n, dtype=x.dtype if dtype is None else dtype, device=x.device)
     block, warps = linear_tile(n)
     _linear[(triton.cdiv(n, block), rows)](
-        x,
-        weight,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        gain,
-        x if shift is None else shift,
-        out,
-        n,
-        eps,
-        K=k,
-        NORM=NORMS[kind],
-        ACT=ACTIVATIONS[activation],
-        HAS_BIAS=bias is not None,
-        HAS_SHIFT=shift is not None,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK_N=block,
-        BLOCK_K=min(triton.next_power_of_2(k), 1024),
-        num_warps=warps,
-    )
+        x, weight, x if bias is None else bias, x if residual is None else residual, gain,
+        x if shift is None else shift, out, n, eps, K=k, NORM=NORMS[kind], ACT=ACTIVATIONS[activation],
+        HAS_BIAS=bias is not None, HAS_SHIFT=shift is not None, HAS_RESIDUAL=residual is not None, BLOCK_N=block,
+        BLOCK_K=min(triton.next_power_of_2(k), 1024), num_warps=warps
+    )  # fmt: skip
     return out
 
 
@@ -250,22 +194,10 @@ def linear(
 
 @triton.jit
 def _product(
-    x,
-    weight,
-    bias,
-    out,
-    M,
-    N,
-    out_m,
-    K: tl.constexpr,
-    PART: tl.constexpr,  # of K, for one program
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Program (block of outputs, block of rows, part of K): act(x Wᵀ + bias), or a part of the sum."""
+    x, weight, bias, out, M, N, out_m, K: tl.constexpr, PART: tl.constexpr, ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Program (block of outputs, block of rows, part of K, PART wide): act(x Wᵀ + bias), or a part of the sum."""
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     part = tl.program_id(2)
     k = part * PART + tl.arange(0, BLOCK_K)
@@ -301,23 +233,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
     (rows, k), n = x.shape, weight.shape[0]
     block_n, block_k, stages = product_tile(n, k)
     _product[(triton.cdiv(n, block_n), triton.cdiv(rows, _BLOCK_M), parts)](
-        x,
-        weight,
-        x if bias is None else bias,
-        out,
-        rows,
-        n,
-        out.stride(-2),
-        K=k,
-        PART=k // parts,
-        ACT=ACTIVATIONS[activation],
-        HAS_BIAS=bias is not None,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=4,
-        num_stages=stages,
-    )
+        x, weight, x if bias is None else bias, out, rows, n, out.stride(-2), K=k, PART=k // parts,
+        ACT=ACTIVATIONS[activation], HAS_BIAS=bias is not None, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=4, num_stages=stages
+    )  # fmt: skip
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -345,22 +264,9 @@ def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _add_norm(
-    x,
-    y,
-    bias,
-    gain,
-    shift,
-    total,
-    normed,
-    eps,
-    M,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, y, bias, gain, shift, total, normed, eps, M, K: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     inside = k < K
     value = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
@@ -389,23 +295,10 @@ def add_norm(
     total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(k)
     _add_norm[(rows,)](
-        x,
-        x if y is None else y,
-        x if bias is None else bias,
-        gain,
-        x if shift is None else shift,
-        total,
-        normed,
-        eps,
-        rows,
-        K=k,
-        NORM=NORMS[kind],
-        PARTS=0 if y is None else len(y),
-        HAS_BIAS=bias is not None,
-        HAS_SHIFT=shift is not None,
-        BLOCK_K=block,
-        num_warps=4 if block <= 2048 else 8,
-    )
+        x, x if y is None else y, x if bias is None else bias, gain, x if shift is None else shift, total, normed,
+        eps, rows, K=k, NORM=NORMS[kind], PARTS=0 if y is None else len(y), HAS_BIAS=bias is not None,
+        HAS_SHIFT=shift is not None, BLOCK_K=block, num_warps=4 if block <= 2048 else 8
+    )  # fmt: skip
     return total, normed
 
 
@@ -452,21 +345,9 @@ def _likeliest_of_part(logits, top, at, total, V, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _settle(
-    top,
-    at,
-    total,
-    tokens,
-    lengths,
-    last,
-    steps,
-    history,
-    log_probs,
-    V,
-    n_parts,
-    n_rows,
-    ADVANCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    top, at, total, tokens, lengths, last, steps, history, log_probs, V, n_parts, n_rows, ADVANCE: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = part < n_parts
     highs = tl.load(top + row * n_parts + part, mask=inside, other=-float("inf"))
@@ -503,8 +384,6 @@ def settle_greedy(
     at = torch.empty(rows, n_parts, dtype=torch.int32, device=logits.device)
     _likeliest_of_part[(rows, n_parts)](logits, top, at, total, n_tokens, logits.stride(0), BLOCK=block)
     _settle[(rows,)](
-        *(top, at, total, tokens, lengths, last, steps, history, log_probs, n_tokens, n_parts, rows),
-        ADVANCE=advance,
-        BLOCK=triton.next_power_of_2(n_parts),
-        num_warps=1,
-    )
+        top, at, total, tokens, lengths, last, steps, history, log_probs, n_tokens, n_parts, rows, ADVANCE=advance,
+        BLOCK=triton.next_power_of_2(n_parts), num_warps=1
+    )  # fmt: skip

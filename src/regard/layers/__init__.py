@@ -1,4 +1,4 @@
-"""From ids and pixels to vectors, and what stands between the attentions: norms and feed-forward networks."""
+"""Embeddings of tokens, positions and image patches; norms, feed-forward networks and rotary positions."""
 
 from __future__ import annotations
 
@@ -28,31 +28,11 @@ from .feedforward import (
 )
 from .rope import SCALING_KINDS, Rope, RopeScaling, half_to_interleaved, interleaved_to_half, rotate
 
+# fmt: off
 __all__ = [
-    "ACTIVATIONS",
-    "FEEDFORWARD_KINDS",
-    "GATED",
-    "LAYOUTS",
-    "NORM_KINDS",
-    "OTHER_NAMES",
-    "SCALING_KINDS",
-    "Embeddings",
-    "FeedForward",
-    "LayerNorm",
-    "Learned",
-    "PatchEmbedding",
-    "RMSNorm",
-    "RegionEmbedding",
-    "Rope",
-    "RopeScaling",
-    "Sinusoidal",
-    "TokenEmbedding",
-    "VisionEmbeddings",
-    "activation_function",
-    "box_geometry",
-    "half_to_interleaved",
-    "interleaved_to_half",
-    "interpolate_positions",
-    "make_norm",
-    "rotate",
+    "ACTIVATIONS", "FEEDFORWARD_KINDS", "GATED", "LAYOUTS", "NORM_KINDS", "OTHER_NAMES", "SCALING_KINDS", "Embeddings",
+    "FeedForward", "LayerNorm", "Learned", "PatchEmbedding", "RMSNorm", "RegionEmbedding", "Rope", "RopeScaling",
+    "Sinusoidal", "TokenEmbedding", "VisionEmbeddings", "activation_function", "box_geometry", "half_to_interleaved",
+    "interleaved_to_half", "interpolate_positions", "make_norm", "rotate",
 ]
+# fmt: on

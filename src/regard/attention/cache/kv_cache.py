@@ -1,15 +1,13 @@
-"""Keys and values already computed, and where each of them stands.
+"""Key/value caches: the interface of all of them, the growing cache, the cross-attention cache, and a model's set.
 
-One object for each attention layer; a layer that is given one calls
+One cache for each attention layer. A layer that is given one calls
 
-    k_all, v_all = cache.update(k, v)                      # the new tokens' keys go in, all that can be seen comes out
+    k_all, v_all = cache.update(k, v)                      # store the new tokens' keys, return all visible ones
     attend(q, k_all, v_all, frame=cache.frame(n_heads))    # the new tokens' queries over them
 
-Because masks and biases are functions of positions, it does not matter in which slot a key lies, whether slots are
-empty (position -1) or out of order, or that the rows of a batch are of different length. Keys are held as they came:
-under RoPE already turned, so nothing is turned twice.
-
-What ``update`` returns and the frame that goes with it may share the cache's memory: both hold until the next update.
+Masks and biases are functions of positions: keys may lie in any slot, slots may be empty (position -1), and rows of a
+batch may differ in length. Keys are stored after RoPE. The tensors that ``update`` and ``frame`` return may share the
+cache's memory: they are valid until the next update.
 """
 
 from __future__ import annotations
@@ -24,38 +22,38 @@ from ..frame import HEADS_SHAPE, Frame
 
 
 class CacheView(NamedTuple):
-    """Where the tokens of the last update stand as queries, and the keys that it returned."""
+    """Positions of the last update's tokens as queries, and of the keys it returned."""
 
     n_batch: int
     q_pos: Tensor  # (1 or B, T)
     k_pos: Tensor  # (1 or B, S)
-    steady: tuple[int, int] | None = None
-    limit: int | None = None
+    steady: tuple[int, int] | None = None  # as in Frame
+    limit: int | None = None  # as in Frame
 
 
 class CacheVersion:
-    """What a cache holds, by identity: the same while tokens only arrive, a new one once anything held is changed.
+    """Identity of a cache's content: kept while tokens are appended, replaced by reorder, truncate and reset.
 
-    An object and no number, because a compiled graph can pass it on without being compiled for its value.
+    An object, not a number: a compiled graph can pass it on without being compiled for its value.
     """
 
 
 class Cache:
-    """Base of all caches. ``positions`` may be left out wherever new tokens simply follow those already seen.
+    """Base of all caches. ``positions`` may be omitted where new tokens simply follow those already held.
 
-    Given as (T,) or (B, T), they come after those held in the same row, in order and without gap; -1 marks padding,
-    which is neither kept nor seen (what such a query returns means nothing).
+    Given as (T,) or (B, T), they follow those of the same row, in order and without gap; -1 marks padding, which is
+    neither stored nor seen (the output of such a query is meaningless).
     """
 
     _view: CacheView | None = None
-    version = CacheVersion()  # reorder, truncate and reset put another in its place
+    version = CacheVersion()
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Take in keys and values (B, G, T, D) of new tokens; return all that can be attended to, (B, G, S, D)."""
-        raise NotImplementedError  # what is kept and where is what makes a cache
+        """Store keys and values (B, G, T, D) of new tokens; return all that can be attended to, (B, G, S, D)."""
+        raise NotImplementedError
 
     def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
-        """Where the (last n) tokens of the last update stand as queries, over the keys that it returned."""
+        """The (last n) tokens of the last update as queries over the keys that it returned."""
         if self._view is None:
             raise ValueError("frame() places the tokens of the last update, so update(k, v) has to come first")
         n_batch, q_pos, k_pos, steady, limit = self._view
@@ -66,12 +64,13 @@ class Cache:
         skipped = n_new - n_queries
         if steady is not None:
             steady = (steady[0] + skipped, steady[1])
-        return Frame(n_batch, n_heads, flat(q_pos[:, skipped:]), flat(k_pos), steady=steady, limit=limit)
+        q_pos, k_pos = squeeze_rows(q_pos[:, skipped:]), squeeze_rows(k_pos)
+        return Frame(n_batch, n_heads, q_pos, k_pos, steady=steady, limit=limit)
 
     @property
     def lengths(self) -> Tensor:
         """Tokens seen, (1,) or one number a row, as a tensor: nothing is read back from a device."""
-        raise NotImplementedError  # each cache counts in its own way
+        raise NotImplementedError
 
     @property
     def length(self) -> int:
@@ -79,83 +78,37 @@ class Cache:
         return int(self.lengths.max())
 
     def next_positions(self, n_tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """Where the next n tokens stand, (T,) or (B, T): what RoPE and learned positions ask before the update."""
+        """Positions of the next n tokens, (T,) or (B, T), for RoPE and learned positions before the update."""
         lengths = self.lengths if device is None else self.lengths.to(device)
-        return flat(lengths[:, None] + torch.arange(n_tokens, device=lengths.device))
+        return squeeze_rows(lengths[:, None] + torch.arange(n_tokens, device=lengths.device))
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """All keys still here (B, G, S, D) and their positions (S,) or (B, S), for those who want to look."""
-        raise NotImplementedError  # each cache lays its keys out in its own way
+        """All keys held (B, G, S, D) and their positions (S,) or (B, S)."""
+        raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget everything."""
-        raise NotImplementedError  # each cache empties what it holds
+        raise NotImplementedError
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b goes on from what was row beam_index[b] (beam search)."""
-        raise NotImplementedError  # each cache gathers what it holds
+        """Row b continues from what was row beam_index[b] (beam search)."""
+        raise NotImplementedError
 
     def truncate(self, length: int | Tensor) -> None:
-        """Take back the tokens from position ``length`` on, one number or (B,) (drafts that speculation rejects)."""
-        raise NotImplementedError  # each cache drops what it holds
+        """Drop the tokens from position ``length`` on, one number or (B,) (drafts that speculation rejects)."""
+        raise NotImplementedError
 
     def check_truncate(self, length: int | Tensor) -> None:
-        """Raise where ``truncate`` cannot do that; a tensor's values are not read back just for this."""
+        """Raise where ``truncate`` cannot do that; a tensor's values are not read back for this."""
         if not isinstance(length, Tensor) and length < 0:
             raise ValueError(f"length={length} must not be negative")
 
     def memory(self) -> int:
         """Bytes held."""
-        raise NotImplementedError  # each cache counts what it holds
-
-
-def check_new(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: Tensor | None = None) -> None:
-    """Raise unless k and v belong together and to what is held."""
-    for name, x, held in (("k", k, held_k), ("v", v, held_v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions {HEADS_SHAPE}, got shape {tuple(x.shape)}")
-        if held is None:
-            continue
-        for what, axis in (("batch size", 0), ("heads", 1), ("head width", 3)):
-            if x.shape[axis] != held.shape[axis]:
-                raise ValueError(f"{name} has {what} {x.shape[axis]}, but the cache holds {what} {held.shape[axis]}")
-        if x.dtype != held.dtype:
-            raise TypeError(f"{name} is {x.dtype}, but the cache holds {held.dtype}")
-        if x.device != held.device:
-            raise ValueError(f"{name} is on {x.device}, but the cache is on {held.device}")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k has (batch, heads, length) {tuple(k.shape[:3])} but v has {tuple(v.shape[:3])}")
-    if k.shape[2] == 0:
-        raise ValueError(f"k has length 0 in shape {tuple(k.shape)}; there is nothing to keep")
-
-
-def as_rows(positions: Tensor, k: Tensor) -> Tensor:
-    """(T,) or (B, T) → (1 or B, T), checked against the tokens they belong to."""
-    batch, _, length, _ = k.shape
-    if positions.is_floating_point() or positions.shape not in ((length,), (batch, length)):
-        got = f"{positions.dtype} of shape {tuple(positions.shape)}"
-        raise ValueError(f"positions must be whole numbers of shape ({length},) or ({batch}, {length}), got {got}")
-    positions = positions.to(device=k.device, dtype=torch.int64)
-    return positions[None] if positions.dim() == 1 else positions
-
-
-def flat(rows: Tensor) -> Tensor:
-    """(1, S) → (S,): one row for all of the batch keeps masks and biases small."""
-    return rows[0] if rows.shape[0] == 1 else rows
-
-
-def take_back(positions: Tensor, length: int | Tensor) -> Tensor:
-    """Positions (1 or B, S) from ``length`` on become -1."""
-    end = length[:, None] if isinstance(length, Tensor) and length.dim() == 1 else length
-    return torch.where(positions >= end, -1, positions)
-
-
-def n_bytes(*tensors: Tensor | None) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+        raise NotImplementedError
 
 
 class GrowingCache(Cache):
-    """Concatenates. Positions run on without gap, so every fast path applies; gradients flow through what is held."""
+    """Concatenates. Positions have no gaps, so every fast path applies; gradients flow through what is held."""
 
     def __init__(self) -> None:
         self.reset()
@@ -167,11 +120,11 @@ class GrowingCache(Cache):
         self._view, self.version = None, CacheVersion()
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_new(k, v, self._k, self._v)
+        check_new_keys(k, v, self._k, self._v)
         n_held, n_new = self._n_held, k.shape[2]
         if positions is not None or self._pos is not None:
-            new = as_rows(self.next_positions(n_new, k.device) if positions is None else positions, k)
-            old = self._rows(k.device)
+            new = position_rows(self.next_positions(n_new, k.device) if positions is None else positions, k)
+            old = self._position_rows(k.device)
             n_rows = max(new.shape[0], old.shape[0])
             new = new.expand(n_rows, -1)
             self._pos = torch.cat([old.expand(n_rows, -1), new], dim=1)
@@ -187,8 +140,7 @@ class GrowingCache(Cache):
     def _n_held(self) -> int:
         return 0 if self._k is None else self._k.shape[2]
 
-    def _rows(self, device: torch.device) -> Tensor:
-        """The positions of the held keys, (1 or B, S)."""
+    def _position_rows(self, device: torch.device) -> Tensor:
         return torch.arange(self._n_held, device=device)[None] if self._pos is None else self._pos
 
     @property
@@ -204,16 +156,16 @@ class GrowingCache(Cache):
     def keys(self) -> tuple[Tensor, Tensor]:
         if self._k is None:
             raise ValueError("keys() of an empty GrowingCache: update(k, v) has to come first")
-        return self._k, flat(self._rows(self._k.device))
+        return self._k, squeeze_rows(self._position_rows(self._k.device))
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """All keys and values (B, G, S, D), for those who go on in their own way."""
+        """All keys and values (B, G, S, D)."""
         if self._k is None or self._v is None:
             raise ValueError("keys_and_values() of an empty GrowingCache: update(k, v) has to come first")
         return self._k, self._v
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
+        """Row b continues from row beam_index[b]; an index longer than the batch makes the batch grow."""
         if self._k is None or self._v is None:
             return
         self._k, self._v = self._k.index_select(0, beam_index), self._v.index_select(0, beam_index)
@@ -229,8 +181,8 @@ class GrowingCache(Cache):
         if self._pos is None and not isinstance(length, Tensor):
             self._k, self._v = self._k[:, :, :length], self._v[:, :, :length]
         else:
-            pos = take_back(self._rows(self._k.device), length)
-            used = (pos >= 0).any(0)  # columns that no row needs any more go
+            pos = drop_positions_from(self._position_rows(self._k.device), length)
+            used = (pos >= 0).any(0)  # columns that some row still needs
             self._pos = pos[:, used]
             self._k, self._v = self._k[:, :, used], self._v[:, :, used]
         if self._n_held == 0:
@@ -243,59 +195,55 @@ class GrowingCache(Cache):
 class CrossCache(Cache):
     """Keys and values of an encoder's output, computed once: the first update fills it, later ones return what is held.
 
-    Reading goes from the end of the memory (the last query at its last key), as it does without a cache. Positions may
-    mark padding with -1. There is nothing to truncate: taking back decoded tokens leaves the memory as it is.
+    The last query stands at the last key, as without a cache. Positions may mark padding with -1. ``truncate`` takes
+    back decoded tokens and leaves the encoder's output as it is.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._kv: tuple[Tensor, Tensor] | None = None
         self._pos: Tensor | None = None  # (1 or B, S), where positions were given
 
     @property
     def filled(self) -> bool:
-        """Whether keys and values are there already and need not be computed."""
-        return self._held is not None
+        return self._kv is not None
 
     def update(
         self, k: Tensor | None = None, v: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self._held is None:
+        if self._kv is None:
             if k is None or v is None:
                 raise ValueError("an empty CrossCache needs k and v of the memory in its first update")
-            check_new(k, v)
-            self._pos = None if positions is None else as_rows(positions, k)
-            self._held = (k, v)
-        return self._held
+            check_new_keys(k, v)
+            self._pos = None if positions is None else position_rows(positions, k)
+            self._kv = (k, v)
+        return self._kv
 
     def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
         k, _ = self.update()
-        n_queries = 1 if n_queries is None else n_queries
-        frame = Frame.aligned(k.shape[0], n_heads, n_queries, k.shape[2], k.device)
-        if self._pos is None:
-            return frame
-        return Frame(k.shape[0], n_heads, frame.q_pos, flat(self._pos))
+        frame = Frame.aligned(k.shape[0], n_heads, 1 if n_queries is None else n_queries, k.shape[2], k.device)
+        return frame if self._pos is None else Frame(k.shape[0], n_heads, frame.q_pos, squeeze_rows(self._pos))
 
     @property
     def lengths(self) -> Tensor:
-        if self._held is None:
+        if self._kv is None:
             return torch.zeros(1, dtype=torch.int64)
         if self._pos is not None:
             return self._pos.amax(-1) + 1
-        return torch.tensor([self._held[0].shape[2]], device=self._held[0].device)
+        return torch.tensor([self._kv[0].shape[2]], device=self._kv[0].device)
 
     def keys(self) -> tuple[Tensor, Tensor]:
         k, _ = self.update()
-        return k, torch.arange(k.shape[2], device=k.device) if self._pos is None else flat(self._pos)
+        return k, torch.arange(k.shape[2], device=k.device) if self._pos is None else squeeze_rows(self._pos)
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
-        if self._held is None:
+        """Row b continues from row beam_index[b]; an index longer than the batch makes the batch grow."""
+        if self._kv is None:
             return
-        k, v = self._held
-        self._held = (k.index_select(0, beam_index), v.index_select(0, beam_index))
+        k, v = self._kv
+        self._kv = (k.index_select(0, beam_index), v.index_select(0, beam_index))
         if self._pos is not None and self._pos.shape[0] > 1:
             self._pos = self._pos.index_select(0, beam_index)
 
@@ -303,7 +251,7 @@ class CrossCache(Cache):
         self.check_truncate(length)
 
     def memory(self) -> int:
-        return n_bytes(*(self._held or ()), self._pos)
+        return n_bytes(*(self._kv or ()), self._pos)
 
 
 class ModelCache:
@@ -352,3 +300,48 @@ class ModelCache:
 
     def memory(self) -> int:
         return sum(cache.memory() for cache in (*self.layers, *self.cross))
+
+
+def check_new_keys(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: Tensor | None = None) -> None:
+    """Raise unless k and v belong together and to what is held."""
+    for name, x, held in (("k", k, held_k), ("v", v, held_v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions {HEADS_SHAPE}, got shape {tuple(x.shape)}")
+        if held is None:
+            continue
+        for what, axis in (("batch size", 0), ("heads", 1), ("head width", 3)):
+            if x.shape[axis] != held.shape[axis]:
+                raise ValueError(f"{name} has {what} {x.shape[axis]}, but the cache holds {what} {held.shape[axis]}")
+        if x.dtype != held.dtype:
+            raise TypeError(f"{name} is {x.dtype}, but the cache holds {held.dtype}")
+        if x.device != held.device:
+            raise ValueError(f"{name} is on {x.device}, but the cache is on {held.device}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k has (batch, heads, length) {tuple(k.shape[:3])} but v has {tuple(v.shape[:3])}")
+    if k.shape[2] == 0:
+        raise ValueError(f"k has length 0 in shape {tuple(k.shape)}; there is nothing to keep")
+
+
+def position_rows(positions: Tensor, k: Tensor) -> Tensor:
+    """(T,) or (B, T) → (1 or B, T), checked against the tokens they belong to."""
+    batch, _, length, _ = k.shape
+    if positions.is_floating_point() or positions.shape not in ((length,), (batch, length)):
+        got = f"{positions.dtype} of shape {tuple(positions.shape)}"
+        raise ValueError(f"positions must be whole numbers of shape ({length},) or ({batch}, {length}), got {got}")
+    positions = positions.to(device=k.device, dtype=torch.int64)
+    return positions[None] if positions.dim() == 1 else positions
+
+
+def squeeze_rows(rows: Tensor) -> Tensor:
+    """(1, S) → (S,): one row for the whole batch keeps masks and biases small."""
+    return rows[0] if rows.shape[0] == 1 else rows
+
+
+def drop_positions_from(positions: Tensor, length: int | Tensor) -> Tensor:
+    """Positions (1 or B, S) from ``length`` on become -1."""
+    end = length[:, None] if isinstance(length, Tensor) and length.dim() == 1 else length
+    return torch.where(positions >= end, -1, positions)
+
+
+def n_bytes(*tensors: Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)

@@ -1,4 +1,8 @@
-"""What preallocated caches are made of: numbered places, written without a look at what lies in them."""
+"""Preallocated caches: ``StaticCache`` holds a whole text, ``RingCache`` a sliding window.
+
+Both write into numbered slots without reading them first and change no Python number from step to step, so a compiled
+or captured decoding step is compiled once.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,27 @@ import torch
 from torch import Tensor
 
 from ...foundation.checks import check_positive
-from .kv_cache import Cache, CacheVersion, CacheView, as_rows, check_new, flat, n_bytes, take_back
+from .kv_cache import (
+    Cache,
+    CacheVersion,
+    CacheView,
+    check_new_keys,
+    drop_positions_from,
+    n_bytes,
+    position_rows,
+    squeeze_rows,
+)
+
+CacheDtype = Literal["model", "bf16", "int8"]
+"""How a preallocated cache stores keys and values: in the model's dtype, or rounded."""
+Device = torch.device | str | None
 
 
 class Slots:
-    """n places with a position each (-1: empty), holding the rows of one or more tensors (B, G, n, D).
+    """n slots with a position each (-1: empty), holding the rows of one or more tensors (B, G, n, D).
 
-    One more place lies behind them and is never read: padding is written there, so that no write depends on data.
-    How numbers are stored is known to ``write`` and ``read`` alone, see ``QuantisedSlots``.
+    One more slot behind them is never read: padding is written there, so that no write depends on data. Only ``write``
+    and ``read`` know the stored dtype; int8 has one scale a row: x ≈ s · q, s = max |x| / 127.
     """
 
     def __init__(
@@ -23,20 +40,27 @@ class Slots:
         n_tensors: int,
         shape: tuple[int, int, int, int],
         dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        device: Device,
+        cache_dtype: CacheDtype,
     ) -> None:
         self.batch, n_kv_heads, self.n_slots, d_head = shape
-        held = (self.batch, n_kv_heads, self.n_slots + 1, d_head)
-        self.like = torch.empty(self.batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
-        """What is written and read has this shape but for its length, this dtype and this device."""
-        self.data = self._room(n_tensors, held)
+        self.cache_dtype = cache_dtype
+        self.like = torch.empty(self.batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)  # dtype, device, sizes
+        stored = {"model": self.like.dtype, "bf16": torch.bfloat16, "int8": torch.int8}[cache_dtype]
+        sizes = (self.batch, n_kv_heads, self.n_slots + 1)
+        self.data = [self.like.new_zeros((*sizes, d_head), dtype=stored) for _ in range(n_tensors)]
+        if cache_dtype == "int8":
+            self.data += [self.like.new_zeros((*sizes, 1), dtype=torch.float32) for _ in range(n_tensors)]
         self.pos = torch.full((1, self.n_slots + 1), -1, device=device)  # (1 or B, n + 1)
-
-    def _room(self, n_tensors: int, shape: tuple[int, ...]) -> list[Tensor]:
-        return [self.like.new_zeros(shape) for _ in range(n_tensors)]
 
     def write(self, slots: Tensor, positions: Tensor, *new: Tensor) -> None:
         """Put tensors (B, G, T, D) at ``positions`` (1 or B, T) into ``slots``; slot n is the one never read."""
+        if self.cache_dtype == "bf16":
+            new = tuple(x.bfloat16() for x in new)
+        elif self.cache_dtype == "int8":
+            scales = [(x.detach().float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30) for x in new]
+            whole = [(x.detach() / scale).round().to(torch.int8) for x, scale in zip(new, scales, strict=True)]
+            new = (*whole, *scales)
         for held, x in zip(self.data, new, strict=True):
             if slots.shape[0] == 1:
                 held.index_copy_(2, slots[0], x.detach())
@@ -44,23 +68,29 @@ class Slots:
                 held.scatter_(2, slots[:, None, :, None].expand_as(x), x.detach())
         self.pos.scatter_(1, slots, positions)
 
-    def place(self, positions: Tensor) -> Tensor:
-        """The slot of each position: its own number; for padding the one never read; past the end, none at all."""
+    def read(self) -> list[Tensor]:
+        held = [x[:, :, : self.n_slots] for x in self.data]
+        if self.cache_dtype == "bf16":
+            return [x.to(self.like.dtype) for x in held]
+        if self.cache_dtype == "int8":
+            n = len(held) // 2
+            return [(x * scale).to(self.like.dtype) for x, scale in zip(held[:n], held[n:], strict=True)]
+        return held
+
+    def slots_of(self, positions: Tensor) -> Tensor:
+        """The slot of each position: its own number; for padding the one never read; past the end, out of range."""
         n = self.n_slots
         return torch.where(positions < 0, n, torch.where(positions < n, positions, n + 1))
-
-    def read(self) -> list[Tensor]:
-        return [x[:, :, : self.n_slots] for x in self.data]
 
     def positions(self) -> Tensor:
         return self.pos[:, : self.n_slots]
 
-    def part_rows(self) -> None:
-        """From here on every row of the batch has positions of its own."""
+    def split_rows(self) -> None:
+        """Give every row of the batch its own positions."""
         self.pos = self.pos.repeat(self.batch, 1)
 
     def reorder(self, beam_index: Tensor) -> None:
-        # Into the same memory: a compiled or captured step knows these tensors by their address.
+        # In place: a compiled or captured step knows these tensors by their address.
         for x in self.data if self.pos.shape[0] == 1 else [*self.data, self.pos]:
             x.copy_(x.index_select(0, beam_index))
 
@@ -70,115 +100,60 @@ class Slots:
         self.pos = self.pos[:1].fill_(-1)
 
 
-class QuantisedSlots(Slots):
-    """The same in fewer bytes: bf16, or int8 with one scale a row, x ≈ s · q, s = max |x| / 127. Read as it came."""
-
-    def __init__(
-        self,
-        n_tensors: int,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        cache_dtype: Literal["bf16", "int8"],
-    ) -> None:
-        self.cache_dtype = cache_dtype
-        super().__init__(n_tensors, shape, dtype, device)
-
-    def _room(self, n_tensors: int, shape: tuple[int, ...]) -> list[Tensor]:
-        if self.cache_dtype == "bf16":
-            return [self.like.new_zeros(shape, dtype=torch.bfloat16) for _ in range(n_tensors)]
-        whole = [self.like.new_zeros(shape, dtype=torch.int8) for _ in range(n_tensors)]
-        return whole + [self.like.new_zeros((*shape[:3], 1), dtype=torch.float32) for _ in range(n_tensors)]
-
-    def write(self, slots: Tensor, positions: Tensor, *new: Tensor) -> None:
-        if self.cache_dtype == "bf16":
-            super().write(slots, positions, *(x.bfloat16() for x in new))
-            return
-        scales = [(x.detach().float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30) for x in new]
-        whole = [(x.detach() / scale).round().to(torch.int8) for x, scale in zip(new, scales, strict=True)]
-        super().write(slots, positions, *whole, *scales)
-
-    def read(self) -> list[Tensor]:
-        held = super().read()
-        if self.cache_dtype == "bf16":
-            return [x.to(self.like.dtype) for x in held]
-        n = len(held) // 2
-        return [(x * scale).to(self.like.dtype) for x, scale in zip(held[:n], held[n:], strict=True)]
-
-
-CacheDtype = Literal["model", "bf16", "int8"]
-"""In what a preallocated cache keeps keys and values: as the model computes them, or rounded."""
-
-
-def make_slots(
-    n_tensors: int,
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    cache_dtype: CacheDtype,
-) -> Slots:
-    if cache_dtype == "model":
-        return Slots(n_tensors, shape, dtype, device)
-    return QuantisedSlots(n_tensors, shape, dtype, device, cache_dtype)
-
-
 class SlotCache(Cache):
-    """Base of preallocated caches: tokens are counted in a tensor, rows may part ways, everything happens in place.
+    """Base of preallocated caches: tokens are counted in a tensor, rows may differ, everything happens in place."""
 
-    Nothing here reads a Python number that changes from step to step, so a compiled step is compiled once.
-    """
-
-    def __init__(self, slots: Slots, room: tuple[str, int] | None) -> None:
+    def __init__(self, slots: Slots, capacity: tuple[str, int] | None) -> None:
         self._slots = slots
-        self._room = room  # (name, number) of positions there is place for; None: no end
+        self._capacity = capacity  # (name, number) of positions there is room for; None: unlimited
         self._lengths = torch.zeros(1, dtype=torch.int64, device=slots.pos.device)
-        self._fresh = True
-        self._count: int | None = 0  # the longest row, where it is known without asking the device
+        self._empty = True
+        self._count: int | None = 0  # length of the longest row, where known without asking the device
         self.version = CacheVersion()
 
     def _all_slots(self) -> list[Slots]:
         return [self._slots]
 
-    def _arrive(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
+    def _add_tokens(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
         """Check new tokens, count them and return their positions (1 or B, T)."""
-        check_new(k, v, self._slots.like, self._slots.like)
-        given = None if positions is None else as_rows(positions, k)
-        self._check_room(k.shape[2], given)
+        check_new_keys(k, v, self._slots.like, self._slots.like)
+        given = None if positions is None else position_rows(positions, k)
+        self._check_capacity(k.shape[2], given)
         rows = self._lengths[:, None] + torch.arange(k.shape[2], device=k.device) if given is None else given
         if rows.shape[0] > self._lengths.shape[0]:
-            self._part_rows()
+            self._split_rows()
         rows = rows.expand(self._lengths.shape[0], -1)
         self._lengths.copy_(torch.maximum(self._lengths, rows.amax(-1) + 1))
         return rows
 
-    def _check_room(self, n_new: int, given: Tensor | None) -> None:
-        if torch.compiler.is_compiling():  # there it is the index out of range that stops the write
+    def _check_capacity(self, n_new: int, given: Tensor | None) -> None:
+        if torch.compiler.is_compiling():  # there the index out of range stops the write
             self._count = None
             return
         before = self.length if self._count is None else self._count
         after = before + n_new if given is None else max(before, int(given.max()) + 1)
-        if self._room is not None and after > self._room[1]:
-            name, room = self._room
+        if self._capacity is not None and after > self._capacity[1]:
+            name, room = self._capacity
             raise ValueError(f"{n_new} new tokens would make {after}, but this cache has {name}={room}")
         self._count = after
 
-    def _part_rows(self) -> None:
+    def _split_rows(self) -> None:
         self._lengths = self._lengths.repeat(self._slots.batch)
         for slots in self._all_slots():
-            slots.part_rows()
+            slots.split_rows()
 
     @property
     def lengths(self) -> Tensor:
         return self._lengths
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        return self._slots.read()[0], flat(self._slots.positions())
+        return self._slots.read()[0], squeeze_rows(self._slots.positions())
 
     def reset(self) -> None:
         for slots in self._all_slots():
             slots.reset()
         self._lengths = self._lengths[:1].zero_()
-        self._fresh, self._count, self._view = True, 0, None
+        self._empty, self._count, self._view = True, 0, None
         self.version = CacheVersion()
 
     def reorder(self, beam_index: Tensor) -> None:
@@ -194,9 +169,9 @@ class SlotCache(Cache):
     def truncate(self, length: int | Tensor) -> None:
         self.check_truncate(length)
         if isinstance(length, Tensor) and length.dim() == 1 and self._lengths.shape[0] < self._slots.batch:
-            self._part_rows()
+            self._split_rows()
         for slots in self._all_slots():
-            slots.pos.copy_(take_back(slots.pos, length))
+            slots.pos.copy_(drop_positions_from(slots.pos, length))
         self._lengths.copy_(self._lengths.clamp(max=length))
         self._count, self._view, self.version = None, None, CacheVersion()
 
@@ -218,11 +193,11 @@ class StaticCache(SlotCache):
         max_len: int,
         d_head: int,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         cache_dtype: CacheDtype = "model",
     ) -> None:
         check_positive(batch=batch, n_kv_heads=n_kv_heads, max_len=max_len, d_head=d_head)
-        slots = make_slots(2, (batch, n_kv_heads, max_len, d_head), dtype, device, cache_dtype)
+        slots = Slots(2, (batch, n_kv_heads, max_len, d_head), dtype, device, cache_dtype)
         super().__init__(slots, ("max_len", max_len))
         self.max_len = max_len
 
@@ -232,10 +207,10 @@ class StaticCache(SlotCache):
                 "k or v requires a gradient, which StaticCache, written in place, cannot carry;"
                 " decode under torch.no_grad() or use GrowingCache()"
             )
-        new = self._arrive(k, v, positions)
-        self._slots.write(self._slots.place(new), new, k, v)
-        if self._fresh:
-            self._fresh = False
+        new = self._add_tokens(k, v, positions)
+        self._slots.write(self._slots.slots_of(new), new, k, v)
+        if self._empty:
+            self._empty = False
             self._view = CacheView(k.shape[0], new, new, (0, 0) if positions is None else None, self.max_len)
             return k, v
         self._view = CacheView(k.shape[0], new, self._slots.positions(), None, self.max_len)
@@ -259,7 +234,7 @@ class RingCache(SlotCache):
         window: int,
         d_head: int,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         spare: int = 0,
         keep_keys: int = 0,
         cache_dtype: CacheDtype = "model",
@@ -268,25 +243,25 @@ class RingCache(SlotCache):
         for name, value in (("spare", spare), ("keep_keys", keep_keys)):
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative")
-        ring = make_slots(2, (batch, n_kv_heads, window + spare, d_head), dtype, device, cache_dtype)
+        ring = Slots(2, (batch, n_kv_heads, window + spare, d_head), dtype, device, cache_dtype)
         super().__init__(ring, ("keep_keys", keep_keys) if keep_keys else None)
         self.window, self.spare = window, spare
         archived = (batch, n_kv_heads, keep_keys, d_head)
-        self._archive = make_slots(1, archived, dtype, device, cache_dtype) if keep_keys else None
-        self._holes = False  # whether slots may be empty among later ones
+        self._archive = Slots(1, archived, dtype, device, cache_dtype) if keep_keys else None
+        self._has_gaps = False  # whether slots may be empty among later ones
 
     def _all_slots(self) -> list[Slots]:
         return [self._slots] if self._archive is None else [self._slots, self._archive]
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        new = self._arrive(k, v, positions)
-        self._holes = self._holes or positions is not None
+        new = self._add_tokens(k, v, positions)
+        self._has_gaps = self._has_gaps or positions is not None
         n_batch, _, n_new, _ = k.shape
         # How far a query and a slot can stand apart; an empty slot (-1) among later ones is farther off.
-        limit = None if self._holes else self._slots.n_slots + n_new
-        if self._fresh:
-            self._fresh = False
-            self._view = CacheView(n_batch, new, new, None if self._holes else (0, 0), limit)
+        limit = None if self._has_gaps else self._slots.n_slots + n_new
+        if self._empty:
+            self._empty = False
+            self._view = CacheView(n_batch, new, new, None if self._has_gaps else (0, 0), limit)
             self._store(new, k, v)
             return k, v
         if n_new == 1 and not carries_gradient(k, v):
@@ -305,21 +280,21 @@ class RingCache(SlotCache):
         stays = (new >= 0) & (new > new.amax(-1, keepdim=True) - n_slots)  # of a long prompt, the end
         self._slots.write(torch.where(stays, new % n_slots, n_slots), new, k, v)
         if self._archive is not None:
-            self._archive.write(self._archive.place(new), new, k)
+            self._archive.write(self._archive.slots_of(new), new, k)
 
     def keys(self) -> tuple[Tensor, Tensor]:
         """With ``keep_keys`` all keys since the reset, else those of the ring, in the order of their slots."""
         if self._archive is None:
             return super().keys()
-        return self._archive.read()[0], flat(self._archive.positions())
+        return self._archive.read()[0], squeeze_rows(self._archive.positions())
 
     def reset(self) -> None:
         super().reset()
-        self._holes = False
+        self._has_gaps = False
 
     def truncate(self, length: int | Tensor) -> None:
         super().truncate(length)
-        self._holes = True
+        self._has_gaps = True
 
     def check_truncate(self, length: int | Tensor) -> None:
         """The next token must find its whole window: what was overwritten by tokens now rejected is gone."""
