@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import regard
 from regard import cli
-from regard.cli.train import MAY_CHANGE
+from regard.cli.train_commands import MAY_CHANGE
 from regard.config import RunConfig
 from regard.errors import BadModelFile, Diverged, RegardError
 from regard.models import build
@@ -318,6 +318,31 @@ def test_train_quietly_for_machines_and_from_a_preset(
     assert cli.main(["train", "--preset", "shapes", "--json"]) == 0
     assert training["style"] == "json"
     assert training["config"].train.steps == RECIPES["shapes"]["train"]["steps"]
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json"])
+def test_a_saved_config_trains_the_same_run(training: dict[str, Any], tmp_path: Path, suffix: str) -> None:
+    file = str(tmp_path / f"run{suffix}")
+    assert cli.main(["train", "lm", "data=text.txt", "train.clip=none", "model=gpt2", "--save-config", file]) == 0
+    config = training["config"]
+    assert cli.main(["train", "--config", file]) == 0
+    assert training["config"] == config
+    assert cli.main(["train", "lm", "--config", file, "train.steps=5"]) == 0
+    assert training["config"] == config.with_(train=config.train.with_(steps=5))
+
+
+def test_a_wrong_config_file_is_named_with_a_hint(
+    training: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("task = 'lm'\n[train]\nstpes = 5\n")
+    assert cli.main(["train", "--config", str(file)]) == 2
+    assert capsys.readouterr().err == f"regard: {file}: there is no train.stpes; did you mean train.steps?\n"
+    assert cli.main(["train", "lm", "--save-config", "run.ini"]) == 2
+    assert "run.ini ends in .ini; a config file ends in .yaml" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "runs/a", "--config", str(file)]) == 2
+    assert "--config cannot change it" in capsys.readouterr().err
+    assert training == {}
 
 
 def test_of_several_processes_the_first_answers(

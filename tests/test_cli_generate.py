@@ -152,7 +152,7 @@ def test_one_line_in_is_one_line_out(
     monkeypatch: pytest.MonkeyPatch,
     at_once: int,
 ) -> None:
-    monkeypatch.setattr("regard.cli.translate._LINES_AT_ONCE", at_once)
+    monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", at_once)
     path, file, out = models["translator"], tmp_path / "in.txt", tmp_path / "out.txt"
     options = ["--beam", 2, "--max-new-tokens", 12]
     alone = [
@@ -200,7 +200,7 @@ def test_other_engines_are_asked_as_they_are_named(
             asked.append((path, name))
             return Engine()
 
-    monkeypatch.setattr("regard.cli.translate.importlib.import_module", lambda name: Engines)
+    monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", lambda name: Engines)
     words = ["translate", "somewhere", "the cat", "--engine", "onnx", "--length-penalty", 0.6]
     assert told(capsys, *words) == "THE CAT\n"
     options = {"beam": 4, "length_penalty": 0.6, "truncate": False, "early_stopping": False}
@@ -222,7 +222,7 @@ def test_an_engine_that_is_not_installed_is_named(
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
 
-    monkeypatch.setattr("regard.cli.translate.importlib.import_module", missing)
+    monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", missing)
     assert run("translate", models["translator"], "the cat", "--engine", "onnx") == 1
     said = 'regard: --engine onnx needs onnxruntime, which is not installed: pip install "regard[export]"\n'
     assert capsys.readouterr().err == said
@@ -371,7 +371,7 @@ def test_one_bad_line_among_many_writes_nothing(
     models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where the lines before it would have been told already."""
-    monkeypatch.setattr("regard.cli.translate._LINES_AT_ONCE", 2)
+    monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", 2)
     file, out = tmp_path / "in.txt", tmp_path / "out.txt"
     file.write_text("the cat\n" * 7 + "the cat " * 90 + "\nthe cat\n", encoding="utf-8")
     refused(capsys, 1, "source 7 has", "translate", models["translator"], "--file", file)

@@ -17,8 +17,8 @@ import pytest
 import typer
 
 from generation.spoken import captioner, classifier, image_classifier, language_model, picture, translator
-from regard.cli import app, completing, doctor, main
-from regard.cli.examples import EXAMPLES
+from regard.cli import app, completion, doctor, main
+from regard.cli.help_examples import EXAMPLES
 from regard.recipes import run_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,10 +128,10 @@ def test_models_are_offered_before_anything_is_typed(tmp_path: Path, monkeypatch
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/run.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("x")
-    assert completing.models("") == ["runs/a", "runs/"]
-    assert completing.models("nowhere/x") == []
-    assert "gpt2" in completing.presets_or_models("gp")
-    assert "notes.txt" in completing.sources("no")
+    assert completion.models("") == ["runs/a", "runs/"]
+    assert completion.models("nowhere/x") == []
+    assert "gpt2" in completion.presets_or_models("gp")
+    assert "notes.txt" in completion.sources("no")
 
 
 # ------------------------------------------------------------------------------------- what to type next

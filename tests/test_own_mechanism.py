@@ -25,7 +25,7 @@ from torch import Tensor
 import regard
 from generation.spoken import LINES
 from models.small import decode
-from regard.cli import completing
+from regard.cli import completion
 from regard.config import MIXERS, ModelConfig, mixers
 from regard.config.overrides import parse_overrides
 from regard.errors import BadModelFile, UsageError
@@ -214,10 +214,10 @@ def test_a_folder_of_ones_own_is_found_too(cosine: Path, place: str, monkeypatch
 
 def test_the_tab_key_runs_nothing(cosine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(mixers.VARIABLE, " cosine:Cosine, nowhere:None,, not a name,dot")
-    offered = [word for word, _ in completing._values("model.mixer", "")]
+    offered = [word for word, _ in completion._values("model.mixer", "")]
     own = ["cosine:Cosine", "nowhere:None", "not a name"]
     assert offered == [f"model.mixer={name}" for name in (*MIXERS, *own)]
-    assert [word for word, _ in completing._values("model.mixer", "cos")] == ["model.mixer=cosine:Cosine"]
+    assert [word for word, _ in completion._values("model.mixer", "cos")] == ["model.mixer=cosine:Cosine"]
     assert "cosine" not in sys.modules
     assert "cosine" not in MIXERS
 

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from models.small import small
-from regard.cli.export import export as export_command
+from regard.cli.export_command import export as export_command
 from regard.errors import BadModelFile
 from regard.export import BoundBroken, Bounds, certify, engines_in, export, open_engine, table
 from regard.export.cases import make_cases

@@ -1,6 +1,6 @@
-"""The command line: thin. Each command reads its options, calls the room that does the work, and prints the answer.
+"""The command line: thin. Each command reads its options, calls the library, and prints the answer.
 
-Commands raise; `main` alone turns what they raise into exit codes (0 ok, 1 failure, 2 usage, 3 bad model file,
+Commands raise; `main` alone turns exceptions into exit codes (0 ok, 1 failure, 2 usage, 3 bad model file,
 4 diverged, 130 Ctrl-C). Progress goes to stderr; with `--json` stdout carries one document and nothing else.
 Nothing heavy is imported before a command has read its options: help and usage errors come at once.
 """
@@ -18,49 +18,41 @@ from regard import __version__
 from regard.errors import RegardError
 
 from . import (
-    ablate,
-    bench,
-    caption,
-    classify,
-    cost,
-    data,
-    demo,
-    doctor,
-    evaluate,
-    examples,
-    export,
-    generate,
-    info,
-    look,
-    serve,
-    train,
-    translate,
+    data_command,
+    demo_command,
+    experiment_commands,
+    export_command,
+    generation_commands,
+    help_examples,
+    look_command,
+    train_commands,
 )
-from .common import Common, complain
+from . import doctor as doctor_command
+from .options import GlobalOptions, report_failure
 
 app = typer.Typer(
     help="Build a Transformer, train it, see inside it, ship it.",
-    epilog=examples.epilog("regard"),
+    epilog=help_examples.epilog("regard"),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("translate")(translate.translate)
-app.command("classify")(classify.classify)
-app.command("caption")(caption.caption)
-app.command("look")(look.look)
-app.command("ablate")(ablate.ablate)
-app.command("cost")(cost.cost)
-app.command("export")(export.export)
-app.command("serve")(serve.serve)
-app.add_typer(data.app, name="data")
-app.command("info")(info.info)
-app.add_typer(bench.app, name="bench")
-app.command("doctor")(doctor.doctor)
-examples.add_to(app)  # after the last of them
+app.command("demo")(demo_command.demo)
+app.command("train")(train_commands.train)
+app.command("eval")(train_commands.evaluate)
+app.command("generate")(generation_commands.generate)
+app.command("translate")(generation_commands.translate)
+app.command("classify")(generation_commands.classify)
+app.command("caption")(generation_commands.caption)
+app.command("look")(look_command.look)
+app.command("ablate")(experiment_commands.ablate)
+app.command("cost")(experiment_commands.cost)
+app.command("export")(export_command.export)
+app.command("serve")(demo_command.serve)
+app.add_typer(data_command.data_app, name="data")
+app.command("info")(data_command.info)
+app.add_typer(experiment_commands.bench_app, name="bench")
+app.command("doctor")(doctor_command.doctor)
+help_examples.add_examples(app)  # after the last command
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,10 +62,10 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def common(
+def set_global_options(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", envvar="REGARD_DEBUG", help="Show the traceback of a failure.")
@@ -85,20 +77,20 @@ def common(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the only place where exceptions become exit codes."""
-    typed = sys.argv[1:] if argv is None else list(argv)
-    options = Common(command=["regard", *typed])
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = GlobalOptions(command=["regard", *arguments])
     try:
-        app(args=typed, prog_name="regard", obj=options)
-    except SystemExit as done:  # typer has already said what was wrong with the usage (2) or that Ctrl-C came (130)
-        return done.code if isinstance(done.code, int) else 0
+        app(args=arguments, prog_name="regard", obj=options)
+    except SystemExit as end:  # typer has already printed a usage error (2) or seen Ctrl-C (130)
+        return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         return 130
     except (RegardError, ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as failure:
         if isinstance(failure, RuntimeError) and type(failure).__name__ != "OutOfMemoryError":
-            raise  # nobody foresaw it: whoever mends it needs the traceback
+            raise  # unforeseen: mending it needs the traceback
         if options.debug:
             traceback.print_exc()
         else:
-            complain(failure, options.command)
+            report_failure(failure, options.command)
         return failure.exit_code if isinstance(failure, RegardError) else 1
     return 0

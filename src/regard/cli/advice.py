@@ -55,7 +55,7 @@ def advise(typed: Sequence[str], failure: Exception) -> str:
     return ""
 
 
-def as_typed(said: str) -> str:
+def in_command_line_terms(said: str) -> str:
     """Options of the library as they are typed here."""
     for library, here in _TYPED:
         said = said.replace(library, here)

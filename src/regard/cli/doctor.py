@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from .common import AsJson, show
+from .options import AsJson, print_result
 
 # The core's packages with the lowest version that will do, by the name they are imported by where it differs.
 CORE = {
@@ -99,7 +99,7 @@ def doctor(as_json: AsJson = False) -> None:
     The exit code is 1 where something that the core needs is broken, else 0.
     """
     health = Health(list(examine()))
-    show(health, as_json)
+    print_result(health, as_json)
     raise typer.Exit(1 if health.broken else 0)
 
 

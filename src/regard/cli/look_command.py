@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completing
-from .common import AsJson, as_options, emit, progress
-from .reading import Beam, Device, MaxNewTokens, ModelPath, check_out, given, need_text, open_model
+from . import completion
+from .options import (
+    AsJson,
+    Beam,
+    Device,
+    MaxNewTokens,
+    ModelPath,
+    check_out,
+    open_model,
+    print_json,
+    progress,
+    refuse_images,
+    usage_errors,
+    without_none,
+)
 
 if TYPE_CHECKING:
     from regard.lens import Look
@@ -33,7 +45,7 @@ def look(
         typer.Option(
             help="self, cross or encoder.",
             show_default=False,
-            autocompletion=completing.choices("self", "cross", "encoder"),
+            autocompletion=completion.choices("self", "cross", "encoder"),
         ),
     ] = None,
     layer: Annotated[int, typer.Option(metavar="N", help="From 0; -1 is the last.")] = -1,
@@ -55,7 +67,7 @@ def look(
             metavar="MODEL",
             help="Compare its heads with another's.",
             show_default=False,
-            autocompletion=completing.models,
+            autocompletion=completion.models,
         ),
     ] = None,
     device: Device = "auto",
@@ -79,21 +91,21 @@ def look(
         _need_known_truth(model)
         _score(opened, as_json)
         return
-    need_text(opened, [what or ""])
+    refuse_images(opened, [what or ""])
     from regard.lens import look as take
 
-    options = given(beam=beam, max_new_tokens=max_new_tokens) or None
+    options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
     seen = take(opened, what, target, generate=options)
     kind = kind if kind is not None or "cross" not in seen.kinds else "cross"
     if compare is not None:
         _compare(seen, compare, what, target, options, kind, device, as_json)
         return
-    with as_options("layer", "head", "kind"):
+    with usage_errors("layer", "head", "kind"):
         if out is not None:
-            _write(seen, out, layer, head, kind, words, specials)
+            _write_file(seen, out, layer, head, kind, words, specials)
             progress(f"wrote {out}")
         if as_json:
-            emit(_document(seen, model, layer, head, kind, words, specials, top or 3))
+            print_json(_document(seen, model, layer, head, kind, words, specials, top or 3))
         elif top is not None:
             for line in _view(seen, kind, words, specials).top(top, layer=layer, head=head):
                 print(line)
@@ -107,7 +119,9 @@ def _view(seen: Look, kind: str | None, words: bool, specials: bool) -> Any:
     return select_head(seen, kind=kind, words=words, specials=specials).view
 
 
-def _write(seen: Look, out: Path, layer: int, head: int | None, kind: str | None, words: bool, specials: bool) -> None:
+def _write_file(
+    seen: Look, out: Path, layer: int, head: int | None, kind: str | None, words: bool, specials: bool
+) -> None:
     match out.suffix.lower():
         case ".csv":
             seen.csv(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
@@ -167,7 +181,7 @@ def _score(model: Model, as_json: bool) -> None:
     found = score(model)
     table = found.pop("table", None)
     if as_json:
-        emit(found)
+        print_json(found)
     else:
         print(table)
 
@@ -195,7 +209,7 @@ def _compare(
         raise UsageError(f"--compare {other}: {beside.config.architecture}, not {seen.model.config.architecture}")
     found = compare(seen, take(beside, what, said, generate=options), kind=kind)
     if as_json:
-        emit(found.to_dict())
+        print_json(found.to_dict())
         return
     print(f"{found.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
     print("layer  " + "  ".join(f"head {h:<2}" for h in range(found.divergence.shape[1])))

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from . import completing
-from .common import AsJson, comma_words, progress, show
+from . import completion
+from .options import AsJson, print_result, progress, split_commas
 
 KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
 
@@ -35,7 +35,7 @@ def export(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A run, RUN@STEP, or a model directory.", autocompletion=completing.models
+            metavar="MODEL", help="A run, RUN@STEP, or a model directory.", autocompletion=completion.models
         ),
     ],
     kind: Annotated[
@@ -43,7 +43,7 @@ def export(
         typer.Argument(
             metavar="KIND",
             help="onnx, hf, ctranslate2, int8, safetensors; several with commas between.",
-            autocompletion=completing.choices(*KINDS),
+            autocompletion=completion.choices(*KINDS),
         ),
     ],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory to write; whole or not at all.")],
@@ -69,7 +69,7 @@ def export(
     from regard.errors import UsageError
     from regard.foundation.suggestions import did_you_mean
 
-    kinds: Any = comma_words(kind)
+    kinds: Any = split_commas(kind)
     for one in kinds:
         if one not in KINDS:
             raise UsageError(f"there is no kind {one!r}{did_you_mean(one, KINDS)} (all: {', '.join(KINDS)})")
@@ -97,4 +97,4 @@ def export(
     except BoundBroken as broken:
         progress(table(broken.document))
         raise
-    show(Exported(written, json.loads((written / "certificate.json").read_text(encoding="utf-8"))), as_json)
+    print_result(Exported(written, json.loads((written / "certificate.json").read_text(encoding="utf-8"))), as_json)

@@ -112,11 +112,11 @@ def _plain(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def add_to(app: typer.Typer, path: str = "") -> None:
+def add_examples(app: typer.Typer, path: str = "") -> None:
     """Give every command of the program its examples."""
     for command in app.registered_commands:
         name = f"{path} {command.name}".strip()
         command.epilog = epilog(name) or command.epilog
     for group in app.registered_groups:
         if group.typer_instance is not None:
-            add_to(group.typer_instance, f"{path} {group.name}".strip())
+            add_examples(group.typer_instance, f"{path} {group.name}".strip())

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import completing
-from .common import AsJson, Words, emit
+from . import completion
+from .options import AsJson, Device, Words, print_json, progress
 
 if TYPE_CHECKING:
     from regard.demo.run import Demo
@@ -38,7 +38,7 @@ def demo(
             metavar="en|ko",
             help="What it speaks.",
             show_default="as LANG",
-            autocompletion=completing.choices("en", "ko"),
+            autocompletion=completion.choices("en", "ko"),
         ),
     ] = None,
     as_json: AsJson = False,
@@ -64,7 +64,7 @@ def demo(
 
     made = run(out, words or [], shown=shown, command=ctx.obj.command)
     if as_json:
-        emit(made.document())
+        print_json(made.document())
         sys.stdout.flush()
     if serve:
         raise typer.Exit(_serve(made, port))
@@ -94,3 +94,35 @@ def _free(port: int) -> int:
         except OSError:
             return 0
     return port
+
+
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN", help="Runs or model directories.", show_default=False, autocompletion=completion.models
+        ),
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8017,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    open_: Annotated[
+        bool | None,
+        typer.Option("--open/--no-open", help="Open the browser; unsaid, from a terminal.", show_default=False),
+    ] = None,
+    memory: Annotated[int, typer.Option(min=50, metavar="MB", help="What all looks together may keep.")] = 2000,
+    device: Device = "auto",
+) -> None:
+    """Explore models in the browser: every head, every weight, exactly. Ctrl-C ends it."""
+    from regard.web import serve as run
+    from regard.web.request_limits import MEGABYTE, Limits
+
+    code = run(
+        models,
+        host=host,
+        port=port,
+        device=device,
+        open_browser=sys.stderr.isatty() if open_ is None else open_,
+        limits=Limits(kept_bytes=memory * MEGABYTE),
+        say=progress,
+    )
+    raise typer.Exit(code)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
 from regard.foundation.logs import silence_warnings
 
-from . import completing
-from .common import AsJson, Words, emit, progress
+from . import completion
+from .options import AsJson, Words, print_result, progress
 
 if TYPE_CHECKING:
     from regard.config import DataConfig
     from regard.data.sources import Source
     from regard.text.tokenizer import Tokenizer
 
-app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
+data_app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
 
 # What training puts around a text, which counts too.
 _TEMPLATES: dict[str, Literal["none", "eos", "bos-eos"]] = {"text": "none", "labelled": "bos-eos"}
@@ -27,12 +28,12 @@ _MOST_TRAINED_ON = 200_000
 _MOST_DRAWN = 5_000
 
 
-@app.command("describe")
+@data_app.command("describe")
 def describe(
     source: Annotated[
         str,
         typer.Argument(
-            help="An embedded corpus, a file, two files a,b, a folder, or hf:name.", autocompletion=completing.sources
+            help="An embedded corpus, a file, two files a,b, a folder, or hf:name.", autocompletion=completion.sources
         ),
     ],
     words: Words = None,
@@ -71,11 +72,7 @@ def describe(
     # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
     target = config.max_target_len if opened.kind == "captions" else None
     most = None if opened.kind == "text" else target or config.max_len
-    description = describe_source(opened, first, second, max_len=most, n_examples=examples)
-    if as_json:
-        emit(description.to_dict())
-    else:
-        print(description.to_text())
+    print_result(describe_source(opened, first, second, max_len=most, n_examples=examples), as_json)
 
 
 def _tokenizer_kind(config: DataConfig) -> str:
@@ -117,3 +114,19 @@ def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenize
     template = _TEMPLATES.get(source.kind, "eos")
     made = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]  # _tokenizer_kind
     return made[0], made[1] if len(made) > 1 else None
+
+
+def info(
+    directory: Annotated[
+        Path, typer.Argument(help="A model directory, of regard or of Hugging Face.", autocompletion=completion.models)
+    ],
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with manifest.json.")] = True,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a model directory holds: architecture, parameters, config, files, and whether they are what was written."""
+    from regard.io import describe
+
+    print_result(describe(directory, allow_pickle=allow_pickle, verify=verify), as_json)

@@ -1,0 +1,281 @@
+"""`regard ablate`: the same run with one thing changed at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import completion
+from .options import (
+    AsJson,
+    Device,
+    Words,
+    device_name,
+    open_model,
+    print_json,
+    print_result,
+    progress,
+    split_commas,
+    usage_errors,
+)
+
+
+def ablate(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="heads, d_k, d_ff, depth, size, dropout, positions, norm, residual, attention, mask, label-smoothing, "
+            "warmup, mechanisms, extrapolation, paper, scaling; a grid as a TOML file; or the directory of a sweep to "
+            "go on with.",
+            show_default=False,
+        ),
+    ] = None,
+    words: Words = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every cell.", show_default="3")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once.", show_default="one a core; 4 on a GPU")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Where it is kept.", show_default="runs/ablate-NAME")
+    ] = None,
+    test: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Evaluate every model on these examples too: test.en,test.de.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so many; starting again goes on.", show_default=False)
+    ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(min=0, help="A run that takes longer has failed.", show_default=False)
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the weights of finished runs.")] = False,
+    on: Annotated[
+        str, typer.Option(metavar="PLACE", help="local, ray (this machine's cluster) or ray://HOST:PORT.")
+    ] = "local",
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Run nothing; tables and pictures of what is done.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show the ablations and what they change, and leave.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ablate: every cell with several seeds on the same batches, as the paper's table 3.
+
+    Runs that are done are never run again: after Ctrl-C, or worse, start it again and it goes on. It ends with 1 when a
+    run failed; one that diverged is a result.
+    """
+    if listed:
+        _list(as_json)
+        return
+    from regard.errors import UsageError
+
+    if what is None:
+        raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")
+    if what == "scaling":
+        from regard.experiments.ablations import measure_scaling
+
+        if words:
+            raise UsageError(f"scaling trains nothing, so {words[0]} means nothing to it")
+        print_result(measure_scaling(out=out or Path("runs/ablate-scaling")), as_json)
+        return
+    from regard.experiments import ablate as run
+
+    tests = None if test is None else {"test": test}
+    result = run(
+        what,
+        words or (),
+        seeds=seeds,
+        jobs=jobs,
+        out=out,
+        tests=tests,
+        minutes=minutes,
+        max_seconds=max_seconds,
+        keep=keep,
+        report_only=report_only,
+        on=on,
+        progress=progress,
+    )
+    print_result(result, as_json)
+    if any(row.n_failed for row in result.rows):
+        raise typer.Exit(1)
+
+
+def _list(as_json: bool) -> None:
+    from regard.experiments.ablations import list_ablations
+
+    found = list_ablations()
+    if as_json:
+        print_json({"ablations": found})
+        return
+    for name, entry in found.items():
+        print(f"{name}: {entry['about']}")
+        if entry["cells"]:
+            print(f"    {', '.join(entry['cells'])}")
+
+
+bench_app = typer.Typer(help="Measure: attention against length, generation by batch and beam.", no_args_is_help=True)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """`512,1024` → [512, 1024]."""
+    words = split_commas(text)
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise typer.BadParameter(f"{text!r} is not a comma-separated list of positive whole numbers", param_hint=option)
+    return [int(word) for word in words]
+
+
+@bench_app.command("attention")
+def attention(
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths to measure, separated by commas.")
+    ] = "512,1024,2048,4096,8192",
+    mechanisms: Annotated[
+        str | None, typer.Option(help="Mechanisms to measure, separated by commas; all of them unless given.")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
+    width: Annotated[int, typer.Option(min=1, help="Width of one head.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Look only at the past.")] = True,
+    backward: Annotated[
+        bool, typer.Option("--backward/--forward", help="Measure forward and backward, or forward alone.")
+    ] = False,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the table and the PNG.")] = Path(
+        "runs/bench-attention"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Time and memory of every attention mechanism against length, with the fitted exponent of each."""
+    wanted_lengths = _numbers(lengths, "--lengths")
+    from regard.experiments.bench_attention import bench_attention as measure
+    from regard.experiments.bench_attention import choose_contenders
+
+    wanted = None if mechanisms is None else split_commas(mechanisms)
+    try:
+        choose_contenders(wanted)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
+    if wanted == []:
+        raise typer.BadParameter("names no mechanism", param_hint="--mechanisms")
+
+    result = measure(
+        lengths=wanted_lengths,
+        mechanisms=wanted,
+        n_heads=heads,
+        d_head=width,
+        causal=causal,
+        backward=backward,
+        out=out,
+        progress=progress,
+    )
+    print_result(result, as_json)
+
+
+@bench_app.command("generate")
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run, a model directory, or a preset with random weights.",
+            autocompletion=completion.presets_or_models,
+        ),
+    ],
+    batch: Annotated[str, typer.Option(help="Prompts written at once, separated by commas.")] = "1,8",
+    beam: Annotated[str, typer.Option(help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",
+    weights: Annotated[str, typer.Option(help="fp32, bf16 or int8, separated by commas.")] = "fp32,int8",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt or a source.")] = 16,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 64,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How fast a model writes: time to the first token, time of each further one, tokens a second."""
+    batches, beams, kinds = _numbers(batch, "--batch"), _numbers(beam, "--beam"), split_commas(weights)
+    from regard import PRESETS, build
+    from regard.experiments.bench_generate import WEIGHTS, bench_generate
+
+    for kind in kinds:
+        if kind not in WEIGHTS:
+            raise typer.BadParameter(f"{kind!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
+    if model in PRESETS and not Path(model).exists():
+        opened = build(model).to(device_name(device))
+    else:
+        opened = open_model(model, device)
+    result = bench_generate(
+        opened.eval(),
+        model,
+        batches=batches,
+        beams=beams,
+        weights=kinds,  # type: ignore[arg-type]  # checked against WEIGHTS above
+        n_prompt=prompt,
+        n_new=new,
+        progress=progress,
+    )
+    print_result(result, as_json)
+
+
+if TYPE_CHECKING:
+    from regard.config import TrainConfig
+
+
+def cost(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A model preset, a run, or a model directory.", show_default=False)
+    ],
+    words: Words = None,
+    batch: Annotated[int, typer.Option(help="Texts or images at once.")] = 1,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a text, of the target beside a source.", show_default="max_len")
+    ] = None,
+    source_length: Annotated[int | None, typer.Option(help="Tokens of the source.", show_default="as many")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Show memory and time of a training step too.")] = False,
+    compare: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Another preset, run or directory to put beside it.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Whose speed and memory: h200, a100, rtx4090, … or cpu, measured.")
+    ] = "h200",
+    cache: Annotated[str, typer.Option(help="Numbers of the KV cache: fp32, bf16 or int8.")] = "bf16",
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a model costs: parameters, operations, memory, cache, and the least time a device can take for it.
+
+    Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
+    """
+    from regard.config.overrides import SECTIONS, check_section, parse_overrides
+    from regard.errors import UsageError
+
+    typed = parse_overrides(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
+    model = dict(typed.get("model", {}))
+    if "preset" in model:
+        raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")
+    check_section("train", typed.get("train", {}))
+    from regard.experiments.cost import cost as find
+    from regard.experiments.cost import resolve_model
+    from regard.experiments.cost_report import CostComparison, check_plot
+
+    if plot is not None:
+        check_plot(plot)
+
+    def found(name: str, fields: dict[str, Any]) -> Any:
+        recipe: TrainConfig = resolve_model(name, fields)[2]
+        return find(
+            name,
+            batch,
+            length,
+            source_length=source_length,
+            train=recipe.with_(**typed.get("train", {})),
+            device=device,
+            cache=cache,  # type: ignore[arg-type]  # checked there
+            **fields,
+        )
+
+    with usage_errors("batch", "length", "source_length", "device", "cache"):
+        first = found(config, model)
+        answer = first if compare is None else CostComparison(first, found(compare, {}))
+    if plot is not None:
+        progress(f"drawn: {first.draw(plot)}")
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        print(answer.to_text(training))

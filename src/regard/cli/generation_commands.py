@@ -1,0 +1,357 @@
+"""`regard generate`: what follows a prompt, or what a model writes about a source."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import completion
+from .options import (
+    AsJson,
+    Beam,
+    Device,
+    LengthPenalty,
+    MaxNewTokens,
+    ModelPath,
+    TextFile,
+    Truncate,
+    check_out,
+    one_line,
+    open_model,
+    print_json,
+    progress,
+    read_lines,
+    read_prompt,
+    refuse_images,
+    usage_errors,
+    without_none,
+)
+
+if TYPE_CHECKING:
+    from regard.generation import Drafted, Text, Texts
+    from regard.models import Model
+
+
+def generate(
+    model: ModelPath,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Or --file, or text piped in.", show_default=False)
+    ] = None,
+    file: TextFile = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Each line of the file or the pipe is a prompt.")] = False,
+    max_new_tokens: MaxNewTokens = None,
+    min_new_tokens: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Fewest new tokens.", show_default=False)
+    ] = None,
+    beam: Beam = None,
+    length_penalty: LengthPenalty = None,
+    n_best: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Texts for each prompt.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="Draw tokens, the flatter the higher.", show_default=False)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Draw among the K likeliest.", show_default=False)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Draw among the likeliest that have P.", show_default=False)
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Draw among those P times the likeliest.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same texts every time.", show_default=False)] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="R", help="Above 1 makes what was said less likely.", show_default=False)
+    ] = None,
+    no_repeat_ngram: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="No N tokens in a row come twice.", show_default=False)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; more than once.", show_default=False)
+    ] = None,
+    stop_token: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN", help="End at this token, a word or an id.", show_default=False)
+    ] = None,
+    bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKEN=X", help="Add X to a token's logit; -inf forbids it.", show_default=False),
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What every text starts with.", show_default=False)
+    ] = None,
+    truncate: Truncate = False,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A small model that guesses ahead.", show_default=False)
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens it guesses at a time.")] = 4,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end."""
+    prompts = read_lines(None if prompt is None else [prompt], file) if lines else [read_prompt(prompt, file)]
+    options = without_none(
+        **{"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "beam": beam, "n_best": n_best},
+        **{"length_penalty": length_penalty, "temperature": temperature, "top_k": top_k, "top_p": top_p},
+        **{"min_p": min_p, "seed": seed, "repetition_penalty": repetition_penalty, "prefix": prefix},
+        no_repeat_ngram=no_repeat_ngram,
+    )
+    from regard.generation import GenerateConfig
+
+    with usage_errors(*options):  # wrong ones are told at once
+        GenerateConfig(**{name: value for name, value in options.items() if name != "prefix"})
+    opened = open_model(model, device)
+    options |= {"truncate": truncate, **_by_token(opened, stop, stop_token, bias)}
+    if draft is not None:
+        options |= {"draft": open_model(draft, device), "draft_tokens": draft_tokens}
+    if len(prompts) == 1 and not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
+        _stream(opened, prompts[0], options, echo)
+        return
+    from regard.generation import generate as run
+
+    made = run(opened, prompts, **options)
+    if made.drafted is not None and not as_json:
+        progress(_worth(made.drafted))
+    if as_json:
+        print_json(document(model, prompts, made))
+    else:
+        _print(prompts, made, echo)
+
+
+def _by_token(
+    model: Model, stop: list[str] | None, stop_token: list[str] | None, bias: list[str] | None
+) -> dict[str, Any]:
+    """What names tokens, with the names looked up."""
+    from regard.errors import UsageError
+    from regard.generation.words import Words
+
+    words, found = Words(model), dict[str, Any]()
+    if stop or stop_token:
+        found["stop"] = [*(stop or ()), *(words.token(_id_or_word(token)) for token in stop_token or ())]
+    biases: dict[int | str, float] = {}
+    for typed in bias or ():
+        token, _, value = typed.rpartition("=")
+        try:
+            biases[_id_or_word(token)] = float(value)
+        except ValueError:
+            raise UsageError(f"--bias {typed!r} is not TOKEN=NUMBER") from None
+    return found | ({"logit_bias": biases} if biases else {})
+
+
+def _id_or_word(token: str) -> int | str:
+    return int(token) if token.isdecimal() else token
+
+
+def _stream(model: Model, prompt: str, options: dict[str, Any], echo: bool) -> None:
+    from regard.generation import stream
+
+    pieces = stream(model, prompt, **options)
+    first = next(pieces, "")  # what is wrong with the weights is said before anything is printed
+    sys.stdout.write(f"{prompt if echo else ''}{first}")
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _print(prompts: list[str], made: Texts, echo: bool) -> None:
+    for prompt, texts in zip(prompts, made.n_best, strict=True):
+        for text in texts:
+            score = f"{text.score:.4f}\t" if len(texts) > 1 else ""
+            print(f"{score}{prompt if echo else ''}{text.text}")
+
+
+def _worth(drafted: Drafted) -> str:
+    return f"draft: {drafted.accepted:,} of {drafted.proposed:,} guesses were right ({drafted.share:.1%})"
+
+
+def document(model: str, inputs: list[str], made: Texts) -> dict[str, Any]:
+    """Inputs and their texts, for machines."""
+    found: dict[str, Any] = {"model": str(model)}
+    if made.drafted is not None:
+        counts = made.drafted
+        found["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
+    found["results"] = [
+        {"input": text, **_fields(texts[0]), **({"n_best": [_fields(x) for x in texts]} if len(texts) > 1 else {})}
+        for text, texts in zip(inputs, made.n_best, strict=True)
+    ]
+    return found
+
+
+def _fields(text: Text) -> dict[str, Any]:
+    return {"text": text.text, "score": text.score, "finish": text.finish, "tokens": text.tokens}
+
+
+_ENGINES = ("torch", "onnx", "ctranslate2")
+_LINES_AT_ONCE = 512
+
+
+def translate(
+    model: ModelPath,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT", help="Or --file, or lines piped in.", show_default=False)
+    ] = None,
+    file: TextFile = None,
+    beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beams followed at a time.")] = 4,
+    length_penalty: LengthPenalty = None,
+    max_new_tokens: MaxNewTokens = None,
+    truncate: Truncate = False,
+    engine: Annotated[
+        str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES))
+    ] = "torch",
+    out: Annotated[
+        Path | None, typer.Option(metavar="F", help="Write the lines to this file.", show_default=False)
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Translate texts, or a file line by line; a blank line stays blank."""
+    from regard.errors import UsageError
+    from regard.generation import GenerateConfig
+
+    if engine not in _ENGINES:
+        raise UsageError(f"--engine {engine} is none of {', '.join(_ENGINES)}")
+    if texts and not all(text.strip() for text in texts):
+        raise UsageError("a text to translate is empty")
+    options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens, truncate=truncate)
+    with usage_errors(*options):  # wrong ones are told before a model is opened
+        GenerateConfig(**options)
+    check_out(out)
+    lines = read_lines(texts, file)
+    run = _torch(model, device, options) if engine == "torch" else _engine(model, engine, options)
+    run([line for line in lines if line.strip()], True)  # nothing is written where one of them is refused
+    made: list[str] = []
+    scores: list[float | None] = []
+    stream = not (texts or as_json or out is not None)
+    for start in range(0, len(lines), _LINES_AT_ONCE):
+        part = lines[start : start + _LINES_AT_ONCE]
+        answers = run(asked, False) if (asked := [line for line in part if line.strip()]) else []
+        texts_of, scores_of = iter(answers), iter(getattr(answers, "scores", ()))
+        made += [one_line(next(texts_of)) if line.strip() else "" for line in part]
+        scores += [next(scores_of, None) if line.strip() else None for line in part]
+        if stream:
+            _write_lines(made[start:])
+        if not texts:
+            progress(f"{len(made):,} of {len(lines):,} lines")
+    if out is not None:
+        from regard.foundation.files import write_atomic
+
+        write_atomic(out, "".join(f"{line}\n" for line in made).encode())
+    if as_json:
+        rows = zip(lines, made, scores, strict=True)
+        results = [{"input": line, "text": text, "score": score} for line, text, score in rows]
+        print_json({"model": model, "engine": engine, "results": results})
+    elif out is None and not stream:
+        _write_lines(made)
+
+
+Run = Callable[[list[str], bool], list[str]]
+"""Texts to their translations; or only a look whether all of them can be translated."""
+
+
+def _torch(path: str, device: str, options: dict[str, Any]) -> Run:
+    from regard.generation import check_texts
+    from regard.generation import translate as run
+    from regard.generation.texts import check_translates
+
+    model = open_model(path, device)
+    check_translates(model)
+
+    def answer(texts: list[str], only_check: bool) -> list[str]:
+        if only_check:
+            check_texts(model, texts, options["truncate"])
+            return []
+        return run(model, texts, **options)
+
+    return answer
+
+
+def _engine(path: str, name: str, options: dict[str, Any]) -> Run:
+    """An exported model by another runtime, searched as the torch engine searches where it can be."""
+    from regard.errors import RegardError
+    from regard.generation.prompts import sources_of
+
+    if (Path(path) / "run.json").is_file():
+        raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
+    try:
+        opened = importlib.import_module("regard.export.engines").open_engine(path, name)
+    except ImportError as error:
+        needed = f"--engine {name} needs {error.name or error}, which is not installed"
+        raise RegardError(f'{needed}: pip install "regard[export]"') from None
+
+    def answer(texts: list[str], only_check: bool) -> list[str]:
+        if not only_check:
+            return opened.translate(texts, **options, early_stopping=False)
+        if texts:
+            rows = [opened.tokenizer("source").encode(text) for text in texts]
+            sources_of(rows, None, opened.config, options["truncate"])
+        return []
+
+    return answer
+
+
+def _write_lines(lines: list[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def classify(
+    model: ModelPath,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT_OR_IMAGE", help="Or --file, or lines piped in.", show_default=False),
+    ] = None,
+    file: TextFile = None,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Classes to show, likeliest first.")] = 1,
+    truncate: Truncate = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """The class of each text, or of each image file: one line for each, the class and its probability."""
+    given = read_lines(inputs, file)
+    from regard.generation import classify as run
+    from regard.generation.classes import check_classifies
+
+    opened = open_model(model, device)
+    check_classifies(opened)
+    refuse_images(opened, given)
+    found = run(opened, given, truncate=truncate) if given else []
+    if as_json:
+        results = [
+            {"input": text, "label": one.label, "probability": one.probability, "all": one.all}
+            for text, one in zip(given, found, strict=True)
+        ]
+        print_json({"model": model, "results": results})
+        return
+    for one in found:
+        print("\t".join(f"{label}\t{chance:.4f}" for label, chance in list(one.all.items())[:top]))
+
+
+def caption(
+    model: ModelPath,
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Image files.", show_default=False)],
+    beam: Beam = None,
+    length_penalty: LengthPenalty = None,
+    max_new_tokens: MaxNewTokens = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """A caption for each image file, one line each; with several, the file's name before it."""
+    from regard.generation import GenerateConfig
+    from regard.generation import caption as run
+
+    options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
+    with usage_errors(*options):
+        GenerateConfig(**options)
+    made = run(open_model(model, device), images, **options)
+    if as_json:
+        print_json(document(model, images, made))
+        return
+    for image, text in zip(images, made, strict=True):
+        print(f"{image}\t{one_line(text)}" if len(images) > 1 else one_line(text))

@@ -1,0 +1,167 @@
+"""`regard train` and `regard eval`: a run from words, a config file or a checkpoint, and how good it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from regard.errors import UsageError
+
+from . import completion
+from .options import AsJson, Device, Words, print_json, print_result, progress, without_none
+
+Style = Literal["auto", "json", "quiet"]
+# A resumed run is the same run: only how far it goes and how often it reports may change.
+MAY_CHANGE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
+
+
+def train(
+    ctx: typer.Context,
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TASK",
+            help="translate, lm, mlm, classify, classify-images or caption.",
+            show_default=False,
+            autocompletion=completion.tasks,
+        ),
+    ] = None,
+    words: Words = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from this recipe; --list shows them.", autocompletion=completion.recipes)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read fields from a .yaml, .toml or .json file; words override it."),
+    ] = None,
+    save_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every field of the run to this file, then train.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with the run in this directory.", autocompletion=completion.models),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only the answer at the end.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="Show tasks, presets and models, and exit.")] = False,
+    list_fields: Annotated[
+        bool, typer.Option("--fields", help="Show every data., model. and train. field with its default, and exit.")
+    ] = False,
+) -> None:
+    """Train a model: regard train translate data=pairs.tsv train.steps=2000 model.n_layers=4.
+
+    Fields are section.field=value words; data=SOURCE is short for data.source=SOURCE, model=NAME takes a model preset.
+    `regard train --fields` lists every field, `regard train --list` tasks and presets.
+    """
+    if list_recipes or list_fields:
+        _print_list(list_recipes, as_json)
+        return
+    arguments = [*([] if task is None else [task]), *(words or [])]
+    style: Style = "quiet" if quiet else "json" if as_json else "auto"
+    if resume is not None:
+        options = {"--preset": preset, "--config": config, "--save-config": save_config}
+        for option in (name for name, value in options.items() if value is not None):
+            raise UsageError(f"--resume goes on with the run's own recipe; {option} cannot change it")
+        _resume(resume, arguments, style, as_json)
+        return
+    from regard.recipes import TASKS, run_config
+
+    has_task = bool(arguments) and "=" not in arguments[0]
+    if not has_task and preset is None and config is None:
+        raise UsageError(f"a task comes first: regard train TASK, one of {', '.join(TASKS)}")
+    typed_task, overrides = (arguments[0], arguments[1:]) if has_task else (None, arguments)
+    run = run_config(typed_task, overrides, preset=preset, config_file=config)
+    if save_config is not None:
+        from regard.config.config_file import save_config_file
+
+        save_config_file(save_config, run)
+        progress(f"wrote {save_config}")
+    from regard.training.trainer import train as train_run
+
+    _print_once(train_run(run, style=style, command=ctx.obj.command), as_json)
+
+
+def _resume(run: str, words: list[str], style: Style, as_json: bool) -> None:
+    from regard.config.overrides import SECTIONS, check_section, parse_overrides
+
+    if words and "=" not in words[0]:
+        raise UsageError(f"--resume RUN knows its task: leave out {words[0]!r}")
+    overrides: dict[str, Any] = parse_overrides(words, sections={"train": SECTIONS["train"]}).get("train", {})
+    for field in overrides:
+        if field not in MAY_CHANGE:
+            allowed = ", ".join(f"train.{name}" for name in MAY_CHANGE)
+            raise UsageError(f"train.{field} cannot change in a resumed run; {allowed} can")
+    check_section("train", overrides)
+    from regard.training.trainer import resume
+
+    _print_once(resume(run, style=style, **overrides), as_json)
+
+
+def _print_once(result: Any, as_json: bool) -> None:
+    """Of the processes torchrun started, only the first prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print_result(result, as_json)
+
+
+def _print_list(recipes: bool, as_json: bool) -> None:
+    from regard.config.overrides import fields_to_dict, fields_to_text
+    from regard.recipes import recipes_to_dict, recipes_to_text
+
+    if as_json:
+        print_json(recipes_to_dict() if recipes else fields_to_dict())
+    else:
+        print(recipes_to_text() if recipes else fields_to_text())
+
+
+def evaluate(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_DIR", help="A run, RUN@STEP, or a model directory.", autocompletion=completion.models
+        ),
+    ],
+    words: Words = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Compare with this run or directory by paired bootstrap.",
+            autocompletion=completion.models,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for the output of every example and the worst cases.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="Which examples: valid, another set the source holds out, all of those, or train.")
+    ] = "valid",
+    beam: Annotated[int | None, typer.Option(min=1, help="Beam width; as in training unless given.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Length penalty; as in training unless given.", show_default=False)
+    ] = None,
+    stride: Annotated[int | None, typer.Option(min=1, help="Move the window of perplexity by so many tokens.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many examples.")] = None,
+    device: Device = "auto",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16: of the loss's matrix products.", show_default="fp32")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Metrics on held-out data: the run's own, or data.source=… and other data.* words."""
+    from regard.config import DataConfig
+    from regard.config.overrides import parse_overrides
+    from regard.foundation.device import DEVICES
+
+    data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
+    if device not in DEVICES:
+        raise UsageError(f"--device {device} is none of {', '.join(DEVICES)}")
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise UsageError(f"--precision {precision} is none of fp32, bf16, fp16")
+    from regard.training.evaluating import evaluate as run
+
+    decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
+    options = {**without_none(against=against, out=out), **decoding}
+    print_result(run(path, data, split=split, device=device, **options), as_json)
