@@ -31,8 +31,8 @@ from torch import Tensor
 
 from regard import build
 from regard.generation import GenerateConfig, generate
-from regard.generation.captured import Writer
-from regard.generation.steps import TorchParts
+from regard.generation.cuda_graph import GraphDecoder
+from regard.generation.decode_step import TorchOps
 from regard.models import Decoder
 
 BARS = {1: 3_000, 64: 90_000}
@@ -168,7 +168,7 @@ def forced(exact: Decoder, low: Decoder, text: Tensor, rows: int, args: argparse
     tokens = torch.tensor(some(text, rows, length, seed=2), device=args.device)
     told = torch.cat([exact(part).float() for part in tokens.split(8)])
     passes = torch.cat([low(part).float() for part in tokens.split(8)])
-    writer = Writer(low, rows, length)
+    writer = GraphDecoder(low, rows, length)
     step = writer.logits()
     writer.state.begin(torch.zeros_like(writer.state.lengths), torch.full_like(writer.state.last, length - 1))
     made = torch.empty_like(told)
@@ -216,7 +216,7 @@ def profile(low: Decoder, rows: int, args: argparse.Namespace) -> dict[str, Any]
     if torch.device(args.device).type != "cuda":
         return {}
     with torch.no_grad():
-        writer = Writer(low, rows, 512)
+        writer = GraphDecoder(low, rows, 512)
         step = writer.chooser(GenerateConfig(), None)
         writer.state.begin(torch.full_like(writer.state.lengths, 300), torch.full_like(writer.state.last, 511))
         for _ in range(3):
@@ -239,7 +239,9 @@ def profile(low: Decoder, rows: int, args: argparse.Namespace) -> dict[str, Any]
 # ---- other ways to do the same
 
 
-def stepping(args: argparse.Namespace, rows: int, make: Callable[[], Writer], n_prompt: int = 16) -> dict[str, Any]:
+def stepping(
+    args: argparse.Namespace, rows: int, make: Callable[[], GraphDecoder], n_prompt: int = 16
+) -> dict[str, Any]:
     """Captured steps alone, from a context of 16 to 512."""
     with torch.no_grad():
         started = synchronised(args)
@@ -266,11 +268,11 @@ def variants(args: argparse.Namespace, report: Report) -> None:
             if (rows, form) != (64, "few"):
                 report.attempt(
                     f"{form} + kernels, batch {rows}",
-                    lambda rows=rows, form=form: stepping(args, rows, lambda: Writer(low, rows, 512, form=form)),
+                    lambda rows=rows, form=form: stepping(args, rows, lambda: GraphDecoder(low, rows, 512, form=form)),
                 )
         report.attempt(
             f"plain + torch sdpa, batch {rows}",
-            lambda rows=rows: stepping(args, rows, lambda: Writer(low, rows, 512, form="plain", parts=TorchParts)),
+            lambda rows=rows: stepping(args, rows, lambda: GraphDecoder(low, rows, 512, form="plain", parts=TorchOps)),
         )
     if torch.device(args.device).type == "cuda":
         tiles(args, report, low)
@@ -287,14 +289,14 @@ def tiles(args: argparse.Namespace, report: Report, low: Decoder) -> None:
         for tile in several:
             decoding.attention_tile = lambda _, tile=tile: tile
             name = f"attention tile {tile}, batch {rows}"
-            report.attempt(name, lambda rows=rows: stepping(args, rows, lambda: Writer(low, rows, 512)))
+            report.attempt(name, lambda rows=rows: stepping(args, rows, lambda: GraphDecoder(low, rows, 512)))
     decoding.attention_tile = attention
     for scale in ((2, 2), (2, 4), (4, 2), (8, 4), (8, 8)):  # of the products inside layers; the head keeps its own
         decoding.linear_tile = lambda n, scale=scale: scale if n <= 8192 else linear(n)
-        report.attempt(f"product tile {scale}, batch 1", lambda: stepping(args, 1, lambda: Writer(low, 1, 512)))
+        report.attempt(f"product tile {scale}, batch 1", lambda: stepping(args, 1, lambda: GraphDecoder(low, 1, 512)))
     for tile in ((8, 4), (16, 4), (32, 8)):
         decoding.linear_tile = lambda n, tile=tile: tile if n > 8192 else linear(n)
-        report.attempt(f"head tile {tile}, batch 1", lambda: stepping(args, 1, lambda: Writer(low, 1, 512)))
+        report.attempt(f"head tile {tile}, batch 1", lambda: stepping(args, 1, lambda: GraphDecoder(low, 1, 512)))
     decoding.linear_tile = linear
 
 
@@ -319,7 +321,7 @@ def compiled(args: argparse.Namespace, report: Report) -> None:
         inductor.coordinate_descent_tuning = rows == 1  # products with one row become kernels of its own making
         report.attempt(
             f"inductor + kernel, batch {rows}",
-            lambda rows=rows: stepping(args, rows, lambda: Writer(low, rows, 512, form="plain", compile=True)),
+            lambda rows=rows: stepping(args, rows, lambda: GraphDecoder(low, rows, 512, form="plain", compile=True)),
         )
         torch._dynamo.reset()
 

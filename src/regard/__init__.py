@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from .experiments import ablate
     from .experiments.cost import Cost, cost
     from .generation import caption, classify
-    from .generation.stream import stream
-    from .generation.texts import generate, translate
+    from .generation.text_generation import generate, stream, translate
     from .io import load
     from .lens.look import Look, look
     from .models import Model

@@ -21,10 +21,10 @@ from regard.config import ModelConfig
 from regard.errors import BadModelFile, RegardError
 from regard.export.onnx import FOLDER, export_onnx, open_onnx
 from regard.export.onnx_running import OnnxModel
-from regard.generation import Search, generate, stream_tokens, walk
-from regard.generation.config import GenerateConfig
-from regard.generation.engine import engine_for
-from regard.generation.prompts import prompts_of
+from regard.generation import BeamSearch, decode_loop, generate, stream_tokens
+from regard.generation.cached_engine import engine_for
+from regard.generation.generation_config import GenerateConfig
+from regard.generation.prompts import pad_prompts
 from regard.models import Decoder, EncoderDecoder, Model, Recurrent, build
 from regard.presets import PRESETS
 
@@ -226,14 +226,14 @@ def test_greedy_and_beam_texts_are_identical(name: str) -> None:
 def test_the_searches_themselves_run_over_it() -> None:
     model, graph = both("llama")
     rows, config = [[5, 6, 7], [8]], GenerateConfig(beam=3, max_new_tokens=6)
-    given = prompts_of(rows, model.config, config, torch.device("cpu"))
+    given = pad_prompts(rows, model.config, config, torch.device("cpu"))
     with torch.no_grad():
         ours, theirs = (
-            [text[0].tokens for text in Search(engine_for(m, None), config, 2).run(given)] for m in (graph, model)
+            [text[0].tokens for text in BeamSearch(engine_for(m, None), config, 2).run(given)] for m in (graph, model)
         )
         assert ours == theirs
         greedy = GenerateConfig(max_new_tokens=6)
-        steps = [list(walk(engine_for(m, None), given, greedy, 2)) for m in (graph, model)]
+        steps = [list(decode_loop(engine_for(m, None), given, greedy, 2)) for m in (graph, model)]
     assert [s.tokens.tolist() for s in steps[0]] == [s.tokens.tolist() for s in steps[1]]
 
 

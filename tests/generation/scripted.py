@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.generation import GenerateConfig, Search
-from regard.generation.beam import Found
-from regard.generation.engine import Engine
+from regard.generation import BeamSearch, GenerateConfig
+from regard.generation.beam_search import FinishedText
+from regard.generation.cached_engine import DecodingEngine
 from regard.generation.prompts import Prompts
 
 
@@ -32,7 +32,7 @@ class Script:
         return torch.tensor(self.logits(text)).log_softmax(-1).tolist()
 
 
-class ScriptEngine(Engine):
+class ScriptEngine(DecodingEngine):
     """The script behind the interface of an engine."""
 
     def __init__(self, script: Script, static: bool = False) -> None:
@@ -64,9 +64,9 @@ def prompts(texts: list[list[int]], limits: list[int]) -> Prompts:
 
 def search(
     script: Script, texts: list[list[int]], limit: int, static: bool = False, **fields: Any
-) -> list[list[Found]]:
+) -> list[list[FinishedText]]:
     config = GenerateConfig(max_new_tokens=limit, **fields)
-    return Search(ScriptEngine(script, static), config, script.eos_id).run(prompts(texts, [limit] * len(texts)))
+    return BeamSearch(ScriptEngine(script, static), config, script.eos_id).run(prompts(texts, [limit] * len(texts)))
 
 
 @dataclass
@@ -94,7 +94,7 @@ def by_hand(script: Script, prompt: list[int], limit: int, **fields: Any) -> lis
             for _, score, text in ranked[:size]:
                 if group.open and (_ends(text, script, config) or n_new == limit):
                     first = config.ended_first and _ends(text, script, config)
-                    group.pool.append((first, score / config.penalty(n_new), text))
+                    group.pool.append((first, score / config.length_penalty_at(n_new), text))
             group.pool = sorted(group.pool, reverse=True)[:size]
             group.beams = [(text, score) for _, score, text in ranked if not _ends(text, script, config)][:size]
             if group.open:
@@ -118,4 +118,4 @@ def _worth_it(group: _Group, n_new: int, limit: int, size: int, config: Generate
         return False
     length = limit if config.early_stopping == "never" and config.length_penalty > 0 else n_new
     best = max((score for _, score in group.beams), default=-math.inf)
-    return best / config.penalty(length) > group.pool[-1][1]
+    return best / config.length_penalty_at(length) > group.pool[-1][1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.generation import PAPER, GenerateConfig, Search
+from regard.generation import PAPER, BeamSearch, GenerateConfig
 from regard.generation.generate import generate
 
 from .scripted import Script, ScriptEngine, by_hand, prompts, search
@@ -134,7 +134,7 @@ def test_limits_are_each_rows_own() -> None:
         script = Script(number)
         config = GenerateConfig(max_new_tokens=6, **{name: x for name, x in fields.items() if name != "limit"})
         for static in (False, True):
-            found = Search(ScriptEngine(script, static), config, EOS).run(prompts(texts, limits))
+            found = BeamSearch(ScriptEngine(script, static), config, EOS).run(prompts(texts, limits))
             for text, limit, got in zip(texts, limits, found, strict=True):
                 close(got, by_hand(script, text, **{**fields, "limit": limit}))
 
@@ -157,6 +157,6 @@ def test_the_steps_hold_all_that_the_search_had(groups: int) -> None:
             beams = {beam: text for text, (beam, *_) in zip(texts_now, kept, strict=True) if beam is not None}
         for text in hypotheses:
             whole = reached[tuple(text.tokens)]
-            assert whole / config.penalty(len(text.tokens)) == pytest.approx(text.score, abs=1e-5)
+            assert whole / config.length_penalty_at(len(text.tokens)) == pytest.approx(text.score, abs=1e-5)
         ways = {tuple(text.tokens[:n]) for text in hypotheses for n in range(1, len(text.tokens) + 1)}
         assert ways < set(reached)

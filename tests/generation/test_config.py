@@ -69,9 +69,9 @@ def test_a_single_stop_token_is_a_sequence_of_one() -> None:
 
 
 def test_penalties() -> None:
-    assert GenerateConfig(length_penalty=2.0).penalty(3) == 9.0
-    assert GenerateConfig(**PAPER).penalty(13) == pytest.approx(3.0**0.6)
-    assert GenerateConfig(**PAPER).penalty(1) == 1.0
+    assert GenerateConfig(length_penalty=2.0).length_penalty_at(3) == 9.0
+    assert GenerateConfig(**PAPER).length_penalty_at(13) == pytest.approx(3.0**0.6)
+    assert GenerateConfig(**PAPER).length_penalty_at(1) == 1.0
 
 
 def test_a_config_is_frozen_and_changed_by_copy() -> None:

@@ -18,12 +18,11 @@ from models.small import small
 from regard.attention.taps import record
 from regard.config import RopeScalingConfig
 from regard.generation import Generated, cuda_graph, generate, stream_tokens
-from regard.generation.captured import Captured, Writer
-from regard.generation.config import GenerateConfig
-from regard.generation.cuda_graph import GraphedEngine, can_capture, forget
-from regard.generation.prompts import prompts_of
-from regard.generation.start import start
-from regard.generation.steps import OneToken, State, TorchParts, can_join, why_not
+from regard.generation.cuda_graph import CapturedStep, CudaGraphEngine, GraphDecoder, can_capture, release_captures
+from regard.generation.decode_step import DecodeState, DecodeStep, TorchOps, can_join, capture_obstacle
+from regard.generation.generate import prepare
+from regard.generation.generation_config import GenerateConfig
+from regard.generation.prompts import pad_prompts
 from regard.models import Decoder
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -67,8 +66,8 @@ def decoder(name: str, **fields: Any) -> Decoder:
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but without capture."""
-    as_on_cuda = lambda model: model not in cuda_graph._refused and why_not(model) is None  # noqa: E731
-    monkeypatch.setattr("regard.generation.start.can_capture", as_on_cuda)
+    as_on_cuda = lambda model: model not in cuda_graph._refused and capture_obstacle(model) is None  # noqa: E731
+    monkeypatch.setattr("regard.generation.generate.can_capture", as_on_cuda)
 
 
 def texts(made: Generated) -> list[list[tuple[list[int], str]]]:
@@ -86,10 +85,10 @@ def same(one: Generated, other: Generated) -> None:
 
 def steps_of(model: Decoder, form: Any, parts: Any, n: int = 4) -> tuple[Tensor, Tensor]:
     """Logits (n, R, V) of n given tokens a row after ragged prompts: by the step, and by whole texts."""
-    prompts = prompts_of(PROMPTS, model.config, GenerateConfig(max_new_tokens=n + 1), model.device)
+    prompts = pad_prompts(PROMPTS, model.config, GenerateConfig(max_new_tokens=n + 1), model.device)
     given = torch.randint(3, 31, (n, len(PROMPTS)), generator=torch.Generator().manual_seed(1)).to(model.device)
     with torch.no_grad():
-        writer = Writer(model, len(PROMPTS), 12, form=form, parts=parts)
+        writer = GraphDecoder(model, len(PROMPTS), 12, form=form, parts=parts)
         model.hidden(prompts.tokens, positions=prompts.positions, cache=writer.cache)
         lengths = torch.tensor([len(row) for row in PROMPTS], device=model.device)
         writer.state.begin(lengths, lengths + n)
@@ -112,7 +111,7 @@ def test_every_form_of_the_step_is_the_model(which: str, form: str) -> None:
     name, fields = FORMS[which]
     model = decoder(name, **fields).double()
     assert can_join(model)
-    made, whole = steps_of(model, form, TorchParts)
+    made, whole = steps_of(model, form, TorchOps)
     torch.testing.assert_close(made, whole.to(made.dtype), rtol=1e-6 if form == "few" else 1e-9, atol=1e-6)
 
 
@@ -120,10 +119,10 @@ def test_every_form_of_the_step_is_the_model(which: str, form: str) -> None:
 def test_other_layers_keep_their_own_order(which: str) -> None:
     name, fields = ONLY_PLAIN[which]
     model = decoder(name, **fields).double()
-    made, whole = steps_of(model, None, TorchParts)
+    made, whole = steps_of(model, None, TorchOps)
     torch.testing.assert_close(made, whole)
     with pytest.raises(ValueError, match="form='few' needs plain pre-norm layers"):
-        steps_of(model, "few", TorchParts)
+        steps_of(model, "few", TorchOps)
 
 
 @pytest.mark.parametrize(
@@ -141,16 +140,16 @@ def test_other_layers_keep_their_own_order(which: str) -> None:
 )
 def test_what_cannot_be_written_out_says_why(fields: dict[str, Any]) -> None:
     model = decoder("gpt2", **fields)
-    why = why_not(model)
+    why = capture_obstacle(model)
     assert why is not None
     cache = model.new_cache(1, 8)
     with pytest.raises(ValueError, match=why):
-        OneToken(model, cache, State.empty(1, 8, model.device))
-    assert why_not(small("transformer-base")) is not None
+        DecodeStep(model, cache, DecodeState.empty(1, 8, model.device))
+    assert capture_obstacle(small("transformer-base")) is not None
 
 
 def test_rows_that_are_done_stay_at_their_last_place() -> None:
-    state = State.empty(2, 4, torch.device("cpu"))
+    state = DecodeState.empty(2, 4, torch.device("cpu"))
     state.begin(torch.tensor([3, 7]), torch.tensor([4, 9]))
     for _ in range(3):
         state.advance()
@@ -159,7 +158,7 @@ def test_rows_that_are_done_stay_at_their_last_place() -> None:
 
 def test_a_capture_without_cuda_is_the_function() -> None:
     count = torch.zeros(1)
-    step = Captured(lambda: count.add_(1), torch.device("cpu"))
+    step = CapturedStep(lambda: count.add_(1), torch.device("cpu"))
     assert [float(step() or 0) for _ in range(3)] == [1, 2, 3]  # not warmed up
 
 
@@ -184,9 +183,9 @@ def test_the_writer_is_used_again_until_the_weights_move() -> None:
     model = decoder("gpt2").double()
     config = GenerateConfig(cache="static", max_new_tokens=4)
 
-    def writer() -> Writer:
-        engine, prompts = start(model, cuda_graph_given(PROMPTS), config)
-        assert isinstance(engine, GraphedEngine)
+    def writer() -> GraphDecoder:
+        engine, prompts = prepare(model, cuda_graph_given(PROMPTS), config)
+        assert isinstance(engine, CudaGraphEngine)
         with torch.no_grad():
             engine.prefill(prompts)
         assert engine.writer is not None
@@ -203,14 +202,14 @@ def test_the_writer_is_used_again_until_the_weights_move() -> None:
     assert writer() is first
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     assert writer() is not first
-    forget(model)
+    release_captures(model)
     assert model not in cuda_graph._writers
 
 
 def cuda_graph_given(rows: list[list[int]]) -> Any:
-    from regard.generation.start import Given
+    from regard.generation.generate import ModelInputs
 
-    return Given(rows, None)
+    return ModelInputs(rows, None)
 
 
 @pytest.mark.usefixtures("graphed")
@@ -242,7 +241,7 @@ def test_captured_steps_and_others_go_together() -> None:
     prompt, after = [5, 6, 7], [8, 9, 10, 11, 12]
     with torch.no_grad():
         whole = model(torch.tensor([[*prompt, *after]]))[0, 2:].float()
-        engine, prompts = start(model, cuda_graph_given([prompt, prompt]), config)
+        engine, prompts = prepare(model, cuda_graph_given([prompt, prompt]), config)
         made = [engine.prefill(prompts)]
         made.append(engine.decode_one_token(torch.tensor([8, 8])))
         made += engine.decode_tokens(torch.tensor([[9, 13], [9, 13]])).unbind(1)[:1]
@@ -332,17 +331,17 @@ def test_the_kernel_of_attention(
     held = [draw(rows, groups, slots, width, device=device, dtype=dtype, seed=s) for s in (3, 4)]
     lengths = torch.tensor([(0, 1, 63, 64, 299, 120, 256)[row % 7] for row in range(rows)], device=device)
     results = {}
-    for parts, wide in ((kernels(), dtype), (TorchParts, dtype), (TorchParts, torch.float64)):
+    for parts, wide in ((kernels(), dtype), (TorchOps, dtype), (TorchOps, torch.float64)):
         inputs = [x.to(wide) for x in (q, k, v)]
         own = [x.clone().to(wide) for x in held]
         for row, length in enumerate(lengths.tolist()):  # what lies beyond must not be read
             for x in own:
-                x[row, :, length + 1 :] = float("nan") if parts is not TorchParts else 0
+                x[row, :, length + 1 :] = float("nan") if parts is not TorchOps else 0
         results[parts, wide] = parts.attend_one(*inputs, *own, lengths, 0.2)
         for row, length in enumerate(lengths.tolist()):
             assert torch.equal(own[0][row, :, length], inputs[1][row])
             assert torch.equal(own[1][row, :, length], inputs[2][row])
-    near(results[kernels(), dtype], results[TorchParts, dtype], results[TorchParts, torch.float64])
+    near(results[kernels(), dtype], results[TorchOps, dtype], results[TorchOps, torch.float64])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -370,10 +369,10 @@ def test_the_kernel_of_a_product(
     given = None if norm is None else (norm, gain, shift if norm == "layer" else None, 1e-5)
     options = {"activation": activation, "residual": residual}
     wide = None if given is None else (norm, *(None if x is None else x.double() for x in given[1:3]), 1e-5)
-    exact = TorchParts.linear(
+    exact = TorchOps.linear(
         x.double(), weight.double(), bias.double(), norm=wide, activation=activation, residual=residual.double()
     )
-    ours, plain = (parts.linear(x, weight, bias, norm=given, **options) for parts in (kernels(), TorchParts))
+    ours, plain = (parts.linear(x, weight, bias, norm=given, **options) for parts in (kernels(), TorchOps))
     assert ours.dtype == dtype
     near(ours, plain, exact)
 
@@ -388,11 +387,11 @@ def test_the_kernel_of_residual_and_norm(device: str, dtype: torch.dtype, kind: 
     gain, shift = (draw(200, device=device, dtype=dtype, seed=s) for s in (3, 4))
     norm = (kind, gain, shift if kind == "layer" else None, 1e-5)
     total, normed = kernels().add_norm(x, y, bias, norm)
-    plain = TorchParts.add_norm(x, None if y is None else y.to(dtype), bias, norm)
+    plain = TorchOps.add_norm(x, None if y is None else y.to(dtype), bias, norm)
     exact = x.double() if y is None else x.double() + y.double().sum(0) + bias.double()
     near(total, plain[0], exact)
     wide: Any = (kind, *(None if p is None else p.double() for p in norm[1:3]), 1e-5)
-    near(normed, plain[1], TorchParts.add_norm(total.double(), None, None, wide)[1])
+    near(normed, plain[1], TorchOps.add_norm(total.double(), None, None, wide)[1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -405,8 +404,8 @@ def test_the_kernel_of_a_product_of_many_rows(device: str, rows: int, k: int, n:
     dtype = DTYPES[-1]
     x, weight = (draw(r, k, device=device, dtype=dtype, seed=r) for r in (rows, n))
     weight, bias = weight / k**0.5, draw(n, device=device, dtype=dtype, seed=5)
-    exact = TorchParts.product(x.double(), weight.double(), bias.double(), activation)
-    ours, plain = (parts.product(x, weight, bias, activation) for parts in (kernels(), TorchParts))
+    exact = TorchOps.product(x.double(), weight.double(), bias.double(), activation)
+    ours, plain = (parts.product(x, weight, bias, activation) for parts in (kernels(), TorchOps))
     near(ours, plain, exact)
     pieces = kernels().product_in_parts(x, weight)
     torch.testing.assert_close(pieces.double().sum(0), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
@@ -419,7 +418,7 @@ def test_the_kernel_of_embeddings(device: str, dtype: torch.dtype, places: bool)
     table, rows = draw(50, 40, device=device, dtype=dtype), draw(12, 40, device=device, dtype=dtype, seed=1)
     tokens, lengths = torch.tensor([3, 49, 0], device=device), torch.tensor([9, 0, 4], device=device)
     ours, plain = (
-        parts.embed(tokens, lengths, table, 1.0, rows if places else None, 2) for parts in (kernels(), TorchParts)
+        parts.embed(tokens, lengths, table, 1.0, rows if places else None, 2) for parts in (kernels(), TorchOps)
     )
     assert torch.equal(ours, plain)
 
@@ -434,13 +433,13 @@ def test_the_kernel_of_the_greedy_choice(device: str, dtype: torch.dtype, vocab:
     logits[2] = float("-inf")
     logits[2, 11] = 1.0
     states = []
-    for parts in (kernels(), TorchParts):
-        state = State.empty(4, 6, torch.device(device))
+    for parts in (kernels(), TorchOps):
+        state = DecodeState.empty(4, 6, torch.device(device))
         state.begin(torch.tensor([3, 4, 5, 6]), torch.tensor([9, 4, 9, 9]))
         state.steps.copy_(torch.tensor([0, 1, 2, 5]))
         parts.settle_greedy(logits, *state, advance)
         states.append(state)
-    for name, ours, plain in zip(State._fields, *states, strict=True):
+    for name, ours, plain in zip(DecodeState._fields, *states, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
     assert states[0].tokens[1:3].tolist() == [7, 11]
 
@@ -500,7 +499,7 @@ class TestCuda:
             told = exact(tokens).float()
             low = wide_model().cuda().bfloat16()
             eager = low(tokens).float()
-            writer = Writer(low, rows, 48)
+            writer = GraphDecoder(low, rows, 48)
             writer.state.begin(torch.zeros_like(writer.state.lengths), torch.full_like(writer.state.last, 47))
             made = []
             for column in tokens.unbind(1):

@@ -12,7 +12,8 @@ from models.small import DECODING, small, source_of
 from regard.attention.taps import record
 from regard.config import RopeScalingConfig
 from regard.generation import GenerateConfig, Generated, generate
-from regard.generation.start import read, start
+from regard.generation.generate import prepare
+from regard.generation.prompts import read_inputs
 from regard.models import Decoder, EncoderDecoder, Model, Recurrent
 
 N_NEW = 7
@@ -66,14 +67,14 @@ def texts(made: Generated) -> list[list[tuple[list[int], str]]]:
 def by_the_whole_text(model: Model, item: Any, target: list[int]) -> list[int]:
     """Greedy, with every step computed from the beginning and no cache."""
     text: list[int] = list(item) if isinstance(model, Decoder) else list(target)
-    start = len(text)
+    prepare = len(text)
     for _ in range(N_NEW):
         source = torch.as_tensor(item)[None]
         logits = model(torch.tensor([text])) if isinstance(model, Decoder) else model(source, torch.tensor([text]))
         text.append(int(logits[0, -1].argmax()))
         if text[-1] == model.config.eos_id:
             break
-    return text[start:]
+    return text[prepare:]
 
 
 def check(model: Model, whole: bool = True) -> None:
@@ -148,7 +149,7 @@ def test_prefill_and_decode_one_token_are_a_forward_pass(cache: str) -> None:
     items = inputs_for(model)
     config = GenerateConfig(cache=cache, max_new_tokens=4)
     with torch.no_grad():
-        engine, prompts = start(model, read(model, items, config), config)
+        engine, prompts = prepare(model, read_inputs(model, items, config), config)
         logits = [engine.prefill(prompts), *(engine.decode_one_token(torch.tensor(t)) for t in ([3, 4, 5], [6, 7, 8]))]
         engine.select(torch.tensor([2, 0, 1]))
         logits.append(engine.decode_one_token(torch.tensor([9, 9, 9])))

@@ -9,11 +9,12 @@ import torch
 
 from models.small import DECODING, small
 from regard.attention.taps import record
-from regard.generation import GenerateConfig, Generated, beam, generate, walk
-from regard.generation.engine import TextEngine
-from regard.generation.fast import FastEngine, hastened, why_not
-from regard.generation.fast_top import top
-from regard.generation.start import read, start
+from regard.generation import GenerateConfig, Generated, decode_loop, generate
+from regard.generation.beam_search import BeamSearch, block_topk
+from regard.generation.cached_engine import DecoderEngine
+from regard.generation.cpu_engine import CpuEngine, accelerate, cpu_obstacle
+from regard.generation.generate import prepare
+from regard.generation.prompts import read_inputs
 from regard.layers.quantised_linear import quantise
 from regard.models import Decoder, Model
 
@@ -29,24 +30,18 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(call: Any) -> Any:
         with monkeypatch.context() as patch:
-            for module in (beam, walk_module()):
-                patch.setattr(module, "hastened", lambda engine: engine)
+            for module in (BeamSearch.__module__, decode_loop.__module__):
+                patch.setattr(f"{module}.accelerate", lambda engine: engine)
             return call()
 
     return run
 
 
-def walk_module() -> Any:
-    import sys
-
-    return sys.modules[walk.__module__]
-
-
 def taken(model: Model) -> bool:
     config = GenerateConfig()
     with torch.no_grad():
-        engine, _ = start(model, read(model, inputs_for(model), config), config)
-        return isinstance(hastened(engine), FastEngine)
+        engine, _ = prepare(model, read_inputs(model, inputs_for(model), config), config)
+        return isinstance(accelerate(engine), CpuEngine)
 
 
 def same_as_plain(model: Model, plainly: Any, **more: Any) -> None:
@@ -160,17 +155,17 @@ def test_it_gives_way_to_whoever_looks() -> None:
 def test_gradients_and_static_caches_are_for_the_plain_engine() -> None:
     model = small("gpt2")
     assert isinstance(model, Decoder)
-    assert why_not(TextEngine(model)) is not None  # gradients are on
+    assert cpu_obstacle(DecoderEngine(model)) is not None  # gradients are on
     with torch.no_grad():
-        assert why_not(TextEngine(model)) is None
-        assert why_not(TextEngine(model, "static")) is not None
+        assert cpu_obstacle(DecoderEngine(model)) is None
+        assert cpu_obstacle(DecoderEngine(model, "static")) is not None
 
 
 def test_it_says_what_it_cannot_do() -> None:
     model = small("gpt2")
     assert isinstance(model, Decoder)
     with torch.no_grad():
-        engine = hastened(TextEngine(model))
+        engine = accelerate(DecoderEngine(model))
     with pytest.raises(NotImplementedError, match="one token at a time"):
         engine.decode_tokens(torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(NotImplementedError, match="takes nothing back"):
@@ -178,11 +173,11 @@ def test_it_says_what_it_cannot_do() -> None:
 
 
 def test_large_models_are_not_held_twice(monkeypatch: pytest.MonkeyPatch, plainly: Any) -> None:
-    from regard.generation import fast_layers
+    from regard.generation import cpu_engine
 
-    monkeypatch.setattr(fast_layers, "_MOST_BYTES", 100)
+    monkeypatch.setattr(cpu_engine, "_MOST_BYTES", 100)
     model = small("transformer-base")
-    assert fast_layers.packs_of(model) is None
+    assert cpu_engine.packed_weights(model) is None
     assert taken(model)
     same_as_plain(model, plainly)
 
@@ -193,7 +188,7 @@ def test_top_is_topk(n_all: int, n: int) -> None:
     scores[1] = -torch.inf
     scores[1, n_all - 1] = 0.5  # the best one last
     scores[2, : n_all // 2] = -torch.inf
-    got, where = top(scores, n)
+    got, where = block_topk(scores, n)
     told = scores.topk(n).values
     assert torch.equal(got, told)
     assert torch.equal(scores.gather(1, where), told)
@@ -208,7 +203,7 @@ def test_candidates_by_beam_are_those_of_all_beams(fields: dict[str, Any]) -> No
     """Also where sums round to the same number, and the order is whatever sorting all of them makes it."""
     generator = torch.Generator().manual_seed(4)
     config = GenerateConfig(**fields)
-    search = beam.Search(None, config, eos_id=2)  # type: ignore[arg-type]
+    search = BeamSearch(None, config, eos_id=2)  # type: ignore[arg-type]
     n_tied = 0
     for case in range(20):
         logits = (torch.randn(6, config.beam, 9000, generator=generator) * 4).round() / 4  # many alike
@@ -217,9 +212,9 @@ def test_candidates_by_beam_are_those_of_all_beams(fields: dict[str, Any]) -> No
         so_far[5, 1:] = -torch.inf
         before = torch.randint(9000, (6, config.beam, 5), generator=generator)
         got = search._candidates(logits, before, so_far, None, 1, 0)
-        told = search._all_beams(logits, before, so_far, None, 1)
-        _, tied = search._beam_by_beam(logits, before, so_far, None, 1)
+        told = search._topk(logits, before, so_far, None, 1)
+        _, tied = search._topk_per_beam(logits, before, so_far, None, 1)
         n_tied += int(tied.sum())
-        assert torch.equal(got.beam * 9000 + got.token, told.place), case
+        assert torch.equal(got.beam * 9000 + got.token, told.index), case
         assert torch.equal(got.score, told.score)
     assert 0 < n_tied < 120

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard.generation.fast_keys import BranchKeys
+from regard.generation.cpu_engine import BeamKeyCache
 
 LAYERS, GROUPS, WIDTH = 2, 3, 4
 
@@ -32,15 +32,15 @@ def filled(numbers: Tensor, layer: int, sign: float) -> Tensor:
     return (sign * (numbers[:, None, :, None] + heads)).expand(-1, -1, -1, WIDTH).clone()
 
 
-def begin(prompts: list[list[float]], copies: int) -> BranchKeys:
+def begin(prompts: list[list[float]], copies: int) -> BeamKeyCache:
     width = max(len(prompt) for prompt in prompts)
     numbers = torch.tensor([[0.5] * (width - len(prompt)) + prompt for prompt in prompts])
     real = torch.tensor([[i >= width - len(prompt) for i in range(width)] for prompt in prompts])
     held = [(filled(numbers, layer, 1), filled(numbers, layer, -1)) for layer in range(LAYERS)]
-    return BranchKeys(held, None if real.all() else real, copies)
+    return BeamKeyCache(held, None if real.all() else real, copies)
 
 
-def check(keys: BranchKeys, rows: Rows, new: list[float]) -> None:
+def check(keys: BeamKeyCache, rows: Rows, new: list[float]) -> None:
     """After a step every row sees its own past and nothing else, in order, in every layer and head."""
     mask = keys.step()
     size = keys.size

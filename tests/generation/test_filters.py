@@ -52,7 +52,10 @@ def texts(seed: int, length: int, n_tokens: int = VOCAB, n_rows: int = 5) -> Ten
 Filter = Callable[[Tensor, Tensor], Tensor]
 PAIRS: dict[str, tuple[LogitsProcessor, Filter]] = {
     **{
-        f"temperature {t}": (TemperatureLogitsWarper(t), lambda x, _, t=t: sampling.temperature(x, t))
+        f"temperature {t}": (
+            TemperatureLogitsWarper(t),
+            lambda x, text, t=t: sampling.filter_logits(x, text, 0, GenerateConfig(temperature=t), None),
+        )
         for t in (0.3, 2.0)
     },
     **{f"top_k {k}": (TopKLogitsWarper(k), lambda x, _, k=k: sampling.top_k(x, k)) for k in (1, 4, 29, 100)},
@@ -77,10 +80,10 @@ PAIRS: dict[str, tuple[LogitsProcessor, Filter]] = {
     },
     "logit_bias": (
         SequenceBiasLogitsProcessor({(3,): 2.5, (7,): -1.0, (8,): -math.inf}),
-        lambda x, _: x + sampling.bias_of({3: 2.5, 7: -1.0, 8: -math.inf}, x),
+        lambda x, _: x + sampling.bias_vector({3: 2.5, 7: -1.0, 8: -math.inf}, x),
     ),
-    "forbidden": (MinNewTokensLengthLogitsProcessor(0, 99, EOS), lambda x, _: sampling.forbidden(x, EOS)),
-    "forced": (PrefixConstrainedLogitsProcessor(lambda *_: [11], 1), lambda x, _: sampling.forced(x, 11)),
+    "forbidden": (MinNewTokensLengthLogitsProcessor(0, 99, EOS), lambda x, _: sampling.forbid_token(x, EOS)),
+    "forced": (PrefixConstrainedLogitsProcessor(lambda *_: [11], 1), lambda x, _: sampling.force_token(x, 11)),
 }
 
 
@@ -134,13 +137,13 @@ def test_all_together_in_their_order() -> None:
     )
     for step in (0, 3, 4, 6):
         x, text = logits("random", step), texts(step, 6 + step, n_tokens=6)
-        assert torch.equal(sampling.filtered(x, text, step, config, EOS), processors(text, x))
+        assert torch.equal(sampling.filter_logits(x, text, step, config, EOS), processors(text, x))
 
 
 def test_a_prefix_is_forced_for_as_long_as_it_is() -> None:
     config = GenerateConfig(prefix=(4, 9), logit_bias={9: -math.inf})
     x, text = logits("random"), texts(0, 6)
-    first, second, third = (sampling.filtered(x, text, step, config, EOS) for step in range(3))
+    first, second, third = (sampling.filter_logits(x, text, step, config, EOS) for step in range(3))
     assert first.argmax(-1).eq(4).all()
     assert torch.equal(first[:, 4], x[:, 4])
     assert second.argmax(-1).eq(9).all()  # though it is forbidden
@@ -154,12 +157,12 @@ def test_where_everything_is_forbidden_the_text_ends() -> None:
     config = GenerateConfig(no_repeat_ngram=1)
     x = logits("random", n_rows=2)
     text = torch.stack([torch.arange(VOCAB), torch.zeros(VOCAB, dtype=torch.int64)])
-    got = sampling.filtered(x, text, 0, config, EOS)
+    got = sampling.filter_logits(x, text, 0, config, EOS)
     assert got[0].argmax() == EOS
     assert got[0].isfinite().sum() == 1
     assert got[1].isfinite().sum() == VOCAB - 1
     with pytest.raises(ValueError, match="no eos_id to end with"):
-        sampling.filtered(x, text, 0, config, None)
+        sampling.filter_logits(x, text, 0, config, None)
 
 
 # ---- the draw
@@ -169,7 +172,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     scores = torch.tensor([[0.0, 1.0, -math.inf, 2.0, -1.0, -math.inf]])
     n = 200_000
     chance = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    drawn = sampling.draw(scores.expand(n, -1), chance)
+    drawn = sampling.draw_tokens(scores.expand(n, -1), chance)
     share = torch.bincount(drawn, minlength=6) / n
     torch.testing.assert_close(share, scores[0].softmax(-1), atol=0.004, rtol=0)
 
@@ -178,20 +181,20 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 def test_nothing_impossible_is_drawn(scores: list[list[float]]) -> None:
     x = torch.tensor(scores)
     for chance in (0.0, 0.5, 1 - 2**-53):
-        token = int(sampling.draw(x, torch.tensor([chance], dtype=torch.float64)))
+        token = int(sampling.draw_tokens(x, torch.tensor([chance], dtype=torch.float64)))
         assert x.softmax(-1)[0, token] > 0
 
 
 def test_numbers_to_draw_with_depend_on_seed_and_copy_alone() -> None:
     config = GenerateConfig(sample=True, seed=5, max_new_tokens=40)
-    many, alone = sampling.chances(config, 3, 4), sampling.chances(config, 1, 2)
+    many, alone = sampling.uniform_draws(config, 3, 4), sampling.uniform_draws(config, 1, 2)
     assert torch.equal(many[4:6], alone)
     assert len({tuple(row.tolist()) for row in many[:4]}) == 4
-    assert not torch.equal(alone, sampling.chances(config.with_(seed=6), 1, 2))
+    assert not torch.equal(alone, sampling.uniform_draws(config.with_(seed=6), 1, 2))
     torch.manual_seed(1)
-    first = sampling.chances(config.with_(seed=None), 2, 1)
+    first = sampling.uniform_draws(config.with_(seed=None), 2, 1)
     assert not torch.equal(first[0], first[1])
     torch.manual_seed(1)
-    assert torch.equal(first, sampling.chances(config.with_(seed=None), 2, 1))
+    assert torch.equal(first, sampling.uniform_draws(config.with_(seed=None), 2, 1))
     for seed in (-3, 2**64 + 1):
-        assert sampling.chances(config.with_(seed=seed), 1, 1).shape == (1, 40)
+        assert sampling.uniform_draws(config.with_(seed=seed), 1, 1).shape == (1, 40)

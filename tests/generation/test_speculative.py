@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from models.small import DECODING, small, source_of
-from regard.generation import Drafted, GenerateConfig, generate, stream_tokens
+from regard.generation import DraftStatistics, GenerateConfig, generate, stream_tokens
 from regard.models import Model
 
 EOS = 2
@@ -28,7 +28,7 @@ def near(model: Model, noise: float, **fields: Any) -> Model:
     return made
 
 
-def same(model: Model, draft: Model, prompt: Any, draft_tokens: int = 4, **fields: Any) -> Drafted:
+def same(model: Model, draft: Model, prompt: Any, draft_tokens: int = 4, **fields: Any) -> DraftStatistics:
     """Both ways are one text, in every respect."""
     alone = generate(model, prompt, **fields)
     helped = generate(model, prompt, draft=draft, draft_tokens=draft_tokens, **fields)
@@ -167,5 +167,5 @@ def test_a_recurrent_model_goes_back_only_so_far() -> None:
 
 
 def test_shares_add_up() -> None:
-    assert Drafted(4, 1, 2) + Drafted(4, 3, 1) == Drafted(8, 4, 3)
-    assert (Drafted(8, 4).share, Drafted().share) == (0.5, 0.0)
+    assert DraftStatistics(4, 1, 2) + DraftStatistics(4, 3, 1) == DraftStatistics(8, 4, 3)
+    assert (DraftStatistics(8, 4).share, DraftStatistics().share) == (0.5, 0.0)

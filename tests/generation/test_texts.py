@@ -25,8 +25,8 @@ from generation.spoken import (
     tokenizer_of,
     translator,
 )
-from regard.generation import GenerateConfig, Generated, Texts, batches
-from regard.generation.words import Words, parts
+from regard.generation import GenerateConfig, Generated, GeneratedTexts, prompts
+from regard.generation.text_codec import ModelTokenizers, split_special_tokens
 from regard.models import Model
 from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def test_text_in_is_text_out_and_tokens_in_are_tokens_out(speaker: Model) -> Non
     texts = regard.generate(speaker, "ROMEO:", max_new_tokens=9)
     ids = tokenizer.encode("ROMEO:")
     plain = regard.generate(speaker, ids, max_new_tokens=9)
-    assert isinstance(texts, Texts)
+    assert isinstance(texts, GeneratedTexts)
     assert isinstance(plain, Generated)
     assert texts.tokens == plain.tokens
     assert texts == [tokenizer.decode(plain.tokens[0])]
@@ -66,7 +66,7 @@ def test_text_in_is_text_out_and_tokens_in_are_tokens_out(speaker: Model) -> Non
 def test_a_list_may_hold_both_texts_and_tokens(speaker: Model) -> None:
     ids = tokenizer_of(speaker).encode("the cat")
     texts = regard.generate(speaker, ["the cat", ids, "a dog"], max_new_tokens=6)
-    assert isinstance(texts, Texts)
+    assert isinstance(texts, GeneratedTexts)
     assert texts[0] == texts[1]
     assert texts[2] == regard.generate(speaker, "a dog", max_new_tokens=6)[0]
 
@@ -255,7 +255,7 @@ def test_biases_name_tokens_by_word_or_id(speaker: Model) -> None:
     free = regard.generate(speaker, "the", max_new_tokens=5, logit_bias=NEVER).tokens[0]
     forbidden = regard.generate(speaker, "the", max_new_tokens=5, logit_bias={free[0]: -np.inf, **NEVER}).tokens[0]
     assert free[0] not in forbidden
-    both = Words(speaker).bias({"q": 1.0, only: 2.0})
+    both = ModelTokenizers(speaker).encode_fields({"logit_bias": {"q": 1.0, only: 2.0}})[0]["logit_bias"]
     assert both == {only: 3.0}
 
 
@@ -269,7 +269,7 @@ def test_a_word_the_tokenizer_replaces_is_unknown() -> None:
     model = language_model("words")
     with pytest.raises(ValueError, match="'zebra' is an unknown token: the tokenizer does not have it"):
         regard.generate(model, "the", logit_bias={"zebra": 1.0})
-    assert Words(model).token("cat") == tokenizer_of(model).encode("cat")[0]
+    assert ModelTokenizers(model).token_id("cat") == tokenizer_of(model).encode("cat")[0]
 
 
 # ---- many at once
@@ -299,22 +299,22 @@ def test_no_translation_depends_on_its_neighbours(name: str) -> None:
 def test_batches_are_small_and_of_similar_length(translating: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = regard.translate(translating, PROMPTS)
     seen: list[list[int]] = []
-    kept = regard.generation.texts.generate_tokens  # type: ignore[attr-defined]
+    kept = regard.generation.text_generation.generate_tokens  # type: ignore[attr-defined]
 
     def watched(model: Model, rows: list[list[int]], *args: Any, **fields: Any) -> Generated:
         seen.append([len(row) for row in rows])
         return kept(model, rows, *args, **fields)
 
-    monkeypatch.setattr("regard.generation.texts.generate_tokens", watched)
-    monkeypatch.setitem(batches._MOST_BYTES, "cpu", 150_000)
+    monkeypatch.setattr("regard.generation.text_generation.generate_tokens", watched)
+    monkeypatch.setitem(prompts._MAX_CACHE_BYTES, "cpu", 150_000)
     assert regard.translate(translating, PROMPTS) == whole
     assert len(seen) > 2
     assert [n for group in seen for n in group] == sorted((n for group in seen for n in group), reverse=True)
 
 
 def test_a_budget_too_small_for_one_still_takes_one(speaker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batches._MOST_BYTES, "cpu", 1)
-    groups = list(batches.at_once(speaker, GenerateConfig(), [3, 9, 5], [8, 8, 8]))
+    monkeypatch.setitem(prompts._MAX_CACHE_BYTES, "cpu", 1)
+    groups = list(prompts.length_batches(speaker, GenerateConfig(), [3, 9, 5], [8, 8, 8]))
     assert groups == [[1], [2], [0]]
 
 
@@ -377,10 +377,10 @@ def test_a_caption_of_whatever_holds_an_image(captioning: Model, tmp_path: Path)
         assert told.tokens[0]
         for same in (str(path), image, array, [path], captioning.processor.image(image)):
             assert regard.caption(captioning, same, max_new_tokens=8) == told
-    pixels = captioning.processor.image(Image.open(path))
+    image_pixels = captioning.processor.image(Image.open(path))
     assert (
         regard.caption(captioning, path, beam=2).tokens
-        == regard.generate(captioning, pixels, beam=2, max_new_tokens=19).tokens
+        == regard.generate(captioning, image_pixels, beam=2, max_new_tokens=19).tokens
     )
 
 
@@ -394,7 +394,7 @@ def test_an_image_is_seen_as_in_training(captioning: Model, tmp_path: Path) -> N
     """Turned as the camera was held, and what is transparent is white."""
     from regard.data.examples import ImageExample
     from regard.data.images import image_batch
-    from regard.generation.pictures import pixels
+    from regard.generation.prompts import image_pixels
 
     clear = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
     clear.save(tmp_path / "clear.png")
@@ -404,8 +404,8 @@ def test_an_image_is_seen_as_in_training(captioning: Model, tmp_path: Path) -> N
     Image.fromarray(noise).save(tmp_path / "turned.png", exif=exif)
     paths = [tmp_path / "clear.png", tmp_path / "turned.png"]
     as_trained = image_batch([ImageExample(path, captions=("x",)) for path in paths], [0, 1], size=16)
-    assert torch.allclose(pixels(captioning, paths), as_trained, atol=1e-6)
-    assert (pixels(captioning, paths[0]) == 1).all()
+    assert torch.allclose(image_pixels(captioning, paths), as_trained, atol=1e-6)
+    assert (image_pixels(captioning, paths[0]) == 1).all()
 
 
 def test_classes_of_texts(tmp_path: Path) -> None:
@@ -529,8 +529,8 @@ def test_what_stands_around_a_text(template: Any, kind: Any) -> None:
     first, last = {"none": ([], []), "eos": ([], [2]), "bos-eos": ([1], [2])}[template]
     for tokenizer in (own, foreign(own)):
         plain = own.encode("the cat", special=False)
-        assert parts(tokenizer, "the cat") == (first, plain, last)
-        assert parts(tokenizer, "")[1] == []
+        assert split_special_tokens(tokenizer, "the cat") == (first, plain, last)
+        assert split_special_tokens(tokenizer, "")[1] == []
 
 
 def test_a_prompt_has_no_end_behind_it() -> None:

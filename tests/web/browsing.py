@@ -21,7 +21,7 @@ from torch import Tensor
 
 from generation.spoken import image_classifier, language_model, made
 from regard.data.corpora import open_corpus
-from regard.generation.pictures import pixels
+from regard.generation.prompts import image_pixels
 from regard.models import Model
 from regard.text.image_processor import ImageProcessor
 from regard.text.processor import Processor
@@ -72,7 +72,7 @@ def shapes() -> Model:
     image = ImageProcessor((16, 16))
     sizes = {"vocab_size": target.size, "image_size": 16, "patch_size": 4, "max_target_len": 24}
     model = made("captioner", Processor(target=target, image=image), **sizes)
-    pixels_of = torch.cat([pixels(model, one.pillow()) for one in pictures])
+    pixels_of = torch.cat([image_pixels(model, one.pillow()) for one in pictures])
     return learnt(model, pixels_of, padded([[1, *target.encode(one.caption)] for one in pictures]), steps=12)
 
 

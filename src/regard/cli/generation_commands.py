@@ -33,7 +33,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from regard.generation import Drafted, Text, Texts
+    from regard.generation import DraftStatistics, GeneratedText, GeneratedTexts
     from regard.models import Model
 
 
@@ -129,11 +129,11 @@ def _by_token(
 ) -> dict[str, Any]:
     """What names tokens, with the names looked up."""
     from regard.errors import UsageError
-    from regard.generation.words import Words
+    from regard.generation.text_codec import ModelTokenizers
 
-    words, found = Words(model), dict[str, Any]()
+    words, found = ModelTokenizers(model), dict[str, Any]()
     if stop or stop_token:
-        found["stop"] = [*(stop or ()), *(words.token(_id_or_word(token)) for token in stop_token or ())]
+        found["stop"] = [*(stop or ()), *(words.token_id(_id_or_word(token)) for token in stop_token or ())]
     biases: dict[int | str, float] = {}
     for typed in bias or ():
         token, _, value = typed.rpartition("=")
@@ -160,18 +160,18 @@ def _stream(model: Model, prompt: str, options: dict[str, Any], echo: bool) -> N
     sys.stdout.write("\n")
 
 
-def _print(prompts: list[str], made: Texts, echo: bool) -> None:
+def _print(prompts: list[str], made: GeneratedTexts, echo: bool) -> None:
     for prompt, texts in zip(prompts, made.n_best, strict=True):
         for text in texts:
             score = f"{text.score:.4f}\t" if len(texts) > 1 else ""
             print(f"{score}{prompt if echo else ''}{text.text}")
 
 
-def _worth(drafted: Drafted) -> str:
+def _worth(drafted: DraftStatistics) -> str:
     return f"draft: {drafted.accepted:,} of {drafted.proposed:,} guesses were right ({drafted.share:.1%})"
 
 
-def document(model: str, inputs: list[str], made: Texts) -> dict[str, Any]:
+def document(model: str, inputs: list[str], made: GeneratedTexts) -> dict[str, Any]:
     """Inputs and their texts, for machines."""
     found: dict[str, Any] = {"model": str(model)}
     if made.drafted is not None:
@@ -184,7 +184,7 @@ def document(model: str, inputs: list[str], made: Texts) -> dict[str, Any]:
     return found
 
 
-def _fields(text: Text) -> dict[str, Any]:
+def _fields(text: GeneratedText) -> dict[str, Any]:
     return {"text": text.text, "score": text.score, "finish": text.finish, "tokens": text.tokens}
 
 
@@ -258,10 +258,10 @@ Run = Callable[[list[str], bool], list[str]]
 def _torch(path: str, device: str, options: dict[str, Any]) -> Run:
     from regard.generation import check_texts
     from regard.generation import translate as run
-    from regard.generation.texts import check_translates
+    from regard.generation.text_generation import check_can_translate
 
     model = open_model(path, device)
-    check_translates(model)
+    check_can_translate(model)
 
     def answer(texts: list[str], only_check: bool) -> list[str]:
         if only_check:
@@ -275,7 +275,7 @@ def _torch(path: str, device: str, options: dict[str, Any]) -> Run:
 def _engine(path: str, name: str, options: dict[str, Any]) -> Run:
     """An exported model by another runtime, searched as the torch engine searches where it can be."""
     from regard.errors import RegardError
-    from regard.generation.prompts import sources_of
+    from regard.generation.prompts import source_tensors
 
     if (Path(path) / "run.json").is_file():
         raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
@@ -290,7 +290,7 @@ def _engine(path: str, name: str, options: dict[str, Any]) -> Run:
             return opened.translate(texts, **options, early_stopping=False)
         if texts:
             rows = [opened.tokenizer("source").encode(text) for text in texts]
-            sources_of(rows, None, opened.config, options["truncate"])
+            source_tensors(rows, None, opened.config, options["truncate"])
         return []
 
     return answer
@@ -316,10 +316,10 @@ def classify(
     """The class of each text, or of each image file: one line for each, the class and its probability."""
     given = read_lines(inputs, file)
     from regard.generation import classify as run
-    from regard.generation.classes import check_classifies
+    from regard.generation.text_generation import check_can_classify
 
     opened = open_model(model, device)
-    check_classifies(opened)
+    check_can_classify(opened)
     refuse_images(opened, given)
     found = run(opened, given, truncate=truncate) if given else []
     if as_json:

@@ -21,7 +21,7 @@ from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
-from ..generation.prompts import prompts_of, sources_of
+from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
 from ..models import Model
 from ..text import Processor, read_processor
 from .ctranslate2 import FOLDER as CT2_FOLDER
@@ -87,10 +87,9 @@ class Engine(ABC):
             **{"beam": beam, "length_penalty": length_penalty, "penalty_form": penalty_form},
             **{"early_stopping": early_stopping, "truncate": truncate},
         }
-        room = (self.config.max_target_len or self.config.max_len) - 1
 
         def limit(longest: int) -> int:
-            return max_new_tokens or max(1, min(room, 2 * longest + 20))
+            return max_new_tokens or default_output_length(self.config, longest, multiple=1)
 
         source, target = self.tokenizer("source"), self.tokenizer("target")
         return self._by_length(texts, source.encode, target.decode, how, limit, batch)
@@ -140,12 +139,9 @@ class Engine(ABC):
     def _checked(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
         """Rows as the model may read them, in the words that generation itself refuses others with."""
         if self.config.architecture != "decoder":
-            return [item.tolist() for item in sources_of(rows, None, self.config, config.truncate)]
-        for index, row in enumerate(rows):
-            if not row and self.config.bos_id is None:
-                raise ValueError(f"prompt {index} is empty, and this model has no bos_id to begin with")
-        begun = [row or [cast(int, self.config.bos_id)] for row in rows]
-        return prompts_of(begun, self.config, config, torch.device("cpu")).rows
+            return [item.tolist() for item in source_tensors(rows, None, self.config, config.truncate)]
+        prompts = add_bos(rows, self.config.bos_id, "prompt")
+        return pad_prompts(prompts, self.config, config, torch.device("cpu")).rows
 
     def tokenizer(self, side: Literal["source", "target"]) -> Any:
         """What reads a source, or writes a target; where there is one for both, that one."""
@@ -272,7 +268,7 @@ class Ct2Engine(Engine):
     def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
         if len(texts) > 1:  # the other form of the penalty, on the texts that were found
             summed = [score * len(text) ** _exponent(config) for score, text in zip(scores, texts, strict=True)]
-            value = [total / config.penalty(len(text)) for total, text in zip(summed, texts, strict=True)]
+            value = [total / config.length_penalty_at(len(text)) for total, text in zip(summed, texts, strict=True)]
             texts = [texts[max(range(len(texts)), key=value.__getitem__)]]
         text = texts[0]
         return text[:-1] if text and text[-1] == self.config.eos_id else text

@@ -1,35 +1,41 @@
-"""Generation: from logits to tokens, by greedy or beam search or by drawing, for every model that writes text.
+"""Generation: prefill, decode steps, greedy and beam search, sampling and streaming, for every model that writes text.
 
-``generate``, ``translate``, ``caption``, ``classify`` and ``stream`` take what people have: text, images, or tokens.
+``generate``, ``translate``, ``caption``, ``classify`` and ``stream`` take text, images or token ids.
 """
 
-from .beam import Search
-from .captions import caption
-from .classes import Classified, classify
-from .config import PAPER, GenerateConfig
-from .engine import Engine, SourceEngine, TextEngine, engine_for
+from .beam_search import BeamSearch
+from .cached_engine import DecoderEngine, DecodingEngine, EncoderDecoderEngine, engine_for
 from .generate import Generated, Hypothesis, stream_tokens
-from .pieces import text_pieces
-from .speculative import Drafted
-from .stop import StopStrings
-from .stream import stream
-from .texts import Text, Texts, check_texts, generate, translate
-from .walk import walk
+from .generation_config import PAPER, GenerateConfig
+from .sampling import decode_loop
+from .speculative import DraftStatistics
+from .stop_conditions import StopStrings, text_pieces
+from .text_generation import (
+    Classified,
+    GeneratedText,
+    GeneratedTexts,
+    caption,
+    check_texts,
+    classify,
+    generate,
+    stream,
+    translate,
+)
 
 __all__ = [
     "PAPER",
     "Classified",
-    "Drafted",
-    "Engine",
+    "DraftStatistics",
+    "DecodingEngine",
     "GenerateConfig",
     "Generated",
     "Hypothesis",
-    "Search",
-    "SourceEngine",
+    "BeamSearch",
+    "EncoderDecoderEngine",
     "StopStrings",
-    "Text",
-    "TextEngine",
-    "Texts",
+    "GeneratedText",
+    "DecoderEngine",
+    "GeneratedTexts",
     "caption",
     "check_texts",
     "classify",
@@ -39,5 +45,5 @@ __all__ = [
     "stream_tokens",
     "text_pieces",
     "translate",
-    "walk",
+    "decode_loop",
 ]

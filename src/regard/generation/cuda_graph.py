@@ -1,9 +1,4 @@
-"""Decoding on a GPU without a wait: the step is captured once in a CUDA graph, and replayed for every token.
-
-A step of a small model is a hundred launches of two microseconds each. Launched one by one they wait for Python;
-captured, they run back to back, the chosen token is written where the next step reads it, and the host looks in only
-every few tokens to see which texts have ended. On a CPU the same code runs without capture: that is what tests read.
-"""
+"""A step captured once and replayed for every token, and what it needs to stay where it is between two of them."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +17,152 @@ from ..attention.cache import StaticCache
 from ..attention.edits import has_edits
 from ..models import Decoder, Model
 from ..models.parts import window_of
-from .captured import Captured, Writer, chooses
-from .config import GenerateConfig
-from .ending import GOING_ON, LENGTH, endings
-from .engine import Engine, TextEngine
-from .prompts import Prompts, longest
-from .steps import State, why_not
-from .stop import StopStrings
-from .walk import Chosen, walk
+from .cached_engine import DecoderEngine, DecodingEngine
+from .decode_step import DecodeState, DecodeStep, Form, capture_obstacle, log_prob_of
+from .generation_config import GenerateConfig
+from .prompts import Prompts, max_text_length
+from .sampling import ChosenTokens, decode_loop, draw_tokens, filter_logits, uniform_draws
+from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
+
+_WARM_UPS = 3
+_MAX_CAPTURES = 8  # captures of one step, each for its own way to choose
+
+
+class CapturedStep:
+    """A function without arguments, captured with the tensors it reads and writes; ``out`` is what it returned.
+
+    Calling it repeats the work and not the function. It runs a few times first, which loads kernels and picks
+    algorithms: what it writes then has to be meaningless.
+    """
+
+    def __init__(self, run: Callable[[], Tensor | None], device: torch.device) -> None:
+        self.out: Tensor | None = None
+        if device.type != "cuda":
+            self._run: Callable[[], Any] = run
+            return
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.out = run()
+        self._run = graph.replay
+
+    def __call__(self) -> Tensor | None:
+        made = self._run()
+        return made if self.out is None else self.out
+
+
+class GraphDecoder:
+    """A decoder's step for a number of rows and places: its cache, its state, and its captures, used again and again.
+
+    ``compile`` hands the step to torch.compile before it is captured; ``form`` and ``parts`` are OneToken's.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        rows: int,
+        places: int,
+        *,
+        form: Form | None = None,
+        parts: Any = None,
+        compile: bool = False,
+    ) -> None:
+        self.rows, self.places, self.device = rows, places, model.device
+        self.cache = model.new_cache(rows, places)
+        self.state = DecodeState.empty(rows, places + _WARM_UPS + 1, model.device)
+        self.step = DecodeStep(model, self.cache, self.state, form, parts)
+        n_steps = len(self.state.history)
+        # New tokens first, then the prompt: filters ask which tokens were there, not in which order.
+        self.texts = torch.full((rows, n_steps + places), -1, dtype=torch.int64, device=model.device)
+        self.chance = torch.zeros(rows, n_steps, dtype=torch.float64, device=model.device)
+        self.owner: weakref.ref[object] | None = None
+        self._logits: Callable[[], Tensor] = self.step.logits
+        if compile:
+            self._logits = torch.compile(self.step.logits, dynamic=False, fullgraph=True)
+        self._captures: dict[Any, CapturedStep] = {}
+
+    def logits(self) -> CapturedStep:
+        """The step alone: takes in ``state.tokens`` and returns logits, which the next call overwrites."""
+
+        def run() -> Tensor:
+            logits = self._logits()
+            self.state.advance()
+            return logits
+
+        return self._capture("logits", run)
+
+    def chooser(self, config: GenerateConfig, eos_id: int | None) -> CapturedStep:
+        """The step with the choice of the next token, which the next step takes in."""
+
+        def run() -> None:
+            self.choose(self._logits(), config, eos_id, advance=True)
+
+        return self._capture(_choice(config, eos_id), run)
+
+    def _capture(self, key: Any, run: Callable[[], Tensor | None]) -> CapturedStep:
+        if key not in self._captures:
+            while len(self._captures) >= _MAX_CAPTURES:
+                self._captures.pop(next(iter(self._captures)))
+            # Warming up chooses tokens and writes their keys into the first place; afterwards all is as it was.
+            touched = [*self.state, *(x[:, :, :1] for held in self.step.held for x in held)]
+            before = [x.clone() for x in touched]
+            self.state.begin(torch.zeros_like(self.state.lengths), torch.zeros_like(self.state.last))
+            try:
+                self._captures[key] = CapturedStep(run, self.device)
+            finally:
+                for x, was in zip(touched, before, strict=True):
+                    x.copy_(was)
+        return self._captures[key]
+
+    def choose(self, logits: Tensor, config: GenerateConfig, eos_id: int | None, advance: bool) -> None:
+        """The next token of every row, written down; after a step its own token's place is left behind."""
+        state = self.state
+        if not config.samples and not _filters(config):
+            self.step.parts.settle_greedy(logits, *state, advance)
+            return
+        logits = logits.float()
+        scores = filter_logits(logits, self.texts, 0, config, eos_id)
+        if config.samples:
+            tokens = draw_tokens(scores, self.chance.gather(1, state.steps[:, None])[:, 0])
+        else:
+            tokens = scores.argmax(-1)
+        if advance:
+            state.advance()
+        self.texts.scatter_(1, state.steps[:, None], tokens[:, None])
+        state.note(tokens, log_prob_of(logits, tokens))
+
+    def before_choosing(self, prompts: Prompts, copies: int, config: GenerateConfig) -> None:
+        """What the choice reads beside the logits: the tokens there were, and the numbers it draws with."""
+        given, n_steps = prompts.texts.repeat_interleave(copies, 0), len(self.state.history)
+        self.texts.fill_(-1)
+        self.texts[:, n_steps : n_steps + given.shape[1]] = given
+        if config.samples:
+            drawn = uniform_draws(config, len(prompts), copies)[:, :n_steps]
+            self.chance[:, : drawn.shape[1]].copy_(drawn)
+
+
+def _filters(config: GenerateConfig) -> bool:
+    return bool(config.logit_bias) or config.repetition_penalty != 1.0
+
+
+def _choice(config: GenerateConfig, eos_id: int | None) -> tuple[Any, ...]:
+    """What of a config the captured choice depends on."""
+    drawing = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
+    return (*drawing, config.repetition_penalty, tuple(sorted(config.logit_bias.items())), eos_id)
+
+
+def can_capture_choice(config: GenerateConfig, eos_id: int | None) -> bool:
+    """Whether the choice can be part of the captured step: not where its rules change from token to token."""
+    by_step = config.no_repeat_ngram or config.prefix or config.min_new_tokens
+    return config.beam == 1 and not by_step and not (config.logit_bias and eos_id is None)
+
 
 _ROUND = 128  # places of a cache are rounded up to this, so that texts of about the same length share one capture
 _KEPT = 2  # captures kept for a model, each with its cache
@@ -41,7 +174,7 @@ _AHEAD = 32  # tokens between two looks of the host
 
 class _Kept(NamedTuple):
     signature: int  # where the model's parameters lie: a capture knows them by address
-    writer: Writer
+    writer: GraphDecoder
 
 
 _writers: weakref.WeakKeyDictionary[Model, OrderedDict[tuple[int, int], _Kept]] = weakref.WeakKeyDictionary()
@@ -49,14 +182,14 @@ _lock = threading.Lock()
 _refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()
 
 
-def writer_for(engine: GraphedEngine, rows: int, places: int) -> Writer | None:
+def graph_decoder_for(engine: CudaGraphEngine, rows: int, places: int) -> GraphDecoder | None:
     """A writer with at least so many places: one that was captured before, if nothing has moved and nobody uses it.
 
     None where a layer's window is smaller than that: its ring of places is not written out.
     """
     model = engine.model
     windows = [size for n in range(model.config.n_layers) if (size := window_of(model.config, n)) is not None]
-    rounded = min(-(-places // _ROUND) * _ROUND, max(longest(model.config), places), *windows)
+    rounded = min(-(-places // _ROUND) * _ROUND, max(max_text_length(model.config), places), *windows)
     if rounded < places:
         return None
     signature = hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
@@ -67,13 +200,13 @@ def writer_for(engine: GraphedEngine, rows: int, places: int) -> Writer | None:
         if found is None or found.signature != signature or user not in (None, engine):
             while len(kept) >= _KEPT:
                 kept.popitem(last=False)
-            found = _Kept(signature, Writer(model, rows, rounded))
+            found = _Kept(signature, GraphDecoder(model, rows, rounded))
         kept[rows, rounded] = found
         found.writer.owner = weakref.ref(engine)
     return found.writer
 
 
-def forget(model: Model) -> None:
+def release_captures(model: Model) -> None:
     """Let go of a model's captures and their caches."""
     _writers.pop(model, None)
     _refused.pop(model, None)
@@ -85,23 +218,25 @@ def can_capture(model: Model) -> bool:
         return False
     if torch.is_autocast_enabled("cuda"):  # its casts are cached from one step to the next
         return False
-    return why_not(model) is None and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return capture_obstacle(model) is None and not any(
+        m._forward_hooks or m._forward_pre_hooks for m in model.modules()
+    )
 
 
 # ---- the engine
 
 
-class GraphedEngine(TextEngine):
+class CudaGraphEngine(DecoderEngine):
     """A decoder behind captured steps. Searches that only know ``decode_one_token`` profit too."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model, "static")
-        self.writer: Writer | None = None
+        self.writer: GraphDecoder | None = None
         self._untold = False  # whether the cache holds tokens that it has not counted
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         try:
-            self.writer = writer_for(self, len(prompts) * copies, self._places(prompts))
+            self.writer = graph_decoder_for(self, len(prompts) * copies, self._cache_length(prompts))
         except Exception as error:  # no memory: there is another way
             self._give_up(error)
         if self.writer is None:
@@ -152,7 +287,7 @@ class GraphedEngine(TextEngine):
         While one block is read the next one is computed, so a few tokens are chosen that nobody asks for.
         """
         eos_id = self.model.config.eos_id
-        if not chooses(config, eos_id):
+        if not can_capture_choice(config, eos_id):
             return None
         logits = self.prefill(prompts, copies)
         step = self._captured(lambda writer: writer.chooser(config, eos_id))
@@ -163,7 +298,7 @@ class GraphedEngine(TextEngine):
         self._untold = True
         return _in_blocks(step, self.writer.state, int(prompts.limit.max()), ahead)
 
-    def _captured(self, ask: Callable[[Writer], Captured]) -> Captured | None:
+    def _captured(self, ask: Callable[[GraphDecoder], CapturedStep]) -> CapturedStep | None:
         if self.writer is None:
             return None
         try:
@@ -174,7 +309,7 @@ class GraphedEngine(TextEngine):
             return None
 
     def _give_up(self, error: Exception) -> None:
-        forget(self.model)
+        release_captures(self.model)
         self.writer = None
         _refused[self.model] = f"{type(error).__name__}: {error}"
         warnings.warn(f"decoding goes on without a CUDA graph: {_refused[self.model]:.300}", stacklevel=3)
@@ -198,7 +333,7 @@ class GraphedEngine(TextEngine):
             self.writer.state.lengths.copy_(torch.minimum(self._cache.lengths, self.writer.state.last))
 
 
-def _in_blocks(step: Captured, state: State, n_steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _in_blocks(step: CapturedStep, state: DecodeState, n_steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The first token is chosen already; each turn starts the next steps before it waits for those before."""
     waiting, done = _Fetched(state, 0, 1), 1
     while done < n_steps:
@@ -214,7 +349,7 @@ def _in_blocks(step: Captured, state: State, n_steps: int, ahead: int) -> Iterat
 class _Fetched:
     """Some steps of the histories on their way to the host."""
 
-    def __init__(self, state: State, start: int, stop: int) -> None:
+    def __init__(self, state: DecodeState, start: int, stop: int) -> None:
         self._parts = [_sent(x[start:stop]) for x in (state.history, state.log_probs)]
         self._event: torch.cuda.Event | None = None
         if state.history.is_cuda:
@@ -238,19 +373,19 @@ def _sent(x: Tensor) -> Tensor:
 # ---- texts
 
 
-def walk_ahead(
-    engine: Engine,
+def graph_decode_loop(
+    engine: DecodingEngine,
     prompts: Prompts,
     config: GenerateConfig,
     eos_id: int | None,
     strings: StopStrings | None = None,
     ahead: int = _AHEAD,
-) -> Iterator[Chosen]:
+) -> Iterator[ChosenTokens]:
     """What ``walk`` gives; where steps are captured they run ahead, and what became of the texts is seen to here."""
     copies = config.n_best
-    blocks = engine.blocks(prompts, copies, config, ahead) if isinstance(engine, GraphedEngine) else None
+    blocks = engine.blocks(prompts, copies, config, ahead) if isinstance(engine, CudaGraphEngine) else None
     if blocks is None:
-        yield from walk(engine, prompts, config, eos_id, strings)
+        yield from decode_loop(engine, prompts, config, eos_id, strings)
         return
     limit = prompts.limit.cpu().repeat_interleave(copies)
     rows, step = torch.arange(len(limit)), 0
@@ -260,9 +395,9 @@ def walk_ahead(
     for block in blocks:
         for tokens, log_probs in zip(*block, strict=True):
             step += 1
-            codes = endings(tokens, texts, step, config, eos_id, strings)
+            codes = stop_codes(tokens, texts, step, config, eos_id, strings)
             codes = torch.where((codes == GOING_ON) & (step >= limit), LENGTH, codes)
-            yield Chosen(*(x[~done] for x in (rows, tokens, log_probs, codes)))
+            yield ChosenTokens(*(x[~done] for x in (rows, tokens, log_probs, codes)))
             texts = torch.cat([texts, tokens[:, None]], 1) if looked_at else texts
             done = done | (codes != GOING_ON)
             if done.all():

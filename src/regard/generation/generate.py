@@ -1,4 +1,4 @@
-"""From a prompt, or a source, to texts: ``generate``, and ``stream_tokens`` for one text as it comes."""
+"""From a prompt, or a source, to new tokens: ``generate``, and ``stream_tokens`` for one text as it is decoded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import Model
-from .beam import Found, Search, Step
-from .config import GenerateConfig
-from .cuda_graph import walk_ahead
-from .ending import Finish, finish_of
-from .prompts import Prompts, Rows, angles_by_length
-from .speculative import Drafted, Guesser, Speculation, check_draft
-from .start import Given, begin, read, start
-from .stop import StopStrings
-from .walk import Chosen
+from ..models import Decoder, Model
+from .beam_search import BeamSearch, BeamStep, FinishedText
+from .cached_engine import CacheName, DecodingEngine, engine_for
+from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
+from .generation_config import GenerateConfig
+from .prompts import (
+    ModelInputs,
+    Prompts,
+    Rows,
+    pad_prompts,
+    pad_sources,
+    read_inputs,
+    rope_depends_on_length,
+)
+from .sampling import ChosenTokens
+from .speculative import DraftDecoder, DraftStatistics, SpeculativeDecoder, check_draft
+from .stop_conditions import Finish, StopStrings, finish_reason
+from .text_codec import merge_config
 
-_READ_ALONG = 8  # tokens that captured steps run ahead of whoever reads a stream
+_STREAM_AHEAD = 8  # tokens that captured steps run ahead of the reader of a stream
 
 
 @dataclass(frozen=True)
@@ -29,18 +37,14 @@ class Hypothesis:
     """One text: new tokens only, those that end it included."""
 
     tokens: list[int]
-    score: float
-    """log P / penalty(length); of a beam after the filters, otherwise by the model alone."""
-    finish: Finish
-    """The model's end token, a stop sequence, or no room."""
-    n_ending: int
-    """How many of the last tokens are the end token or the stop sequence."""
-    beams: list[int]
-    """For each token the beam, 0 … beam - 1, whose logits it was chosen from."""
+    score: float  # log P / length penalty; of a beam after the filters, otherwise by the model alone
+    finish: Finish  # the end token, a stop sequence, or the limit
+    n_ending: int  # how many of the last tokens are the end token or the stop sequence
+    beams: list[int]  # for each token the beam, 0 … beam - 1, whose logits it was chosen from
 
     @property
     def content(self) -> list[int]:
-        """The tokens without those that only say that it ends."""
+        """The tokens without the end token or stop sequence."""
         return self.tokens[: len(self.tokens) - self.n_ending]
 
 
@@ -48,19 +52,16 @@ class Hypothesis:
 class Generated:
     """The texts of a batch: ``hypotheses[prompt]`` best first."""
 
-    prompts: list[list[int]]
-    """What was continued, as the model saw it."""
+    prompts: list[list[int]]  # what was continued, as the model saw it
     hypotheses: list[list[Hypothesis]]
     parents: Tensor | None = None
-    """Of a beam search, (steps, prompts, beam): beam k after step t goes on from beam parents[t, prompt, k] before it.
+    """Of a beam search, (steps, prompts, beam): beam k after step t continues beam parents[t, prompt, k].
 
     With cache="static" the model's batch row of a beam is prompt · beam + k at every step, so that what a recorder saw
     can be followed along a hypothesis: the query of its token t is in row prompt · beam + beams[t] of call t.
     """
-    steps: list[Step] | None = None
-    """Of a beam search, all that it kept at each step: also the texts that it gave up on later."""
-    drafted: Drafted | None = None
-    """What a draft model was worth, where one helped."""
+    steps: list[BeamStep] | None = None  # of a beam search: what each step kept, including texts dropped later
+    drafted: DraftStatistics | None = None  # how many guesses of a draft model were accepted
 
     def __len__(self) -> int:
         return len(self.hypotheses)
@@ -71,7 +72,7 @@ class Generated:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Each prompt's best text, without what only ends it."""
+        """Each prompt's best text, without the end token or stop sequence."""
         return [text.content for text in self.best]
 
     @property
@@ -91,85 +92,102 @@ def generate(
     draft_tokens: int = 4,
     **fields: Any,
 ) -> Generated:
-    """Texts that follow a prompt, or that a model with an encoder writes about a source; for one or for several.
+    """Tokens that follow a prompt, or that a model with an encoder writes about a source; for one or for several.
 
     inputs  token ids, a list or tensor, or several; pixels (B, C, height, width) or regions (B, R, d_region) where
             the encoder reads those
     keep    (B, T), which ids of a padded tensor are real; lists are simply of different lengths
     target  beside an encoder: how the texts begin after bos_id, one for all or one for each source
-    strings what ends a text, as text
-    draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy alone)
+    strings strings that end a text
+    draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
     fields  those of GenerateConfig, instead of a config or on top of it
     No text depends on those beside it.
     """
-    config = config_of(config, fields)
+    config = merge_config(config, fields)
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
-    with at_rest(model, *([] if draft is None else [draft])):
-        given = read(model, inputs, config, target=target, keep=keep)
-        groups = _together(model, given) if draft is None else [[index] for index in range(len(given.rows))]
+    with inference(model, *([] if draft is None else [draft])):
+        checked = read_inputs(model, inputs, config, target=target, keep=keep)
+        n_prompts = len(checked.rows)
+        groups = _independent_groups(model, checked) if draft is None else [[index] for index in range(n_prompts)]
         parts = []
-        for index in groups:
-            some = given.some(index)
+        for group in groups:
+            selected = checked.select(group)
             if draft is None:
-                parts.append((index, _texts(model, some, config, strings)))
+                parts.append((group, _generate_group(model, selected, config, strings)))
             else:
-                speculation, prompts = _speculation(model, draft, some, config, strings, draft_tokens)
-                hypotheses = _walked(speculation.walk(prompts), 1, config)
-                parts.append((index, Generated(prompts.rows, hypotheses, drafted=speculation.drafted)))
-    return parts[0][1] if len(parts) == 1 else _joined(len(given.rows), parts)
+                decoder, prompts = _speculative_decoder(model, draft, selected, config, strings, draft_tokens)
+                hypotheses = _collect_hypotheses(decoder.decode(prompts), 1, config)
+                parts.append((group, Generated(prompts.rows, hypotheses, drafted=decoder.statistics)))
+    return parts[0][1] if len(parts) == 1 else _join_groups(n_prompts, parts)
 
 
-def _texts(model: Model, given: Given, config: GenerateConfig, strings: StopStrings | None) -> Generated:
+def prepare(model: Model, inputs: ModelInputs, config: GenerateConfig) -> tuple[DecodingEngine, Prompts]:
+    """Pad the prompts and run the encoder, if there is one."""
+    name = "prompt" if inputs.sources is None else "target"
+    prompts = pad_prompts(inputs.rows, model.config, config, model.device, name)
+    return new_engine(model, inputs, config.cache), prompts
+
+
+def new_engine(model: Model, inputs: ModelInputs, cache: CacheName = "growing") -> DecodingEngine:
+    """An engine that has read the sources, if there are any, and no token yet."""
+    if cache == "static" and isinstance(model, Decoder) and can_capture(model):
+        return CudaGraphEngine(model)
+    return engine_for(model, None if inputs.sources is None else pad_sources(inputs.sources, model), cache)
+
+
+def _generate_group(
+    model: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None
+) -> Generated:
     eos_id = model.config.eos_id
-    engine, prompts = start(model, given, config)
+    engine, prompts = prepare(model, inputs, config)
     if config.beam == 1:
-        steps = walk_ahead(engine, prompts, config, eos_id, strings)
-        return Generated(prompts.rows, _walked(steps, len(prompts), config))
-    search = Search(engine, config, eos_id, strings)
-    found = search.run(prompts)
-    hypotheses = [[_hypothesis(text, config) for text in texts] for texts in found]
-    n_steps = max(len(text.tokens) for texts in found for text in texts)
+        steps = graph_decode_loop(engine, prompts, config, eos_id, strings)
+        return Generated(prompts.rows, _collect_hypotheses(steps, len(prompts), config))
+    search = BeamSearch(engine, config, eos_id, strings)
+    finished = search.run(prompts)
+    hypotheses = [[_hypothesis(text, config) for text in texts] for texts in finished]
+    n_steps = max(len(text.tokens) for texts in finished for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 
 
-def _speculation(
-    model: Model, draft: Model, given: Given, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
-) -> tuple[Speculation, Prompts]:
-    engine, prompts = start(model, given, config)
-    guesser = Guesser(begin(draft, given), draft, config, n_tokens)
-    return Speculation(engine, guesser, config, model.config.eos_id, strings), prompts
+def _speculative_decoder(
+    model: Model, draft: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
+) -> tuple[SpeculativeDecoder, Prompts]:
+    engine, prompts = prepare(model, inputs, config)
+    guesser = DraftDecoder(new_engine(draft, inputs), draft, config, n_tokens)
+    return SpeculativeDecoder(engine, guesser, config, model.config.eos_id, strings), prompts
 
 
-def _together(model: Model, given: Given) -> list[list[int]]:
-    """Which texts can be written side by side: all, unless the model turns by angles that follow the longest text."""
-    if not angles_by_length(model.config):
-        return [list(range(len(given.rows)))]
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, row in enumerate(given.rows):
-        n_source = 0 if given.sources is None else len(given.sources[index])
-        alike.setdefault((len(row), n_source), []).append(index)
-    return list(alike.values())
+def _independent_groups(model: Model, inputs: ModelInputs) -> list[list[int]]:
+    """Which texts can share a batch: all, unless rotary angles follow the longest text, then those of one length."""
+    if not rope_depends_on_length(model.config):
+        return [list(range(len(inputs.rows)))]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, row in enumerate(inputs.rows):
+        n_source = 0 if inputs.sources is None else len(inputs.sources[index])
+        groups.setdefault((len(row), n_source), []).append(index)
+    return list(groups.values())
 
 
-def _joined(n_prompts: int, parts: list[tuple[list[int], Generated]]) -> Generated:
-    """Several batches as one, each prompt in its place."""
-    place = {index: (part, row) for indices, part in parts for row, index in enumerate(indices)}
-    order = [place[index] for index in range(n_prompts)]
+def _join_groups(n_prompts: int, parts: list[tuple[list[int], Generated]]) -> Generated:
+    """Several groups as one batch, in the order of the prompts."""
+    by_prompt = {index: (part, row) for indices, part in parts for row, index in enumerate(indices)}
+    order = [by_prompt[index] for index in range(n_prompts)]
     parents = None
     if all(part.parents is not None for _, part in parts):
         columns = [part.parents[:, row] for part, row in order if part.parents is not None]  # each (steps, beam)
         parents = torch.nn.utils.rnn.pad_sequence(columns).contiguous()
-    steps = (
-        None if parents is None else [_renumbered(step, index) for index, part in parts for step in part.steps or ()]
-    )
+    steps = None
+    if parents is not None:
+        steps = [_renumber_prompts(step, index) for index, part in parts for step in part.steps or ()]
     counts = [part.drafted for _, part in parts if part.drafted is not None]
-    drafted = sum(counts, Drafted()) if counts else None
+    drafted = sum(counts, DraftStatistics()) if counts else None
     rows, texts = [part.prompts[row] for part, row in order], [part.hypotheses[row] for part, row in order]
     return Generated(rows, texts, parents, steps or None, drafted)
 
 
-def _renumbered(step: Step, index: list[int]) -> Step:
+def _renumber_prompts(step: BeamStep, index: list[int]) -> BeamStep:
     return step._replace(prompt=torch.tensor(index, device=step.prompt.device)[step.prompt])
 
 
@@ -183,46 +201,39 @@ def stream_tokens(
     draft_tokens: int = 4,
     **fields: Any,
 ) -> Iterator[int]:
-    """The tokens of one text as they are chosen, its end included; drop the iterator to stop."""
-    config = config_of(config, fields)
+    """The tokens of one text as they are chosen, the end token included; drop the iterator to stop."""
+    config = merge_config(config, fields)
     if config.beam > 1 or config.n_best > 1:
         name = "beam" if config.beam > 1 else "n_best"
         raise ValueError(f"{name}={getattr(config, name)} has no text before all is done; a stream needs {name}=1")
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
     models = [model] if draft is None else [model, draft]
-    with at_rest(*models):
-        given = read(model, inputs, config, target=target)
-        if len(given.rows) != 1:
-            raise ValueError(f"a stream is one text, but {len(given.rows)} were asked for")
+    with inference(*models):
+        checked = read_inputs(model, inputs, config, target=target)
+        if len(checked.rows) != 1:
+            raise ValueError(f"a stream is one text, but {len(checked.rows)} were asked for")
         if draft is None:
-            engine, prompts = start(model, given, config)
-            steps = walk_ahead(engine, prompts, config, model.config.eos_id, ahead=_READ_ALONG)
+            engine, prompts = prepare(model, checked, config)
+            steps = graph_decode_loop(engine, prompts, config, model.config.eos_id, ahead=_STREAM_AHEAD)
         else:
-            speculation, prompts = _speculation(model, draft, given, config, None, draft_tokens)
-            steps = speculation.walk(prompts)
-    return _streamed(models, steps)
+            decoder, prompts = _speculative_decoder(model, draft, checked, config, None, draft_tokens)
+            steps = decoder.decode(prompts)
+    return _next_tokens(models, steps)
 
 
-def _streamed(models: list[Model], steps: Iterator[Chosen]) -> Iterator[int]:
+def _next_tokens(models: list[Model], steps: Iterator[ChosenTokens]) -> Iterator[int]:
     while True:
-        with at_rest(*models):  # only while they work: between two tokens a model is its owner's
+        with inference(*models):  # only while they compute: between two tokens the caller may train
             chosen = next(steps, None)
         if chosen is None:
             return
         yield int(chosen.tokens[0])
 
 
-def config_of(config: GenerateConfig | None, fields: dict[str, Any]) -> GenerateConfig:
-    """A config, its fields, or both."""
-    if config is None:
-        return GenerateConfig(**fields)
-    return config.with_(**fields) if fields else config
-
-
 @contextmanager
-def at_rest(*models: Model) -> Iterator[None]:
-    """Without gradients and dropout; afterwards every part is as it was."""
+def inference(*models: Model) -> Iterator[None]:
+    """Without gradients and with every module in eval mode; afterwards each is back in its mode."""
     training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -234,21 +245,22 @@ def at_rest(*models: Model) -> Iterator[None]:
             module.training = True
 
 
-def _walked(walked: Iterable[Chosen], n_prompts: int, config: GenerateConfig) -> list[list[Hypothesis]]:
-    """Greedy or drawn texts, each prompt's best first."""
-    steps = list(walked)
+def _collect_hypotheses(
+    steps: Iterable[ChosenTokens], n_prompts: int, config: GenerateConfig
+) -> list[list[Hypothesis]]:
+    """Greedy or sampled texts, each prompt's best first."""
     copies = config.n_best
     rows, *chosen = (torch.cat(parts).cpu() for parts in zip(*steps, strict=True))
     order, counts = rows.argsort(stable=True), rows.bincount(minlength=n_prompts * copies).tolist()
-    made = []
+    hypotheses = []
     for tokens, log_probs, codes in zip(*(x[order].split(counts) for x in chosen), strict=True):
         n = len(tokens)
-        score = float(log_probs.double().sum()) / config.penalty(n)
-        made.append(_hypothesis(Found(tokens.tolist(), [0] * n, score, int(codes[-1])), config))
-    groups = [made[start : start + copies] for start in range(0, len(made), copies)]
+        score = float(log_probs.double().sum()) / config.length_penalty_at(n)
+        hypotheses.append(_hypothesis(FinishedText(tokens.tolist(), [0] * n, score, int(codes[-1])), config))
+    groups = [hypotheses[start : start + copies] for start in range(0, len(hypotheses), copies)]
     return [sorted(group, key=lambda text: text.score, reverse=True) for group in groups]
 
 
-def _hypothesis(text: Found, config: GenerateConfig) -> Hypothesis:
-    finish, n_ending = finish_of(text.code, config)
+def _hypothesis(text: FinishedText, config: GenerateConfig) -> Hypothesis:
+    finish, n_ending = finish_reason(text.code, config)
     return Hypothesis(text.tokens, text.score, finish, n_ending, text.beams)

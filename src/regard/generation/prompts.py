@@ -1,21 +1,33 @@
-"""What a model is given to start from, as tensors: ragged prompts padded on the left, ragged sources on the right."""
+"""What a model starts from, checked and as tensors: token ids and images, prompts padded left, sources padded right."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..models import Model
-from .config import GenerateConfig
+from ..config import DataConfig, ModelConfig
+from ..data.images import check_image, pixels_of
+from ..errors import BadData
+from ..models import Decoder, Model
+from ..text.image_processor import ImageProcessor
+from .generation_config import GenerateConfig
 
-Rows = Tensor | Sequence[Any]
-"""One text as token ids, (T,) or a list, or several, (B, T) or a list of them."""
+Rows = Tensor | Sequence[Any]  # one text as token ids, (T,) or a list, or several, (B, T) or a list of them
+
+_MAX_PIXELS: int = DataConfig.model_fields["max_pixels"].default
+_MAX_CACHE_BYTES = {"cpu": 1 << 30}
+_MAX_CACHE_BYTES_ELSEWHERE = 4 << 30
+_LOGIT_BYTES = 16  # that a step holds for each token of the vocabulary: logits, scores, and what is sorted of them
+_LENGTH_STEP = 32  # default output lengths are multiples of this, so that sources of similar length share a batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +44,7 @@ class Prompts:
 
     @property
     def texts(self) -> Tensor:
-        """The tokens (B, T), -1 where there is none."""
+        """The tokens (B, T), -1 for padding."""
         return self.tokens if self.positions is None else torch.where(self.positions < 0, -1, self.tokens)
 
 
@@ -41,32 +53,75 @@ class Sources:
     """What an encoder reads, and which of it is real (B, S); None: all."""
 
     values: Tensor
-    keep: Tensor | None = None
+    padding_mask: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values)
 
 
-def prompts_of(
+@dataclass(frozen=True)
+class ModelInputs:
+    """Checked inputs, one item a text: prompts, or the beginnings of targets and their sources."""
+
+    rows: list[list[int]]
+    sources: list[Tensor] | None
+
+    def select(self, index: list[int]) -> ModelInputs:
+        sources = None if self.sources is None else [self.sources[i] for i in index]
+        return ModelInputs([self.rows[i] for i in index], sources)
+
+
+def read_inputs(
+    model: Model, inputs: Rows, config: GenerateConfig, *, target: Rows | None = None, keep: Tensor | None = None
+) -> ModelInputs:
+    """Check prompts, or sources and the beginnings of their targets, against the model and the config."""
+    ours = model.config
+    _check_config_tokens(config, ours.output_vocab_size)
+    if isinstance(model, Decoder):
+        if target is not None:
+            raise ValueError("target is for models with an encoder; a decoder's prompt is all there is")
+        return ModelInputs(add_bos(token_rows(inputs, keep), ours.bos_id, "prompt"), None)
+    if ours.architecture == "encoder":
+        raise TypeError("a model with architecture='encoder' writes no text")
+    sources = source_tensors(inputs, keep, ours, config.truncate)
+    rows = add_bos([[]] if target is None else token_rows(target, name="target"), ours.bos_id, "target")
+    rows = [row if ours.bos_id in (None, row[0]) else [ours.bos_id, *row] for row in rows]
+    rows = rows * len(sources) if len(rows) == 1 else rows
+    if len(rows) != len(sources):
+        raise ValueError(f"there are {len(rows)} targets for {len(sources)} sources")
+    return ModelInputs(rows, sources)
+
+
+def add_bos(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:
+    """An empty prompt becomes bos_id."""
+    if not rows:
+        raise ValueError(f"there is no {name}: the batch is empty")
+    for index, row in enumerate(rows):
+        if not row and bos_id is None:
+            raise ValueError(f"{name} {index} is empty, and this model has no bos_id to begin with")
+    return rows if bos_id is None else [row or [bos_id] for row in rows]
+
+
+def pad_prompts(
     rows: list[list[int]], model: ModelConfig, config: GenerateConfig, device: torch.device, name: str = "prompt"
 ) -> Prompts:
-    """Check rows of token ids against the model and bring them side by side."""
-    max_len, rows = longest(model, target=name == "target"), fitting_prompts(rows, model, config, name)
+    """Check rows of token ids against the model and pad them on the left."""
+    max_len, rows = max_text_length(model, target=name == "target"), check_prompts(rows, model, config, name)
     limit = torch.tensor([min(config.max_new_tokens, max_len - len(row)) for row in rows], device=device)
     width = max(len(row) for row in rows)
     if all(len(row) == width for row in rows):
         return Prompts(rows, torch.tensor(rows, device=device), None, limit)
     tokens = torch.tensor([[model.pad_id] * (width - len(row)) + row for row in rows], device=device)
-    missing = torch.tensor([width - len(row) for row in rows], device=device)
-    places = torch.arange(width, device=device) - missing[:, None]
-    return Prompts(rows, tokens, places.clamp(min=-1), limit)
+    n_padding = torch.tensor([width - len(row) for row in rows], device=device)
+    positions = torch.arange(width, device=device) - n_padding[:, None]
+    return Prompts(rows, tokens, positions.clamp(min=-1), limit)
 
 
-def fitting_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateConfig, name: str) -> list[list[int]]:
-    """Rows that leave room for at least one more token, cut short where that is wanted."""
-    max_len = longest(model, target=name == "target")
+def check_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateConfig, name: str) -> list[list[int]]:
+    """Rows that leave room for at least one more token, truncated if the config says so."""
+    max_len = max_text_length(model, target=name == "target")
     if config.truncate and name == "prompt":
-        rows = [_shortened(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
+        rows = [_truncate_prompt(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
     for index, row in enumerate(rows):
         _check_ids(f"{name} {index}", row, model.output_vocab_size)
         if len(row) >= max_len:
@@ -75,10 +130,36 @@ def fitting_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateC
     return rows
 
 
-def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
+def token_rows(inputs: Rows, keep: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
+    """One text or several as lists of ids; ``keep`` (B, T) says which ids of a padded tensor are real."""
+    if isinstance(inputs, str) or (isinstance(inputs, Sequence) and any(isinstance(row, str) for row in inputs)):
+        raise TypeError(f"{name} is text, but token ids are needed: encode it with the model's tokenizer first")
+    if isinstance(inputs, Tensor):
+        if inputs.dim() not in (1, 2) or inputs.is_floating_point():
+            got = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
+            raise TypeError(f"{name} must be whole numbers of shape (length,) or (batch, length), got {got}")
+        if keep is not None:
+            if keep.shape != inputs.shape:
+                raise ValueError(f"keep has shape {tuple(keep.shape)}, but {name} has {tuple(inputs.shape)}")
+            pairs = zip(torch.atleast_2d(inputs), torch.atleast_2d(keep.bool()), strict=True)
+            return [row[real].tolist() for row, real in pairs]
+        return torch.atleast_2d(inputs).tolist()
+    if keep is not None:
+        raise ValueError(f"keep goes with {name} as a tensor; rows of a list are as long as they are")
+    several = any(isinstance(row, Sequence | Tensor) for row in inputs)
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in inputs] if several else [list(inputs)]
+    try:
+        return [[operator.index(token) for token in row] for row in rows]
+    except TypeError:
+        raise TypeError(f"{name} must hold token ids, whole numbers; got {inputs!r:.80}") from None
+
+
+def source_tensors(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
     """What the encoder reads, one tensor a source: ids, an image (C, height, width), or regions (R, d_region)."""
     if model.source == "text":
-        rows = [_fitting(index, row, model, truncate) for index, row in enumerate(rows_of(source, keep, "source"))]
+        rows = [
+            _check_source(index, row, model, truncate) for index, row in enumerate(token_rows(source, keep, "source"))
+        ]
         items = [torch.tensor(row) for row in rows]
     else:
         n_dims, shape = (3, "(channels, height, width)") if model.source == "image" else (2, "(regions, d_region)")
@@ -88,96 +169,13 @@ def sources_of(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: 
                 f"source={model.source!r} takes floating-point tensors {shape}, one or several, none empty"
             )
         if keep is not None:
-            items = _kept(items, keep, model.source)
+            items = _drop_padding(items, keep, model.source)
     if not items:
         raise ValueError("there is no source: the batch is empty")
     return items
 
 
-def rows_of(given: Rows, keep: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
-    """One text or several, as lists of ids; ``keep`` (B, T) says which ids of a padded tensor are real."""
-    if isinstance(given, str) or (isinstance(given, Sequence) and any(isinstance(row, str) for row in given)):
-        raise TypeError(f"{name} is text, but token ids are needed: encode it with the model's tokenizer first")
-    if isinstance(given, Tensor):
-        if given.dim() not in (1, 2) or given.is_floating_point():
-            got = f"{given.dtype} of shape {tuple(given.shape)}"
-            raise TypeError(f"{name} must be whole numbers of shape (length,) or (batch, length), got {got}")
-        if keep is not None:
-            if keep.shape != given.shape:
-                raise ValueError(f"keep has shape {tuple(keep.shape)}, but {name} has {tuple(given.shape)}")
-            return [row[real].tolist() for row, real in zip(_two(given), _two(keep.bool()), strict=True)]
-        return _two(given).tolist()
-    if keep is not None:
-        raise ValueError(f"keep goes with {name} as a tensor; rows of a list are as long as they are")
-    several = any(isinstance(row, Sequence | Tensor) for row in given)
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in given] if several else [list(given)]
-    try:
-        return [[operator.index(token) for token in row] for row in rows]
-    except TypeError:
-        raise TypeError(f"{name} must hold token ids, whole numbers; got {given!r:.80}") from None
-
-
-def _kept(items: list[Tensor], keep: Tensor, source: str) -> list[Tensor]:
-    """Regions that are no padding."""
-    keep = _two(keep.bool()).to(items[0].device)
-    if source == "image" or keep.shape != (len(items), *{len(item) for item in items}):
-        shapes = [tuple(item.shape) for item in items]
-        raise ValueError(f"keep of shape {tuple(keep.shape)} does not go with {source} sources of shapes {shapes}")
-    return [item[real] for item, real in zip(items, keep, strict=True)]
-
-
-def _is_filled(item: Any, n_dims: int) -> bool:
-    return isinstance(item, Tensor) and item.dim() == n_dims and item.is_floating_point() and item.numel() > 0
-
-
-def _two(x: Tensor) -> Tensor:
-    return x[None] if x.dim() == 1 else x
-
-
-def longest(model: ModelConfig, target: bool = False) -> int:
-    """The longest text a model is made for; dynamic scaling stretches the angles for longer ones as they come."""
-    max_len = model.max_len if not target or model.max_target_len is None else model.max_target_len
-    scaling = model.rope_scaling
-    stretch = scaling.factor if scaling is not None and scaling.kind == "dynamic" else None
-    return max_len if stretch is None else int(max_len * stretch)
-
-
-def angles_by_length(model: ModelConfig) -> bool:
-    """Whether rotary angles follow the longest text so far: then what stands beside or behind a token changes it."""
-    return model.rope_scaling is not None and model.rope_scaling.kind in ("dynamic", "longrope")
-
-
-def _shortened(row: list[int], max_len: int, bos_id: int | None, max_new_tokens: int) -> list[int]:
-    """The end of a long prompt: room is made for the tokens asked for, as long as half of the place is left to it."""
-    most = max(1, max_len - max_new_tokens, max_len // 2)
-    if len(row) <= most:
-        return row
-    starts = row[:1] if row[0] == bos_id and most > 1 else []  # a text that begins as trained still does
-    return starts + row[len(row) - most + len(starts) :]
-
-
-def _fitting(index: int, row: list[int], model: ModelConfig, truncate: bool) -> list[int]:
-    _check_ids(f"source {index}", row, model.vocab_size)
-    if not row:
-        raise ValueError(f"source {index} is empty")
-    max_len = longest(model)
-    if len(row) <= max_len:
-        return row
-    if not truncate:
-        raise ValueError(
-            f"source {index} has {len(row)} tokens, but max_len={max_len}; truncate=True keeps its beginning"
-        )
-    ends = row[-1:] if row[-1] == model.eos_id else []  # a source that ends as trained still does
-    return row[: max_len - len(ends)] + ends
-
-
-def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
-    for token in row:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} holds token {token}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
-
-
-def side_by_side(items: list[Tensor], model: Model) -> Sources:
+def pad_sources(items: list[Tensor], model: Model) -> Sources:
     """Sources stacked, the shorter ones padded at their end."""
     text = model.config.source == "text"
     dtype, padding = (torch.int64, model.config.pad_id) if text else (next(model.parameters()).dtype, 0)
@@ -188,5 +186,159 @@ def side_by_side(items: list[Tensor], model: Model) -> Sources:
     if len(set(lengths)) == 1:
         return Sources(torch.stack(items))
     values = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=padding)
-    keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Sources(values, keep.to(model.device))
+    padding_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return Sources(values, padding_mask.to(model.device))
+
+
+def max_text_length(model: ModelConfig, target: bool = False) -> int:
+    """The longest text of a model; dynamic RoPE scaling stretches the angles for texts beyond max_len."""
+    max_len = model.max_len if not target or model.max_target_len is None else model.max_target_len
+    scaling = model.rope_scaling
+    stretch = scaling.factor if scaling is not None and scaling.kind == "dynamic" else None
+    return max_len if stretch is None else int(max_len * stretch)
+
+
+def default_output_length(model: ModelConfig, n_source: int, multiple: int = _LENGTH_STEP) -> int:
+    """New tokens allowed by default for a source of ``n_source`` tokens: 2 n + 20, rounded up, at most what fits."""
+    length = -(-(2 * n_source + 20) // multiple) * multiple
+    return max(1, min(length, max_text_length(model, target=True) - 1))
+
+
+def rope_depends_on_length(model: ModelConfig) -> bool:
+    """Whether rotary angles follow the longest text so far, so that texts of a batch would change each other."""
+    return model.rope_scaling is not None and model.rope_scaling.kind in ("dynamic", "longrope")
+
+
+def length_batches(
+    model: Model, config: GenerateConfig, lengths: Sequence[int], limits: Sequence[int]
+) -> Iterator[list[int]]:
+    """Indices in batches of one limit of new tokens and similar lengths, longest first, as far as memory allows.
+
+    ``lengths`` are tokens read, ``limits`` tokens written; the longest text of a batch decides how many it may hold.
+    """
+    copies = max(config.beam, config.n_best)
+    token_bytes, logit_bytes = _cache_bytes_per_token(model), _LOGIT_BYTES * model.config.output_vocab_size
+    max_bytes = _MAX_CACHE_BYTES.get(model.device.type, _MAX_CACHE_BYTES_ELSEWHERE)
+    order = sorted(range(len(lengths)), key=lambda index: (limits[index], lengths[index]), reverse=True)
+    batch: list[int] = []
+    for index in order:
+        if batch:
+            first = batch[0]
+            row_bytes = copies * ((lengths[first] + limits[first]) * token_bytes + logit_bytes)
+            if limits[index] != limits[first] or (len(batch) + 1) * row_bytes > max_bytes:
+                yield batch
+                batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _cache_bytes_per_token(model: Model) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config
+    n_heads = config.n_kv_heads or config.n_heads
+    d_head = config.d_head or config.d_model // config.n_heads
+    n_layers = max(config.n_layers, config.n_decoder_layers or 0)
+    return 2 * n_layers * n_heads * d_head * next(model.parameters()).element_size()
+
+
+def _check_source(index: int, row: list[int], model: ModelConfig, truncate: bool) -> list[int]:
+    _check_ids(f"source {index}", row, model.vocab_size)
+    if not row:
+        raise ValueError(f"source {index} is empty")
+    max_len = max_text_length(model)
+    if len(row) <= max_len:
+        return row
+    if not truncate:
+        raise ValueError(
+            f"source {index} has {len(row)} tokens, but max_len={max_len}; truncate=True keeps its beginning"
+        )
+    end = row[-1:] if row[-1] == model.eos_id else []  # a source that ends with eos_id still does
+    return row[: max_len - len(end)] + end
+
+
+def _truncate_prompt(row: list[int], max_len: int, bos_id: int | None, max_new_tokens: int) -> list[int]:
+    """The end of a long prompt: at least half of max_len, more where fewer new tokens are asked for."""
+    length = max(1, max_len - max_new_tokens, max_len // 2)
+    if len(row) <= length:
+        return row
+    start = row[:1] if row[0] == bos_id and length > 1 else []  # a prompt that begins with bos_id still does
+    return start + row[len(row) - length + len(start) :]
+
+
+def _drop_padding(items: list[Tensor], keep: Tensor, source: str) -> list[Tensor]:
+    """The regions that are real."""
+    keep = torch.atleast_2d(keep.bool()).to(items[0].device)
+    if source == "image" or keep.shape != (len(items), *{len(item) for item in items}):
+        shapes = [tuple(item.shape) for item in items]
+        raise ValueError(f"keep of shape {tuple(keep.shape)} does not go with {source} sources of shapes {shapes}")
+    return [item[real] for item, real in zip(items, keep, strict=True)]
+
+
+def _is_filled(item: Any, n_dims: int) -> bool:
+    return isinstance(item, Tensor) and item.dim() == n_dims and item.is_floating_point() and item.numel() > 0
+
+
+def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
+    for token in row:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} holds token {token}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
+
+
+def _check_config_tokens(config: GenerateConfig, vocab_size: int) -> None:
+    if config.beam > vocab_size:
+        raise ValueError(f"beam={config.beam} is larger than the vocabulary of {vocab_size} tokens")
+    stops = [token for stop in config.stop for token in stop]
+    for name, tokens in (("stop", stops), ("prefix", config.prefix), ("logit_bias", config.logit_bias)):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                allowed = f"the vocabulary has {vocab_size}: 0 to {vocab_size - 1}"
+                raise ValueError(f"{name} holds the unknown token {token}; {allowed}")
+
+
+# ---- images
+
+
+def image_pixels(model: Model, images: Any) -> Tensor:
+    """One image or several as pixels (B, C, height, width), prepared as in training; such a tensor is passed on.
+
+    An image is a file, a Pillow image, or an array (height, width) or (height, width, channels) of bytes.
+    """
+    if model.config.source != "image":
+        raise ValueError(f"this model reads source={model.config.source!r}, not images")
+    if isinstance(images, Tensor):
+        return images if images.dim() == 4 else images[None]
+    processor = None if model.processor is None else model.processor.image
+    if processor is None:
+        raise ValueError("this model has no image processor: load one with a preprocessor_config.json, or give pixels")
+    several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+    if not several:
+        raise ValueError("there is no image: the list is empty")
+    return torch.cat([_prepare_image(processor, image, model.config.n_channels) for image in several])
+
+
+def _prepare_image(processor: ImageProcessor, image: Any, channels: int) -> Tensor:
+    from PIL import Image
+
+    if isinstance(image, str | Path):
+        image = Path(image)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # reported as a fault of the file
+            fault = check_image(image, _MAX_PIXELS, decode=True)
+        if fault is not None:
+            raise BadData(f"{image}: {fault}")
+    elif not isinstance(image, Image.Image):
+        image = _check_array(image)
+    pixels = pixels_of(image, channels=channels)
+    return processor(Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels))
+
+
+def _check_array(image: Any) -> NDArray[np.uint8]:
+    if not isinstance(image, np.ndarray):
+        raise TypeError(f"an image is a path, an image of Pillow's or an array of bytes, not {type(image).__name__}")
+    if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:
+        got = f"{image.dtype} of shape {image.shape}"
+        raise ValueError(f"an image as an array is uint8 (height, width) or (height, width, channels), got {got}")
+    if image.ndim == 3 and image.shape[2] not in (1, 3, 4):
+        raise ValueError(f"an image has 1, 3 or 4 channels, got an array of shape {image.shape}")
+    return image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image

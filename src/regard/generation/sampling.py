@@ -1,121 +1,170 @@
-"""From logits to the next token: filters, each a pure function on scores (R, V), and the draw.
+"""From logits to the next token: filters on scores (R, V), the draw, and the loop that decodes token by token.
 
-``texts`` (R, L) are the tokens so far, prompt and all; -1 stands where there is none: padding counts for nothing.
-A filter that forbids a token gives it -inf.
+``texts`` (R, L) are the tokens so far, prompt included; -1 stands for padding, which counts for nothing. A filter that
+forbids a token gives it -inf.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import GenerateConfig
+from ..foundation.device import widest_float
+from .cached_engine import DecodingEngine
+from .cpu_engine import accelerate
+from .generation_config import GenerateConfig
+from .prompts import Prompts
+from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
 
-def temperature(scores: Tensor, t: float) -> Tensor:
-    """Sharper below 1, flatter above."""
-    return scores / t
+class ChosenTokens(NamedTuple):
+    """One decode step: for each text still being written its number, its next token, and whether that ends it."""
+
+    rows: Tensor  # (n,) prompt · copies + copy
+    tokens: Tensor  # (n,)
+    log_probs: Tensor  # (n,) of the token by the model alone, before any filter
+    codes: Tensor  # (n,) as in ``stop_conditions``
 
 
-def top_k(scores: Tensor, k: int) -> Tensor:
-    """The k highest stay, and whatever equals the last of them."""
-    last = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
-    return scores.masked_fill(scores < last, -math.inf)
+def decode_loop(
+    engine: DecodingEngine,
+    prompts: Prompts,
+    config: GenerateConfig,
+    eos_id: int | None,
+    strings: StopStrings | None = None,
+) -> Iterator[ChosenTokens]:
+    """Greedy or sampled decoding of n_best texts for each prompt, all at once. Rows do not depend on each other."""
+    copies = config.n_best
+    rows = torch.arange(len(prompts) * copies, device=prompts.tokens.device)
+    limit, texts = prompts.limit.repeat_interleave(copies), prompts.texts.repeat_interleave(copies, 0)
+    draws = uniform_draws(config, len(prompts), copies).to(rows.device) if config.samples else None
+    done = torch.zeros_like(rows, dtype=torch.bool)
+    engine = accelerate(engine)
+    logits = engine.prefill(prompts, copies)
+    for step in range(int(limit.max())):
+        scores = filter_logits(logits, texts, step, config, eos_id)
+        tokens = scores.argmax(-1) if draws is None else draw_tokens(scores, draws[rows, step])
+        codes = stop_codes(tokens, texts, step + 1, config, eos_id, strings)
+        codes = torch.where((codes == GOING_ON) & (step + 1 >= limit), LENGTH, codes)
+        chosen = ChosenTokens(rows, tokens, token_log_probs(logits, tokens), codes)
+        yield ChosenTokens(*(x[~done] for x in chosen)) if engine.static else chosen  # else finished rows were dropped
+        texts = torch.cat([texts, tokens[:, None]], dim=1)
+        done = done | (codes != GOING_ON)
+        if done.all():
+            return
+        if not engine.static and done.any():
+            active = (~done).nonzero()[:, 0]
+            engine.select(active)
+            rows, limit, texts, tokens, done = (x[active] for x in (rows, limit, texts, tokens, done))
+        logits = engine.decode_one_token(tokens)
 
 
-def top_p(scores: Tensor, p: float) -> Tensor:
-    """The nucleus stays (Holtzman et al. 2020): the unlikeliest go as long as together they have at most 1 - p."""
-    rising, order = scores.sort(dim=-1)
-    goes = rising.softmax(-1).cumsum(-1) <= 1 - p
-    goes[:, -1] = False  # rounding must not take the likeliest
-    return scores.masked_fill(torch.empty_like(goes).scatter_(1, order, goes), -math.inf)
+def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log P (R,) of tokens (R,) by logits (R, V)."""
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def min_p(scores: Tensor, p: float) -> Tensor:
-    """Those at least p times as likely as the likeliest stay (Nguyen et al. 2024)."""
-    chance = scores.softmax(-1)
-    return scores.masked_fill(chance < p * chance.amax(-1, keepdim=True), -math.inf)
-
-
-def repetition_penalty(scores: Tensor, texts: Tensor, penalty: float) -> Tensor:
-    """Tokens of the text, once each: s / penalty if s is positive, else s · penalty (Keskar et al. 2019, §4.1)."""
-    lower = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return torch.where(_marked(texts, scores), lower, scores)
-
-
-def no_repeat_ngram(scores: Tensor, texts: Tensor, n: int) -> Tensor:
-    """No n tokens in a row occur twice: where the last n - 1 stood before, what followed them is forbidden."""
-    length = texts.shape[1]
-    if length < n:
-        return scores
-    grams = texts.unfold(1, n, 1)  # (R, L - n + 1, n)
-    last = texts[:, length - n + 1 :]
-    again = (grams[..., :-1] == last[:, None]).all(-1)  # -1 stands at the left alone: no run with it comes again
-    return scores.masked_fill(_marked(torch.where(again, grams[..., -1], -1), scores), -math.inf)
-
-
-def forbidden(scores: Tensor, token: int, in_place: bool = False) -> Tensor:
-    """One token goes; the end token, while a text is too short."""
-    scores = scores if in_place else scores.clone()
-    scores[:, token].fill_(-math.inf)
-    return scores
-
-
-def forced(scores: Tensor, token: int) -> Tensor:
-    """One token alone stays, with its score; with 0, where another filter had forbidden it."""
-    own = scores[:, token]
-    only = torch.full_like(scores, -math.inf)
-    only[:, token] = torch.where(own.isneginf(), 0.0, own)
-    return only
-
-
-def bias_of(logit_bias: dict[int, float], like: Tensor) -> Tensor:
-    """What is added to the scores (V,)."""
-    bias = torch.zeros_like(like[0])
-    for token, value in logit_bias.items():
-        bias[token : token + 1].fill_(value)  # a filled slice asks nothing of the host, and can be captured
-    return bias
-
-
-def _marked(tokens: Tensor, scores: Tensor) -> Tensor:
-    """Which tokens of the vocabulary are among ``tokens`` (R, n), as (R, V); -1 is none of them."""
-    n_tokens = scores.shape[-1]
-    marks = torch.zeros(len(scores), n_tokens + 1, dtype=torch.bool, device=scores.device)
-    return marks.scatter_(1, torch.where(tokens < 0, n_tokens, tokens), True)[:, :n_tokens]
-
-
-def filtered(
+def filter_logits(
     scores: Tensor, texts: Tensor, step: int, config: GenerateConfig, eos_id: int | None, in_place: bool = False
 ) -> Tensor:
-    """All filters of a config on float32 scores (R, V) before token number ``step``, in the order transformers has.
+    """All filters of a config on float32 scores (R, V) before new token number ``step``, in the order of transformers.
 
-    ``in_place``: nobody else needs these scores, and they may be written over.
+    ``in_place``: the caller does not need these scores again, and they may be overwritten.
     """
     if config.logit_bias:
-        scores = scores + bias_of(config.logit_bias, scores)
+        scores = scores + bias_vector(config.logit_bias, scores)
     if config.repetition_penalty != 1.0:
         scores = repetition_penalty(scores, texts, config.repetition_penalty)
     if config.no_repeat_ngram:
         scores = no_repeat_ngram(scores, texts, config.no_repeat_ngram)
     if eos_id is not None and step < config.min_new_tokens:
-        scores = forbidden(scores, eos_id, in_place)
+        scores = forbid_token(scores, eos_id, in_place)
     if step < len(config.prefix):
-        scores = forced(scores, config.prefix[step])
+        scores = force_token(scores, config.prefix[step])
     if config.temperature is not None:
-        scores = temperature(scores, config.temperature)
+        scores = scores / config.temperature
     if config.top_k is not None:
         scores = top_k(scores, config.top_k)
     if config.top_p is not None and config.top_p < 1:
         scores = top_p(scores, config.top_p)
     if config.min_p is not None:
         scores = min_p(scores, config.min_p)
-    return _or_the_end(scores, eos_id) if config.logit_bias or config.no_repeat_ngram else scores
+    return _allow_end(scores, eos_id) if config.logit_bias or config.no_repeat_ngram else scores
 
 
-def _or_the_end(scores: Tensor, eos_id: int | None) -> Tensor:
-    """Where every token is forbidden, the text ends."""
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Keep the k highest, and whatever equals the last of them."""
+    last = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+    return scores.masked_fill(scores < last, -math.inf)
+
+
+def top_p(scores: Tensor, p: float) -> Tensor:
+    """Keep the nucleus (Holtzman et al. 2020): drop the unlikeliest tokens that together have at most 1 - p."""
+    rising, order = scores.sort(dim=-1)
+    dropped = rising.softmax(-1).cumsum(-1) <= 1 - p
+    dropped[:, -1] = False  # rounding must not drop the likeliest
+    return scores.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), -math.inf)
+
+
+def min_p(scores: Tensor, p: float) -> Tensor:
+    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024)."""
+    probs = scores.softmax(-1)
+    return scores.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
+
+
+def repetition_penalty(scores: Tensor, texts: Tensor, penalty: float) -> Tensor:
+    """Tokens of the text, once each: s / penalty if s is positive, else s · penalty (Keskar et al. 2019, §4.1)."""
+    lower = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(_token_mask(texts, scores), lower, scores)
+
+
+def no_repeat_ngram(scores: Tensor, texts: Tensor, n: int) -> Tensor:
+    """No n tokens in a row occur twice: where the last n - 1 occurred before, what followed them is forbidden."""
+    length = texts.shape[1]
+    if length < n:
+        return scores
+    grams = texts.unfold(1, n, 1)  # (R, L - n + 1, n)
+    last = texts[:, length - n + 1 :]
+    repeats = (grams[..., :-1] == last[:, None]).all(-1)  # -1 stands at the left alone, so no n-gram with it repeats
+    return scores.masked_fill(_token_mask(torch.where(repeats, grams[..., -1], -1), scores), -math.inf)
+
+
+def forbid_token(scores: Tensor, token: int, in_place: bool = False) -> Tensor:
+    """-inf for one token; used for the end token while a text is too short."""
+    scores = scores if in_place else scores.clone()
+    scores[:, token].fill_(-math.inf)
+    return scores
+
+
+def force_token(scores: Tensor, token: int) -> Tensor:
+    """-inf for all tokens but one, which keeps its score, or gets 0 where another filter had forbidden it."""
+    score = scores[:, token]
+    forced = torch.full_like(scores, -math.inf)
+    forced[:, token] = torch.where(score.isneginf(), 0.0, score)
+    return forced
+
+
+def bias_vector(logit_bias: dict[int, float], scores: Tensor) -> Tensor:
+    """What is added to the scores, (V,)."""
+    bias = torch.zeros_like(scores[0])
+    for token, value in logit_bias.items():
+        bias[token : token + 1].fill_(value)  # filling a slice needs no host synchronisation, so it can be captured
+    return bias
+
+
+def _token_mask(tokens: Tensor, scores: Tensor) -> Tensor:
+    """Which tokens of the vocabulary are among ``tokens`` (R, n), as (R, V); -1 is none of them."""
+    n_tokens = scores.shape[-1]
+    marks = torch.zeros(len(scores), n_tokens + 1, dtype=torch.bool, device=scores.device)
+    return marks.scatter_(1, torch.where(tokens < 0, n_tokens, tokens), True)[:, :n_tokens]
+
+
+def _allow_end(scores: Tensor, eos_id: int | None) -> Tensor:
+    """Where every token is forbidden, the end token is allowed."""
     stuck = scores.amax(-1).isneginf()
     if eos_id is not None:
         is_end = torch.arange(scores.shape[-1], device=scores.device) == eos_id
@@ -125,8 +174,8 @@ def _or_the_end(scores: Tensor, eos_id: int | None) -> Tensor:
     return scores
 
 
-def chances(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tensor:
-    """Numbers in [0, 1) to draw with, (prompts · copies, max_new_tokens): they depend on nothing but seed and copy."""
+def uniform_draws(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tensor:
+    """Uniform numbers in [0, 1), (prompts · copies, max_new_tokens), that depend on seed and copy alone."""
     seeds = torch.randint(2**62, (n_prompts,)).tolist() if config.seed is None else [config.seed] * n_prompts
     rows = []
     for seed in seeds:
@@ -136,9 +185,8 @@ def chances(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tensor:
     return torch.stack(rows)
 
 
-def draw(scores: Tensor, chance: Tensor) -> Tensor:
-    """The token (R,) at which the summed probabilities pass ``chance`` (R,): one number a row, whoever is beside it."""
-    wide = torch.float32 if scores.device.type == "mps" else torch.float64
-    summed = scores.to(wide).softmax(-1).cumsum(-1)
-    at = chance.to(summed)[:, None] * summed[:, -1:]
-    return torch.searchsorted(summed, at, right=True)[:, 0]
+def draw_tokens(scores: Tensor, draws: Tensor) -> Tensor:
+    """The token (R,) at which the cumulated probabilities pass ``draws`` (R,), so that rows are independent."""
+    cumulated = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
+    thresholds = draws.to(cumulated)[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, thresholds, right=True)[:, 0]

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from ..attention import MultiHeadAttention, record
 from ..attention.taps import Recorder
 from ..generation import GenerateConfig, Generated
-from ..generation.generate import at_rest
 from ..generation.generate import generate as generate_tokens
-from ..generation.prompts import longest, rows_of
-from ..generation.texts import understood
-from ..generation.words import Words
+from ..generation.generate import inference
+from ..generation.prompts import default_output_length, max_text_length, token_rows
+from ..generation.text_codec import ModelTokenizers, resolve_config
 from ..models import Block, Decoder, Encoder, EncoderDecoder, Model, Recurrent, Stack
 from ..models.recurrent.alignment import Alignment
 from .capture_inputs import LookImage, read_image
@@ -197,7 +196,7 @@ def capture_look(model: Model, what: Any, target: Any, generate: GenerateOptions
     """Read, write on, run."""
     if not isinstance(model, Decoder | Encoder | EncoderDecoder | Recurrent):
         raise TypeError(f"regard.look takes a model of regard's or its directory, not {type(model).__name__}")
-    with at_rest(model):
+    with inference(model):
         if isinstance(model, Decoder):
             return _of_text(model, what, target, generate)
         if isinstance(model, Encoder):
@@ -377,13 +376,13 @@ def _on(model: Model, x: Tensor) -> Tensor:
 def _read_ids(model: Model, what: Any, name: str) -> list[int]:
     """The token ids of one text, not longer than the model is made for."""
     if isinstance(what, str):
-        ids = Words(model).rows([what], name)[0]
+        ids = ModelTokenizers(model).encode_inputs(what, name)[0]
     else:
-        rows = rows_of(what, name=name)
+        rows = token_rows(what, name=name)
         if len(rows) != 1:
             raise ValueError(f"a look is at one {name}, got {len(rows)}")
         ids = rows[0]
-    _check(ids, name, model.config.vocab_size, longest(model.config))
+    _check(ids, name, model.config.vocab_size, max_text_length(model.config))
     return ids
 
 
@@ -391,15 +390,15 @@ def _target_ids(model: Model, target: Any) -> list[int]:
     """What the decoder is fed: bos_id, then the target without its end, as in training."""
     bos_id, eos_id = model.config.bos_id, model.config.eos_id
     if isinstance(target, str):
-        ids = Words(model).target.encode(target)
+        ids = ModelTokenizers(model).target.encode(target)
     else:
-        rows = rows_of(target, name="target")
+        rows = token_rows(target, name="target")
         if len(rows) != 1:
             raise ValueError(f"a look is at one target, got {len(rows)}")
         ids = rows[0]
     ids = ids[:-1] if ids and ids[-1] == eos_id else ids
     ids = ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
-    _check(ids, "target", model.config.output_vocab_size, longest(model.config, target=True))
+    _check(ids, "target", model.config.output_vocab_size, max_text_length(model.config, target=True))
     return ids
 
 
@@ -420,14 +419,15 @@ def _written(model: Model, given: Any, source: _Source | None, how: GenerateOpti
     fields = dict(how)
     if source is not None:
         fields.setdefault("max_new_tokens", _room(model, len(source.labels)))
-    config, strings = understood(model, None, fields)
+    config, strings = resolve_config(model, None, fields)
     return generate_tokens(model, given, config, strings=strings)
 
 
 def _room(model: Model, n_source: int) -> int:
     """New tokens: about twice the source's, a caption's as many as there is place for."""
-    most = longest(model.config, target=True) - 1
-    return max(1, min(2 * n_source + 20, most) if model.config.source == "text" else most)
+    if model.config.source == "text":
+        return default_output_length(model.config, n_source, multiple=1)
+    return max(1, max_text_length(model.config, target=True) - 1)
 
 
 def _tokenizers(model: Model) -> tuple[Any, Any]:

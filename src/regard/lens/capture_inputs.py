@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..data.images import pixels_of
-from ..generation.pictures import pixels
+from ..generation.prompts import image_pixels
 from ..models import Model
 from ..text.image_processor import ImageProcessor
 
@@ -29,7 +29,7 @@ class LookImage:
 
 def read_image(model: Model, what: Any) -> LookImage:
     """A file, an image of Pillow's, an array of bytes, or pixels (C, height, width), as a model reads it."""
-    found = pixels(model, what)
+    found = image_pixels(model, what)
     if len(found) != 1:
         raise ValueError(f"a look is at one image, got {len(found)}")
     processor = None if model.processor is None else model.processor.image

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..generation import classify
-from ..generation.classes import _labels as class_names
-from ..generation.generate import at_rest
+from ..generation.generate import inference
+from ..generation.text_generation import class_names
 from ..models import Decoder, Encoder, Model
 from ..models.translating import SourceToTarget
 from .capture import stacks
@@ -185,7 +185,7 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
         name: listen(-1),
         **{f"{name}.blocks.{layer}": listen(layer) for layer in range(stack.n_layers)},
     }
-    with torch.no_grad(), at_rest(model), patch(model, places):
+    with torch.no_grad(), inference(model), patch(model, places):
         run: Any = model.hidden
         run(*look.inputs)
     say = (lambda index: class_names(model)[index]) if classifier is not None else look.token_text

@@ -260,7 +260,7 @@ class Look:
         with torch.no_grad():
             logits = head(self.hidden(position)[None, None], self.output_table)[0].float()
         texts = torch.empty(1, 0, dtype=torch.long, device=logits.device)
-        scores = sampling.filtered(logits, texts, 0, config, None)
+        scores = sampling.filter_logits(logits, texts, 0, config, None)
         best = scores.softmax(-1)[0].topk(min(k, scores.shape[-1]))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [Next(index, self.token_text(index), chance) for index, chance in pairs if chance > 0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention import AttentionMap, record
 from ..attention.mechanisms import Dot
-from ..generation.generate import at_rest
+from ..generation.generate import inference
 from ..lens.capture import attention_at
 from .look_queries import HeadView, check_index, merged_view
 from .request_limits import Limits
@@ -97,7 +97,7 @@ def values_of(session: LookSession, kind: str, layer: int, limits: Limits) -> Te
     def again() -> Tensor:
         module = attention_at(session.served.model, kind, layer)
         model: Any = session.served.model
-        with at_rest(model), session.model_changes(), record(module) as recorder:
+        with inference(model), session.model_changes(), record(module) as recorder:
             model.hidden(*session.look.inputs)
         calls = recorder.attentions["attention"]
         # Layers that share a module are recorded one after the other.

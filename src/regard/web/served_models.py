@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import ModelConfig
 from ..errors import UsageError
-from ..generation.words import Words
+from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of
 from ..models import Model
 from .request_bodies import LookRequest, ModelChanges, SearchRequest
@@ -200,7 +200,7 @@ def search_fields(search: SearchRequest) -> dict[str, Any]:
 
 def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any] | None, limits: Limits) -> int:
     """What q and k of all layers will take, before any of it is there."""
-    config, words = served.config, Words(served.model)
+    config, words = served.config, ModelTokenizers(served.model)
     if config.source == "image":
         n_read = (config.image_size // config.patch_size) ** 2
     else:

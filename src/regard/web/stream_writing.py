@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..generation.generate import stream_tokens
-from ..generation.pictures import pixels
-from ..generation.pieces import Decode, after, text_pieces
-from ..generation.words import Words
+from ..generation.prompts import image_pixels
+from ..generation.stop_conditions import Decode, decode_after, text_pieces
+from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of, record_attention
 from ..lens.labels import Label, token_labels
 from .look_queries import label_document, look_document
@@ -118,14 +118,14 @@ def _stream(
 ) -> Iterator[dict[str, Any]]:
     from ..lens import look
 
-    model, words = served.model, Words(served.model)
+    model, words = served.model, ModelTokenizers(served.model)
     under = change_model(served, body.variant)
     image = decode_image(body.image, limits) if served.config.source == "image" else None
-    rows = None if image is not None else words.rows([body.text], "prompt" if words.goes_on else "source")[0]
-    decode = after(words.decode, rows) if words.goes_on and rows is not None else words.decode
+    rows = None if image is not None else words.encode_inputs(body.text)[0]
+    decode = decode_after(words.decode, rows) if words.continues_prompt and rows is not None else words.decode
 
     def start() -> Iterator[int]:
-        return stream_tokens(model, pixels(model, image) if rows is None else rows, **body.generate.fields())
+        return stream_tokens(model, image_pixels(model, image) if rows is None else rows, **body.generate.fields())
 
     new: list[int] = []
     if watching is not None and rows is not None:
@@ -139,7 +139,7 @@ def _stream(
             yield line if watching is None or token is None else line | watching.line(len(new) - 1)
         if watching is not None and len(watching.written) > len(new):  # where it looked when it chose to end
             yield {"token": watching.written[-1], "text": "", **watching.line(-1)}
-        if words.goes_on:
+        if words.continues_prompt:
             made = look(model, [*(rows or ()), *new])
         else:
             # Where nothing was written there still is the look at the source from which that was decided.

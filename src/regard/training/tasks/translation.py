@@ -13,6 +13,7 @@ from ...config import ModelConfig
 from ...data.batching import BatchPlan
 from ...data.examples import Example, Pair
 from ...generation import GenerateConfig, generate
+from ...generation.prompts import default_output_length
 from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
@@ -147,8 +148,8 @@ class Translate(Task):
         outputs = [""] * len(ids)
         for group in by_length([len(row) for row in ids], max(512, 16384 // beam)):
             longest = max(len(ids[i]) for i in group)
-            room = min((model.config.max_target_len or model.config.max_len) - 1, 2 * longest + 20)
-            config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=room)
+            limit = default_output_length(model.config, longest, multiple=1)
+            config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=limit)
             made = generate(model, [ids[i] for i in group], config)
             for place, tokens in zip(group, made.tokens, strict=True):
                 outputs[place] = self._target.decode(tokens)

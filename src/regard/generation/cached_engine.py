@@ -1,12 +1,12 @@
-"""The model as generation sees it: logits of the next token, for whatever kind of model.
+"""Decoding engines: a model with its cache, as the searches use it.
 
-    logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits of their last state alone
+    logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits after the last one
     logits = engine.decode_one_token(tokens)     one token a row
     logits = engine.decode_tokens(tokens)        several tokens a row, logits after each of them
-    engine.truncate(length)                      take back the tokens from position ``length`` on
-    engine.select(rows)                          go on with some rows, in any order and number
+    engine.truncate(length)                      drop the tokens from position ``length`` on
+    engine.select(rows)                          continue with some rows, in any order and number
 
-Searches know nothing more. A kind of model adds one method: from tokens to states.
+A kind of model adds one method: from tokens to hidden states.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from ..attention.cache.static_cache import CacheDtype
 from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
 from ..models.model import padding_mask
 from ..models.recurrent import RecurrentMemory
-from .prompts import Prompts, Sources, longest
+from .prompts import Prompts, Sources, max_text_length
 
 CacheName = Literal["growing", "static", "static-bf16", "static-int8"]
 _CACHE_DTYPES: dict[CacheName, CacheDtype] = {
-    **{"growing": "model", "static": "model"},
-    **{"static-bf16": "bf16", "static-int8": "int8"},
+    "growing": "model",
+    "static": "model",
+    "static-bf16": "bf16",
+    "static-int8": "int8",
 }
 
 
-class Engine:
-    """Base of both kinds. A ``static`` cache is preallocated: then every step has one shape, and rows stay in place."""
+class DecodingEngine:
+    """Base class. With a ``static`` cache, which is preallocated, every step has one shape and rows stay in place."""
 
     def __init__(self, model: Decoder | EncoderDecoder | Recurrent, cache: CacheName = "growing") -> None:
         if model.head is None:
@@ -41,14 +43,14 @@ class Engine:
         self.head, self.static, self._cache_dtype = model.head, cache != "growing", _CACHE_DTYPES[cache]
         self._model = model
         self._cache: ModelCache = model.new_cache()
-        self._last_place: int | None = None  # where rows that are done may run out of places while others go on
+        self._max_length: int | None = None  # set where finished rows may fill the cache while others are decoded
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
-        """Take in the prompts; logits (B · copies, V) of what follows, each prompt's copies side by side."""
+        """Read the prompts; logits (B · copies, V) of what follows, the copies of a prompt side by side."""
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
         tokens, positions = prompts.tokens, prompts.positions
         if self.static:
-            self._cache = self._model.new_cache(len(rows), self._places(prompts), self._cache_dtype)
+            self._cache = self._model.new_cache(len(rows), self._cache_length(prompts), self._cache_dtype)
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
             self._repeat_source(rows)
         logits = self._logits(self._states(tokens, positions))
@@ -60,48 +62,48 @@ class Engine:
         return logits
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
-        """Take in one token a row (R,); logits (R, V) of what follows."""
+        """Read one token a row (R,); logits (R, V) of what follows."""
         positions = None
-        if self._last_place is not None:  # a row that is full takes in padding
+        if self._max_length is not None:  # a full row reads padding
             lengths = self._cache.lengths.expand(len(tokens))
-            positions = torch.where(lengths < self._last_place, lengths, -1)[:, None]
+            positions = torch.where(lengths < self._max_length, lengths, -1)[:, None]
         return self._logits(self._states(tokens[:, None], positions))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Take in several tokens a row (R, T); logits (R, T, V) of what follows each."""
+        """Read several tokens a row (R, T); logits (R, T, V) of what follows each."""
         return self.head(self._states(tokens, None), self._table()).float()
 
     def truncate(self, length: int) -> None:
-        """Take back the tokens from position ``length`` on, as if they had never come."""
+        """Drop the tokens from position ``length`` on."""
         self._cache.truncate(length)
 
     def select(self, rows: Tensor) -> None:
-        """Row r goes on from row rows[r]."""
+        """Row r continues row rows[r]."""
         self._cache.reorder(rows)
 
-    def _places(self, prompts: Prompts) -> int:
-        """Places of a preallocated cache; the longest text and the one that may grow most need not be the same."""
-        most = longest(self._model.config, target=not isinstance(self._model, Decoder))
-        n_places = max(len(row) for row in prompts.rows) + int(prompts.limit.max())
-        self._last_place = most if n_places > most else None
-        return min(n_places, most)
+    def _cache_length(self, prompts: Prompts) -> int:
+        """Length of a preallocated cache: the longest prompt and the largest limit, which may be of different rows."""
+        max_length = max_text_length(self._model.config, target=not isinstance(self._model, Decoder))
+        length = max(len(row) for row in prompts.rows) + int(prompts.limit.max())
+        self._max_length = max_length if length > max_length else None
+        return min(length, max_length)
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Of the last state alone, and in float32 whatever the model computes in: (B, T, M) → (B, V)."""
+        """Of the last state, in float32 whatever the model computes in: (B, T, M) → (B, V)."""
         return self.head(states[:, -1:], self._table())[:, 0].float()
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        raise NotImplementedError  # what a kind of model is
+        raise NotImplementedError
 
     def _table(self) -> Tensor:
-        raise NotImplementedError  # the token table a tied head reads
+        raise NotImplementedError  # the token table of a tied head
 
     def _repeat_source(self, rows: Tensor) -> None:
-        """Before a static prefill; where there is no source there is nothing to repeat."""
+        """Repeat encoder outputs before a static prefill; a decoder-only model has none."""
 
 
-class TextEngine(Engine):
-    """Decoder-only models: a text goes on."""
+class DecoderEngine(DecodingEngine):
+    """Decoder-only models."""
 
     def __init__(self, model: Decoder, cache: CacheName = "growing") -> None:
         super().__init__(model, cache)
@@ -114,17 +116,17 @@ class TextEngine(Engine):
         return self.model.token.weight
 
 
-class SourceEngine(Engine):
-    """Models that read a source first: translators, captioners, recurrent ones. The encoder runs once a source."""
+class EncoderDecoderEngine(DecodingEngine):
+    """Models with an encoder, recurrent ones included. The encoder runs once a source."""
 
     def __init__(self, model: EncoderDecoder | Recurrent, sources: Sources, cache: CacheName = "growing") -> None:
         super().__init__(model, cache)
-        self.model, self._keep = model, sources.keep
-        self._memory: Memory = model.encode(sources.values, keep=sources.keep)
+        self.model, self._padding_mask = model, sources.padding_mask
+        self._memory: Memory = model.encode(sources.values, keep=sources.padding_mask)
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         states = self.model.decode(tokens, self._memory, positions=positions, cache=self._cache)
-        self._memory = Memory(self._memory.states[:0], self._memory.mask)  # from here on the cache holds it
+        self._memory = Memory(self._memory.states[:0], self._memory.mask)  # from now on the cache holds it
         return states
 
     def _table(self) -> Tensor:
@@ -132,24 +134,24 @@ class SourceEngine(Engine):
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        if self._keep is not None:
-            self._keep = self._keep.index_select(0, rows)
-            self._memory = Memory(self._memory.states, padding_mask(self._keep))
+        if self._padding_mask is not None:
+            self._padding_mask = self._padding_mask.index_select(0, rows)
+            self._memory = Memory(self._memory.states, padding_mask(self._padding_mask))
 
     def _repeat_source(self, rows: Tensor) -> None:
         memory = self._memory
-        if self._keep is not None:
-            self._keep = self._keep.index_select(0, rows)
+        if self._padding_mask is not None:
+            self._padding_mask = self._padding_mask.index_select(0, rows)
         if isinstance(memory, RecurrentMemory):
             self._memory = memory.rows(rows)
         else:
-            self._memory = Memory(memory.states.index_select(0, rows), padding_mask(self._keep))
+            self._memory = Memory(memory.states.index_select(0, rows), padding_mask(self._padding_mask))
 
 
-def engine_for(model: Model, sources: Sources | None, cache: CacheName = "growing") -> Engine:
-    """The engine of a model's kind."""
+def engine_for(model: Model, sources: Sources | None, cache: CacheName = "growing") -> DecodingEngine:
+    """The engine for a model; a model with an encoder needs its sources."""
     if isinstance(model, Decoder):
-        return TextEngine(model, cache)
+        return DecoderEngine(model, cache)
     if isinstance(model, EncoderDecoder | Recurrent) and sources is not None:
-        return SourceEngine(model, sources, cache)
+        return EncoderDecoderEngine(model, sources, cache)
     raise TypeError(f"a model with architecture={model.config.architecture!r} writes no text")

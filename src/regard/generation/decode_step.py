@@ -33,7 +33,7 @@ Norm = tuple[str, Tensor, Tensor | None, float]
 """("layer" or "rms", gain, shift, eps)"""
 
 
-class State(NamedTuple):
+class DecodeState(NamedTuple):
     """What changes from step to step, all of it on the device and always in the same place."""
 
     tokens: Tensor  # (R,) the token to take in
@@ -44,7 +44,7 @@ class State(NamedTuple):
     log_probs: Tensor  # (n, R) of each, by the model alone
 
     @classmethod
-    def empty(cls, rows: int, n_steps: int, device: torch.device) -> State:
+    def empty(cls, rows: int, n_steps: int, device: torch.device) -> DecodeState:
         def numbers() -> Tensor:
             return torch.zeros(rows, dtype=torch.int64, device=device)
 
@@ -66,7 +66,7 @@ class State(NamedTuple):
         self.steps.add_(1)
 
 
-class TorchParts:
+class TorchOps:
     """The parts of a step in plain torch: what the kernels are checked against, and what runs without them."""
 
     @staticmethod
@@ -142,7 +142,7 @@ class TorchParts:
         log_probs: Tensor,
         advance: bool,
     ) -> None:
-        state = State(tokens, lengths, last, steps, history, log_probs)
+        state = DecodeState(tokens, lengths, last, steps, history, log_probs)
         chosen = logits.argmax(-1)
         state.note(chosen, log_prob_of(logits.float(), chosen))
         if advance:
@@ -160,31 +160,31 @@ def log_prob_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def parts_for(weight: Tensor) -> Any:
+def ops_for(weight: Tensor) -> Any:
     """The kernels where they run, plain torch elsewhere; their sums are float32, which is less than a double has."""
     if not weight.is_cuda or weight.dtype == torch.float64:
-        return TorchParts
+        return TorchOps
     try:
         from ..kernels import decoding
     except ImportError:  # CUDA without triton: slower, and right
-        return TorchParts
+        return TorchOps
     return decoding
 
 
-class OneToken:
+class DecodeStep:
     """Logits (R, V) of what follows ``state.tokens``, which the step takes into the cache.
 
     It holds the model's parts and not the model, so that whoever keeps it by model does not keep the model alive.
     """
 
     def __init__(
-        self, model: Decoder, cache: ModelCache, state: State, form: Form | None = None, parts: Any = None
+        self, model: Decoder, cache: ModelCache, state: DecodeState, form: Form | None = None, parts: Any = None
     ) -> None:
-        if (trouble := why_not(model)) is not None:
+        if (trouble := capture_obstacle(model)) is not None:
             raise ValueError(f"this model's step cannot be written out: {trouble}")
         assert model.head is not None
         self.token, self.embeddings, self.decoder, self.head = model.token, model.embeddings, model.decoder, model.head
-        self.state, self.parts = state, parts_for(model.token.weight) if parts is None else parts
+        self.state, self.parts = state, ops_for(model.token.weight) if parts is None else parts
         joins = can_join(model)
         if form not in (None, "plain") and not joins:
             raise ValueError(f"form={form!r} needs plain pre-norm layers; this model takes form='plain'")
@@ -193,7 +193,7 @@ class OneToken:
         self.held = [held_by(layer) for layer in cache.layers]
         widths = {linear.in_features for linear in model.decoder.modules() if isinstance(linear, nn.Linear)}
         ours = self.parts.makes_products(len(state.tokens), model.token.weight.dtype, widths)
-        self.products = self.parts if ours else TorchParts
+        self.products = self.parts if ours else TorchOps
 
     def logits(self) -> Tensor:
         x = self._embedded()  # (R, M)
@@ -297,7 +297,7 @@ def gated(ff: FeedForward, y: Tensor) -> Tensor:
     return ff.f(gate) * up
 
 
-def why_not(model: nn.Module) -> str | None:
+def capture_obstacle(model: nn.Module) -> str | None:
     """Why a model's step cannot be written out here, in a few words; None where it can."""
     if not isinstance(model, Decoder) or model.head is None:
         return "it is no decoder with a head"

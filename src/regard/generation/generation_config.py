@@ -1,4 +1,4 @@
-"""How to write: how long, by which search, with which chances. No torch here."""
+"""GenerateConfig: length limits, beam search with its length penalty, sampling, filters, stops. No torch here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..config import Config
 PAPER: dict[str, Any] = {"beam": 4, "penalty_form": "gnmt", "length_penalty": 0.6}
 """How the paper translates (Vaswani et al. 2017, §6.1)."""
 
-_DRAWING = ("temperature", "top_k", "top_p", "min_p")  # fields that mean something only where tokens are drawn
-_AT_LEAST = {"max_new_tokens": 1, "min_new_tokens": 0, "beam": 1, "n_best": 1, "groups": 1, "no_repeat_ngram": 0}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # fields that only matter where tokens are drawn
+_MINIMUM = {"max_new_tokens": 1, "min_new_tokens": 0, "beam": 1, "n_best": 1, "groups": 1, "no_repeat_ngram": 0}
 
 
 class GenerateConfig(Config):
-    """Everything that decides which tokens follow a prompt, or a source."""
+    """Everything that decides which tokens follow a prompt or a source."""
 
     max_new_tokens: int = 128
     """A text ends after so many new tokens, or where the model's max_len is reached."""
@@ -75,14 +75,14 @@ class GenerateConfig(Config):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _sequences(cls, stop: Any) -> Any:
-        """A single token stands for a sequence of one, and alone for the only one."""
+    def _parse_stop(cls, stop: Any) -> Any:
+        """A single token is a sequence of one token, and may stand for a list of one sequence."""
         stop = (stop,) if isinstance(stop, int) else stop
         return tuple((s,) if isinstance(s, int) else s for s in stop) if isinstance(stop, tuple | list) else stop
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, least in _AT_LEAST.items():
+        for name, least in _MINIMUM.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.min_new_tokens > self.max_new_tokens:
@@ -99,21 +99,21 @@ class GenerateConfig(Config):
                 )
         if any(len(sequence) == 0 for sequence in self.stop):
             raise ValueError("stop holds an empty sequence, which would end every text before it starts")
-        _check_drawing(self)
+        _check_sampling(self)
         _check_beams(self)
         return self
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn rather than searched for."""
-        return self.sample if self.sample is not None else any(getattr(self, name) is not None for name in _DRAWING)
+        return self.sample if self.sample is not None else any(getattr(self, name) is not None for name in _SAMPLING)
 
-    def penalty(self, n_tokens: float) -> float:
-        """What the log probability of a text of n tokens is divided by."""
+    def length_penalty_at(self, n_tokens: float) -> float:
+        """What log P of a text of n tokens is divided by: n^α, or ((5 + n) / 6)^α (GNMT)."""
         return (n_tokens if self.penalty_form == "hf" else (5 + n_tokens) / 6) ** self.length_penalty
 
 
-def _check_drawing(config: GenerateConfig) -> None:
+def _check_sampling(config: GenerateConfig) -> None:
     if config.temperature is not None and not 0 < config.temperature < math.inf:
         hint = "; for the most likely token at each step leave it out, with sample=False"
         raise ValueError(f"temperature={config.temperature} must be a positive number{hint}")
@@ -123,12 +123,12 @@ def _check_drawing(config: GenerateConfig) -> None:
         raise ValueError(f"top_p={config.top_p} must lie in (0, 1]")
     if config.min_p is not None and not 0 <= config.min_p <= 1:
         raise ValueError(f"min_p={config.min_p} must lie in [0, 1]")
-    given = [f"{name}={getattr(config, name)}" for name in _DRAWING if getattr(config, name) is not None]
+    given = [f"{name}={getattr(config, name)}" for name in _SAMPLING if getattr(config, name) is not None]
     if config.sample is False and given:
         raise ValueError(f"{given[0]} is for drawing tokens, but sample=False")
     if config.samples and config.beam > 1:
-        drawn = given[0] if given else "sample=True"
-        raise ValueError(f"beam={config.beam} searches for the best text and {drawn} draws one: give one of them")
+        sampling = given[0] if given else "sample=True"
+        raise ValueError(f"beam={config.beam} searches for the best text and {sampling} draws one: give one of them")
 
 
 def _check_beams(config: GenerateConfig) -> None:

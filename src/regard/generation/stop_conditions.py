@@ -1,0 +1,177 @@
+"""What ends a text: the end token, a stop sequence of tokens, a stop string, or the limit of new tokens.
+
+Stop strings are found across token borders. A token may be a part of a character, such as one of the three bytes of a
+Hangul syllable: an incomplete character decodes to U+FFFD at the end of the text and is held back until it is whole. So
+is a syllable spelled in jamo, which the next letter may still extend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from .generation_config import GenerateConfig
+
+Finish = Literal["end", "stop", "length"]
+GOING_ON, LENGTH = -1, 0
+END, TEXT, STOP = 1, 2, 3  # the end token, a stop string; stop sequence number n has the code STOP + n
+
+Decode = Callable[[list[int]], str]  # from token ids to text
+Span = TypeVar("Span", str, tuple[int, ...])
+
+# What may still become another character: replaced bytes, or leading, middle and final jamo of one syllable.
+_INCOMPLETE = re.compile(
+    "(?:\ufffd+|[\u1100-\u115f\ua960-\ua97c]+[\u1160-\u11a7\ud7b0-\ud7c6]*[\u11a8-\u11ff\ud7cb-\ud7fb]*)\\Z"
+)
+_N_CONTEXT = 5  # tokens before a text that decide how its beginning is decoded
+
+
+class StopStrings:
+    """Ends a text with the token that completes one of ``strings``, from new token number ``n_least`` on."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode, n_least: int = 0) -> None:
+        self.strings, self.decode, self.n_least = tuple(strings), decode, n_least
+        self._last_letters = {string[-1] for string in strings} | {"\ufffd"}
+        self._may_end: dict[int, bool] = {}
+
+    def matches(self, tokens: Tensor, texts: Tensor, n_new: int) -> Tensor:
+        """Which of ``tokens`` (R,) complete a string after ``texts`` (R, L), whose last n_new - 1 tokens are new."""
+        matches = [False] * len(tokens)
+        n_prompt = texts.shape[1] - (n_new - 1)
+        for row, token in enumerate(tokens.tolist()):
+            if n_new >= self.n_least and self._can_end(token):
+                ids = texts[row].tolist()
+                decode = decode_after(self.decode, [index for index in ids[:n_prompt] if index >= 0])
+                matches[row] = contains_stop([*ids[n_prompt:], token], decode, self.strings, self.n_least)
+        return torch.tensor(matches, device=tokens.device)
+
+    def _can_end(self, token: int) -> bool:
+        """Whether a string's last letter may come with this token: only then is the whole text decoded.
+
+        The token is decoded after itself, where it keeps its leading space; U+FFFD may be the end of any letter.
+        """
+        if token not in self._may_end:
+            self._may_end[token] = not self._last_letters.isdisjoint(self.decode([token, token]))
+        return self._may_end[token]
+
+
+def stop_codes(
+    tokens: Tensor,
+    texts: Tensor,
+    n_new: int,
+    config: GenerateConfig,
+    eos_id: int | None,
+    strings: StopStrings | None = None,
+) -> Tensor:
+    """Codes (R,) for tokens (R,) after ``texts`` (R, L): GOING_ON, END, TEXT, or STOP + the number of the sequence.
+
+    ``n_new`` counts new tokens, this one included: a stop sequence lies among them, never in the prompt.
+    """
+    codes = torch.full_like(tokens, GOING_ON)
+    if n_new >= config.min_new_tokens:
+        for number, stop in sorted(enumerate(config.stop), key=lambda one: len(one[1])):  # of several, the longest
+            before = torch.tensor(stop[:-1], dtype=tokens.dtype, device=tokens.device)
+            if n_new >= len(stop):
+                matches = (tokens == stop[-1]) & (texts[:, texts.shape[1] - len(before) :] == before).all(-1)
+                codes = torch.where(matches, STOP + number, codes)
+    if strings is not None:
+        codes = torch.where(strings.matches(tokens, texts, n_new), TEXT, codes)
+    return codes if eos_id is None else torch.where(tokens == eos_id, END, codes)
+
+
+def finish_reason(code: int, config: GenerateConfig) -> tuple[Finish, int]:
+    """The reason as a word, and how many of the last tokens are the end token or the stop sequence."""
+    if code == LENGTH:
+        return "length", 0
+    if code == TEXT:
+        return "stop", 0  # the string may begin in the middle of a token
+    return ("end", 1) if code == END else ("stop", len(config.stop[code - STOP]))
+
+
+def first_stop_token(config: GenerateConfig) -> int:
+    """The number of the first new token that may complete a stop string: after the prefix and the minimum length."""
+    return max(config.min_new_tokens, len(config.prefix) + 1)
+
+
+def text_pieces(
+    tokens: Iterable[int], decode: Decode, stop: Sequence[str] = (), n_least: int = 0
+) -> Generator[str, None, bool]:
+    """Pieces of whole characters that joined are the text of ``tokens``, up to the first complete stop string.
+
+    Of several stop strings that end at the same letter the longest counts, wherever tokens are cut. One that is
+    complete before token number ``n_least`` is ordinary text. Returns whether a stop string occurred.
+    """
+    pending = ""  # text that may be the beginning of a stop string
+    for n_tokens, piece in _whole_characters(tokens, decode):
+        n_before = len(pending)
+        pending += piece
+        matches = _stop_spans(pending, n_before, stop) if n_tokens >= n_least else []
+        ready = min(matches)[1] if matches else stop_prefix_start(pending, stop)
+        if ready:
+            yield pending[:ready]
+        if matches:
+            return True
+        pending = pending[ready:]
+    if pending:
+        yield pending
+    return False
+
+
+def contains_stop(tokens: Sequence[int], decode: Decode, stop: Sequence[str], n_least: int = 0) -> bool:
+    """Whether the text of ``tokens`` holds a stop string that counts."""
+    if not any(string in decode(list(tokens)) for string in stop):
+        return False
+    pieces = text_pieces(tokens, decode, stop, n_least)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return bool(end.value)
+
+
+def decode_after(decode: Decode, before: Sequence[int]) -> Decode:
+    """A decoder of what follows the tokens ``before``: a word after a word begins with its space."""
+    context = list(before[-_N_CONTEXT:])
+    n_context = len(decode(context)) if context else 0
+    return (lambda ids: decode([*context, *ids])[n_context:]) if n_context else decode
+
+
+def stop_prefix_start(pending: Span, stops: Sequence[Span]) -> int:
+    """From where on ``pending`` may be the beginning of a stop and has to be held back."""
+    length = len(pending)
+    return next((i for i in range(length) if any(s[: length - i] == pending[i:] for s in stops)), length)
+
+
+def _stop_spans(text: str, n_before: int, stop: Sequence[str]) -> list[tuple[int, int]]:
+    """(end, start) of the first occurrence of each stop string that ends after the first ``n_before`` letters."""
+    starts = ((text.find(s, max(0, n_before - len(s) + 1)), s) for s in stop)
+    return [(start + len(s), start) for start, s in starts if start >= 0]
+
+
+def _whole_characters(tokens: Iterable[int], decode: Decode) -> Iterator[tuple[int, str]]:
+    """Text in whole characters, each piece with the number of tokens read so far.
+
+    Only the tokens of the last piece and the new ones are decoded again: with the last piece as context, because a
+    tokenizer drops the space at the beginning of a text.
+    """
+    ids: list[int] = []
+    start = n_emitted = 0  # ids before ``start`` are not decoded again, those before ``n_emitted`` have been emitted
+    emitted = ""  # the emitted text of ids[start:]
+    for token in tokens:
+        ids.append(token)
+        text = decode(ids[start:])
+        ready = _INCOMPLETE.sub("", text)
+        if len(ready) <= len(emitted):
+            continue
+        yield len(ids), ready[len(emitted) :]
+        emitted = ready
+        if ready == text:  # nothing is held back
+            start, n_emitted = n_emitted, len(ids)
+            emitted = decode(ids[start:])
+    rest = decode(ids[start:])
+    if len(rest) > len(emitted):
+        yield len(ids), rest[len(emitted) :]

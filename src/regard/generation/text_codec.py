@@ -1,0 +1,142 @@
+"""Text to token ids and config fields given as text to token fields, by the tokenizers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..models import Decoder, Model
+from ..text.tokenizer import Tokenizer, replace_surrogates
+from .generation_config import GenerateConfig
+from .stop_conditions import Decode, StopStrings, first_stop_token
+
+Stop = str | int | Sequence[str | int | Sequence[int]]  # a string, a token, or several of them and of token sequences
+
+
+class ModelTokenizers:
+    """The tokenizers of a model: ``source`` for what it reads, ``target`` for what it writes."""
+
+    def __init__(self, model: Model) -> None:
+        self.config, self.continues_prompt = model.config, isinstance(model, Decoder)
+        processor = model.processor
+        source, target = (None, None) if processor is None else (processor.source, processor.target)
+        self._source: Tokenizer | None = source
+        self._target: Tokenizer | None = target if target is not None else source
+
+    @property
+    def source(self) -> Tokenizer:
+        return _require_tokenizer(self._source, "text to read")
+
+    @property
+    def target(self) -> Tokenizer:
+        return _require_tokenizer(self._target, "text to write")
+
+    @property
+    def decode(self) -> Decode:
+        return self.target.decode
+
+    def encode_inputs(self, texts: str | Sequence[str | Sequence[int]], name: str | None = None) -> list[list[int]]:
+        """Token ids of prompts, without an end token, or of sources, with one; what is no text is ids already."""
+        name = name or ("prompt" if self.continues_prompt else "source")
+        texts = [texts] if isinstance(texts, str) else texts
+        return [
+            self._encode_input(text, f"{name} {index}") if isinstance(text, str) else list(text)
+            for index, text in enumerate(texts)
+        ]
+
+    def _encode_input(self, text: str, name: str) -> list[int]:
+        first, ids, last = split_special_tokens(self.source, replace_surrogates(text))
+        if not ids:
+            raise ValueError(f"{name} is empty: there is nothing to {'continue' if self.continues_prompt else 'read'}")
+        return [*first, *ids] if self.continues_prompt else [*first, *ids, *last]
+
+    def encode_beginning(self, text: str | Sequence[int]) -> list[int]:
+        """The ids of the beginning of a target, without special tokens."""
+        return split_special_tokens(self.target, replace_surrogates(text))[1] if isinstance(text, str) else list(text)
+
+    def token_id(self, word: str | int) -> int:
+        """The id of a token: as it is written in the tokenizer's file, or the text that is exactly this one token."""
+        if isinstance(word, int):
+            return word
+        if word in self._vocabulary:
+            return self._vocabulary[word]
+        ids = split_special_tokens(self.target, replace_surrogates(word))[1]
+        if len(ids) == 1 and self.decode([ids[0], ids[0]]).endswith(word) and word:
+            return ids[0]
+        reason = f"it is {len(ids)} tokens" if len(ids) > 1 else "the tokenizer does not have it"
+        raise ValueError(f"{word!r} is an unknown token: {reason}")
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        """Every token as it is written."""
+        words = ((self.target.token(index), index) for index in range(self.config.output_vocab_size))
+        return {word: index for word, index in words if word is not None}
+
+    def encode_fields(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Fields of a GenerateConfig with text encoded as tokens, and the stop strings, which stay text."""
+        encoded, strings = dict(fields), tuple[str, ...]()
+        if (stop := encoded.pop("stop", None)) is not None:
+            strings, sequences = split_stops(stop)
+            encoded |= {"stop": sequences} if sequences or not strings else {}
+        if (prefix := encoded.get("prefix")) is not None:
+            encoded["prefix"] = self.encode_beginning(prefix)
+        if (logit_bias := encoded.get("logit_bias")) is not None:
+            bias: dict[int, float] = {}
+            for word, value in logit_bias.items():  # a token named twice gets both
+                index = self.token_id(word)
+                bias[index] = bias.get(index, 0.0) + value
+            encoded["logit_bias"] = bias
+        return encoded, strings
+
+
+def resolve_config(
+    model: Model, config: GenerateConfig | None, fields: Mapping[str, Any], tokenizers: ModelTokenizers | None = None
+) -> tuple[GenerateConfig, StopStrings | None]:
+    """A config in which all text is tokens, and the stop strings."""
+    if not needs_tokenizer(fields):
+        return merge_config(config, fields), None
+    tokenizers = tokenizers or ModelTokenizers(model)
+    encoded, strings = tokenizers.encode_fields(fields)
+    config = merge_config(config, encoded)
+    return config, StopStrings(strings, tokenizers.decode, first_stop_token(config)) if strings else None
+
+
+def merge_config(config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
+    """A config from fields, or a config with these fields changed."""
+    if config is None:
+        return GenerateConfig(**fields)
+    return config.with_(**fields) if fields else config
+
+
+def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]:
+    """The strings, and the tokens and token sequences."""
+    stops = [stop] if isinstance(stop, str | int) else list(stop)
+    if any(isinstance(s, str) and not s for s in stops):
+        raise ValueError(f"stop={stop!r} holds an empty string, which would end every text before it starts")
+    return tuple(s for s in stops if isinstance(s, str)), [s for s in stops if not isinstance(s, str)]
+
+
+def needs_tokenizer(fields: Mapping[str, Any]) -> bool:
+    """Whether some field is given as text."""
+    stop, prefix, bias = (fields.get(name) for name in ("stop", "prefix", "logit_bias"))
+    words = [prefix, stop, *(stop if isinstance(stop, Sequence) else ()), *(bias or ())]
+    return any(isinstance(word, str) for word in words)
+
+
+def split_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int], list[int]]:
+    """The special tokens before a text, its own ids, and the special tokens after it."""
+    ids = tokenizer.encode(text)
+    special = tokenizer.encode("")
+    for n_first in range(len(special), -1, -1):
+        n_last = len(special) - n_first
+        if ids[:n_first] == special[:n_first] and ids[len(ids) - n_last :] == special[n_first:]:
+            return ids[:n_first], ids[n_first : len(ids) - n_last], ids[len(ids) - n_last :]
+    return [], ids, []
+
+
+def _require_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
+    if tokenizer is None:
+        hint = "load one with a tokenizer.json beside it, or give token ids"
+        raise ValueError(f"this model has no tokenizer for {purpose}: {hint}")
+    return tokenizer

@@ -1,0 +1,401 @@
+"""Text in, text out: ``generate``, ``translate``, ``caption``, ``classify`` and ``stream``, for one input or many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..models import Model
+from .generate import Generated, Hypothesis, inference, stream_tokens
+from .generate import generate as generate_tokens
+from .generation_config import GenerateConfig
+from .prompts import (
+    Rows,
+    check_prompts,
+    default_output_length,
+    image_pixels,
+    length_batches,
+    max_text_length,
+    pad_sources,
+    read_inputs,
+    source_tensors,
+    token_rows,
+)
+from .speculative import DraftStatistics
+from .stop_conditions import (
+    Decode,
+    Finish,
+    StopStrings,
+    decode_after,
+    first_stop_token,
+    stop_prefix_start,
+    text_pieces,
+)
+from .text_codec import ModelTokenizers, Stop, merge_config, resolve_config, split_stops
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """One text: what is new in it, without what ends it."""
+
+    text: str
+    score: float  # log P / length penalty, as in ``Hypothesis``
+    finish: Finish  # the model's end token, a stop, or the limit
+    tokens: list[int]  # what was generated, a stop string's tokens included, the end token not
+
+
+class GeneratedTexts(list[str]):
+    """The best text of each prompt, a list of strings with details. Printed, it is the text."""
+
+    def __init__(self, n_best: Sequence[list[GeneratedText]], drafted: DraftStatistics | None = None) -> None:
+        super().__init__(texts[0].text for texts in n_best)
+        self.n_best = list(n_best)  # for each prompt its texts, best first
+        self.drafted = drafted  # how many guesses of a draft model were accepted, where there was one
+
+    @property
+    def best(self) -> list[GeneratedText]:
+        return [texts[0] for texts in self.n_best]
+
+    @property
+    def scores(self) -> list[float]:
+        return [text.score for text in self.best]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [text.tokens for text in self.best]
+
+    @property
+    def finishes(self) -> list[Finish]:
+        return [text.finish for text in self.best]
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+@overload
+def generate(
+    model: Model, inputs: str | list[str], config: GenerateConfig | None = None, **fields: Any
+) -> GeneratedTexts: ...
+@overload
+def generate(model: Model, inputs: Rows, config: GenerateConfig | None = None, **fields: Any) -> Generated: ...
+def generate(
+    model: Model,
+    inputs: str | Rows,
+    config: GenerateConfig | None = None,
+    *,
+    target: str | Rows | None = None,
+    keep: Tensor | None = None,
+    draft: Model | None = None,
+    draft_tokens: int = 4,
+    **fields: Any,
+) -> GeneratedTexts | Generated:
+    """What follows a prompt, or what a model with an encoder writes about a source; for one or for several.
+
+    inputs  text or token ids, or a list of either: text gives ``GeneratedTexts``, token ids alone give ``Generated``;
+            pixels (B, C, height, width) or regions (B, R, d_region) where the encoder reads those
+    target  beside an encoder: how the texts begin
+    keep    (B, T), which ids of a padded tensor are real
+    draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
+    fields  those of GenerateConfig, instead of a config or on top of it; here ``stop`` may be a string or a list of
+            them, ``prefix`` a string, and ``logit_bias`` may name tokens as they are written
+    Many texts are cut into batches of similar length. No text depends on those beside it.
+    """
+    if draft is not None:
+        _check_same_tokenizer(model, draft)
+    options: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens}
+    if not is_text(inputs):
+        config, strings = resolve_config(model, config, fields)
+        target = ModelTokenizers(model).encode_beginning(target) if isinstance(target, str) else target
+        return generate_tokens(model, inputs, config, target=target, keep=keep, strings=strings, **options)
+    if keep is not None:
+        raise ValueError("keep goes with token ids as a tensor; texts are as long as they are")
+    tokenizers = text_tokenizers(model)
+    config, strings = resolve_config(model, config, fields, tokenizers)
+    rows = tokenizers.encode_inputs(inputs)
+    if target is not None:
+        options["target"] = tokenizers.encode_beginning(target) if isinstance(target, str) else target
+        if not isinstance(target, str):  # one beginning for each text: in one batch, in the order given
+            generated = generate_tokens(model, rows, config, strings=strings, **options)
+            return GeneratedTexts(decode_hypotheses(generated, tokenizers, strings), generated.drafted)
+    return _generate_batches(model, tokenizers, rows, config, strings, [config.max_new_tokens] * len(rows), options)
+
+
+def translate(
+    model: Model,
+    texts: str | Sequence[str],
+    config: GenerateConfig | None = None,
+    *,
+    beam: int | None = None,
+    max_new_tokens: int | None = None,
+    **fields: Any,
+) -> GeneratedTexts:
+    """The translation of one text or of several, by beam search; beam 4 unless it or a config is given.
+
+    Without max_new_tokens a translation may be about twice as long as its source. Fields as in ``generate``.
+    """
+    check_can_translate(model)
+    tokenizers = text_tokenizers(model)
+    given = {"beam": beam, "max_new_tokens": max_new_tokens}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    by_source = max_new_tokens is None and (config is None or "max_new_tokens" not in config.model_fields_set)
+    options: dict[str, Any] = {name: fields.pop(name) for name in ("target", "draft", "draft_tokens") if name in fields}
+    if options.get("draft") is not None:
+        _check_same_tokenizer(model, options["draft"])
+    elif config is None:
+        fields = {"beam": default_beam(fields), **fields}
+    config, strings = resolve_config(model, config, fields, tokenizers)
+    rows = tokenizers.encode_inputs(texts, "source")
+    limits = [default_output_length(model.config, len(row)) if by_source else config.max_new_tokens for row in rows]
+    if isinstance(options.get("target"), str):
+        options["target"] = tokenizers.encode_beginning(options["target"])
+    return _generate_batches(model, tokenizers, rows, config, strings, limits, options)
+
+
+def caption(
+    model: Model,
+    images: Any,
+    config: GenerateConfig | None = None,
+    *,
+    beam: int | None = None,
+    max_new_tokens: int | None = None,
+    **fields: Any,
+) -> GeneratedTexts:
+    """The caption of one image or of several: paths, Pillow images, arrays of bytes, or pixels (B, C, h, w).
+
+    By beam search, beam 4 unless it or a config is given; fields as in ``generate``.
+    """
+    check_can_caption(model)
+    tokenizers, pixels = ModelTokenizers(model), image_pixels(model, images)
+    given = {"beam": beam, "max_new_tokens": max_new_tokens}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if config is None:
+        max_length = max_text_length(model.config, target=True) - 1
+        fields = {"beam": default_beam(fields), "max_new_tokens": max_length, **fields}
+    config, strings = resolve_config(model, config, fields, tokenizers)
+    texts: list[list[GeneratedText]] = [[] for _ in pixels]
+    n_patches = (model.config.image_size // model.config.patch_size) ** 2
+    limits = [config.max_new_tokens] * len(pixels)
+    for batch in length_batches(model, config, [n_patches] * len(pixels), limits):
+        generated = generate_tokens(model, pixels[batch], config, strings=strings)
+        for index, hypotheses in zip(batch, decode_hypotheses(generated, tokenizers, strings), strict=True):
+            texts[index] = hypotheses
+    return GeneratedTexts(texts)
+
+
+def stream(
+    model: Model,
+    inputs: str | Rows,
+    decode: Decode | None = None,
+    config: GenerateConfig | None = None,
+    *,
+    stop: Stop | None = None,
+    target: str | Rows | None = None,
+    draft: Model | None = None,
+    draft_tokens: int = 4,
+    **fields: Any,
+) -> Iterator[str]:
+    """The text of one prompt or source, piece by piece, without end token and stop strings.
+
+    A piece never ends within a character. ``decode`` is the model's own unless given. Fields as in ``generate``.
+    """
+    fields |= {} if stop is None else {"stop": stop}
+    if decode is None:
+        tokenizers = text_tokenizers(model) if is_text(inputs) else ModelTokenizers(model)
+        if is_text(inputs):
+            inputs = tokenizers.encode_inputs(inputs)
+        config, stop_strings = resolve_config(model, config, fields, tokenizers)
+        strings = () if stop_strings is None else stop_strings.strings
+        target = tokenizers.encode_beginning(target) if isinstance(target, str) else target
+        before = inputs if tokenizers.continues_prompt else target
+        decode = tokenizers.decode if before is None else decode_after(tokenizers.decode, token_rows(before)[0])
+    else:
+        strings, sequences = split_stops(fields.pop("stop", ()))
+        config = merge_config(config, fields | ({"stop": sequences} if sequences else {}))
+    tokens = stream_tokens(model, inputs, config, target=target, draft=draft, draft_tokens=draft_tokens)
+    content = _drop_stop_tokens(tokens, model.config.eos_id, config)
+    return text_pieces(content, decode, strings, first_stop_token(config))
+
+
+def _drop_stop_tokens(tokens: Iterable[int], eos_id: int | None, config: GenerateConfig) -> Iterator[int]:
+    """The tokens without those that end the text: the end token, or a stop sequence, which then comes last."""
+    pending: tuple[int, ...] = ()
+    for token in tokens:
+        if token == eos_id:
+            yield from pending
+            return
+        pending = (*pending, token)
+        ready = stop_prefix_start(pending, config.stop)
+        yield from pending[:ready]
+        pending = pending[ready:]
+    ends = [len(stop) for stop in config.stop if pending[-len(stop) :] == stop]
+    yield from pending[: len(pending) - max(ends, default=0)]
+
+
+def is_text(inputs: Any) -> bool:
+    return isinstance(inputs, str) or (isinstance(inputs, list | tuple) and any(isinstance(x, str) for x in inputs))
+
+
+def default_beam(fields: Mapping[str, Any]) -> int:
+    """4 as in the paper, unless tokens are to be drawn."""
+    sampling = ("sample", "temperature", "top_k", "top_p", "min_p")
+    return 1 if any(fields.get(name) is not None for name in sampling) else 4
+
+
+def text_tokenizers(model: Model) -> ModelTokenizers:
+    """The tokenizers of a model that reads and writes text; others raise."""
+    if model.config.source != "text":
+        raise ValueError(f"this model reads source={model.config.source!r}, not text: regard.caption describes images")
+    if model.config.architecture == "encoder":
+        raise TypeError("a model with architecture='encoder' writes no text")
+    return ModelTokenizers(model)
+
+
+def check_texts(model: Model, texts: Sequence[str], truncate: bool = False) -> None:
+    """Raise where one of many texts is too long or empty, before the first of them is written."""
+    _check_rows(model, text_tokenizers(model).encode_inputs(texts), GenerateConfig(truncate=truncate))
+
+
+def check_can_translate(model: Model) -> None:
+    """Raise unless the model reads text with an encoder and writes text."""
+    config = model.config
+    if config.architecture not in ("encoder-decoder", "recurrent") or config.source != "text" or config.head != "lm":
+        raise ValueError(f"this model has {_kind(model)}: it does not translate")
+
+
+def check_can_caption(model: Model) -> None:
+    """Raise unless the model reads images and writes text."""
+    config = model.config
+    if config.source != "image" or config.architecture != "encoder-decoder" or config.head != "lm":
+        raise ValueError(f"this model has {_kind(model)}: it does not caption images")
+
+
+def _kind(model: Model) -> str:
+    config = model.config
+    return f"architecture={config.architecture!r}, source={config.source!r} and head={config.head!r}"
+
+
+def decode_hypotheses(
+    generated: Generated, tokenizers: ModelTokenizers, strings: StopStrings | None
+) -> list[list[GeneratedText]]:
+    """Tokens as text, each decoded after its prompt."""
+    return [
+        [_decode_hypothesis(hypothesis, prompt, tokenizers, strings) for hypothesis in hypotheses]
+        for prompt, hypotheses in zip(generated.prompts, generated.hypotheses, strict=True)
+    ]
+
+
+def _decode_hypothesis(
+    hypothesis: Hypothesis, prompt: list[int], tokenizers: ModelTokenizers, strings: StopStrings | None
+) -> GeneratedText:
+    decode, content = decode_after(tokenizers.decode, prompt), hypothesis.content
+    stop, n_least = ((), 0) if strings is None else (strings.strings, strings.n_least)
+    text = "".join(text_pieces(content, decode, stop, n_least)) if stop else decode(content)
+    return GeneratedText(text, hypothesis.score, hypothesis.finish, content)
+
+
+def _generate_batches(
+    model: Model,
+    tokenizers: ModelTokenizers,
+    rows: list[list[int]],
+    config: GenerateConfig,
+    strings: StopStrings | None,
+    limits: list[int],
+    options: dict[str, Any],
+) -> GeneratedTexts:
+    """The texts of many rows, in their order."""
+    _check_rows(model, rows, config)
+    texts: list[list[GeneratedText]] = [[] for _ in rows]
+    drafted = None
+    for batch in length_batches(model, config, [len(row) for row in rows], limits):
+        limit = limits[batch[0]]
+        limited = config if limit == config.max_new_tokens else config.with_(max_new_tokens=limit)
+        generated = generate_tokens(model, [rows[index] for index in batch], limited, strings=strings, **options)
+        for index, hypotheses in zip(batch, decode_hypotheses(generated, tokenizers, strings), strict=True):
+            texts[index] = hypotheses
+        if generated.drafted is not None:
+            drafted = generated.drafted if drafted is None else drafted + generated.drafted
+    return GeneratedTexts(texts, drafted)
+
+
+def _check_rows(model: Model, rows: list[list[int]], config: GenerateConfig) -> None:
+    """Check all rows before the first batch, so that an error names a text by its number among all."""
+    inputs = read_inputs(model, rows, config) if rows else None
+    if inputs is not None and inputs.sources is None:
+        check_prompts(inputs.rows, model.config, config, "prompt")
+
+
+def _check_same_tokenizer(model: Model, draft: Model) -> None:
+    ours, theirs = (getattr(_target_tokenizer(each), "content", None) for each in (model, draft))
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ValueError("the draft has another tokenizer than the model: it would guess other words")
+
+
+def _target_tokenizer(model: Model) -> Any:
+    return None if model.processor is None else model.processor.target or model.processor.source
+
+
+# ---- classification
+
+
+@dataclass(frozen=True)
+class Classified:
+    """The most likely class of one input."""
+
+    label: str
+    probability: float
+    all: dict[str, float]  # every class with its probability, likeliest first
+
+
+def classify(model: Model, inputs: Any, *, truncate: bool = False) -> list[Classified]:
+    """The classes of a text or an image, or of several: text or token ids, or what ``caption`` takes.
+
+    ``truncate`` cuts too long a text short, which is otherwise an error.
+    """
+    check_can_classify(model)
+    with inference(model):
+        if model.config.source == "image":
+            logits = _image_logits(model, image_pixels(model, inputs))
+        else:
+            logits = _text_logits(model, inputs, truncate)
+    names = class_names(model)
+    return [_rank_classes(row, names) for row in logits.softmax(-1).tolist()]
+
+
+def check_can_classify(model: Model) -> None:
+    """Raise unless the model has a classification head."""
+    if model.config.head != "classify":
+        raise ValueError(f"this model has head={model.config.head!r}; only with head='classify' does it know classes")
+
+
+def class_names(model: Model) -> Sequence[str]:
+    """The names of the classes, by default those that transformers gives them."""
+    labels = None if model.processor is None else model.processor.labels
+    return labels or [f"LABEL_{index}" for index in range(model.config.n_classes)]
+
+
+def _image_logits(model: Model, pixels: Tensor) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return torch.cat([model(part.to(model.device, dtype)).float().cpu() for part in pixels.split(64)])
+
+
+def _text_logits(model: Model, inputs: Any, truncate: bool) -> Tensor:
+    """(N, classes); no text depends on those beside it."""
+    if is_text(inputs):
+        inputs = ModelTokenizers(model).encode_inputs(inputs, "text")
+    sources = source_tensors(inputs, None, model.config, truncate)
+    logits = torch.zeros(len(sources), model.config.n_classes)
+    lengths = [len(source) for source in sources]
+    for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
+        padded = pad_sources([sources[index] for index in batch], model)
+        logits[batch] = model(padded.values, keep=padded.padding_mask).float().cpu()
+    return logits
+
+
+def _rank_classes(probabilities: list[float], names: Sequence[str]) -> Classified:
+    order = sorted(range(len(names)), key=lambda index: -probabilities[index])
+    best = order[0]
+    return Classified(names[best], probabilities[best], {names[index]: probabilities[index] for index in order})
