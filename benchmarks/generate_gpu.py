@@ -272,7 +272,7 @@ def variants(args: argparse.Namespace, report: Report) -> None:
                 )
         report.attempt(
             f"plain + torch sdpa, batch {rows}",
-            lambda rows=rows: stepping(args, rows, lambda: GraphDecoder(low, rows, 512, form="plain", parts=TorchOps)),
+            lambda rows=rows: stepping(args, rows, lambda: GraphDecoder(low, rows, 512, form="plain", ops=TorchOps)),
         )
     if torch.device(args.device).type == "cuda":
         tiles(args, report, low)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +20,7 @@ from regard.attention.taps import record
 from regard.config import RopeScalingConfig
 from regard.generation import Generated, cuda_graph, generate, stream_tokens
 from regard.generation.cuda_graph import CapturedStep, CudaGraphEngine, GraphDecoder, can_capture, release_captures
-from regard.generation.decode_step import DecodeState, DecodeStep, TorchOps, can_join, capture_obstacle
+from regard.generation.decode_step import DecodeState, DecodeStep, TorchOps, can_fuse, capture_obstacle
 from regard.generation.generate import prepare
 from regard.generation.generation_config import GenerateConfig
 from regard.generation.prompts import pad_prompts
@@ -67,7 +68,7 @@ def decoder(name: str, **fields: Any) -> Decoder:
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but without capture."""
     as_on_cuda = lambda model: model not in cuda_graph._refused and capture_obstacle(model) is None  # noqa: E731
-    monkeypatch.setattr("regard.generation.generate.can_capture", as_on_cuda)
+    monkeypatch.setattr(sys.modules[prepare.__module__], "can_capture", as_on_cuda)
 
 
 def texts(made: Generated) -> list[list[tuple[list[int], str]]]:
@@ -88,7 +89,7 @@ def steps_of(model: Decoder, form: Any, parts: Any, n: int = 4) -> tuple[Tensor,
     prompts = pad_prompts(PROMPTS, model.config, GenerateConfig(max_new_tokens=n + 1), model.device)
     given = torch.randint(3, 31, (n, len(PROMPTS)), generator=torch.Generator().manual_seed(1)).to(model.device)
     with torch.no_grad():
-        writer = GraphDecoder(model, len(PROMPTS), 12, form=form, parts=parts)
+        writer = GraphDecoder(model, len(PROMPTS), 12, form=form, ops=parts)
         model.hidden(prompts.tokens, positions=prompts.positions, cache=writer.cache)
         lengths = torch.tensor([len(row) for row in PROMPTS], device=model.device)
         writer.state.begin(lengths, lengths + n)
@@ -110,7 +111,7 @@ def steps_of(model: Decoder, form: Any, parts: Any, n: int = 4) -> tuple[Tensor,
 def test_every_form_of_the_step_is_the_model(which: str, form: str) -> None:
     name, fields = FORMS[which]
     model = decoder(name, **fields).double()
-    assert can_join(model)
+    assert can_fuse(model)
     made, whole = steps_of(model, form, TorchOps)
     torch.testing.assert_close(made, whole.to(made.dtype), rtol=1e-6 if form == "few" else 1e-9, atol=1e-6)
 
@@ -188,8 +189,8 @@ def test_the_writer_is_used_again_until_the_weights_move() -> None:
         assert isinstance(engine, CudaGraphEngine)
         with torch.no_grad():
             engine.prefill(prompts)
-        assert engine.writer is not None
-        return engine.writer
+        assert engine.decoder is not None
+        return engine.decoder
 
     first = writer()
     gc.collect()
@@ -203,7 +204,7 @@ def test_the_writer_is_used_again_until_the_weights_move() -> None:
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     assert writer() is not first
     release_captures(model)
-    assert model not in cuda_graph._writers
+    assert model not in cuda_graph._decoders
 
 
 def cuda_graph_given(rows: list[list[int]]) -> Any:
@@ -216,10 +217,10 @@ def cuda_graph_given(rows: list[list[int]]) -> Any:
 def test_a_model_is_let_go() -> None:
     model = decoder("gpt2").double()
     generate(model, PROMPTS, cache="static", max_new_tokens=3)
-    n_before = len(cuda_graph._writers)
+    n_before = len(cuda_graph._decoders)
     del model
     gc.collect()
-    assert len(cuda_graph._writers) == n_before - 1
+    assert len(cuda_graph._decoders) == n_before - 1
 
 
 @pytest.mark.usefixtures("graphed")
@@ -254,7 +255,7 @@ def test_captured_steps_and_others_go_together() -> None:
 
 
 @pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize("fails", ["Writer", "Writer.chooser", "Writer.logits"])
+@pytest.mark.parametrize("fails", ["GraphDecoder", "GraphDecoder.chooser", "GraphDecoder.logits"])
 @pytest.mark.parametrize("fields", [{}, {"beam": 3}, {"no_repeat_ngram": 2}], ids=str)
 def test_what_cannot_be_captured_is_written_all_the_same(
     monkeypatch: pytest.MonkeyPatch, fails: str, fields: dict[str, Any]
@@ -265,7 +266,7 @@ def test_what_cannot_be_captured_is_written_all_the_same(
     model = decoder("gpt2").double()
     told = generate(model, PROMPTS, max_new_tokens=6, **fields)
     monkeypatch.setattr(f"regard.generation.cuda_graph.{fails}", fail)
-    used = fails == "Writer" or (fails == "Writer.chooser") == (not fields)
+    used = fails == "GraphDecoder" or (fails == "GraphDecoder.chooser") == (not fields)
     if used:
         with pytest.warns(UserWarning, match="without a CUDA graph: RuntimeError: operation not permitted"):
             same(generate(model, PROMPTS, max_new_tokens=6, cache="static", **fields), told)
@@ -473,8 +474,8 @@ class TestCuda:
     def test_it_is_captured(self) -> None:
         model = small("gpt2").cuda()
         generate(model, PROMPTS, cache="static", max_new_tokens=9)
-        (kept,) = cuda_graph._writers[model].values()
-        assert isinstance(next(iter(kept.writer._captures.values()))._run.__self__, torch.cuda.CUDAGraph)
+        (kept,) = cuda_graph._decoders[model].values()
+        assert isinstance(next(iter(kept.decoder._captures.values()))._run.__self__, torch.cuda.CUDAGraph)
         with record(model):
             assert not can_capture(model)
         handle = model.modules().__next__().register_forward_hook(lambda *_: None)

@@ -175,7 +175,7 @@ def test_it_says_what_it_cannot_do() -> None:
 def test_large_models_are_not_held_twice(monkeypatch: pytest.MonkeyPatch, plainly: Any) -> None:
     from regard.generation import cpu_engine
 
-    monkeypatch.setattr(cpu_engine, "_MOST_BYTES", 100)
+    monkeypatch.setattr(cpu_engine, "_MAX_PACKED_BYTES", 100)
     model = small("transformer-base")
     assert cpu_engine.packed_weights(model) is None
     assert taken(model)

@@ -42,7 +42,7 @@ def begin(prompts: list[list[float]], copies: int) -> BeamKeyCache:
 
 def check(keys: BeamKeyCache, rows: Rows, new: list[float]) -> None:
     """After a step every row sees its own past and nothing else, in order, in every layer and head."""
-    mask = keys.step()
+    mask = keys.next_step()
     size = keys.size
     for layer in range(LAYERS):
         step = torch.tensor(new).view(-1, size)

@@ -1,8 +1,15 @@
-"""The parts of a layer as functions of rows (R, width): linear maps over prepared weights, and norms.
+"""Decoding on a CPU: the model's decode step over packed weights and a key cache shared by beams.
 
-A product of one row with a matrix is bound by how fast the matrix is read; oneDNN's own order, in blocks, is read up to
-twice as fast as rows are, and faster still by a few rows at once. The price is a second copy of the weights, so very
-large models do without.
+The prompt goes through the model; after that every token is one pass over (rows, width) matrices with the same numbers:
+no masks or frames to build, no keys copied for beams, and one copy of an encoder's keys a source. Where a layer is of
+another kind, or activations are recorded or edited, the plain engine is used (``cpu_obstacle``).
+
+Weights: the product of one row with a matrix is bound by memory bandwidth, and oneDNN's blocked layout is read up to
+twice as fast as rows. It costs a second copy of the weights, so very large models do without.
+
+Keys: the k beams of a prompt share one block of columns: the prompt's tokens, then k a step, one for each beam. A mask
+says which columns are a beam's own past. When beam i continues beam j, row i of the mask becomes row j, and no keys are
+copied. Columns that are no beam's past any more are dropped every few steps.
 """
 
 from __future__ import annotations
@@ -28,14 +35,15 @@ from ..models.heads import TokenHead
 from .cached_engine import DecoderEngine, DecodingEngine, EncoderDecoderEngine
 from .prompts import Prompts
 
-_MOST_BYTES = 2 * 2**30  # weights of a model that are worth a second copy
+_MAX_PACKED_BYTES = 2 * 2**30  # weights of larger models are not copied
+_GROW_STEPS = 64  # steps that a cache is extended by
+_GROW_STEPS_BEAMS = 16  # the same for several beams, which then drop unused columns
 
-Map = Callable[[Tensor], Tensor]
-"""From rows (R, in) to rows (R, out)."""
+RowMap = Callable[[Tensor], Tensor]  # from rows (R, in) to rows (R, out)
 
 
 class PackedLinear:
-    """x Wᵀ + b, W in oneDNN's order."""
+    """x Wᵀ + b with W in oneDNN's blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = None if bias is None else bias.detach()
@@ -47,33 +55,32 @@ class PackedLinear:
 
 
 class PackedWeights:
-    """The packed maps of one model, each as long as its weight is what it was."""
+    """The packed weights of one model, each packed again when its weight has changed."""
 
     def __init__(self) -> None:
-        self._maps: dict[int, tuple[object, PackedLinear]] = {}
+        self._linears: dict[int, tuple[object, PackedLinear]] = {}
 
-    def map(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        mark = (_mark(weight), None if bias is None else bias.data_ptr())
-        held = self._maps.get(id(weight))
-        if held is None or held[0] != mark:
-            held = self._maps[id(weight)] = mark, PackedLinear(weight, bias)
-        return held[1]
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        fingerprint = (_fingerprint(weight), None if bias is None else bias.data_ptr())
+        entry = self._linears.get(id(weight))
+        if entry is None or entry[0] != fingerprint:
+            entry = self._linears[id(weight)] = fingerprint, PackedLinear(weight, bias)
+        return entry[1]
 
 
-_packs: weakref.WeakKeyDictionary[nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
+_packed: weakref.WeakKeyDictionary[nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
 
 
 def packed_weights(model: nn.Module) -> PackedWeights | None:
-    """What was packed for a model so far; None where its weights are better read as they are."""
+    """The packed weights of a model; None where it is too large or this build of torch has no packed product."""
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if n_bytes > _MOST_BYTES or not bool(torch.backends.mkldnn.enabled) or not _works():
+    if n_bytes > _MAX_PACKED_BYTES or not bool(torch.backends.mkldnn.enabled) or not _can_run_packed():
         return None
-    return _packs.setdefault(model, PackedWeights())
+    return _packed.setdefault(model, PackedWeights())
 
 
 @cache
-def _works() -> bool:
-    """Whether this build of torch has the packed product."""
+def _can_run_packed() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     weight, x = torch.eye(8), torch.arange(8.0)[None]
@@ -83,17 +90,17 @@ def _works() -> bool:
         return False
 
 
-def row_linear(module: nn.Module, packs: PackedWeights | None) -> Map:
-    """A linear module as a function of rows: prepared if it is a plain one in float32 or int8, else as it is."""
+def row_linear(module: nn.Module, packed: PackedWeights | None) -> RowMap:
+    """A linear module as a function of rows: packed if float32, by its integer product if int8, else the module."""
     if type(module) is Int8Linear:
         return lambda x: module.product_rows(x, module.bias) if x.dtype == torch.float32 else module(x)
-    if packs is None or type(module) is not nn.Linear or not can_pack(module.weight):
+    if packed is None or type(module) is not nn.Linear or not can_pack(module.weight):
         return module
-    return packs.map(module.weight, module.bias)
+    return packed.linear(module.weight, module.bias)
 
 
-def row_norm(norm: nn.Module) -> Map:
-    """A norm as a function: layer norm without the way through its module, any other as it is."""
+def row_norm(norm: nn.Module) -> RowMap:
+    """A norm as a function: layer norm without the overhead of its module, any other as it is."""
     if type(norm) is not LayerNorm:
         return norm
     shape, weight, bias, eps = [norm.d], norm.weight, norm.bias, norm.eps
@@ -104,118 +111,114 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)
 
 
-def _mark(weight: Tensor) -> tuple[int, int, float]:
-    """Where a weight lies, how often it was changed, and some of its numbers: changes of ``.data`` are not counted."""
+def _fingerprint(weight: Tensor) -> tuple[int, int, float]:
+    """Address, version and a checksum of some numbers of a weight: writes to ``.data`` do not change its version."""
     version = 0 if weight.is_inference() else weight._version
     return weight.data_ptr(), version, float(weight.detach().flatten()[::997].sum())
-
-
-_STEPS = 64  # steps there is room for at a time
-_STEPS_OF_BEAMS = 16  # the same for several beams, who then drop what is nobody's past
 
 
 class BeamKeyCache:
     """Keys and values of all layers in one tensor (layers, 2, B, G, columns, D), for B prompts of ``size`` beams."""
 
-    def __init__(self, held: list[tuple[Tensor, Tensor]], real: Tensor | None, size: int) -> None:
-        """Begin with prompts: of each layer k and v (B, G, P, D); ``real`` (B, P) where some of it is padding."""
-        k, _ = held[0]
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], padding_mask: Tensor | None, size: int) -> None:
+        """From the prompts' k and v (B, G, P, D) of each layer; ``padding_mask`` (B, P) is False for padding."""
+        k, _ = layers[0]
         self.size, self.end = size, k.shape[2]
-        self._held = torch.stack([torch.stack(pair) for pair in held])
+        self._data = torch.stack([torch.stack(pair) for pair in layers])
         self._mask: Tensor | None = None  # (B, size, columns), added to scores: 0 or -inf
-        if real is not None or size > 1:
-            nothing = k.new_zeros(len(k), size, self.end)
-            self._mask = nothing if real is None else nothing.masked_fill(~real[:, None], -math.inf)
+        if padding_mask is not None or size > 1:
+            self._mask = k.new_zeros(len(k), size, self.end)
+            if padding_mask is not None:
+                self._mask = self._mask.masked_fill(~padding_mask[:, None], -math.inf)
 
-    def step(self) -> Tensor | None:
-        """Make room for one more token of every row, whose keys each layer then gives to ``update``.
+    def next_step(self) -> Tensor | None:
+        """Reserve columns for one token a row, which ``update`` then fills layer by layer.
 
-        The mask (B, 1, size, columns) that goes with them; None where all may be seen.
+        Returns the mask (B, 1, size, columns) of the step; None where nothing is masked.
         """
-        if self.end + self.size > self._held.shape[4]:
+        if self.end + self.size > self._data.shape[4]:
             if self._mask is not None and self.size > 1:
-                self._gather((self._mask[:, :, : self.end] == 0).any(1))
-            self._make_room(_STEPS if self.size == 1 else _STEPS_OF_BEAMS)
+                self._gather_columns((self._mask[:, :, : self.end] == 0).any(1))
+            self._grow(_GROW_STEPS if self.size == 1 else _GROW_STEPS_BEAMS)
         start, self.end = self.end, self.end + self.size
-        self._new = self._held[..., start : self.end, :].unbind()
-        self._k, self._v = (part.unbind() for part in self._held[..., : self.end, :].unbind(1))
+        self._new = self._data[..., start : self.end, :].unbind()
+        self._k, self._v = (part.unbind() for part in self._data[..., : self.end, :].unbind(1))
         return None if self._mask is None else self._mask[:, None, :, : self.end]
 
     def update(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a step's keys and values (B, 2G, size, D); all of the layer's, each (B, G, columns, D)."""
+        """Write a step's keys and values (B, 2G, size, D); returns all k and v of the layer, (B, G, columns, D)."""
         self._new[layer].copy_(new.unflatten(1, (2, -1)).transpose(0, 1))
         return self._k[layer], self._v[layer]
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Row r goes on from row rows[r]. The prompts that are left, (B',), where they are not all in their places."""
-        n, k = self._held.shape[2], self.size
+        """Row r continues row rows[r]. Returns the remaining prompts (B',), or None where all are still in place."""
+        n, k = self._data.shape[2], self.size
         if k == 1:
-            return self._keep(rows)
+            return self._select_prompts(rows)
         if len(rows) % k:
-            return self._part(rows)
-        home = rows.view(-1, k) // k  # (B', k)
-        prompts = home[:, 0]
-        if not bool((home == home[:, :1]).all()):
-            return self._part(rows)
+            return self._split_beams(rows)
+        owners = rows.view(-1, k) // k  # (B', k)
+        prompts = owners[:, 0]
+        if not bool((owners == owners[:, :1]).all()):
+            return self._split_beams(rows)
         moved = len(prompts) != n or not torch.equal(prompts, torch.arange(n))
         if moved:
-            self._keep(prompts)
+            self._select_prompts(prompts)
         assert self._mask is not None
         past = self._mask[:, :, : self.end]
         past.copy_(past.gather(1, (rows % k).view(-1, k, 1).expand(-1, -1, self.end)))
         return prompts if moved else None
 
-    def _keep(self, prompts: Tensor) -> Tensor:
-        """Some prompts, in any order; only what is written is copied."""
-        old = self._held
-        self._held = old.new_empty(*old.shape[:2], len(prompts), *old.shape[3:])
-        self._held[..., : self.end, :] = old[..., : self.end, :].index_select(2, prompts)
+    def _select_prompts(self, prompts: Tensor) -> Tensor:
+        """Keep some prompts, in any order; only written columns are copied."""
+        old = self._data
+        self._data = old.new_empty(*old.shape[:2], len(prompts), *old.shape[3:])
+        self._data[..., : self.end, :] = old[..., : self.end, :].index_select(2, prompts)
         self._mask = None if self._mask is None else self._mask[prompts]
         return prompts
 
-    def _part(self, rows: Tensor) -> Tensor:
-        """Beams of a prompt no longer stay together: each becomes a prompt of its own, with its past as columns."""
+    def _split_beams(self, rows: Tensor) -> Tensor:
+        """Where the beams of a prompt are no longer together, each becomes a prompt with its own past as columns."""
         assert self._mask is not None
         prompts = rows // self.size
         self._mask = self._mask[prompts, rows % self.size, None]  # (R, 1, columns)
-        self._held, self.size = self._held.index_select(2, prompts), 1
-        self._gather(self._mask[:, 0, : self.end] == 0)
+        self._data, self.size = self._data.index_select(2, prompts), 1
+        self._gather_columns(self._mask[:, 0, : self.end] == 0)
         if not self._mask.isinf().any():
             self._mask = None
         return prompts
 
-    def _gather(self, alive: Tensor) -> None:
-        """Keep each prompt's columns that are ``alive`` (B, columns), in order, and masked ones up to the longest's."""
+    def _gather_columns(self, used: Tensor) -> None:
+        """Keep the ``used`` columns (B, columns) of each prompt in order, padded with masked ones to one number."""
         assert self._mask is not None
-        n_columns = int(alive.sum(1).max())
-        columns = alive.byte().argsort(dim=1, descending=True, stable=True)[:, :n_columns]  # (B, n)
-        *sizes, room, width = self._held.shape
-        first = torch.arange(math.prod(sizes)).view(*sizes, 1) * room  # of each head's rows
+        n_columns = int(used.sum(1).max())
+        columns = used.byte().argsort(dim=1, descending=True, stable=True)[:, :n_columns]  # (B, n)
+        *sizes, capacity, width = self._data.shape
+        first = torch.arange(math.prod(sizes)).view(*sizes, 1) * capacity  # first row of each head
         rows = (first + columns[:, None]).flatten()
-        self._held = self._held.view(-1, width).index_select(0, rows).view(*sizes, n_columns, width)
+        self._data = self._data.view(-1, width).index_select(0, rows).view(*sizes, n_columns, width)
         self._mask = self._mask.gather(2, columns[:, None].expand(-1, self._mask.shape[1], -1))
         self.end = n_columns
 
-    def _make_room(self, n_steps: int) -> None:
-        """For so many steps more."""
-        old, n_columns = self._held, self.end + n_steps * self.size
-        self._held = old.new_empty(*old.shape[:4], n_columns, old.shape[5])
-        self._held[..., : self.end, :] = old[..., : self.end, :]
+    def _grow(self, n_steps: int) -> None:
+        old, n_columns = self._data, self.end + n_steps * self.size
+        self._data = old.new_empty(*old.shape[:4], n_columns, old.shape[5])
+        self._data[..., : self.end, :] = old[..., : self.end, :]
         if self._mask is not None:
-            others = ~torch.eye(self.size, dtype=torch.bool).repeat(1, n_steps)  # of a step's columns, not a beam's own
+            others = ~torch.eye(self.size, dtype=torch.bool).repeat(1, n_steps)  # a step's columns of other beams
             later = self._mask.new_zeros(*self._mask.shape[:2], n_steps * self.size).masked_fill_(others, -math.inf)
             self._mask = torch.cat([self._mask[:, :, : self.end], later], 2)
 
 
 def accelerate(engine: DecodingEngine) -> DecodingEngine:
-    """The same engine, or one that writes the same texts sooner."""
+    """The CPU engine of the same model where it can be used, else the engine itself."""
     if isinstance(engine, DecoderEngine | EncoderDecoderEngine) and cpu_obstacle(engine) is None:
         return CpuEngine(engine)
     return engine
 
 
 def cpu_obstacle(engine: DecoderEngine | EncoderDecoderEngine) -> str | None:
-    """Why an engine stays as it is, in a few words; None where ``FastEngine`` can take its place."""
+    """Why ``CpuEngine`` cannot replace an engine, in a few words; None where it can."""
     model = engine.model
     if engine.static or model.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return "it is for CPUs, growing texts and no gradients"
@@ -233,10 +236,10 @@ def cpu_obstacle(engine: DecoderEngine | EncoderDecoderEngine) -> str | None:
         return "its angles follow the longest text of the batch"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "hooks wait for its modules to be called"
-    return next((reason for block in model.decoder.blocks if (reason := _why_not_block(block)) is not None), None)
+    return next((reason for block in model.decoder.blocks if (reason := _block_obstacle(block)) is not None), None)
 
 
-def _why_not_block(block: nn.Module) -> str | None:
+def _block_obstacle(block: nn.Module) -> str | None:
     if type(block) is not Block or block.mask is not None or type(block.ff) is not FeedForward:
         return "a layer is of another kind, or sees a window alone"
     for attention in (block.attention, block.cross_attention):
@@ -250,30 +253,30 @@ def _why_not_block(block: nn.Module) -> str | None:
 
 
 class MemoryKeys(NamedTuple):
-    """Keys and values of an encoder's output (B, G, S, D), and what is added to scores (B, 1, 1, S); None: nothing."""
+    """Keys and values of an encoder's output (B, G, S, D), and a mask (B, 1, 1, S) that is added to scores."""
 
     k: Tensor
     v: Tensor
     mask: Tensor | None
 
-    def rows(self, prompts: Tensor) -> MemoryKeys:
+    def select(self, prompts: Tensor) -> MemoryKeys:
         mask = None if self.mask is None else self.mask.index_select(0, prompts)
         return MemoryKeys(self.k.index_select(0, prompts), self.v.index_select(0, prompts), mask)
 
 
 class RowAttention:
-    """One attention module, from rows (R, M) to rows, k of them to a prompt."""
+    """One attention module as a function of rows (R, M), k rows a prompt."""
 
-    def __init__(self, attention: MultiHeadAttention, packs: PackedWeights | None) -> None:
+    def __init__(self, attention: MultiHeadAttention, packed: PackedWeights | None) -> None:
         assert isinstance(attention.mechanism, Dot)
         self.module, self.n_heads, self.d_head = attention, attention.n_heads, attention.d_head
         self.scale = attention.mechanism.factor(attention.d_head)
         self.n_shared = attention.n_heads // attention.n_kv_heads
-        self.query = row_linear(attention.w_query if attention.cross else attention.w_qkv, packs)
-        self.out = row_linear(attention.w_o, packs)
-        self.rounded = isinstance(attention.w_o, Int8Linear)
+        self.query = row_linear(attention.w_query if attention.cross else attention.w_qkv, packed)
+        self.out = row_linear(attention.w_o, packed)
+        self.is_int8 = isinstance(attention.w_o, Int8Linear)
 
-    def to_itself(self, x: Tensor, layer: int, keys: BeamKeyCache, mask: Tensor | None, positions: Tensor) -> Tensor:
+    def self_attend(self, x: Tensor, layer: int, keys: BeamKeyCache, mask: Tensor | None, positions: Tensor) -> Tensor:
         attention, n = self.module, self.n_heads
         heads = self.query(x).view(-1, keys.size, n + 2 * attention.n_kv_heads, self.d_head).transpose(1, 2)
         q, new = heads[:, :n], heads[:, n:]  # (B, H, k, D), and keys and values (B, 2G, k, D)
@@ -281,33 +284,33 @@ class RowAttention:
             key, value = new.chunk(2, 1)
             q, key = attention._normed(q, key)
             if attention.rope is not None:
-                places = positions.view(-1, keys.size)
-                q, key = attention.rope(q, places), attention.rope(key, places)
+                row_positions = positions.view(-1, keys.size)
+                q, key = attention.rope(q, row_positions), attention.rope(key, row_positions)
             new = torch.cat([key, value], 1)
-        return self._attended(q, *keys.update(layer, new), mask)
+        return self._attend(q, *keys.update(layer, new), mask)
 
-    def to_memory(self, x: Tensor, memory: MemoryKeys, size: int) -> Tensor:
+    def cross_attend(self, x: Tensor, memory: MemoryKeys, size: int) -> Tensor:
         q = self.query(x).view(-1, size, self.n_heads, self.d_head).transpose(1, 2)
         if self.module.q_norm is not None:
             q = self.module.q_norm(q)
-        return self._attended(q, *memory)
+        return self._attend(q, *memory)
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q (B, H, n, D) over k and v (B, G, S, D) → (B · n, M). Heads that share keys are more queries to them."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q (B, H, n, D) over k and v (B, G, S, D) → (B · n, M). Heads that share keys count as further queries."""
         n_batch, _, n, _ = q.shape
         if self.n_shared > 1:
             q = q.reshape(n_batch, -1, self.n_shared * n, self.d_head)
             mask = mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, self.n_shared, 1)
-        if q.shape[2] == 1 or not self.rounded:
+        if q.shape[2] == 1 or not self.is_int8:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         else:
-            y = self._by_products(q, k, v, mask)
+            y = self._attend_by_products(q, k, v, mask)
         return self.out(y.reshape(n_batch, -1, n, self.d_head).transpose(1, 2).reshape(n_batch * n, -1))
 
-    def _by_products(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The formula: for a few queries over a few hundred keys faster than the fused kernel, up to twice.
+    def _attend_by_products(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The formula itself: up to twice as fast as the fused kernel for a few queries over a few hundred keys.
 
-        Its last bits differ, which rounded weights do not mind; in full precision beams that nearly tie would.
+        Its last bits differ from the kernel's, which could swap nearly tied beams in full precision, so it is for int8.
         """
         n_batch, n_groups, n, _ = q.shape
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -320,15 +323,15 @@ class RowAttention:
 
 
 class RowBlock:
-    """A block of the decoder, its parts as functions of rows."""
+    """A block of the decoder as a function of rows."""
 
-    def __init__(self, block: Block, packs: PackedWeights | None) -> None:
+    def __init__(self, block: Block, packed: PackedWeights | None) -> None:
         assert isinstance(block.attention, MultiHeadAttention)
         self.pre_norm, self.residual, self.ff = block.pre_norm, block.residual, block.ff
-        self.attention = RowAttention(block.attention, packs)
-        self.cross = None if block.cross_attention is None else RowAttention(block.cross_attention, packs)
+        self.attention = RowAttention(block.attention, packed)
+        self.cross = None if block.cross_attention is None else RowAttention(block.cross_attention, packed)
         self.norms = [row_norm(norm) for norm in (block.attention_norm, block.cross_norm, block.ff_norm) if norm]
-        self.ff_in, self.ff_out = row_linear(block.ff.w_in, packs), row_linear(block.ff.w_out, packs)
+        self.ff_in, self.ff_out = row_linear(block.ff.w_in, packed), row_linear(block.ff.w_out, packed)
 
     def __call__(
         self,
@@ -342,15 +345,16 @@ class RowBlock:
         """x (R, M) → (R, M)."""
         norms = iter(self.norms)
         norm = next(norms)
-        y = self.attention.to_itself(norm(x) if self.pre_norm else x, number, keys, mask, positions)
-        x = self._added(x, y, norm)
+        y = self.attention.self_attend(norm(x) if self.pre_norm else x, number, keys, mask, positions)
+        x = self._add_norm(x, y, norm)
         if self.cross is not None:
             norm = next(norms)
-            x = self._added(x, self.cross.to_memory(norm(x) if self.pre_norm else x, memory[number], keys.size), norm)
+            y = self.cross.cross_attend(norm(x) if self.pre_norm else x, memory[number], keys.size)
+            x = self._add_norm(x, y, norm)
         norm = next(norms)
-        return self._added(x, self._feed_forward(norm(x) if self.pre_norm else x), norm)
+        return self._add_norm(x, self._feed_forward(norm(x) if self.pre_norm else x), norm)
 
-    def _added(self, x: Tensor, y: Tensor, norm: Map) -> Tensor:
+    def _add_norm(self, x: Tensor, y: Tensor, norm: RowMap) -> Tensor:
         if self.residual:
             y = x + y
         return y if self.pre_norm else norm(y)
@@ -375,28 +379,28 @@ class CpuEngine(DecodingEngine):
         assert table is not None
         self.table: nn.Module = table
         self.embeddings = model.embeddings if isinstance(model, Decoder) else model.target_embeddings
-        packs, stack = packed_weights(model), model.decoder
-        blocks = [RowBlock(block, packs) for block in stack.blocks if isinstance(block, Block)]
+        packed, stack = packed_weights(model), model.decoder
+        blocks = [RowBlock(block, packed) for block in stack.blocks if isinstance(block, Block)]
         self.layers = [blocks[number % len(blocks)] for number in range(stack.n_layers)]
         self.norm = None if stack.norm is None else row_norm(stack.norm)
-        self.output = _output(self.head, table, packs)
+        self.output = _output_map(self.head, table, packed)
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         logits = self._plain.prefill(prompts)
         cache, n_steps = self._plain._cache, int(prompts.limit.max())
-        real = None if prompts.positions is None else prompts.positions >= 0
-        held = [layer.keys_and_values() for layer in cache.layers if isinstance(layer, GrowingCache)]
-        self.keys = BeamKeyCache(held, real, copies)
-        self.memory = _memory(cache, self._plain)
+        padding_mask = None if prompts.positions is None else prompts.positions >= 0
+        layers = [layer.keys_and_values() for layer in cache.layers if isinstance(layer, GrowingCache)]
+        self.keys = BeamKeyCache(layers, padding_mask, copies)
+        self.memory = _memory_keys(cache, self._plain)
         lengths = torch.tensor([len(row) for row in prompts.rows])
-        self.positions = lengths.repeat_interleave(copies)  # (R,) where each row's next token stands
-        self.places = self._all_places(int(lengths.max()) + n_steps, held[0][0].dtype)
-        del self._plain._cache, self._plain  # from here on what it held is held here
+        self.positions = lengths.repeat_interleave(copies)  # (R,) position of the next token
+        self.position_table = self._position_vectors(int(lengths.max()) + n_steps, layers[0][0].dtype)
+        del self._plain._cache, self._plain  # its keys are now held here
         return logits if copies == 1 else logits.repeat_interleave(copies, 0)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
-        x = self._embedded(tokens)  # (R, M)
-        mask = self.keys.step()
+        x = self._embed(tokens)  # (R, M)
+        mask = self.keys.next_step()
         for number, layer in enumerate(self.layers):
             x = layer(x, number, self.keys, mask, self.positions, self.memory)
         self.positions = self.positions + 1
@@ -406,7 +410,7 @@ class CpuEngine(DecodingEngine):
         self.positions = self.positions[rows]
         prompts = self.keys.select(rows)
         if prompts is not None:
-            self.memory = [part.rows(prompts) for part in self.memory]
+            self.memory = [part.select(prompts) for part in self.memory]
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError("FastEngine goes one token at a time; several are for the plain engine")
@@ -414,41 +418,41 @@ class CpuEngine(DecodingEngine):
     def truncate(self, length: int) -> None:
         raise NotImplementedError("FastEngine takes nothing back; that is for the plain engine")
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor) -> Tensor:
         part = self.embeddings
         x: Tensor = self.table(tokens[:, None])[:, 0]
         if part.segment is not None:
             x = x + part.segment.weight[0] * part.segment.scale
-        if self.places is not None:
-            x = x + self.places[self.positions]
+        if self.position_table is not None:
+            x = x + self.position_table[self.positions]
         x = x if part.norm is None else part.norm(x)
         return x if part.projection is None else part.projection(x)
 
-    def _all_places(self, n: int, dtype: torch.dtype) -> Tensor | None:
-        """The position vectors of the first n places (n, M), or of as many as there are."""
+    def _position_vectors(self, n: int, dtype: torch.dtype) -> Tensor | None:
+        """The position vectors of the first n positions (n, M), or of as many as there are."""
         position = self.embeddings.position
         if position is None:
             return None
         return position(torch.arange(n if position.max_len is None else min(n, position.max_len)), dtype)
 
 
-def _output(head: nn.Module, table: nn.Module, packs: PackedWeights | None) -> Map:
+def _output_map(head: nn.Module, table: nn.Module, packed: PackedWeights | None) -> RowMap:
     """From states (R, M) to logits (R, V)."""
     if type(head) is not TokenHead:
         return lambda x: head(x, table.weight)
     weight = head.weight if head.weight is not None else table.weight
     assert isinstance(weight, Tensor)
-    if packs is None or not can_pack(weight):
+    if packed is None or not can_pack(weight):
         return lambda x: F.linear(head.hidden(x), weight, head.bias)
-    packed = packs.map(weight, head.bias)
-    return lambda x: packed(head.hidden(x))
+    linear = packed.linear(weight, head.bias)
+    return lambda x: linear(head.hidden(x))
 
 
-def _memory(cache: ModelCache, plain: DecodingEngine) -> list[MemoryKeys]:
-    keep = plain._padding_mask if isinstance(plain, EncoderDecoderEngine) else None
-    held = [memory.update() for memory in cache.cross]
+def _memory_keys(cache: ModelCache, plain: DecodingEngine) -> list[MemoryKeys]:
+    padding_mask = plain._padding_mask if isinstance(plain, EncoderDecoderEngine) else None
+    pairs = [memory.update() for memory in cache.cross]
     mask = None
-    if keep is not None and held:
-        k, _ = held[0]
-        mask = k.new_zeros(len(k), 1, 1, k.shape[2]).masked_fill(~keep.bool()[:, None, None], -math.inf)
-    return [MemoryKeys(k.contiguous(), v.contiguous(), mask) for k, v in held]
+    if padding_mask is not None and pairs:
+        k, _ = pairs[0]
+        mask = k.new_zeros(len(k), 1, 1, k.shape[2]).masked_fill(~padding_mask.bool()[:, None, None], -math.inf)
+    return [MemoryKeys(k.contiguous(), v.contiguous(), mask) for k, v in pairs]

@@ -1,4 +1,9 @@
-"""A step captured once and replayed for every token, and what it needs to stay where it is between two of them."""
+"""Decoding with CUDA graphs: the decode step is captured once and replayed for every token.
+
+A step of a small model is a hundred launches of two microseconds each; launched one by one they wait for Python.
+Captured, they run back to back, the chosen token is written where the next step reads it, and the host reads the tokens
+only every few steps to see which texts have ended. On a CPU the same code runs without capture, for tests.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +23,20 @@ from ..attention.edits import has_edits
 from ..models import Decoder, Model
 from ..models.parts import window_of
 from .cached_engine import DecoderEngine, DecodingEngine
-from .decode_step import DecodeState, DecodeStep, Form, capture_obstacle, log_prob_of
+from .decode_step import DecodeState, DecodeStep, Form, capture_obstacle
 from .generation_config import GenerateConfig
 from .prompts import Prompts, max_text_length
-from .sampling import ChosenTokens, decode_loop, draw_tokens, filter_logits, uniform_draws
+from .sampling import ChosenTokens, decode_loop, draw_tokens, filter_logits, token_log_probs, uniform_draws
 from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
 _WARM_UPS = 3
-_MAX_CAPTURES = 8  # captures of one step, each for its own way to choose
+_MAX_CAPTURES = 8  # captures of one step, each with its own way to choose tokens
 
 
 class CapturedStep:
-    """A function without arguments, captured with the tensors it reads and writes; ``out`` is what it returned.
+    """A function without arguments as a CUDA graph over the tensors it reads and writes; ``out`` is its result.
 
-    Calling it repeats the work and not the function. It runs a few times first, which loads kernels and picks
-    algorithms: what it writes then has to be meaningless.
+    It runs a few times before the capture, to load kernels and choose algorithms; the caller discards what that writes.
     """
 
     def __init__(self, run: Callable[[], Tensor | None], device: torch.device) -> None:
@@ -54,34 +58,34 @@ class CapturedStep:
         self._run = graph.replay
 
     def __call__(self) -> Tensor | None:
-        made = self._run()
-        return made if self.out is None else self.out
+        result = self._run()
+        return result if self.out is None else self.out
 
 
 class GraphDecoder:
-    """A decoder's step for a number of rows and places: its cache, its state, and its captures, used again and again.
+    """A decode step for a number of rows and a cache length: its cache, state and captures, which are reused.
 
-    ``compile`` hands the step to torch.compile before it is captured; ``form`` and ``parts`` are OneToken's.
+    ``compile`` applies torch.compile to the step before it is captured; ``form`` and ``ops`` are those of DecodeStep.
     """
 
     def __init__(
         self,
         model: Decoder,
         rows: int,
-        places: int,
+        max_len: int,
         *,
         form: Form | None = None,
-        parts: Any = None,
+        ops: Any = None,
         compile: bool = False,
     ) -> None:
-        self.rows, self.places, self.device = rows, places, model.device
-        self.cache = model.new_cache(rows, places)
-        self.state = DecodeState.empty(rows, places + _WARM_UPS + 1, model.device)
-        self.step = DecodeStep(model, self.cache, self.state, form, parts)
+        self.rows, self.max_len, self.device = rows, max_len, model.device
+        self.cache = model.new_cache(rows, max_len)
+        self.state = DecodeState.empty(rows, max_len + _WARM_UPS + 1, model.device)
+        self.step = DecodeStep(model, self.cache, self.state, form, ops)
         n_steps = len(self.state.history)
-        # New tokens first, then the prompt: filters ask which tokens were there, not in which order.
-        self.texts = torch.full((rows, n_steps + places), -1, dtype=torch.int64, device=model.device)
-        self.chance = torch.zeros(rows, n_steps, dtype=torch.float64, device=model.device)
+        # New tokens first, then the prompt: the filters that are captured do not depend on the order.
+        self.texts = torch.full((rows, n_steps + max_len), -1, dtype=torch.int64, device=model.device)
+        self.draws = torch.zeros(rows, n_steps, dtype=torch.float64, device=model.device)
         self.owner: weakref.ref[object] | None = None
         self._logits: Callable[[], Tensor] = self.step.logits
         if compile:
@@ -89,7 +93,7 @@ class GraphDecoder:
         self._captures: dict[Any, CapturedStep] = {}
 
     def logits(self) -> CapturedStep:
-        """The step alone: takes in ``state.tokens`` and returns logits, which the next call overwrites."""
+        """The step alone: reads ``state.tokens`` and returns logits, which the next call overwrites."""
 
         def run() -> Tensor:
             logits = self._logits()
@@ -99,121 +103,122 @@ class GraphDecoder:
         return self._capture("logits", run)
 
     def chooser(self, config: GenerateConfig, eos_id: int | None) -> CapturedStep:
-        """The step with the choice of the next token, which the next step takes in."""
+        """The step and the choice of the next token, which the next step reads."""
 
         def run() -> None:
             self.choose(self._logits(), config, eos_id, advance=True)
 
-        return self._capture(_choice(config, eos_id), run)
+        return self._capture(_choice_key(config, eos_id), run)
 
     def _capture(self, key: Any, run: Callable[[], Tensor | None]) -> CapturedStep:
         if key not in self._captures:
             while len(self._captures) >= _MAX_CAPTURES:
                 self._captures.pop(next(iter(self._captures)))
-            # Warming up chooses tokens and writes their keys into the first place; afterwards all is as it was.
-            touched = [*self.state, *(x[:, :, :1] for held in self.step.held for x in held)]
+            # Warming up chooses tokens and writes their keys at the first position, which is undone afterwards.
+            touched = [*self.state, *(x[:, :, :1] for pair in self.step.cache for x in pair)]
             before = [x.clone() for x in touched]
             self.state.begin(torch.zeros_like(self.state.lengths), torch.zeros_like(self.state.last))
             try:
                 self._captures[key] = CapturedStep(run, self.device)
             finally:
-                for x, was in zip(touched, before, strict=True):
-                    x.copy_(was)
+                for x, old in zip(touched, before, strict=True):
+                    x.copy_(old)
         return self._captures[key]
 
     def choose(self, logits: Tensor, config: GenerateConfig, eos_id: int | None, advance: bool) -> None:
-        """The next token of every row, written down; after a step its own token's place is left behind."""
+        """Choose the next token of every row and append it; ``advance`` moves past the token that the step read."""
         state = self.state
-        if not config.samples and not _filters(config):
-            self.step.parts.settle_greedy(logits, *state, advance)
+        if not config.samples and not _has_filters(config):
+            self.step.ops.settle_greedy(logits, *state, advance)
             return
         logits = logits.float()
         scores = filter_logits(logits, self.texts, 0, config, eos_id)
         if config.samples:
-            tokens = draw_tokens(scores, self.chance.gather(1, state.steps[:, None])[:, 0])
+            tokens = draw_tokens(scores, self.draws.gather(1, state.steps[:, None])[:, 0])
         else:
             tokens = scores.argmax(-1)
         if advance:
             state.advance()
         self.texts.scatter_(1, state.steps[:, None], tokens[:, None])
-        state.note(tokens, log_prob_of(logits, tokens))
+        state.append(tokens, token_log_probs(logits, tokens))
 
-    def before_choosing(self, prompts: Prompts, copies: int, config: GenerateConfig) -> None:
-        """What the choice reads beside the logits: the tokens there were, and the numbers it draws with."""
-        given, n_steps = prompts.texts.repeat_interleave(copies, 0), len(self.state.history)
+    def load_choice_inputs(self, prompts: Prompts, copies: int, config: GenerateConfig) -> None:
+        """Write what the choice reads beside the logits: the prompt tokens and the random numbers."""
+        prompt_tokens, n_steps = prompts.texts.repeat_interleave(copies, 0), len(self.state.history)
         self.texts.fill_(-1)
-        self.texts[:, n_steps : n_steps + given.shape[1]] = given
+        self.texts[:, n_steps : n_steps + prompt_tokens.shape[1]] = prompt_tokens
         if config.samples:
-            drawn = uniform_draws(config, len(prompts), copies)[:, :n_steps]
-            self.chance[:, : drawn.shape[1]].copy_(drawn)
+            draws = uniform_draws(config, len(prompts), copies)[:, :n_steps]
+            self.draws[:, : draws.shape[1]].copy_(draws)
 
 
-def _filters(config: GenerateConfig) -> bool:
+def _has_filters(config: GenerateConfig) -> bool:
     return bool(config.logit_bias) or config.repetition_penalty != 1.0
 
 
-def _choice(config: GenerateConfig, eos_id: int | None) -> tuple[Any, ...]:
-    """What of a config the captured choice depends on."""
+def _choice_key(config: GenerateConfig, eos_id: int | None) -> tuple[Any, ...]:
+    """The fields of a config that a captured choice depends on."""
     drawing = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
     return (*drawing, config.repetition_penalty, tuple(sorted(config.logit_bias.items())), eos_id)
 
 
 def can_capture_choice(config: GenerateConfig, eos_id: int | None) -> bool:
-    """Whether the choice can be part of the captured step: not where its rules change from token to token."""
+    """Whether the choice can be part of the captured step: not where it depends on the number of the token."""
     by_step = config.no_repeat_ngram or config.prefix or config.min_new_tokens
     return config.beam == 1 and not by_step and not (config.logit_bias and eos_id is None)
 
 
-_ROUND = 128  # places of a cache are rounded up to this, so that texts of about the same length share one capture
-_KEPT = 2  # captures kept for a model, each with its cache
-_AHEAD = 32  # tokens between two looks of the host
+_LENGTH_MULTIPLE = 128  # cache lengths are multiples of this, so that texts of similar length share a capture
+_MAX_DECODERS = 2  # kept for a model, each with its cache
+_AHEAD = 32  # tokens between two reads by the host
 
 
 # ---- which capture
 
 
-class _Kept(NamedTuple):
-    signature: int  # where the model's parameters lie: a capture knows them by address
-    writer: GraphDecoder
+class _CachedDecoder(NamedTuple):
+    addresses: int  # hash of the addresses of the model's parameters, by which a capture reads them
+    decoder: GraphDecoder
 
 
-_writers: weakref.WeakKeyDictionary[Model, OrderedDict[tuple[int, int], _Kept]] = weakref.WeakKeyDictionary()
+_decoders: weakref.WeakKeyDictionary[Model, OrderedDict[tuple[int, int], _CachedDecoder]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()
 
 
-def graph_decoder_for(engine: CudaGraphEngine, rows: int, places: int) -> GraphDecoder | None:
-    """A writer with at least so many places: one that was captured before, if nothing has moved and nobody uses it.
+def graph_decoder_for(engine: CudaGraphEngine, rows: int, min_len: int) -> GraphDecoder | None:
+    """A decoder with a cache of at least ``min_len``: an earlier one, if the weights have not moved and it is unused.
 
-    None where a layer's window is smaller than that: its ring of places is not written out.
+    None where a layer's window is smaller than that, because ring caches are not captured.
     """
     model = engine.model
     windows = [size for n in range(model.config.n_layers) if (size := window_of(model.config, n)) is not None]
-    rounded = min(-(-places // _ROUND) * _ROUND, max(max_text_length(model.config), places), *windows)
-    if rounded < places:
+    max_len = -(-min_len // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    max_len = min(max_len, max(max_text_length(model.config), min_len), *windows)
+    if max_len < min_len:
         return None
-    signature = hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
+    addresses = hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
     with _lock:
-        kept = _writers.setdefault(model, OrderedDict())
-        found = kept.pop((rows, rounded), None)
-        user = None if found is None or found.writer.owner is None else found.writer.owner()
-        if found is None or found.signature != signature or user not in (None, engine):
-            while len(kept) >= _KEPT:
-                kept.popitem(last=False)
-            found = _Kept(signature, GraphDecoder(model, rows, rounded))
-        kept[rows, rounded] = found
-        found.writer.owner = weakref.ref(engine)
-    return found.writer
+        decoders = _decoders.setdefault(model, OrderedDict())
+        entry = decoders.pop((rows, max_len), None)
+        owner = None if entry is None or entry.decoder.owner is None else entry.decoder.owner()
+        if entry is None or entry.addresses != addresses or owner not in (None, engine):
+            while len(decoders) >= _MAX_DECODERS:
+                decoders.popitem(last=False)
+            entry = _CachedDecoder(addresses, GraphDecoder(model, rows, max_len))
+        decoders[rows, max_len] = entry
+        entry.decoder.owner = weakref.ref(engine)
+    return entry.decoder
 
 
 def release_captures(model: Model) -> None:
-    """Let go of a model's captures and their caches."""
-    _writers.pop(model, None)
+    """Free a model's captures and their caches."""
+    _decoders.pop(model, None)
     _refused.pop(model, None)
 
 
 def can_capture(model: Model) -> bool:
-    """Whether decoding this model is captured: on CUDA, with a step that can be written out and nobody looking in."""
+    """Whether decoding this model is captured: on CUDA, with a supported step, and no recorder, edit or hook."""
     if model.device.type != "cuda" or model in _refused or taps._recorder is not None or has_edits(model):
         return False
     if torch.is_autocast_enabled("cuda"):  # its casts are cached from one step to the next
@@ -227,130 +232,130 @@ def can_capture(model: Model) -> bool:
 
 
 class CudaGraphEngine(DecoderEngine):
-    """A decoder behind captured steps. Searches that only know ``decode_one_token`` profit too."""
+    """A decoder-only model with captured steps, for every search that uses ``decode_one_token``."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model, "static")
-        self.writer: GraphDecoder | None = None
-        self._untold = False  # whether the cache holds tokens that it has not counted
+        self.decoder: GraphDecoder | None = None
+        self._cache_is_behind = False  # whether captured steps wrote tokens that the cache has not counted
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         try:
-            self.writer = graph_decoder_for(self, len(prompts) * copies, self._cache_length(prompts))
-        except Exception as error:  # no memory: there is another way
-            self._give_up(error)
-        if self.writer is None:
+            self.decoder = graph_decoder_for(self, len(prompts) * copies, self._cache_length(prompts))
+        except Exception as error:  # no memory: decode without a graph
+            self._disable_capture(error)
+        if self.decoder is None:
             return super().prefill(prompts, copies)
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
-        self._cache, self._untold = self.writer.cache, False
+        self._cache, self._cache_is_behind = self.decoder.cache, False
         self._cache.reset()
         positions = None if prompts.positions is None else prompts.positions[rows]
         logits = self._logits(self._states(prompts.tokens[rows], positions))
         if logits.isnan().any():
             raise ValueError("the model's logits are not numbers (NaN); its weights may have diverged")
-        lengths = torch.tensor([len(row) for row in prompts.rows], device=self.writer.device)
-        self.writer.state.begin(lengths[rows], (lengths + prompts.limit)[rows] - 1)
+        lengths = torch.tensor([len(row) for row in prompts.rows], device=self.decoder.device)
+        self.decoder.state.begin(lengths[rows], (lengths + prompts.limit)[rows] - 1)
         return logits
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
-        step = self._captured(lambda writer: writer.logits())
-        if self.writer is None or step is None:
+        step = self._captured_step(lambda decoder: decoder.logits())
+        if self.decoder is None or step is None:
             return super().decode_one_token(tokens)
-        self.writer.state.tokens.copy_(tokens)
-        self._untold = True
+        self.decoder.state.tokens.copy_(tokens)
+        self._cache_is_behind = True
         logits = step()
         assert logits is not None
         return logits.to(torch.float32, copy=True)
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        self._tell_cache()
+        self._update_cache()
         logits = super().decode_tokens(tokens)
-        self._ask_cache()
+        self._update_state()
         return logits
 
     def truncate(self, length: int) -> None:
-        self._tell_cache()
+        self._update_cache()
         super().truncate(length)
-        self._ask_cache()
+        self._update_state()
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        if self.writer is not None:
-            for held in (self.writer.state.lengths, self.writer.state.last):
-                held.copy_(held.index_select(0, rows))
+        if self.decoder is not None:
+            for x in (self.decoder.state.lengths, self.decoder.state.last):
+                x.copy_(x.index_select(0, rows))
 
     def blocks(
         self, prompts: Prompts, copies: int, config: GenerateConfig, ahead: int
     ) -> Iterator[tuple[Tensor, Tensor]] | None:
         """Tokens and log-probabilities (n, R) of the next n steps, on the host; None where that cannot be captured.
 
-        While one block is read the next one is computed, so a few tokens are chosen that nobody asks for.
+        While one block is read the next one is computed, so that a few tokens too many are chosen.
         """
         eos_id = self.model.config.eos_id
         if not can_capture_choice(config, eos_id):
             return None
         logits = self.prefill(prompts, copies)
-        step = self._captured(lambda writer: writer.chooser(config, eos_id))
-        if self.writer is None or step is None:
+        step = self._captured_step(lambda decoder: decoder.chooser(config, eos_id))
+        if self.decoder is None or step is None:
             return None
-        self.writer.before_choosing(prompts, copies, config)
-        self.writer.choose(logits, config, eos_id, advance=False)
-        self._untold = True
-        return _in_blocks(step, self.writer.state, int(prompts.limit.max()), ahead)
+        self.decoder.load_choice_inputs(prompts, copies, config)
+        self.decoder.choose(logits, config, eos_id, advance=False)
+        self._cache_is_behind = True
+        return _read_blocks(step, self.decoder.state, int(prompts.limit.max()), ahead)
 
-    def _captured(self, ask: Callable[[GraphDecoder], CapturedStep]) -> CapturedStep | None:
-        if self.writer is None:
+    def _captured_step(self, capture: Callable[[GraphDecoder], CapturedStep]) -> CapturedStep | None:
+        if self.decoder is None:
             return None
         try:
-            return ask(self.writer)
-        except Exception as error:  # a library that cannot be captured, no compiler: there is another way
-            self._tell_cache()
-            self._give_up(error)
+            return capture(self.decoder)
+        except Exception as error:  # a library that cannot be captured, no compiler: decode without a graph
+            self._update_cache()
+            self._disable_capture(error)
             return None
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable_capture(self, error: Exception) -> None:
         release_captures(self.model)
-        self.writer = None
+        self.decoder = None
         _refused[self.model] = f"{type(error).__name__}: {error}"
         warnings.warn(f"decoding goes on without a CUDA graph: {_refused[self.model]:.300}", stacklevel=3)
 
-    def _tell_cache(self) -> None:
-        """The cache counts the tokens that captured steps wrote into it."""
-        if self.writer is None or not self._untold:
+    def _update_cache(self) -> None:
+        """Count the tokens that captured steps wrote into the cache."""
+        if self.decoder is None or not self._cache_is_behind:
             return
-        lengths, self._untold = self.writer.state.lengths, False
+        lengths, self._cache_is_behind = self.decoder.state.lengths, False
         for layer in self._cache.layers:
             assert isinstance(layer, StaticCache)
             if len(layer.lengths) < len(lengths):
                 layer._part_rows()
             layer._lengths.copy_(lengths)
-            places = torch.arange(layer.max_len + 1, device=lengths.device)
-            layer._slots.pos.copy_(torch.where(places < lengths[:, None], places, -1))
+            slots = torch.arange(layer.max_len + 1, device=lengths.device)
+            layer._slots.pos.copy_(torch.where(slots < lengths[:, None], slots, -1))
             layer._count = None
 
-    def _ask_cache(self) -> None:
-        if self.writer is not None:
-            self.writer.state.lengths.copy_(torch.minimum(self._cache.lengths, self.writer.state.last))
+    def _update_state(self) -> None:
+        if self.decoder is not None:
+            self.decoder.state.lengths.copy_(torch.minimum(self._cache.lengths, self.decoder.state.last))
 
 
-def _in_blocks(step: CapturedStep, state: DecodeState, n_steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first token is chosen already; each turn starts the next steps before it waits for those before."""
-    waiting, done = _Fetched(state, 0, 1), 1
+def _read_blocks(step: CapturedStep, state: DecodeState, n_steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first token is chosen already; each turn launches the next steps before it waits for the previous ones."""
+    pending, done = _HostCopy(state, 0, 1), 1
     while done < n_steps:
         n = min(ahead, n_steps - done)
         for _ in range(n):
             step()
-        before, waiting = waiting, _Fetched(state, done, done + n)
+        previous, pending = pending, _HostCopy(state, done, done + n)
         done += n
-        yield before.read()
-    yield waiting.read()
+        yield previous.read()
+    yield pending.read()
 
 
-class _Fetched:
-    """Some steps of the histories on their way to the host."""
+class _HostCopy:
+    """An asynchronous copy of some steps of the history to the host."""
 
     def __init__(self, state: DecodeState, start: int, stop: int) -> None:
-        self._parts = [_sent(x[start:stop]) for x in (state.history, state.log_probs)]
+        self._parts = [_copy_to_host(x[start:stop]) for x in (state.history, state.log_probs)]
         self._event: torch.cuda.Event | None = None
         if state.history.is_cuda:
             self._event = torch.cuda.Event()
@@ -363,7 +368,7 @@ class _Fetched:
         return tokens, log_probs
 
 
-def _sent(x: Tensor) -> Tensor:
+def _copy_to_host(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -381,7 +386,7 @@ def graph_decode_loop(
     strings: StopStrings | None = None,
     ahead: int = _AHEAD,
 ) -> Iterator[ChosenTokens]:
-    """What ``walk`` gives; where steps are captured they run ahead, and what became of the texts is seen to here."""
+    """The steps of ``decode_loop``; captured steps run ahead, and here it is decided which texts have ended."""
     copies = config.n_best
     blocks = engine.blocks(prompts, copies, config, ahead) if isinstance(engine, CudaGraphEngine) else None
     if blocks is None:
@@ -390,7 +395,7 @@ def graph_decode_loop(
     limit = prompts.limit.cpu().repeat_interleave(copies)
     rows, step = torch.arange(len(limit)), 0
     done = torch.zeros_like(rows, dtype=torch.bool)
-    looked_at = bool(config.stop) or strings is not None
+    reads_text = bool(config.stop) or strings is not None
     texts = prompts.texts.cpu().repeat_interleave(copies, 0)
     for block in blocks:
         for tokens, log_probs in zip(*block, strict=True):
@@ -398,7 +403,7 @@ def graph_decode_loop(
             codes = stop_codes(tokens, texts, step, config, eos_id, strings)
             codes = torch.where((codes == GOING_ON) & (step >= limit), LENGTH, codes)
             yield ChosenTokens(*(x[~done] for x in (rows, tokens, log_probs, codes)))
-            texts = torch.cat([texts, tokens[:, None]], 1) if looked_at else texts
+            texts = torch.cat([texts, tokens[:, None]], 1) if reads_text else texts
             done = done | (codes != GOING_ON)
             if done.all():
                 return

@@ -1,13 +1,13 @@
-"""The step that decoding repeats: one token a row through a decoder with a preallocated cache, written for capture.
+"""The decode step for capture in a CUDA graph: one token a row through a decoder with a preallocated cache.
 
-Nothing here depends on a Python number that changes from token to token, nothing is read back, and every tensor that
-lives longer than a step keeps its address. The parts are the model's own; only what lies between them is joined:
+No Python number changes from token to token, nothing is read back to the host, and every tensor that outlives a step
+keeps its address. The weights are the model's own; only the operations between them are fused:
 
     plain   the model's modules one after the other, attention reading its cache up to the row's length
-    few     norm, product, activation and residual of a part in one launch: five a layer      (a few rows)
+    few     norm, product, activation and residual in one launch: five launches a layer       (a few rows)
     many    bias and activation inside a product, residual and norm after it in one launch    (many rows)
 
-The functions in ``TorchParts`` say what the kernels in ``kernels.decoding`` compute, and run on every device.
+``TorchOps`` defines what the kernels in ``kernels.decoding`` compute, and runs on every device.
 """
 
 from __future__ import annotations
@@ -24,42 +24,40 @@ from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm, Learned, RMSNorm
 from ..layers.feedforward import activation_function
 from ..models import Block, Decoder
+from .sampling import token_log_probs
 
 Form = Literal["plain", "few", "many"]
-MOST_FEW = 4
-"""Rows up to which reading a weight once for each of them is faster than a matrix product."""
+MAX_FEW = 4  # rows up to which reading a weight once for each of them is faster than a matrix product
 
-Norm = tuple[str, Tensor, Tensor | None, float]
-"""("layer" or "rms", gain, shift, eps)"""
+Norm = tuple[str, Tensor, Tensor | None, float]  # ("layer" or "rms", gain, shift, eps)
 
 
 class DecodeState(NamedTuple):
-    """What changes from step to step, all of it on the device and always in the same place."""
+    """What changes from step to step, on the device and at fixed addresses."""
 
-    tokens: Tensor  # (R,) the token to take in
-    lengths: Tensor  # (R,) where it stands
-    last: Tensor  # (R,) the last place a row may fill: one that is done stays there
+    tokens: Tensor  # (R,) the token to read
+    lengths: Tensor  # (R,) its position
+    last: Tensor  # (R,) the last position of a row, where a finished row stays
     steps: Tensor  # (R,) tokens chosen so far
     history: Tensor  # (n, R) the tokens chosen
     log_probs: Tensor  # (n, R) of each, by the model alone
 
     @classmethod
     def empty(cls, rows: int, n_steps: int, device: torch.device) -> DecodeState:
-        def numbers() -> Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
-
+        tokens, lengths, last, steps = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4))
         history = torch.zeros(n_steps, rows, dtype=torch.int64, device=device)
-        return cls(numbers(), numbers(), numbers(), numbers(), history, torch.zeros(n_steps, rows, device=device))
+        return cls(tokens, lengths, last, steps, history, torch.zeros(n_steps, rows, device=device))
 
     def begin(self, lengths: Tensor, last: Tensor) -> None:
-        for held, new in ((self.lengths, lengths), (self.last, last), (self.steps, torch.zeros_like(lengths))):
-            held.copy_(new)
+        self.lengths.copy_(lengths)
+        self.last.copy_(last)
+        self.steps.zero_()
 
     def advance(self) -> None:
         self.lengths.copy_(torch.minimum(self.lengths + 1, self.last))
 
-    def note(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """These tokens were chosen."""
+    def append(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Write the chosen tokens into the history; the next step reads them."""
         self.history.scatter_(0, self.steps[None], tokens[None])
         self.log_probs.scatter_(0, self.steps[None], log_probs[None].to(self.log_probs.dtype))
         self.tokens.copy_(tokens)
@@ -67,20 +65,20 @@ class DecodeState(NamedTuple):
 
 
 class TorchOps:
-    """The parts of a step in plain torch: what the kernels are checked against, and what runs without them."""
+    """The operations of a step in plain torch: the reference for the kernels, and what runs without them."""
 
     @staticmethod
     def attend_one(
-        q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float
+        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
-        """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths, where k and v (R, G, D) go in → (R, H · D)."""
-        at = lengths[:, None, None, None].expand(-1, *k.shape[1:2], 1, k.shape[2])
-        k_held.scatter_(2, at, k[:, :, None])
-        v_held.scatter_(2, at, v[:, :, None])
-        seen = torch.arange(k_held.shape[2], device=q.device) <= lengths[:, None]  # (R, S)
+        """Write k, v (R, G, D) at ``lengths``, then q (R, H, D) over k_cache, v_cache (R, G, S, D) → (R, H · D)."""
+        index = lengths[:, None, None, None].expand(-1, *k.shape[1:2], 1, k.shape[2])
+        k_cache.scatter_(2, index, k[:, :, None])
+        v_cache.scatter_(2, index, v[:, :, None])
+        visible = torch.arange(k_cache.shape[2], device=q.device) <= lengths[:, None]  # (R, S)
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
-            q[:, :, None], k_held, v_held, attn_mask=seen[:, None, None], scale=scale, enable_gqa=gqa
+            q[:, :, None], k_cache, v_cache, attn_mask=visible[:, None, None], scale=scale, enable_gqa=gqa
         )
         return out.flatten(1)
 
@@ -95,41 +93,41 @@ class TorchOps:
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        y = F.linear(x if norm is None else normed(x, norm), weight, bias)
+        y = F.linear(x if norm is None else apply_norm(x, norm), weight, bias)
         y = y if activation is None else activation_function(activation)(y)
         y = y if residual is None else residual + y
         return y if dtype is None else y.to(dtype)
 
     @staticmethod
     def makes_products(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
-        """Whether the next two are faster here than elsewhere; there is no elsewhere."""
+        """Whether ``product`` and ``product_in_parts`` are faster here than in torch."""
         return True
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-        if x.is_cuda and activation == "gelu_tanh" and bias is not None:  # the one torch has inside a product
+        if x.is_cuda and activation == "gelu_tanh" and bias is not None:  # torch fuses this one
             return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
         y = F.linear(x, weight, bias)
         return y if activation is None else activation_function(activation)(y)
 
     @staticmethod
     def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
-        """x Wᵀ as parts of its sum (P, R, N): here it is one."""
+        """x Wᵀ as P partial sums (P, R, N); here P = 1."""
         return F.linear(x, weight)[None]
 
     @staticmethod
     def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x + y + bias and its norm, both (R, K), of y in parts (P, R, K); y None: x itself and its norm."""
+        """x + y + bias and its norm, both (R, K), with y as partial sums (P, R, K) or None."""
         if y is not None:
             x = x + y.sum(0) if bias is None else x + (y.sum(0) + bias)
-        return x, normed(x, norm)
+        return x, apply_norm(x, norm)
 
     @staticmethod
     def embed(
-        tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, places: Tensor | None, offset: int = 0
+        tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, positions: Tensor | None, offset: int = 0
     ) -> Tensor:
         x = F.embedding(tokens, table) * scale
-        return x if places is None else x + F.embedding(lengths + offset, places)
+        return x if positions is None else x + F.embedding(lengths + offset, positions)
 
     @staticmethod
     def settle_greedy(
@@ -144,62 +142,58 @@ class TorchOps:
     ) -> None:
         state = DecodeState(tokens, lengths, last, steps, history, log_probs)
         chosen = logits.argmax(-1)
-        state.note(chosen, log_prob_of(logits.float(), chosen))
+        state.append(chosen, token_log_probs(logits.float(), chosen))
         if advance:
             state.advance()
 
 
-def normed(x: Tensor, norm: Norm) -> Tensor:
+def apply_norm(x: Tensor, norm: Norm) -> Tensor:
     kind, gain, shift, eps = norm
     if kind == "layer":
         return F.layer_norm(x, gain.shape, gain, shift, eps)
     return F.rms_norm(x, gain.shape, gain, eps)
 
 
-def log_prob_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-
-
 def ops_for(weight: Tensor) -> Any:
-    """The kernels where they run, plain torch elsewhere; their sums are float32, which is less than a double has."""
+    """The kernels where they run, else plain torch; kernels sum in float32, so float64 models use torch."""
     if not weight.is_cuda or weight.dtype == torch.float64:
         return TorchOps
     try:
         from ..kernels import decoding
-    except ImportError:  # CUDA without triton: slower, and right
+    except ImportError:  # CUDA without triton
         return TorchOps
     return decoding
 
 
 class DecodeStep:
-    """Logits (R, V) of what follows ``state.tokens``, which the step takes into the cache.
+    """Logits (R, V) of what follows ``state.tokens``, which the step writes into the cache.
 
-    It holds the model's parts and not the model, so that whoever keeps it by model does not keep the model alive.
+    It refers to the model's modules but not to the model, so that a weak dictionary keyed by model can hold it.
     """
 
     def __init__(
-        self, model: Decoder, cache: ModelCache, state: DecodeState, form: Form | None = None, parts: Any = None
+        self, model: Decoder, cache: ModelCache, state: DecodeState, form: Form | None = None, ops: Any = None
     ) -> None:
-        if (trouble := capture_obstacle(model)) is not None:
-            raise ValueError(f"this model's step cannot be written out: {trouble}")
+        if (obstacle := capture_obstacle(model)) is not None:
+            raise ValueError(f"this model's step cannot be written out: {obstacle}")
         assert model.head is not None
         self.token, self.embeddings, self.decoder, self.head = model.token, model.embeddings, model.decoder, model.head
-        self.state, self.parts = state, ops_for(model.token.weight) if parts is None else parts
-        joins = can_join(model)
-        if form not in (None, "plain") and not joins:
+        self.state, self.ops = state, ops_for(model.token.weight) if ops is None else ops
+        can_be_fused = can_fuse(model)
+        if form not in (None, "plain") and not can_be_fused:
             raise ValueError(f"form={form!r} needs plain pre-norm layers; this model takes form='plain'")
-        best: Form = "plain" if not joins else "few" if len(state.tokens) <= MOST_FEW else "many"
+        best: Form = "plain" if not can_be_fused else "few" if len(state.tokens) <= MAX_FEW else "many"
         self.form: Form = best if form is None else form
-        self.held = [held_by(layer) for layer in cache.layers]
+        self.cache = [cache_tensors(layer) for layer in cache.layers]
         widths = {linear.in_features for linear in model.decoder.modules() if isinstance(linear, nn.Linear)}
-        ours = self.parts.makes_products(len(state.tokens), model.token.weight.dtype, widths)
-        self.products = self.parts if ours else TorchOps
+        faster = self.ops.makes_products(len(state.tokens), model.token.weight.dtype, widths)
+        self.products = self.ops if faster else TorchOps
 
     def logits(self) -> Tensor:
-        x = self._embedded()  # (R, M)
+        x = self._embed()  # (R, M)
         if self.form == "many":
             return self._many(x)
-        for layer, (k, v) in enumerate(self.held):
+        for layer, (k, v) in enumerate(self.cache):
             block = self.decoder.blocks[layer % len(self.decoder.blocks)]
             assert isinstance(block, Block)
             x = self._few(x, block, k, v) if self.form == "few" else self._plain(x, block, k, v)
@@ -207,17 +201,17 @@ class DecodeStep:
         if self.form == "few" and self.head.scale == 1.0:
             assert final is not None
             weight, bias = self._output_weight(), self.head.bias
-            return self.parts.linear(x, weight, bias, norm=norm_of(final), dtype=torch.float32)
+            return self.ops.linear(x, weight, bias, norm=norm_of(final), dtype=torch.float32)
         return self.head(x if final is None else final(x), self.token.weight)
 
-    def _embedded(self) -> Tensor:
+    def _embed(self) -> Tensor:
         tokens, lengths, part = self.state.tokens, self.state.lengths, self.embeddings
-        places = part.position
+        position = part.position
         simple = part.norm is None and part.projection is None and part.segment is None
-        if self.form == "plain" or not simple or not isinstance(places, Learned | None):
+        if self.form == "plain" or not simple or not isinstance(position, Learned | None):
             return part(self.token(tokens[:, None]), lengths[:, None])[:, 0]
-        weight, offset = (None, 0) if places is None else (places.weight, places.offset)
-        return self.parts.embed(tokens, lengths, self.token.weight, self.token.scale, weight, offset)
+        weight, offset = (None, 0) if position is None else (position.weight, position.offset)
+        return self.ops.embed(tokens, lengths, self.token.weight, self.token.scale, weight, offset)
 
     def _plain(self, x: Tensor, block: Block, k: Tensor, v: Tensor) -> Tensor:
         def attend(y: Tensor) -> Tensor:
@@ -228,18 +222,18 @@ class DecodeStep:
         return block._sublayer(x, block.ff_norm, block.ff)
 
     def _few(self, x: Tensor, block: Block, k: Tensor, v: Tensor) -> Tensor:
-        attention, ff, linear = attention_of(block), block.ff, self.parts.linear
+        attention, ff, linear = attention_of(block), block.ff, self.ops.linear
         y = linear(x, attention.w_qkv.weight, attention.w_qkv.bias, norm=norm_of(block.attention_norm))
         x = linear(self._attend(attention, y, k, v), attention.w_o.weight, attention.w_o.bias, residual=x)
         activation = None if ff.gated else ff.activation
         y = linear(x, ff.w_in.weight, ff.w_in.bias, norm=norm_of(block.ff_norm), activation=activation)
-        return linear(gated(ff, y), ff.w_out.weight, ff.w_out.bias, residual=x)
+        return linear(apply_gate(ff, y), ff.w_out.weight, ff.w_out.bias, residual=x)
 
     def _many(self, x: Tensor) -> Tensor:
         assert self.decoder.norm is not None
-        product, in_parts, add_norm = self.products.product, self.products.product_in_parts, self.parts.add_norm
-        y, bias = None, None  # what the part before adds to x
-        for layer, (k, v) in enumerate(self.held):
+        product, in_parts, add_norm = self.products.product, self.products.product_in_parts, self.ops.add_norm
+        y, bias = None, None  # what the previous sublayer adds to x
+        for layer, (k, v) in enumerate(self.cache):
             block = self.decoder.blocks[layer % len(self.decoder.blocks)]
             assert isinstance(block, Block)
             attention, ff = attention_of(block), block.ff
@@ -247,7 +241,7 @@ class DecodeStep:
             z = self._attend(attention, product(z, attention.w_qkv.weight, attention.w_qkv.bias), k, v)
             y, bias = in_parts(z, attention.w_o.weight), attention.w_o.bias
             x, z = add_norm(x, y, bias, norm_of(block.ff_norm))
-            z = gated(ff, product(z, ff.w_in.weight, ff.w_in.bias, None if ff.gated else ff.activation))
+            z = apply_gate(ff, product(z, ff.w_in.weight, ff.w_in.bias, None if ff.gated else ff.activation))
             y, bias = in_parts(z, ff.w_out.weight), ff.w_out.bias
         _, z = add_norm(x, y, bias, norm_of(self.decoder.norm))
         return product(self.head.hidden(z), self._output_weight(), self.head.bias)
@@ -255,7 +249,7 @@ class DecodeStep:
     def _output_weight(self) -> Tensor:
         return self.token.weight if self.head.weight is None else self.head.weight
 
-    def _attend(self, attention: MultiHeadAttention, qkv: Tensor, k_held: Tensor, v_held: Tensor) -> Tensor:
+    def _attend(self, attention: MultiHeadAttention, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """qkv (R, (H + 2G) · D) → (R, H · D)."""
         heads = attention._heads(qkv[:, None], attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
         q, k, v = heads  # (R, heads, 1, D)
@@ -266,11 +260,11 @@ class DecodeStep:
         assert isinstance(attention.mechanism, Dot)
         scale = attention.mechanism.factor(attention.d_head)
         lengths = self.state.lengths
-        return self.parts.attend_one(q[:, :, 0], k[:, :, 0], v[:, :, 0], k_held, v_held, lengths, scale)
+        return self.ops.attend_one(q[:, :, 0], k[:, :, 0], v[:, :, 0], k_cache, v_cache, lengths, scale)
 
 
-def held_by(cache: Cache) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values (R, G, S, D), where they lie."""
+def cache_tensors(cache: Cache) -> tuple[Tensor, Tensor]:
+    """The storage of a layer's keys and values (R, G, S, D)."""
     if type(cache) is not StaticCache:
         raise ValueError(f"a step written out needs a StaticCache for every layer, not a {type(cache).__name__}")
     k, v = cache._slots.data
@@ -289,8 +283,8 @@ def norm_of(norm: nn.Module) -> Norm:
     return "rms", norm.weight, None, norm.eps
 
 
-def gated(ff: FeedForward, y: Tensor) -> Tensor:
-    """What the gate lets through; a plain network's activation was part of its product."""
+def apply_gate(ff: FeedForward, y: Tensor) -> Tensor:
+    """The gate of a gated network; a plain network's activation was part of its product."""
     if not ff.gated:
         return y
     gate, up = y.chunk(2, dim=-1)
@@ -298,7 +292,7 @@ def gated(ff: FeedForward, y: Tensor) -> Tensor:
 
 
 def capture_obstacle(model: nn.Module) -> str | None:
-    """Why a model's step cannot be written out here, in a few words; None where it can."""
+    """Why a model's step cannot be captured, in a few words; None where it can."""
     if not isinstance(model, Decoder) or model.head is None:
         return "it is no decoder with a head"
     if not model.decoder.causal or model.decoder.position_bias is not None:
@@ -317,8 +311,8 @@ def capture_obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def can_join(model: Decoder) -> bool:
-    """Whether norms, products and residuals are the plain ones that may be computed together."""
+def can_fuse(model: Decoder) -> bool:
+    """Whether norms, products and residuals are of the kinds that can be fused."""
     head, norms = model.head, [model.decoder.norm]
     linears: list[nn.Module] = []
     for block in model.decoder.blocks:
