@@ -327,7 +327,7 @@ class CudaGraphEngine(DecoderEngine):
         for layer in self._cache.layers:
             assert isinstance(layer, StaticCache)
             if len(layer.lengths) < len(lengths):
-                layer._part_rows()
+                layer._split_rows()
             layer._lengths.copy_(lengths)
             slots = torch.arange(layer.max_len + 1, device=lengths.device)
             layer._slots.pos.copy_(torch.where(slots < lengths[:, None], slots, -1))

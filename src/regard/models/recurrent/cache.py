@@ -19,7 +19,7 @@ class MemoryCache(CrossCache):
         self.view: View | None = None
 
     def fill(self, view: View) -> View:
-        self.view, self._held = view, (view.v, view.v)
+        self.view, self._kv = view, (view.v, view.v)
         return view
 
     def reorder(self, beam_index: Tensor) -> None:
