@@ -23,6 +23,7 @@ from regard.data.corpora.enko import (
     EnKo,
     combinations_of,
     lemmas,
+    lexicon,
     lookup_accuracy,
     lookup_translate,
     realise,
@@ -37,7 +38,7 @@ from regard.data.corpora.enko.conjugation import (
     honorific_stem,
     with_final_consonant,
 )
-from regard.data.corpora.enko.english import article, comparative, gerund, plural, third_person
+from regard.data.corpora.enko.english import article
 from regard.data.corpora.enko.lexicon import ADJECTIVES, MANNERS, NOUNS, NUMERALS, VERBS
 from regard.data.hashing import Draws
 
@@ -256,21 +257,22 @@ def test_endings_the_grammar_lacks_are_refused() -> None:
 
 
 def test_english_forms() -> None:
-    assert [plural(word) for word in ("child", "city", "box", "potato", "piano", "knife", "boy", "church")] == [
+    assert [NOUNS[word].plural for word in ("child", "city", "box", "potato", "piano", "knife", "boy", "church")] == [
         *("children", "cities", "boxes", "potatoes", "pianos", "knives", "boys", "churches")
     ]
-    assert [third_person(word) for word in ("go to", "watch", "carry", "play", "wait for", "have")] == [
+    assert [VERBS[word].third_person for word in ("go to", "watch", "carry", "play", "wait for", "have")] == [
         *("goes to", "watches", "carries", "plays", "waits for", "has")
     ]
-    assert [gerund(word) for word in ("write", "sit on", "lie on", "see", "cut", "visit")] == [
+    assert [VERBS[word].gerund for word in ("write", "sit on", "lie on", "see", "cut", "visit")] == [
         *("writing", "sitting on", "lying on", "seeing", "cutting", "visiting")
     ]
     assert [VERBS[word].past for word in ("like", "carry", "stop", "play", "listen to")] == [
         *("liked", "carried", "stopped", "played", "listened to")
     ]
-    assert [comparative(word) for word in ("big", "heavy", "wide", "good", "expensive", "famous", "narrow", "red")] == [
-        *("bigger", "heavier", "wider", "better", "more expensive", "more famous", "narrower", "redder")
-    ]
+    assert [
+        ADJECTIVES[word].comparative
+        for word in ("big", "heavy", "wide", "good", "expensive", "famous", "narrow", "red")
+    ] == [*("bigger", "heavier", "wider", "better", "more expensive", "more famous", "narrower", "redder")]
     assert [article(word) for word in ("apple", "uniform", "honest", "umbrella", "book")] == [
         "an",
         "a",
@@ -278,6 +280,13 @@ def test_english_forms() -> None:
         "an",
         "a",
     ]
+
+
+@pytest.mark.parametrize(("table", "entries"), [("nouns", NOUNS), ("verbs", VERBS), ("adjectives", ADJECTIVES)])
+def test_no_word_stands_twice_in_the_lexicon(table: str, entries: dict[str, Any]) -> None:
+    lines = (Path(lexicon.__file__).parent / f"{table}.tsv").read_text(encoding="utf-8").splitlines()
+    assert len(entries) == len(lines) - 1
+    assert not VERBS.keys() & ADJECTIVES.keys()  # a predicate could be either
 
 
 # ------------------------------------------------------------------------------------------------ hand-written pairs

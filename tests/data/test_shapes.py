@@ -9,21 +9,8 @@ import numpy as np
 import pytest
 
 from regard.data.corpora import fingerprint, open_corpus
-from regard.data.corpora.shapes import (
-    COLOURS,
-    HELD_OUT,
-    SHAPES,
-    SIZES,
-    CaptionedScene,
-    Relation,
-    Scene,
-    Shapes,
-    Thing,
-    box_of,
-    caption,
-    draw,
-    is_held_out_for_valid,
-)
+from regard.data.corpora.shape_scenes import COLOURS, HELD_OUT, SHAPES, SIZES, Relation, Scene, Thing, box_of, draw
+from regard.data.corpora.shapes import CaptionedScene, Shapes, caption, is_held_out_for_valid
 
 PAPER = (240, 240, 240)
 

@@ -19,16 +19,13 @@ from torch import Tensor
 from .hashing import bits, integers, permutation, stable_key, uniform
 
 
-@dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Batches by tokens, with padding counted: B × the longest of the batch is at most ``batch_tokens``."""
+    """Batches by tokens, with padding counted: B × the longest of the batch is at most ``batch_tokens``.
 
-    lengths: NDArray[np.int64]  # (n,) tokens of each example, or (n, 2) of a pair: each side keeps to batch_tokens
-    batch_tokens: int
-    seed: int = 0
-    max_len: int | None = None  # longer examples are left out; see ``dropped``
-    shuffle: bool = True  # without it (evaluation) batches run from short to long, the same in every epoch
-    max_examples: int | None = None  # of a batch
+    ``lengths`` is (n,) tokens of each example, or (n, 2) of pairs: then each side keeps to the limit. Examples longer
+    than ``max_len`` are left out (``dropped``); a batch has at most ``max_examples``. Without ``shuffle`` (evaluation)
+    batches run from short to long, the same in every epoch.
+    """
 
     def __init__(
         self,
@@ -40,14 +37,13 @@ class BatchPlan:
         shuffle: bool = True,
         max_examples: int | None = None,
     ) -> None:
-        array = np.asarray(lengths, dtype=np.int64)
-        if array.ndim not in (1, 2) or len(array) == 0:
-            raise ValueError(f"lengths has shape {array.shape}, but (n,) or (n, sides) with n ≥ 1 is needed")
-        values = {"seed": seed, "max_len": max_len, "shuffle": shuffle, "max_examples": max_examples}
-        for name, value in {"lengths": array, "batch_tokens": batch_tokens, **values}.items():
-            object.__setattr__(self, name, value)
-        for name in ("batch_tokens", "max_examples", "max_len"):
-            if (value := getattr(self, name)) is not None and value < 1:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.batch_tokens, self.seed, self.shuffle = batch_tokens, seed, shuffle
+        self.max_len, self.max_examples = max_len, max_examples
+        if self.lengths.ndim not in (1, 2) or len(self.lengths) == 0:
+            raise ValueError(f"lengths has shape {self.lengths.shape}, but (n,) or (n, sides) with n ≥ 1 is needed")
+        for name, value in (("batch_tokens", batch_tokens), ("max_examples", max_examples), ("max_len", max_len)):
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if not len(self._included):
             raise ValueError(f"every example is longer than max_len={max_len}")

@@ -29,20 +29,16 @@ class Corpus(Protocol[E_co]):
     @property
     def name(self) -> str:
         """The word that selects this corpus: `en-ko`, `shapes`, `stdlib`."""
-        ...
 
     @property
     def splits(self) -> tuple[str, ...]:
         """`train` first, then the held-out ones."""
-        ...
 
     def size(self, split: str) -> int | None:
         """How many examples a split has; None where there is always a next one."""
-        ...
 
     def example(self, split: str, index: int) -> E_co:
         """The example at this index: a pure function of its two arguments."""
-        ...
 
 
 def open_corpus(name: str) -> Corpus[Any]:

@@ -93,9 +93,6 @@ def draw_scene(draws: Draws, held_out: bool) -> Scene:
     return Scene(kind, tuple(things), tuple(relations), paper)
 
 
-# ------------------------------------------------------------------------------------------------ what there is
-
-
 def _draw_all_traits(draws: Draws, kind: Kind, held_out: bool) -> list[Traits]:
     """The traits of each thing: all different, unless they are counted."""
     groups = {"one": (1,), "two": (1, 1), "three": (1, 1, 1)}.get(kind)
@@ -125,9 +122,6 @@ def _draw_thing(draws: Draws, traits: Traits, x: float, y: float, radius: float)
 
 def _draw_radius(draws: Draws, traits: Traits) -> float:
     return draws.uniform(*_RADII[traits[0]])
-
-
-# ------------------------------------------------------------------------------------------------ where it stands
 
 
 def _scatter(draws: Draws, all_traits: list[Traits]) -> list[Thing]:
@@ -207,8 +201,6 @@ def _thing_inside(draws: Draws, traits: Traits, outer: Thing) -> Thing:
     lower = 0.02 if outer.shape == "triangle" else 0.0  # a triangle is widest below its middle
     return _draw_thing(draws, traits, outer.x, outer.y + lower, draws.uniform(0.08, 0.085))
 
-
-# ------------------------------------------------------------------------------------------------ pixels
 
 _RGB = {
     "red": (214, 39, 40),

@@ -12,41 +12,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..hashing import Draws, stable_hash
 from . import check_index
-from .shape_scenes import (
-    COLOURS,
-    HELD_OUT,
-    SHAPES,
-    SIZES,
-    Box,
-    Relation,
-    Scene,
-    Thing,
-    Traits,
-    box_of,
-    draw,
-    draw_scene,
-)
+from .shape_scenes import COLOURS, SHAPES, SIZES, Box, Scene, Traits, box_of, draw, draw_scene
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from PIL.Image import Image
-
-__all__ = [
-    "COLOURS",
-    "HELD_OUT",
-    "SHAPES",
-    "SIZES",
-    "Caption",
-    "CaptionedScene",
-    "Relation",
-    "Scene",
-    "Shapes",
-    "Thing",
-    "box_of",
-    "caption",
-    "draw",
-]
 
 Language = Literal["en", "ko"]
 
@@ -159,8 +130,6 @@ def _related_korean(scene: Scene) -> _GroundedWords:
         words.append((_KOREAN_RELATIONS[relation.side] + ending, (0, relation.other)))
     return [*words, ("있는", ()), *_korean(scene.things[0].traits, (0,))]
 
-
-# ------------------------------------------------------------------------------------------------ the corpus
 
 # Part of every key: raised when a change of the drawing changes what an index means.
 _EDITION = 1

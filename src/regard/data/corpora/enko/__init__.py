@@ -16,8 +16,8 @@ from .. import check_index
 from .english import english_words
 from .grammar import REGISTERS, Links, Node, align, combinations_of, held_out_splits
 from .korean import korean_words
-from .lexicon import HELD_OUT, PairSplit, lemmas
-from .sentences import MAX_WORDS, draw_longer, draw_sentence, nouns_repeat
+from .lexicon import HELD_OUT, lemmas
+from .sentences import MAX_WORDS, draw_sentence, nouns_repeat
 
 __all__ = [
     "HELD_OUT",
@@ -81,31 +81,20 @@ class EnKo:
         check_index(self, split, index)
         attempt = 0
         while True:
-            draws = Draws(self.name, _EDITION, split, index, attempt)
-            pair = _draw_longer_pair(draws) if split == "longer" else _draw_pair(draws, split)  # type: ignore[arg-type]  # a checked split
+            pair = _draw_pair(Draws(self.name, _EDITION, split, index, attempt), split)
             if pair is not None:
                 return pair
             attempt += 1
 
 
-def _draw_pair(draws: Draws, split: PairSplit) -> AlignedPair | None:
-    """A pair of a usual split; None where the draw does not fit it."""
+def _draw_pair(draws: Draws, split: str) -> AlignedPair | None:
+    """A pair of a split; None where the draw does not fit it."""
     structure, complete = draw_sentence(draws, split)
-    if not complete or nouns_repeat(structure) or held_out_splits(structure) - {"train"} != {split} - {"train"}:
+    held_out = {split} & {"valid", "combinations"}
+    if not complete or nouns_repeat(structure) or held_out_splits(structure) != held_out:
         return None
     pair = realise(structure)
-    return pair if pair.source.count(" ") < MAX_WORDS else None
-
-
-def _draw_longer_pair(draws: Draws) -> AlignedPair | None:
-    structure = draw_longer(draws)
-    if nouns_repeat(structure) or held_out_splits(structure):
-        return None
-    pair = realise(structure)
-    return pair if pair.source.count(" ") >= MAX_WORDS else None
-
-
-# ------------------------------------------------------------------------------------------------ the baseline
+    return pair if (pair.source.count(" ") >= MAX_WORDS) == (split == "longer") else None
 
 
 def _strip(word: str) -> str:

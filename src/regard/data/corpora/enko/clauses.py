@@ -12,7 +12,7 @@ from . import lexicon
 from .english import agreement
 from .grammar import Node
 from .korean import short_negation_allowed
-from .lexicon import ADJECTIVES, NAMES, NOUNS, PEOPLE, VERBS, Adjective, Noun, PairSplit, Verb, nouns_of, predicates_of
+from .lexicon import ADJECTIVES, NAMES, NOUNS, PEOPLE, VERBS, Adjective, Noun, Verb, nouns_of, predicates_of
 
 _SURNAMES, _TITLES, _NUMERALS = tuple(lexicon.SURNAMES), tuple(lexicon.TITLES), tuple(lexicon.NUMERALS)
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(lexicon.DEGREES), tuple(lexicon.FREQUENCIES), tuple(lexicon.RELATIONS)
@@ -45,13 +45,11 @@ def _may_be_owned(noun: Noun) -> bool:
 class Phrases:
     """Noun phrases for one sentence: they share its random draws and its duty to contain a held-out combination."""
 
-    def __init__(self, draws: Draws, split: PairSplit) -> None:
+    def __init__(self, draws: Draws, split: str) -> None:
         self.draws = draws
         self.split = split
         # Whether the held-out combination that the split asks for is already in the sentence.
         self.complete = split == "train"
-
-    # ---------------------------------------------------------------------------------- combinations
 
     def noun_for(self, predicate: str) -> str:
         """A noun for a predicate: one held out, if the sentence still lacks it, else one of training."""
@@ -72,8 +70,6 @@ class Phrases:
         known = predicates_of(noun, "adjective", "train")
         chosen = self.draws.choice(known) if known else None
         return chosen if chosen is not None and _may_precede(chosen) else None
-
-    # ---------------------------------------------------------------------------------- phrases
 
     def common(self, name: str, *, definite: bool = False, plain: bool = False) -> Node:
         """A noun with a determiner it may have; `definite` leaves out `a` and numerals, `plain` everything else."""
@@ -167,7 +163,7 @@ class Phrases:
         first, second = self.draws.shuffle(("boy", "girl", "child", "student", "man", "woman"))[:2]
         return {"and": [{"noun": first, "det": "the"}, {"noun": second, "det": "the"}]}
 
-    def other(self, subject: Node | None, *, titles: bool = True) -> Node:
+    def other(self, subject: Node | None) -> Node:
         """Somebody to whom something is done: not the subject again, not a pronoun that could be."""
         roll = self.draws.below(100)
         subjects = {part.get("noun") for part in subject.get("and", (subject,))} if subject else set()
@@ -179,10 +175,10 @@ class Phrases:
             name = self.draws.choice(NAMES)
             if name not in subjects:
                 return {"noun": name}
-        if roll < 52 and titles:
+        if roll < 52:
             return self.title()
         name = self.draws.choice(PEOPLE)
-        while name in subjects or (not titles and "hon" in NOUNS[name].tags):
+        while name in subjects:
             name = self.draws.choice(PEOPLE)
         return self.common(name, definite=True, plain=True)
 
@@ -201,8 +197,6 @@ class Phrases:
 
 class Clauses(Phrases):
     """Clauses for one sentence. `embedded` ones stay short, and no pronoun of the third person is their subject."""
-
-    # ---------------------------------------------------------------------------------- by kind
 
     def any_clause(self, *, embedded: bool = False) -> Node:
         """A clause of any kind."""
@@ -281,9 +275,9 @@ class Clauses(Phrases):
             return False
         return target.get("noun") in [part["noun"] for part in subject.get("and", (subject,))]
 
-    def description(self, adjective: Adjective, *, embedded: bool = False, subject: Node | None = None) -> Node:
+    def description(self, adjective: Adjective, *, embedded: bool = False) -> Node:
         """An adjective said of something: the soup is hot, Minsu is busier than Yuna."""
-        subject = subject or self.subject_of(adjective, definite=True, pronouns=not embedded, plain=True)
+        subject = self.subject_of(adjective, definite=True, pronouns=not embedded, plain=True)
         subject.pop("adjective", None)
         clause: Node = {"subject": subject, "predicate": adjective.key}
         lasting = "lasting" in adjective.marks
@@ -367,8 +361,6 @@ class Clauses(Phrases):
             return clause
         sky = self.draws.choice(lexicon.WEATHER_ADJECTIVES)
         return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky.key, "tense": self._tense("past")}
-
-    # ---------------------------------------------------------------------------------- tense and surroundings
 
     def _tense(self, likely: str) -> str:
         return self.draws.choice(("past", "present", "future", likely))

@@ -1,94 +1,11 @@
-"""English: word forms by rule, and a structure as English words.
-
-Articles, agreement, tense, do-support, relative and joined clauses; irregular past forms stand in the lexicon.
-"""
+"""English: a structure as English words. Articles, agreement, tense, do-support, relative and joined clauses."""
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 from .grammar import Node, Word
 from .lexicon import ADJECTIVES, MANNERS, NOUNS, NUMERALS, TITLES, VERBS
-
-_VOWELS = "aeiou"
-# Spelled with a vowel but spoken with a consonant, and the other way round.
-_SPOKEN_CONSONANT = ("uni", "use", "euro", "one")
-_SPOKEN_VOWEL = ("honest", "hour")
-_IRREGULAR_PLURALS = {
-    "child": "children", "man": "men", "woman": "women", "mouse": "mice", "sheep": "sheep",
-    "wife": "wives", "knife": "knives", "leaf": "leaves", "wolf": "wolves", "thief": "thieves", "scarf": "scarves",
-    "tomato": "tomatoes", "potato": "potatoes", "fisherman": "fishermen",
-}  # fmt: skip
-_DOUBLED = {"sit", "swim", "run", "get", "stop", "cut", "hug", "put", "win", "begin", "forget", "plan"}
-_COMPARATIVES = {"good": "better", "bad": "worse", "far": "farther"}
-# Two syllables, and yet English says more: more honest, not honester.
-_WITH_MORE = {"honest", "famous", "boring", "tired", "handsome", "friendly", "lonely", "polite", "comfortable"}
-
-
-@cache
-def article(word: str) -> str:
-    """`a` or `an`, by the sound the next word begins with."""
-    vowel = word[0] in _VOWELS and not word.startswith(_SPOKEN_CONSONANT)
-    return "an" if vowel or word.startswith(_SPOKEN_VOWEL) else "a"
-
-
-def _add_s(word: str) -> str:
-    """The -s of plurals and of the third person."""
-    if word.endswith(("s", "x", "z", "ch", "sh")):
-        return word + "es"
-    if word.endswith("y") and word[-2] not in _VOWELS:
-        return word[:-1] + "ies"
-    return word + "s"
-
-
-@cache
-def plural(noun: str) -> str:
-    """The plural of a noun: cities, knives, children."""
-    return _IRREGULAR_PLURALS.get(noun) or _add_s(noun)
-
-
-@cache
-def third_person(verb: str) -> str:
-    """he … goes, watches, carries, waits for: only the first word of a phrasal verb changes."""
-    head, *rest = verb.split(" ")
-    form = {"go": "goes", "do": "does", "have": "has", "be": "is"}.get(head) or _add_s(head)
-    return " ".join([form, *rest])
-
-
-@cache
-def gerund(verb: str) -> str:
-    """The -ing form: writing, sitting, lying down."""
-    head, *rest = verb.split(" ")
-    if head in _DOUBLED:
-        form = head + head[-1] + "ing"
-    elif head.endswith("ie"):
-        form = head[:-2] + "ying"
-    elif head.endswith("e") and not head.endswith(("ee", "oe", "ye")):
-        form = head[:-1] + "ing"
-    else:
-        form = head + "ing"
-    return " ".join([form, *rest])
-
-
-@cache
-def comparative(adjective: str) -> str:
-    """bigger, heavier, more expensive: one syllable or a final -y takes -er, the rest takes more."""
-    if adjective in _COMPARATIVES:
-        return _COMPARATIVES[adjective]
-    syllables = len(re.findall("[aeiouy]+", adjective.rstrip("e")))
-    if adjective in _WITH_MORE or syllables > 2 or (syllables == 2 and not adjective.endswith(("y", "ow"))):
-        return f"more {adjective}"
-    if adjective.endswith("y") and adjective[-2] not in _VOWELS:
-        return adjective[:-1] + "ier"
-    if adjective.endswith("e"):
-        return adjective + "r"
-    if adjective[-1] in "gdtnm" and adjective[-2] in _VOWELS and adjective[-3] not in _VOWELS:
-        return adjective + adjective[-1] + "er"
-    return adjective + "er"
-
-
-# ------------------------------------------------------------------------------------------------ sentences
 
 _OBJECT_FORMS = {"I": "me", "we": "us", "he": "him", "she": "her", "they": "them", "you": "you"}
 _AGREEMENT = {"I": "I", "we": "they", "they": "they", "you": "they", "he": "he", "she": "he"}
@@ -98,6 +15,17 @@ _CONTRACTED = {
     "were": "weren't", "can": "can't", "could": "couldn't",
 }  # fmt: skip
 _BE_LIKE = ("be", "be at", "exist")
+_HELPER_FORMS = {"want": ("wanted", "wants"), "have": ("had", "has")}  # past, third person
+# Spelled with a vowel but spoken with a consonant, and the other way round.
+_SPOKEN_CONSONANT = ("uni", "use", "euro", "one")
+_SPOKEN_VOWEL = ("honest", "hour")
+
+
+@cache
+def article(word: str) -> str:
+    """`a` or `an`, by the sound the next word begins with."""
+    vowel = word[0] in "aeiou" and not word.startswith(_SPOKEN_CONSONANT)
+    return "an" if vowel or word.startswith(_SPOKEN_VOWEL) else "a"
 
 
 def english_words(sentence: Node) -> list[Word]:
@@ -130,9 +58,6 @@ def _sentence(sentence: Node) -> list[Word]:
 
 def _append_comma(words: list[Word]) -> list[Word]:
     return [*words[:-1], words[-1]._replace(text=words[-1].text + ",")]
-
-
-# ------------------------------------------------------------------------------------------------ clauses
 
 
 def _clause(
@@ -210,7 +135,7 @@ def _verb_texts(
         if verb is None:
             group = [(form, "verb", "") if predicate in _BE_LIKE else (form, "", "verb")]
         else:
-            group = [(form, "aux", ""), (gerund(base), "verb", "aux")]
+            group = [(form, "aux", ""), (verb.gerund, "verb", "aux")]
     else:
         helper = {"want": "want", "must": "have"}.get(aspect, "")
         finite = helper or base
@@ -218,8 +143,8 @@ def _verb_texts(
             do = "did" if tense == "past" else "does" if agrees == "he" else "do"
             group = [(do, "", "tense"), (finite, "aux" if helper else "verb", "")]
         else:
-            irregular = {"want": "wanted", "have": "had"}.get(helper) or verb.past
-            form = irregular if tense == "past" else third_person(finite) if agrees == "he" else finite
+            past, third_person = _HELPER_FORMS.get(helper, (verb.past, verb.third_person))
+            form = past if tense == "past" else third_person if agrees == "he" else finite
             group = [(form, "aux" if helper else "verb", "")]
         if helper:
             group += [("to", "", "aux"), (base, "verb", "")]
@@ -289,7 +214,7 @@ def _adjective(clause: Node) -> list[Word]:
     words = [Word(part, ((node, "degree"),)) for part in clause.get("degree", "").split()]
     if "than" not in clause:
         return [*words, Word(predicate, ((node, "verb"),))]
-    *more, form = comparative(predicate).split(" ")
+    *more, form = ADJECTIVES[predicate].comparative.split(" ")
     words += [Word(part, ((node, "more"),)) for part in more]
     words.append(Word(form, ((node, "verb"), (node, "more")) if not more else ((node, "verb"),)))
     return [*words, *_prepositional_phrase("than", clause["than"])]
@@ -314,9 +239,6 @@ def _time(clause: Node) -> list[Word]:
     return [Word(part, ((id(clause), "time"),)) for part in clause.get("time", "").split()]
 
 
-# ------------------------------------------------------------------------------------------------ noun phrases
-
-
 def _prepositional_phrase(preposition: str, node: Node) -> list[Word]:
     key = (id(node["and"][-1] if "and" in node else node), "noun")
     return [Word(preposition, (), (key,)), *noun_phrase(node, "object")]
@@ -335,7 +257,7 @@ def noun_phrase(node: Node, case: str) -> list[Word]:
         return [Word(node["title"], (key,)), Word(name, ((id(node), "surname"),))]
     noun = NOUNS[name]
     number = node.get("number")
-    form = plural(name) if number and "plural" not in noun.tags else name
+    form = noun.plural if number else name
     words = [Word(part, (key,)) for part in form.split(" ")]
     if "adjective" in node:
         words.insert(0, Word(node["adjective"], ((id(node), "adjective"),)))

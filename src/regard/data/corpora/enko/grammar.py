@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .lexicon import ADJECTIVES, HELD_OUT, NOUNS, VERBS, Combination, PairSplit
+from .lexicon import ADJECTIVES, HELD_OUT, NOUNS, VERBS, Combination
 
 REGISTERS = ("polite", "formal", "plain")
 
@@ -65,7 +65,7 @@ def align(source: list[Word], target: list[Word]) -> tuple[Links, Links]:
     return tuple(sorted(sure)), tuple(sorted(possible))
 
 
-def held_out_splits(structure: Node) -> set[PairSplit]:
+def held_out_splits(structure: Node) -> set[str]:
     """The splits whose held-out combinations a sentence contains; empty where it has none."""
     return {HELD_OUT[pair] for pair in combinations_of(structure) if pair in HELD_OUT}
 

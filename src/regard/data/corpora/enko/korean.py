@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from . import lexicon
 from .conjugation import (
     Ending,
     Register,
@@ -21,21 +22,7 @@ from .conjugation import (
     join_eu,
 )
 from .grammar import Key, Node, Word
-from .lexicon import (
-    ADJECTIVES,
-    DEGREES,
-    FREQUENCIES,
-    MANNERS,
-    NOUNS,
-    NUMERALS,
-    PREDICATES,
-    RELATIONS,
-    SURNAMES,
-    TIMES,
-    TITLES,
-    VERBS,
-    Verb,
-)
+from .lexicon import ADJECTIVES, NOUNS, PREDICATES, VERBS, Verb
 
 _EXISTS = Stem("있", "", "exist")
 _LACKS = Stem("없", "", "exist")
@@ -45,10 +32,13 @@ _WISHES = Stem("싶", "", "adjective")
 _IS_NOT = Stem("아니", "아니", "adjective")
 
 
-class PredicateParts(NamedTuple):
-    """A predicate up to its last stem: eojeols that are whole as (text, roles …), then the stem and its roles."""
+WholeEojeols = tuple[tuple[str, ...], ...]  # (text, roles …) of each
 
-    before: tuple[tuple[str, ...], ...]
+
+class PredicateParts(NamedTuple):
+    """A predicate up to its last stem: the eojeols before it, then the stem and its roles."""
+
+    before: WholeEojeols
     stem: Stem
     roles: tuple[str, ...]
 
@@ -99,7 +89,7 @@ def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: boo
         return _build_existence(bool(negation), honour)
     word = PREDICATES[name]
     plain, respectful = word.stem, word.honorific
-    before: tuple[tuple[str, ...], ...] = ()
+    before: WholeEojeols = ()
     if isinstance(word, Verb):
         if humble and word.humble:
             plain, respectful = word.humble, None
@@ -115,21 +105,13 @@ def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: boo
     base = respectful if honour and respectful else plain
     if not aspect:
         if negation == "long":
-            stem = Stem("않", "", "verb" if plain.kind == "verb" else "adjective")
-            whole = (join_consonant(base, "지"), "verb")
-            return PredicateParts((*before, whole), honorific_stem(stem) if honour else stem, ("neg",))
+            return _build_long_negation(before, base, "verb", plain.kind, honour)
         return PredicateParts(before, inflected, ("verb",))
     return _build_aspect(before, base, inflected, aspect, negation, honour, speaker)
 
 
 def _build_aspect(
-    before: tuple[tuple[str, ...], ...],
-    base: Stem,
-    inflected: Stem,
-    aspect: str,
-    negation: str,
-    honour: bool,
-    speaker: bool,
+    before: WholeEojeols, base: Stem, inflected: Stem, aspect: str, negation: str, honour: bool, speaker: bool
 ) -> PredicateParts:
     long = negation == "long"
     match aspect:
@@ -138,11 +120,8 @@ def _build_aspect(
             return _build_auxiliary(before, _STAYS if honour else _EXISTS, long, honour=False)
         case "can":
             before = (*before, (join_eu(inflected, "ㄹ"), "verb"), ("수", "aux"))
-            return (
-                PredicateParts(before, _LACKS, ("aux", "neg"))
-                if negation
-                else PredicateParts(before, _EXISTS, ("aux",))
-            )
+            stem, roles = (_LACKS, ("aux", "neg")) if negation else (_EXISTS, ("aux",))
+            return PredicateParts(before, stem, roles)
         case "want":
             before = (*before, (join_consonant(base, "고"), "verb"))
             if speaker:
@@ -153,14 +132,17 @@ def _build_aspect(
     raise ValueError(f"aspect={aspect!r} with not={negation!r} is not in this grammar")
 
 
-def _build_auxiliary(before: tuple[tuple[str, ...], ...], stem: Stem, negated: bool, honour: bool) -> PredicateParts:
+def _build_auxiliary(before: WholeEojeols, stem: Stem, negated: bool, honour: bool) -> PredicateParts:
     """The helper itself, or -지 않다 after it."""
     if not negated:
         return PredicateParts(before, honorific_stem(stem) if honour else stem, ("aux",))
-    not_ = Stem("않", "", "verb" if stem.kind == "verb" else "adjective")
-    return PredicateParts(
-        (*before, (join_consonant(stem, "지"), "aux")), honorific_stem(not_) if honour else not_, ("neg",)
-    )
+    return _build_long_negation(before, stem, "aux", stem.kind, honour)
+
+
+def _build_long_negation(before: WholeEojeols, stem: Stem, role: str, kind: str, honour: bool) -> PredicateParts:
+    negative = Stem("않", "", "verb" if kind == "verb" else "adjective")
+    before = (*before, (join_consonant(stem, "지"), role))
+    return PredicateParts(before, honorific_stem(negative) if honour else negative, ("neg",))
 
 
 def _build_existence(negated: bool, honour: bool) -> PredicateParts:
@@ -169,12 +151,13 @@ def _build_existence(negated: bool, honour: bool) -> PredicateParts:
     return PredicateParts((("안", "neg"),) if negated else (), _STAYS, ("verb",))
 
 
-# ------------------------------------------------------------------------------------------------ sentences
-
-_I = {"polite": "저", "formal": "저", "plain": "나"}
-_MY = {"polite": "제", "formal": "제", "plain": "내"}
-_WE = {"polite": "우리", "formal": "저희", "plain": "우리"}
-_THIRD = {"he": "그", "she": "그녀", "they": "그들"}
+_THIRD_PERSON = {"you": "너", "he": "그", "she": "그녀", "they": "그들"}
+# `our` is said with the word for `we`.
+_PRONOUNS: dict[Register, dict[str, str]] = {
+    "polite": {"I": "저", "we": "우리", "my": "제", **_THIRD_PERSON},
+    "formal": {"I": "저", "we": "저희", "my": "제", **_THIRD_PERSON},
+    "plain": {"I": "나", "we": "우리", "my": "내", **_THIRD_PERSON},
+}
 # Before 가 the short pronouns change: 저 + 가 → 제가.
 _BEFORE_GA = {"저": "제", "나": "내", "너": "네"}
 _DEMONSTRATIVES = {"this": "이", "that": "그"}
@@ -211,9 +194,6 @@ def _joined_clauses(sentence: Node, register: Register) -> list[Word]:
         *_clause(first, subject, register, ending, link=link, opening=opening),
         *_clause(main, subject, register, "statement", opening=[]),
     ]
-
-
-# ------------------------------------------------------------------------------------------------ clauses
 
 
 def _clause(
@@ -274,18 +254,15 @@ def _is_definite(node: Node) -> bool:
 def _time(clause: Node) -> list[Word]:
     if "time" not in clause:
         return []
-    return [Word(part, ((id(clause), "time"),)) for part in TIMES[clause["time"]][0].split(" ")]
+    return [Word(part, ((id(clause), "time"),)) for part in lexicon.TIMES[clause["time"]][0].split(" ")]
 
 
 def _complements(clause: Node, register: Register, gap: str) -> list[Word]:
     """Everything between the subject and the adverbs, each with its particle."""
     words: list[Word] = []
-    if "companion" in clause:
-        words += _phrase(clause["companion"], register, "과/와")
-    if "tool" in clause:
-        words += _phrase(clause["tool"], register, "으로/로")
-    if "place" in clause:
-        words += _phrase(clause["place"], register, "에서")
+    for part, particle in (("companion", "과/와"), ("tool", "으로/로"), ("place", "에서")):
+        if part in clause:
+            words += _phrase(clause[part], register, particle)
     if "where" in clause and clause["predicate"] != "exist":
         words += _where(clause, register)
     if "to" in clause:
@@ -306,24 +283,24 @@ def _where(clause: Node, register: Register) -> list[Word]:
     where = clause["where"]
     if "relation" not in where:
         return _phrase(where["of"], register, "에")
-    return [*_phrase(where["of"], register, ""), Word(RELATIONS[where["relation"]], ((id(where), "relation"),))]
+    return [*_phrase(where["of"], register, ""), Word(lexicon.RELATIONS[where["relation"]], ((id(where), "relation"),))]
 
 
 def _early_adverbs(clause: Node) -> list[Word]:
     """항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb."""
     frequency = clause.get("frequency", "often")
-    return [] if frequency == "often" else [Word(FREQUENCIES[frequency], ((id(clause), "frequency"),))]
+    return [] if frequency == "often" else [Word(lexicon.FREQUENCIES[frequency], ((id(clause), "frequency"),))]
 
 
 def _adverbs(clause: Node) -> list[Word]:
     node = id(clause)
     words: list[Word] = []
     if clause.get("frequency") == "often":
-        words.append(Word(FREQUENCIES["often"], ((node, "frequency"),)))
+        words.append(Word(lexicon.FREQUENCIES["often"], ((node, "frequency"),)))
     if "manner" in clause:
-        words.append(Word(MANNERS[clause["manner"]][1], ((node, "manner"),)))
+        words.append(Word(lexicon.MANNERS[clause["manner"]][1], ((node, "manner"),)))
     if "degree" in clause:
-        words.append(Word(DEGREES[clause["degree"]], ((node, "degree"),)))
+        words.append(Word(lexicon.DEGREES[clause["degree"]], ((node, "degree"),)))
     return words
 
 
@@ -355,9 +332,6 @@ def _predicate(clause: Node, subject: Node | None, register: Register, ending: E
     return words
 
 
-# ------------------------------------------------------------------------------------------------ noun phrases
-
-
 def _phrase(node: Node, register: Register, pair: str) -> list[Word]:
     """A noun phrase with its particle on the last eojeol."""
     if "and" in node:
@@ -365,13 +339,13 @@ def _phrase(node: Node, register: Register, pair: str) -> list[Word]:
         return [*_phrase(first, register, "과/와"), *_phrase(second, register, pair)]
     key: Key = (id(node), "noun")
     name = node["noun"]
-    if (pronoun := _pronoun(name, register)) is not None:
+    if (pronoun := _PRONOUNS[register].get(name)) is not None:
         if pair == "이/가":
             pronoun = _BEFORE_GA.get(pronoun, pronoun)
         return [Word(attach_particle(pronoun, pair), (key,))]
     if "title" in node:
-        surname = Word(SURNAMES[name], ((id(node), "surname"),))
-        return [surname, Word(attach_particle(TITLES[node["title"]][0], pair), (key,))]
+        surname = Word(lexicon.SURNAMES[name], ((id(node), "surname"),))
+        return [surname, Word(attach_particle(lexicon.TITLES[node["title"]][0], pair), (key,))]
     return _common_noun(node, register, pair, key)
 
 
@@ -380,21 +354,10 @@ def _common_noun(node: Node, register: Register, pair: str, key: Key) -> list[Wo
     words = _before_noun(node, register)
     if isinstance(number, int):
         counted = Word(attach_particle(noun.counter, pair), (), (key, (id(node), "number")))
-        return [*words, Word(noun.korean, (key,)), Word(NUMERALS[number][1], ((id(node), "number"),)), counted]
+        return [*words, Word(noun.korean, (key,)), Word(lexicon.NUMERALS[number][1], ((id(node), "number"),)), counted]
     # Only people and animals are marked as many; a plural thing is left to the context.
     several = number == "many" and ("det" in node or "owner" in node) and not noun.tags.isdisjoint(_COUNTED_AS_MANY)
     return [*words, Word(attach_particle(noun.korean + ("들" if several else ""), pair), (key,))]
-
-
-def _pronoun(name: str, register: Register) -> str | None:
-    match name:
-        case "I":
-            return _I[register]
-        case "we":
-            return _WE[register]
-        case "you":
-            return "너"
-    return _THIRD.get(name)
 
 
 def _before_noun(node: Node, register: Register) -> list[Word]:
@@ -409,7 +372,7 @@ def _before_noun(node: Node, register: Register) -> list[Word]:
         words.append(Word(_DEMONSTRATIVES[determiner], ((id(node), "det"),)))
     elif determiner in ("my", "our"):
         ours = determiner == "our" or "elder" in NOUNS[node["noun"]].tags  # Koreans share their mothers
-        words.append(Word((_WE if ours else _MY)[register], ((id(node), "det"),)))
+        words.append(Word(_PRONOUNS[register]["we" if ours else "my"], ((id(node), "det"),)))
     if "adjective" in node:
         adjective = ADJECTIVES[node["adjective"]]
         form = adjective.before or conjugate(adjective.stem, "present", "adnominal", register)[0][0]

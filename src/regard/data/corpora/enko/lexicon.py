@@ -1,22 +1,22 @@
 """The lexicon of en-ko: words read from the tables beside this file, which words combine, and what is held out.
 
-`nouns.tsv`: English, Korean, counter, tags. Tags are what verbs and adjectives ask for (food, place …), m f (gender),
-hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too), elder (whose owner is 우리), mass
-(uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people and
-places that may be mine or ours), name (of a person).
+`nouns.tsv`: English, plural, Korean, counter, tags. Tags are what verbs and adjectives ask for (food, place …), m f
+(gender), hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too), elder (whose owner is 우리),
+mass (uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people
+and places that may be mine or ours), name (of a person).
 
-`verbs.tsv`: frame, English, past, Korean stem, irregular class, objects (subjects where there is
-no object), marks. `@tag` stands for every noun with that tag, `-word` removes one. Marks: by=… who does it where it is
-not people; hon=… the honorific stem; humble=… the stem when it is done for somebody honoured; not=… the stem of its
-negation; state (no progressive, no place, no manner); noshort (no 안 before it); short (안 although it ends in 하다);
-quick (no progressive); how=… the manners it may be done in; with=… its tools; in=… its places; company (it may be done
-with somebody); feeds=… the objects it has when animals do it; asserted (not negated: Korean would say 못); thetic (the
-whole event is news, so its subject takes 이/가 even when known); 가, 에, 로 (the particle of the object); says=… the
-subject that Korean has where English says `it`.
+`verbs.tsv`: frame, four English forms, Korean stem, irregular class, objects (subjects where it has none), marks.
+`@tag` stands for every noun with that tag, `-word` removes one. Marks: by=… who does it where it is not people; hon=…
+the honorific stem; humble=… the stem when it is done for somebody honoured; not=… the stem of its negation; state (no
+progressive, no place, no manner); noshort (no 안 before it); short (안 although it ends in 하다); quick (no
+progressive); how=… the manners it may be done in; with=… its tools; in=… its places; company (it may be done with
+somebody); feeds=… the objects it has when animals do it; asserted (not negated: Korean would say 못); thetic (the whole
+event is news, so its subject takes 이/가 even when known); 가, 에, 로 (the particle of the object); says=… the subject
+that Korean has where English says `it`.
 
-`adjectives.tsv`: English, Korean stem, irregular class, the nouns it may describe, marks: hon, noshort, mood (a passing
-state, which gives reasons); lasting (not said of the future); before=… the form before a noun where it is not the
-regular one; only-before, only-after.
+`adjectives.tsv`: English, comparative, Korean stem, irregular class, the nouns it may describe, marks: hon, noshort,
+mood (a passing state, which gives reasons); lasting (not said of the future); before=… the form before a noun where it
+is not the regular one; only-before, only-after.
 
 `words.json`: adverbs, times, numerals, titles, and lists of words for particular constructions.
 
@@ -38,7 +38,6 @@ from .conjugation import Stem, StemKind
 
 Frame = Literal["transitive", "intransitive", "motion", "ditransitive", "reporting", "weather"]
 Combination = tuple[str, str]  # (predicate, noun), such as ("eat", "apple")
-PairSplit = Literal["train", "valid", "combinations"]
 
 _PARTICLES = {"가": "이/가", "에": "에", "로": "으로/로"}
 _KEY_SUFFIXES = {"ditransitive": " to", "reporting": " that"}
@@ -49,6 +48,7 @@ class Noun:
     """A noun in both languages and what the grammar must know of it."""
 
     english: str
+    plural: str
     korean: str
     tags: frozenset[str]
     counter: str
@@ -77,6 +77,8 @@ class Verb(Predicate):
 
     english: str
     past: str
+    third_person: str
+    gerund: str
     frame: Frame
     doers: tuple[str, ...]  # empty: people
     feeds: frozenset[str]  # objects when an animal does it
@@ -93,6 +95,7 @@ class Verb(Predicate):
 class Adjective(Predicate):
     """An adjective; ``before`` is its form before a noun where that is not the regular one."""
 
+    comparative: str
     before: str
 
 
@@ -107,20 +110,10 @@ def _read_table(name: str) -> Iterator[list[str]]:
     return (line.split("\t") for line in _read_text(name).splitlines()[1:])
 
 
-def _add(table: dict[str, Any], key: str, entry: Noun | Predicate) -> None:
-    if key in table:
-        raise ValueError(f"{key!r} stands twice in the lexicon")
-    table[key] = entry
-
-
-def _load_nouns() -> dict[str, Noun]:
-    nouns: dict[str, Noun] = {}
-    for english, korean, counter, tags in _read_table("nouns.tsv"):
-        _add(nouns, english, Noun(english, korean, frozenset(tags.split()), counter))
-    return nouns
-
-
-NOUNS: dict[str, Noun] = _load_nouns()
+NOUNS = {
+    english: Noun(english, plural, korean, frozenset(tags.split()), counter)
+    for english, plural, korean, counter, tags in _read_table("nouns.tsv")
+}
 
 
 def _expand(words: list[str]) -> tuple[str, ...]:
@@ -130,15 +123,10 @@ def _expand(words: list[str]) -> tuple[str, ...]:
     for word in words:
         group, name = (excluded, word[1:]) if word.startswith("-") else (included, word)
         name = name.replace("_", " ")
-        if name.startswith("@"):
-            members = nouns_with(name[1:], without="name")
-            if not members:
-                raise ValueError(f"no noun has the tag {name[1:]!r}")
-            group.update(members)
-        elif name in NOUNS:
-            group.add(name)
-        else:
-            raise ValueError(f"the lexicon has no noun {name!r}")
+        members = nouns_with(name[1:], without="name") if name.startswith("@") else (NOUNS[name].english,)
+        if not members:
+            raise ValueError(f"no noun has the tag {name[1:]!r}")
+        group.update(members)
     return tuple(sorted(included - excluded))
 
 
@@ -181,14 +169,16 @@ def _predicate_fields(key: str, stem: Stem, nouns: str, marks: _Marks) -> dict[s
 
 def _load_verbs() -> dict[str, Verb]:
     verbs: dict[str, Verb] = {}
-    for frame, english, past, stem, irregular, nouns, mark_text in _read_table("verbs.tsv"):
+    for frame, english, past, third_person, gerund, stem, irregular, nouns, mark_text in _read_table("verbs.tsv"):
         key, marks = english + _KEY_SUFFIXES.get(frame, ""), _Marks(mark_text)
         kind: StemKind = "exist" if stem.endswith("있") else "adjective" if "adjective" in marks.flags else "verb"
         negative = marks.stem("not", "르" if marks.text("not") == "모르" else "", kind)
-        verb = Verb(
+        verbs[key] = Verb(
             **_predicate_fields(key, Stem(stem, irregular, kind), nouns, marks),
             english=english,
             past=past,
+            third_person=third_person,
+            gerund=gerund,
             frame=frame,  # type: ignore[arg-type]  # the table has no others
             doers=_expand(marks.values("by")),
             feeds=frozenset(_expand(marks.values("feeds"))),
@@ -201,30 +191,26 @@ def _load_verbs() -> dict[str, Verb]:
             particle=next((pair for mark, pair in _PARTICLES.items() if mark in marks.flags), "을/를"),
             weather=marks.text("says"),
         )
-        _add(verbs, key, verb)
     return verbs
 
 
 def _load_adjectives() -> dict[str, Adjective]:
     adjectives: dict[str, Adjective] = {}
-    for english, korean, irregular, nouns, mark_text in _read_table("adjectives.tsv"):
+    for english, comparative, korean, irregular, nouns, mark_text in _read_table("adjectives.tsv"):
         marks = _Marks(mark_text)
         stem = Stem(korean, irregular, "exist" if korean.endswith("있") else "adjective")
-        adjective = Adjective(
+        adjectives[english] = Adjective(
             **_predicate_fields(english, stem, nouns, marks),
             honorific=marks.stem("hon", "시", "adjective"),
+            comparative=comparative,
             before=marks.text("before"),
         )
-        _add(adjectives, english, adjective)
     return adjectives
 
 
 VERBS: dict[str, Verb] = _load_verbs()
 ADJECTIVES: dict[str, Adjective] = _load_adjectives()
 PREDICATES: dict[str, Verb | Adjective] = {**VERBS, **ADJECTIVES}
-if len(PREDICATES) < len(VERBS) + len(ADJECTIVES):
-    both = ", ".join(sorted(VERBS.keys() & ADJECTIVES.keys()))
-    raise ValueError(f"{both} is both a verb and an adjective, so a predicate could be either")
 
 # ------------------------------------------------------------------------------------------------ adverbs, times, lists
 
@@ -319,8 +305,8 @@ _MIN_NOUNS = 6
 _SHARE = 16
 
 
-def _hold_out() -> dict[Combination, PairSplit]:
-    held_out: dict[Combination, PairSplit] = {}
+def _hold_out() -> dict[Combination, str]:
+    held_out: dict[Combination, str] = {}
     for key, word in PREDICATES.items():
         nouns = sorted(word.nouns, key=lambda noun: stable_hash("en-ko held out", key, noun))
         if len(nouns) < _MIN_NOUNS:
@@ -331,7 +317,7 @@ def _hold_out() -> dict[Combination, PairSplit]:
     return held_out
 
 
-HELD_OUT: dict[Combination, PairSplit] = _hold_out()
+HELD_OUT: dict[Combination, str] = _hold_out()
 
 
 def _noun_weights() -> dict[str, int]:
@@ -350,8 +336,8 @@ def _noun_weights() -> dict[str, int]:
     return {noun: 1 if noun in people else max(1, min(8, round(aim / share[noun]))) for noun in share}
 
 
-_NOUNS_OF: dict[tuple[str, PairSplit], list[str]] = {}
-_PREDICATES_OF: dict[tuple[str, str, PairSplit], list[str]] = {}
+_NOUNS_OF: dict[tuple[str, str], list[str]] = {}
+_PREDICATES_OF: dict[tuple[str, str, str], list[str]] = {}
 
 
 def _fill_combination_tables() -> None:
@@ -359,7 +345,7 @@ def _fill_combination_tables() -> None:
     for key, word in PREDICATES.items():
         kind = word.frame if isinstance(word, Verb) else "adjective"
         for noun in word.nouns:
-            split: PairSplit = HELD_OUT.get((key, noun), "train")
+            split: str = HELD_OUT.get((key, noun), "train")
             _NOUNS_OF.setdefault((key, split), []).extend([noun] * weights[noun])
             _PREDICATES_OF.setdefault((noun, kind, split), []).append(key)
 
@@ -367,11 +353,11 @@ def _fill_combination_tables() -> None:
 _fill_combination_tables()
 
 
-def nouns_of(predicate: str, split: PairSplit) -> list[str]:
+def nouns_of(predicate: str, split: str) -> list[str]:
     """The nouns of a predicate in one split, the rare ones repeated; perhaps none."""
     return _NOUNS_OF.get((predicate, split), [])
 
 
-def predicates_of(noun: str, kind: str, split: PairSplit) -> list[str]:
+def predicates_of(noun: str, kind: str, split: str) -> list[str]:
     """The predicates of one kind (`adjective`, or a verb's frame) that go with a noun in one split; perhaps none."""
     return _PREDICATES_OF.get((noun, kind, split), [])

@@ -6,30 +6,12 @@ Training sentences embed at most once and have at most `MAX_WORDS` words; the sp
 from __future__ import annotations
 
 from ...hashing import Draws
+from . import lexicon
 from .clauses import Clauses
 from .english import agreement
 from .grammar import REGISTERS, Node
 from .korean import is_honoured
-from .lexicon import (
-    ACTIVITIES,
-    CONTRASTED,
-    EVERYDAY_VERBS,
-    FRAMES,
-    GENDERED_PEOPLE,
-    MAIN_CLAUSE_VERBS,
-    MOOD_RESPONSES,
-    MOODS,
-    NAMES,
-    NEWS_VERBS,
-    NOUNS,
-    VERBS,
-    VERBS_FOR_OTHERS,
-    WEATHER_ADJECTIVES,
-    Adjective,
-    PairSplit,
-    Verb,
-    predicates_of,
-)
+from .lexicon import MOODS, NAMES, NOUNS, VERBS, Adjective, Verb, predicates_of
 
 MAX_WORDS = 13  # English words of a training sentence at most, its tag included
 
@@ -56,15 +38,15 @@ def nouns_repeat(structure: object) -> bool:
     return False
 
 
-def draw_sentence(draws: Draws, split: PairSplit) -> tuple[Node, bool]:
-    """A structure, and whether it contains the held-out combination its split asks for."""
+def draw_sentence(draws: Draws, split: str) -> tuple[Node, bool]:
+    """A structure, and whether it contains the held-out combination its split asks for.
+
+    Those of `longer` embed at least twice, and have words and combinations met in training.
+    """
+    if split == "longer":
+        return Sentences(draws, "train").deep(), True
     sentences = Sentences(draws, split)
     return sentences.sentence(), sentences.complete
-
-
-def draw_longer(draws: Draws) -> Node:
-    """A structure that embeds at least twice, of words and combinations met in training."""
-    return Sentences(draws, "train").deep()
 
 
 def _is_deed(clause: Node) -> bool:
@@ -72,10 +54,8 @@ def _is_deed(clause: Node) -> bool:
     return clause["predicate"] in VERBS and "state" not in VERBS[clause["predicate"]].marks
 
 
-class Embedding(Clauses):
-    """Clauses for sentences of more than one."""
-
-    # ---------------------------------------------------------------------------------- for joined sentences
+class Sentences(Clauses):
+    """Clauses for sentences of more than one, and the sentences themselves."""
 
     def reason(self, tense: str) -> Node:
         """A state of things that explains what people do: the weather, the beginning or end of something, a mood."""
@@ -84,11 +64,11 @@ class Embedding(Clauses):
             mood = self.draws.choice(MOODS)
             return self.mood(mood, tense, self.subject_of(mood, definite=True, pronouns=False, plain=True))
         if roll < 55:
-            return {"predicate": self.draws.choice(FRAMES["weather"]).key, "tense": tense}
+            return {"predicate": self.draws.choice(lexicon.FRAMES["weather"]).key, "tense": tense}
         if roll < 70:
-            sky = self.draws.choice(WEATHER_ADJECTIVES).key
+            sky = self.draws.choice(lexicon.WEATHER_ADJECTIVES).key
             return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky, "tense": tense}
-        verb = self.draws.choice(NEWS_VERBS)
+        verb = self.draws.choice(lexicon.NEWS_VERBS)
         subject = self.common(self.noun_for(verb.key), definite=True, plain=True)
         return {"subject": subject, "predicate": verb.key, "tense": tense}
 
@@ -101,14 +81,14 @@ class Embedding(Clauses):
         mood, honour = self.draws.choice(MOODS), is_honoured(subject)
         while honour and not mood.takes_titles:
             mood = self.draws.choice(MOODS)
-        answer = VERBS[self.draws.choice(MOOD_RESPONSES[mood.key])]
+        answer = VERBS[self.draws.choice(lexicon.MOOD_RESPONSES[mood.key])]
         while honour and answer.takes_people and not answer.takes_titles:
-            answer = VERBS[self.draws.choice(MOOD_RESPONSES[mood.key])]
+            answer = VERBS[self.draws.choice(lexicon.MOOD_RESPONSES[mood.key])]
         return self.mood(mood, earlier, subject), self.deed(later, subject, verb=answer)
 
     def deed(self, tense: str, subject: Node | None = None, *, verb: Verb | None = None, pronouns: bool = True) -> Node:
         """Something that people do, said briefly."""
-        verb = verb or self.draws.choice(EVERYDAY_VERBS)
+        verb = verb or self.draws.choice(lexicon.EVERYDAY_VERBS)
         if verb.frame == "intransitive" and subject is not None and is_honoured(subject) and not verb.takes_titles:
             verb = VERBS["rest"]
         titles = verb.frame != "intransitive" or verb.takes_titles
@@ -117,8 +97,6 @@ class Embedding(Clauses):
         for part in ("aspect", "not", "time", "frequency"):
             clause.pop(part, None)
         return {**clause, "tense": tense}
-
-    # ---------------------------------------------------------------------------------- relative clauses
 
     def relative(self, node: Node) -> bool:
         """Give a noun phrase a relative clause, if there is one for it; say whether there was."""
@@ -143,7 +121,7 @@ class Embedding(Clauses):
         return True
 
     def _relative_subject(self, node: Node) -> Node | None:
-        verb = self.draws.choice(ACTIVITIES)
+        verb = self.draws.choice(lexicon.ACTIVITIES)
         if verb.frame == "intransitive":
             known = predicates_of(node["noun"], "intransitive", "train")
             return {"gap": "subject", "predicate": self.draws.choice(known)} if known else None
@@ -157,14 +135,10 @@ class Embedding(Clauses):
         if held:
             self.complete = True
         verb = VERBS[self.draws.choice(held or predicates_of(noun, "transitive", "train"))]
-        if verb.key in MAIN_CLAUSE_VERBS or verb.key == "become":
+        if verb.key in lexicon.MAIN_CLAUSE_VERBS or verb.key == "become":
             return None
         subject = self._doer(verb, {"noun": noun}, definite=True, embedded=True)
         return {"gap": "object", "predicate": verb.key, "subject": subject}
-
-
-class Sentences(Embedding):
-    """Sentences of every kind."""
 
     def sentence(self) -> Node:
         """A sentence as training has them."""
@@ -241,8 +215,6 @@ class Sentences(Embedding):
             content.pop(part, None)
         return {**content, "tense": "future"}
 
-    # ---------------------------------------------------------------------------------- two clauses
-
     def joined(self, register: str, *, may_share: bool = True) -> Node:
         """Two clauses: a reason and what follows from it, or two deeds side by side; perhaps with one subject."""
         join = self.draws.choice(_JOINS)
@@ -257,7 +229,7 @@ class Sentences(Embedding):
             (reason if join == "because" else deed).pop("subject")
             return {**sentence, "shared": True, "first": reason, "clause": deed}
         reason = self.reason(earlier)
-        verb = self.draws.choice(VERBS_FOR_OTHERS) if reason["predicate"] in _MOOD_KEYS else None
+        verb = self.draws.choice(lexicon.VERBS_FOR_OTHERS) if reason["predicate"] in _MOOD_KEYS else None
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
     def _side_by_side(self, sentence: Node, may_share: bool) -> Node:
@@ -267,7 +239,7 @@ class Sentences(Embedding):
             verbs: list[Verb | None] = [None, None]
         else:
             tense = self.draws.choice(("past", "past", "present"))
-            verbs = [self.draws.choice(CONTRASTED)] * 2
+            verbs = [self.draws.choice(lexicon.CONTRASTED)] * 2
         if may_share and self.draws.chance(0.5):
             subject = self._who_is_said_again(sentence["join"])
             sentence["shared"] = True
@@ -297,10 +269,8 @@ class Sentences(Embedding):
             return {"noun": "we" if roll & 1 else "I"}
         if roll < 6:
             return {"noun": self.draws.choice(NAMES)}
-        name = self.draws.choice(GENDERED_PEOPLE)
+        name = self.draws.choice(lexicon.GENDERED_PEOPLE)
         return {"noun": name, "det": "my" if "kin" in NOUNS[name].tags else "the"}
-
-    # ---------------------------------------------------------------------------------- longer
 
     def deep(self) -> Node:
         """Two or three embeddings in one sentence."""
