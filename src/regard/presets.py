@@ -1,11 +1,11 @@
-"""Named rows of config values: the models people know, with the sizes of the originals."""
+"""Model presets: well-known models with the sizes of the originals, as fields of ModelConfig."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from .config import ModelConfig
+from .foundation.suggestions import nearest_name
 
 _PAPER: dict[str, Any] = {  # Vaswani et al. 2017, table 3
     "architecture": "encoder-decoder",
@@ -61,6 +61,7 @@ _BERT: dict[str, Any] = {  # Devlin et al. 2019
     "bos_id": 101,
     "eos_id": 102,
 }
+_BERT_BASE: dict[str, Any] = {**_BERT, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 3072}
 _T5: dict[str, Any] = {  # Raffel et al. 2020
     "architecture": "encoder-decoder",
     "vocab_size": 32128,
@@ -125,20 +126,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336},
         **{"max_len": 32768, "window": 4096},
     },
-    "bert-base": {
-        **_BERT,
-        "d_model": 768,
-        "n_layers": 12,
-        "n_heads": 12,
-        "d_ff": 3072,
-        "head": "none",
-        "pooler": "tanh",
-    },
-    "bert-base-masked": {
-        **_BERT,
-        **{"d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 3072},
-        **{"head": "masked-lm", "head_transform": True, "head_bias": True},
-    },
+    "bert-base": {**_BERT_BASE, "head": "none", "pooler": "tanh"},
+    "bert-base-masked": {**_BERT_BASE, "head": "masked-lm", "head_transform": True, "head_bias": True},
     "sentiment": {  # a small three-class classifier to train from scratch
         "architecture": "encoder",
         "head": "classify",
@@ -181,7 +170,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str, **fields: Any) -> ModelConfig:
     """The config of that name, any field overridden."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        nearest = nearest_name(name, PRESETS, dotted=False)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise ValueError(f"there is no preset {name!r}{hint} (all: {', '.join(PRESETS)})")
     return ModelConfig(**{**PRESETS[name], **fields})

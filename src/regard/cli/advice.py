@@ -1,125 +1,109 @@
-"""What to type next: a clause after the sentence that says what went wrong, where the command line knows more of it.
+"""What to type next: a clause added to an error message where the command line knows more than the library.
 
-Failures come from rooms that know nothing of commands. Here their words meet what was typed: a missing directory gets
-the nearest run, a model that cannot do what was asked gets the command that fits it.
+A missing directory gets the nearest run, a model that cannot do what was asked gets the command that fits it.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from regard.errors import Diverged
+from regard.foundation.suggestions import did_you_mean
 
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
-# By what a model is for, in the words of `regard train`.
-_COMMAND_OF = {
+_COMMAND_OF_TASK = {
     **{"lm": "generate", "translate": "translate", "caption": "caption"},
     **{"classify": "classify", "classify-images": "classify", "mlm": "look", "features": "look"},
 }
-_CANNOT = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
-_MOST = 500
-_TYPED = (
+_UNABLE = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
+_MAX_ENTRIES = 500
+_OPTION_SPELLINGS = (  # of the library, of the command line
     *(("bad_lines='skip'", "data.bad_lines=skip"), ("truncate=True", "--truncate")),
     *((", with sample=False", ""), ("or sample=True", "or --temperature T")),
 )
 
 
-def advise(typed: Sequence[str], failure: Exception) -> str:
+def advise(command_line: Sequence[str], failure: Exception) -> str:
     """``; did you mean runs/demo?``, or nothing where nothing better is known."""
-    said = str(failure)
-    command, words = _command(typed)
-    if missing := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", said):
-        return _no_directory(missing[1], command)
-    if found := re.match(r"(.+) has no run\.json, so it is no training run", said):
-        return _no_run(found[1])
-    if found := re.match(r"(.+) has no checkpoint yet|(.+) is a run that has not come to its end", said):
-        return f"; regard train --resume {found[1] or found[2]} goes on with it"
-    if found := re.match(r"(.+) has no config\.json, so it is no model directory", said):
-        return _no_model(found[1])
-    if found := re.search(r"there is no file ([^;]+)", said):
-        return _near_file(found[1])
+    message = str(failure)
+    words = [word for word in command_line[1:] if not word.startswith("-")]
+    command = words[0] if words else ""
+    if match := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", message):
+        return _advise_directory(match[1], command)
+    if match := re.match(r"(.+) has no run\.json, so it is no training run", message):
+        return _advise_run(match[1])
+    if match := re.match(r"(.+) has no checkpoint yet|(.+) is a run that has not come to its end", message):
+        return f"; regard train --resume {match[1] or match[2]} goes on with it"
+    if match := re.match(r"(.+) has no config\.json, so it is no model directory", message):
+        return _nearest_or_newest(match[1], _models_near(match[1])) or "; regard train --list shows how to train one"
+    if match := re.search(r"there is no file ([^;]+)", message):
+        return _advise_file(match[1])
     lines = [str(line) for line in getattr(failure, "lines", ())]
-    if lines and all("no such file" in line for line in lines) and not any("data.images=" in word for word in typed):
+    images_given = any("data.images=" in word for word in command_line)
+    if lines and all("no such file" in line for line in lines) and not images_given:
         return "; data.images=FOLDER says where the images lie"
     if isinstance(failure, Diverged):
         return "; a smaller train.lr or a longer train.warmup often helps"
-    if "learns from" in said and (found := re.match(r"(\S+) holds ", said)):
-        return f"; regard data describe {found[1]} shows what was read"
-    if any(words_of in said for words_of in _CANNOT) and command in _MODEL_COMMANDS:
-        return _fitting(words)
-    if said.endswith("no such file") and command in ("classify", "look", "caption"):
+    if "learns from" in message and (match := re.match(r"(\S+) holds ", message)):
+        return f"; regard data describe {match[1]} shows what was read"
+    if any(part in message for part in _UNABLE) and command in _MODEL_COMMANDS:
+        return _advise_command(words[1:])
+    if message.endswith("no such file") and command in ("classify", "look", "caption"):
         return "; this model reads image files"
     return ""
 
 
-def in_command_line_terms(said: str) -> str:
-    """Options of the library as they are typed here."""
-    for library, here in _TYPED:
-        said = said.replace(library, here)
-    return said
+def in_command_line_terms(message: str) -> str:
+    """A message with the library's options spelt as they are typed here."""
+    for library, option in _OPTION_SPELLINGS:
+        message = message.replace(library, option)
+    return message
 
 
-def _command(typed: Sequence[str]) -> tuple[str, list[str]]:
-    """The command and the words after it, options left out."""
-    words = [word for word in typed[1:] if not word.startswith("-")]
-    return (words[0], words[1:]) if words else ("", [])
-
-
-def _no_directory(path: str, command: str) -> str:
+def _advise_directory(path: str, command: str) -> str:
     from regard.presets import PRESETS
 
     if path in PRESETS:
         return f"; {path} is a preset: regard train TASK model={path} trains one, regard cost {path} says what it costs"
-    if (near := difflib.get_close_matches(path, PRESETS, 1, 0.7)) and command in ("bench", "cost"):
-        return f"; did you mean {near[0]}?"
-    runs = list(_models_near(Path(path)))
-    return _nearest(path, runs) or "; regard demo makes one, regard train --list shows how to train others"
+    if command in ("bench", "cost") and (hint := did_you_mean(path, PRESETS, 0.7, dotted=False)):
+        return hint
+    hint = _nearest_or_newest(path, _models_near(path))
+    return hint or "; regard demo makes one, regard train --list shows how to train others"
 
 
-def _no_run(path: str) -> str:
+def _advise_run(path: str) -> str:
     if (Path(path) / "config.json").is_file():
         return f"; it is a model: regard train TASK train.init={path} starts from its weights"
-    runs = [run for run in _models_near(Path(path)) if (Path(run) / "run.json").is_file()]
-    return _nearest(path, runs) or "; regard train --list shows what can be trained"
+    runs = [run for run in _models_near(path) if (Path(run) / "run.json").is_file()]
+    return _nearest_or_newest(path, runs) or "; regard train --list shows what can be trained"
 
 
-def _no_model(path: str) -> str:
-    return _nearest(path, list(_models_near(Path(path)))) or "; regard train --list shows how to train one"
+def _nearest_or_newest(path: str, runs: Sequence[str]) -> str:
+    return did_you_mean(path, runs, dotted=False) or (f"; the newest here is {runs[-1]}" if runs else "")
 
 
-def _nearest(path: str, runs: Sequence[str]) -> str:
-    """One that is spelt alike, else the newest."""
-    if near := difflib.get_close_matches(path, runs, 1, 0.6):
-        return f"; did you mean {near[0]}?"
-    return f"; the newest here is {runs[-1]}" if runs else ""
-
-
-def _models_near(path: Path) -> Iterator[str]:
+def _models_near(path: str) -> list[str]:
     """Runs and model directories beside a path, in it, and in runs/, the newest last."""
-    found: dict[str, float] = {}
-    for folder in (path.parent, path, Path("runs"), Path("runs/demo")):
-        if not folder.is_dir():
-            continue
-        for place in list(folder.iterdir())[:_MOST]:
-            mark = next((place / name for name in ("run.json", "config.json") if (place / name).is_file()), None)
-            if mark is not None and not place.name.startswith("."):
-                found[str(place)] = mark.stat().st_mtime
-    yield from sorted(found, key=found.__getitem__)
+    times: dict[str, float] = {}
+    for folder in (Path(path).parent, Path(path), Path("runs"), Path("runs/demo")):
+        for entry in list(folder.iterdir())[:_MAX_ENTRIES] if folder.is_dir() else ():
+            marker = next((entry / name for name in ("run.json", "config.json") if (entry / name).is_file()), None)
+            if marker is not None and not entry.name.startswith("."):
+                times[str(entry)] = marker.stat().st_mtime
+    return sorted(times, key=times.__getitem__)
 
 
-def _near_file(path: str) -> str:
+def _advise_file(path: str) -> str:
     folder = Path(path).parent
     if not folder.is_dir():
         return ""
-    names = [str(folder / place.name) for place in list(folder.iterdir())[:_MOST]]
-    near = difflib.get_close_matches(str(Path(path)), names, 1, 0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    names = [str(folder / entry.name) for entry in list(folder.iterdir())[:_MAX_ENTRIES]]
+    return did_you_mean(str(Path(path)), names, dotted=False)
 
 
-def _fitting(words: Sequence[str]) -> str:
+def _advise_command(words: Sequence[str]) -> str:
     """The command that suits a model."""
     from regard.io import describe
     from regard.web.served_models import task_name
@@ -128,4 +112,4 @@ def _fitting(words: Sequence[str]) -> str:
         task = task_name(describe(words[0], verify=False).config)
     except Exception:  # advice is never worth a second failure
         return ""
-    return f"; it is for {task}: regard {_COMMAND_OF[task]} {words[0]}"
+    return f"; it is for {task}: regard {_COMMAND_OF_TASK[task]} {words[0]}"

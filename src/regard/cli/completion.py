@@ -1,55 +1,47 @@
-"""What a shell offers at the tab key. Nothing here imports torch: an answer after a second is no answer."""
+"""What a shell offers at the tab key. Nothing here imports torch: an answer must come within a blink."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import typer
 
-_MOST = 200
+_MAX_ENTRIES = 200
 _RUN_FILES = ("run.json", "config.json")  # of a training run, of a model directory
-_NOT_SHOWN = {"node_modules", "__pycache__"}
+_HIDDEN = {"node_modules", "__pycache__"}
 
 Offer = str | tuple[str, str]
 """What may be typed, alone or with a few words about it."""
 
 
-def choices(*mixer_names: str) -> Callable[[str], list[str]]:
-    """Fixed ones."""
-    return lambda incomplete: [name for name in mixer_names if name.startswith(incomplete)]
+def choices(*names: str) -> Callable[[str], list[str]]:
+    """Completion of a fixed list."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
 def tasks(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """What comes first after `regard train`: a task, or a field where --preset knows the task."""
+    """After `regard train`: a task, or a field where --preset names the task."""
     from regard.recipes import TASKS
 
-    return [
-        *(task for task in TASKS if task.startswith(incomplete)),
-        *(words(ctx, incomplete) if "." in incomplete or "=" in incomplete else ()),
-    ]
+    is_field = "." in incomplete or "=" in incomplete
+    return [*choices(*TASKS)(incomplete), *(words(ctx, incomplete) if is_field else ())]
 
 
 def recipes(incomplete: str) -> list[Offer]:
     from regard.recipes import RECIPES
 
-    return [(name, f"{made['task']}") for name, made in RECIPES.items() if name.startswith(incomplete)]
+    return [(name, str(recipe["task"])) for name, recipe in RECIPES.items() if name.startswith(incomplete)]
 
 
 def words(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """`section.field=`, and after the sign what the field may be."""
-    typed: list[str] = list(ctx.params.get("words") or ())
-    if typed and typed[-1] == "=" and len(typed) > 1:  # bash takes a word apart at its sign
-        return [offer[0].partition("=")[2] for offer in _values(typed[-2], incomplete)]
+    """`section.field=`, and after the sign the values of the field."""
+    before: list[str] = list(ctx.params.get("words") or ())
+    if len(before) > 1 and before[-1] == "=":  # bash splits a word at its sign
+        return [offer.partition("=")[2] for offer in _values(before[-2], incomplete)]
     name, equals, value = incomplete.partition("=")
-    return list(_values(name, value) if equals else _fields(name))
-
-
-def data_words(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """Only those of data."""
-    return [offer for offer in words(ctx, incomplete) if (offer if isinstance(offer, str) else offer[0])[:4] == "data"]
+    return [(offer, "") for offer in _values(name, value)] if equals else list(_fields(name))
 
 
 def _fields(start: str) -> Iterator[tuple[str, str]]:
@@ -61,50 +53,44 @@ def _fields(start: str) -> Iterator[tuple[str, str]]:
                 yield word, " ".join((field.description or "").split()).partition(";")[0][:60]
 
 
-def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
+def _values(name: str, start: str) -> list[str]:
+    """`name=value` for each value that begins so."""
     from regard.config.overrides import SECTIONS, format_value, literal_choices
 
-    found: Iterable[str] = ()
+    values: Iterable[str] = ()
     section, _, field = name.partition(".")
     if name == "model":
         from regard.presets import PRESETS
 
-        found = PRESETS
+        values = PRESETS
     elif name in ("data", "data.source"):
         from regard.data.corpora import CORPORA
 
-        found = [*CORPORA, *_paths(start, files=True)]
+        values = [*CORPORA, *_paths(start, files=True)]
     elif name == "model.mixer":
         from regard.config.mixers import mixer_names
 
-        found = mixer_names()  # the tab key runs nobody's code
+        values = mixer_names()  # without importing: the tab key runs nobody's code
     elif section in SECTIONS and field in SECTIONS[section].model_fields:
-        annotation: Any = SECTIONS[section].model_fields[field].annotation
-        found = (
-            ("true", "false")
-            if annotation is bool
-            else [format_value(choice) for choice in literal_choices(annotation)]
-        )
-    for value in found:
-        if value.startswith(start):
-            yield f"{name}={value}", ""
+        annotation = SECTIONS[section].model_fields[field].annotation
+        values = map(format_value, (True, False) if annotation is bool else literal_choices(annotation))
+    return [f"{name}={value}" for value in values if value.startswith(start)]
 
 
 def models(incomplete: str) -> list[Offer]:
-    """Runs and model directories, those in runs/ also before anything is typed."""
-    found: list[Offer] = [*_runs(incomplete), *_paths(incomplete, files=False)]
-    return found[:_MOST]
+    """Runs and model directories; those in runs/ are offered before anything is typed."""
+    return [*_runs(incomplete), *_paths(incomplete, files=False)][:_MAX_ENTRIES]
 
 
 def presets_or_models(incomplete: str) -> list[Offer]:
     from regard.presets import PRESETS
 
-    return [*(name for name in PRESETS if name.startswith(incomplete)), *models(incomplete)]
+    return [*choices(*PRESETS)(incomplete), *models(incomplete)]
 
 
 def sources(incomplete: str) -> list[Offer]:
     """An embedded corpus, a file or a folder."""
-    return [*(value.partition("=")[2] for value, _ in _values("data", incomplete))]
+    return [value.partition("=")[2] for value in _values("data", incomplete)]
 
 
 def _runs(start: str) -> Iterator[str]:
@@ -117,19 +103,17 @@ def _runs(start: str) -> Iterator[str]:
 
 
 def _paths(start: str, *, files: bool) -> Iterator[str]:
-    """What lies where the typed path points to."""
     folder, _, name = start.rpartition("/")
-    place = Path(f"{folder}/" if folder or start.startswith("/") else ".").expanduser()
+    prefix = f"{folder}/" if folder or start.startswith("/") else ""
     try:
-        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(Path(prefix or ".").expanduser()), key=lambda entry: entry.name)
     except OSError:
         return
-    for entry in entries[: 10 * _MOST]:
-        if not entry.name.startswith(name) or entry.name in _NOT_SHOWN or (entry.name[:1] == "." and not name):
+    for entry in entries[: 10 * _MAX_ENTRIES]:
+        if not entry.name.startswith(name) or entry.name in _HIDDEN or (entry.name[:1] == "." and not name):
             continue
-        shown = f"{folder}/{entry.name}" if folder or start.startswith("/") else entry.name
         if entry.is_dir():
             is_model = any((Path(entry.path) / file).is_file() for file in _RUN_FILES)
-            yield shown if is_model else f"{shown}/"
+            yield f"{prefix}{entry.name}" if is_model else f"{prefix}{entry.name}/"
         elif files:
-            yield shown
+            yield f"{prefix}{entry.name}"

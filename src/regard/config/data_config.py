@@ -12,6 +12,8 @@ Kind = Literal["pairs", "text", "labelled", "captions", "images"]
 """Sentence pairs, plain text, labelled text, captioned images, labelled images."""
 Format = Literal["tsv", "csv", "jsonl", "parallel", "text", "captions", "folder", "idx", "hf"]
 """How it is written down."""
+TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]
+"""Tokenizers that are trained on the data."""
 
 
 class DataConfig(Config):

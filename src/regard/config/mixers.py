@@ -150,7 +150,7 @@ def get_mixer(name: str) -> Mixer:
             f"mixer={name!r} is not registered, and code that a model names is never run unasked; if you trust it, "
             f"call regard.config.mixers.register({name!r}), or set {VARIABLE}={name}"
         )
-    nearest = nearest_name(name, MIXERS)
+    nearest = nearest_name(name, MIXERS, dotted=False)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
     raise ValueError(f"mixer={name!r} is none of {', '.join(MIXERS)}{hint}")
 

@@ -1,15 +1,15 @@
-"""What a model is: every size and every choice as a checked field.
+"""ModelConfig: every size and every choice of a model as a checked field.
 
 Features decide behaviour, never a model's name: GPT-2, BERT or T5 are rows of values (``presets.py``), not classes.
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal, Self
 
 from pydantic import model_validator
 
+from ..foundation.suggestions import nearest_name
 from .base import Config
 from .mixers import Mixer, get_mixer
 
@@ -224,13 +224,11 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        self.check_at_least(1, _POSITIVE)
+        self.check_at_least(0, ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id"))
+        self.check_shares(
+            ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
+        )
         _check_numbers(self)
         if self.architecture == "recurrent":
             _check_recurrent(self)
@@ -267,17 +265,13 @@ def _check_numbers(config: ModelConfig) -> None:
     for name in ("activation", "head_activation"):
         value = getattr(config, name)
         if value is not None and value not in ACTIVATIONS:
-            near = difflib.get_close_matches(value, ACTIVATIONS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            nearest = nearest_name(value, ACTIVATIONS)
+            hint = f"; did you mean {nearest!r}?" if nearest else ""
             raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIVATIONS)}{hint}")
     if config.norm_eps <= 0:
         raise ValueError(f"norm_eps={config.norm_eps} must be greater than 0")
     if not 0 < config.rope_fraction <= 1:
         raise ValueError(f"rope_fraction={config.rope_fraction} must lie in (0, 1]")
-    for name in ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id"):
-        value = getattr(config, name)
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"{name}={value} must not be negative")
     if config.positions == "t5" and config.t5_buckets % 2:
         raise ValueError(f"t5_buckets={config.t5_buckets} must be even")
 
@@ -323,18 +317,17 @@ def _check_output(config: ModelConfig) -> None:
 
 
 def _check_mixer(config: ModelConfig) -> None:
-    """What a mixer cannot do is said here, not by the first batch."""
-    mixing, positions, said = config.mixing, config.positions, f"mixer={config.mixer!r}"
+    mixing, positions, mixer = config.mixing, config.positions, f"mixer={config.mixer!r}"
     if not mixing.causal:
         if config.has_decoder and config.causal:
-            raise ValueError(f"{said} mixes all tokens at once, so it cannot hide the future from a decoder")
+            raise ValueError(f"{mixer} mixes all tokens at once, so it cannot hide the future from a decoder")
         for name in ("window", "shifted_windows", "sparsity"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
-                raise ValueError(f"{said} mixes all tokens at once, so {name} cannot narrow it")
+                raise ValueError(f"{mixer} mixes all tokens at once, so {name} cannot narrow it")
     if not mixing.weights and positions in ("rope", *_BIASES):
-        raise ValueError(f"positions={positions!r} acts inside attention, which {said} has not")
+        raise ValueError(f"positions={positions!r} acts inside attention, which {mixer} has not")
     if not mixing.pairs and positions in _BIASES:
-        raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which {said} has not")
+        raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which {mixer} has not")
 
 
 def _check_sparsity(config: ModelConfig) -> None:
@@ -360,17 +353,8 @@ def _check_windows(config: ModelConfig) -> None:
 
 
 _NOT_RECURRENT = (
-    *(
-        "mixer",
-        "window",
-        "sparsity",
-        "causal",
-        "residual",
-        "share_layers",
-        "embedding_norm",
-        "n_segments",
-        "head_transform",
-    ),
+    *("mixer", "window", "sparsity", "causal", "residual", "share_layers", "embedding_norm", "n_segments"),
+    "head_transform",
 )
 
 

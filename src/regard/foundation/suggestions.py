@@ -8,12 +8,14 @@ from collections.abc import Iterable
 __all__ = ["did_you_mean", "nearest_name", "unknown_name"]
 
 
-def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str | None:
     """The known name closest to ``name``; None where none is near.
 
-    Of dotted names (``train.steps``) those that share the last part come first: ``model.lr`` suggests ``train.lr``.
+    Of ``dotted`` names (``train.steps``) those that share the last part come first: ``model.lr`` suggests ``train.lr``.
     """
     names = list(known)
+    if not dotted:  # file names, versions
+        return next(iter(difflib.get_close_matches(name, names, 1, cutoff)), None)
     last = name.rpartition(".")[2]
     lasts = {each.rpartition(".")[2] for each in names}
     similar = [last] if last in lasts else difflib.get_close_matches(last, lasts, 1, cutoff)
@@ -22,9 +24,9 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return close[0] if close else None
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str:
     """``; did you mean train.steps?`` to end a sentence with, or nothing where no name is near."""
-    nearest = nearest_name(name, known, cutoff)
+    nearest = nearest_name(name, known, cutoff, dotted=dotted)
     return "" if nearest is None else f"; did you mean {nearest}?"
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..config.data_config import TokenizerKind
 from .tokenizer import BOS, BYTE_OF_LETTER, EOS, SPACE, SPECIAL, UNK, Tokenizer, replace_surrogates
 from .unigram import train_unigram
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]
 Template = Literal["none", "eos", "bos-eos"]
 """Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
 
