@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from regard.cli import main
-from regard.demo import says, stages
-from regard.demo.says import Says, language_here
+from regard.demo import demo_run, demo_screen
+from regard.demo.demo_screen import Phrases, environment_language
 from training.runs import told_after
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -33,7 +33,7 @@ STAGES = ["train", "judge", "translate", "look", "export"]
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """Let stages measure on few examples, and leave out the picture of the curves."""
     for name in ("N_ALIGNED", "N_SHAPES", "N_LOOKUP"):
-        patch.setattr(stages, name, 2)
+        patch.setattr(demo_run, name, 2)
     patch.setattr("regard.training.reporter.draw_curves", lambda *args: None)
 
 
@@ -125,12 +125,14 @@ def test_stopped_while_it_exports(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "export", stopped)
+        patch.setattr(demo_run, "export_onnx", stopped)
         assert main(["demo", "--no-serve", "--lang", "en", "--out", str(made), *WORDS]) == 130
     assert "The same command goes on from here." in capsys.readouterr().err
     assert not (made / "export.json").exists()
     # Exporting once more, for real, would take as long as everything else together.
-    monkeypatch.setattr(stages, "export", lambda *args: {name: before[name] for name in before if name != "model"})
+    monkeypatch.setattr(
+        demo_run, "export_onnx", lambda *args: {name: before[name] for name in before if name != "model"}
+    )
     found = again(made, capsys)["stages"]
     assert [name for name in STAGES if not found[name]["kept"]] == ["export"]
 
@@ -145,7 +147,7 @@ def test_without_onnx_it_says_what_to_install_and_ends_well(
     def missing(*args: Any) -> dict[str, Any]:
         raise ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")
 
-    monkeypatch.setattr(stages, "export", missing)
+    monkeypatch.setattr(demo_run, "export_onnx", missing)
     assert main(["demo", "--no-serve", "--lang", "en", "--out", str(made), *WORDS]) == 0
     assert 'onnxscript is not installed; pip install "regard[export]"' in " ".join(capsys.readouterr().out.split())
     assert not (made / "export.json").exists()
@@ -184,7 +186,7 @@ def test_killed_in_training_it_goes_on_from_its_last_checkpoint(
     def note(self: Any, name: str, **values: Any) -> None:
         went_on.append(values)
 
-    monkeypatch.setattr("regard.demo.showing.Shown.note", note)
+    monkeypatch.setattr("regard.demo.demo_screen.DemoScreen.note", note)
     with told_after(3):  # that it goes on is enough; 4,000 steps are not needed
         assert main(["demo", "--no-serve", "--out", str(out), *words]) == 130
     assert went_on[0]["step"] >= 4
@@ -262,12 +264,12 @@ def test_what_is_wrong_is_said_before_anything_is_done(
 
 
 def test_both_languages_say_the_same_things() -> None:
-    for key, texts in says._TEXTS.items():
+    for key, texts in demo_screen._TEXTS.items():
         names = [{name for _, name, _, _ in Formatter().parse(text) if name is not None} for text in texts]
         assert names[0] == names[1], key
         assert re.search("[가-힣]", texts[1]), key
     with pytest.raises(ValueError, match="none of en, ko"):
-        Says("de")
+        Phrases("de")
 
 
 @pytest.mark.parametrize(
@@ -286,10 +288,10 @@ def test_the_language_of_the_environment(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert language_here() == language
+    assert environment_language() == language
 
 
 def test_the_sentences_come_with_the_grammars_own_answers() -> None:
-    pairs = stages.sentences()
+    pairs = demo_run.demo_sentences()
     assert len({pair.target for pair in pairs}) == len(pairs) == 6
     assert len({pair.source.partition(" ")[2] for pair in pairs[:3]}) == 1

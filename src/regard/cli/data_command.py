@@ -1,4 +1,4 @@
-"""`regard data`: what a source holds, before anything is trained on it."""
+"""`regard data describe` and `regard info`: what a data source or a model directory holds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from regard.errors import UsageError
 from regard.foundation.logs import silence_warnings
 
 from . import completion
@@ -23,9 +24,9 @@ data_app = typer.Typer(help="Look at data before training on it.", no_args_is_he
 
 # What training puts around a text, which counts too.
 _TEMPLATES: dict[str, Literal["none", "eos", "bos-eos"]] = {"text": "none", "labelled": "bos-eos"}
-_MOST_TRAINED_ON = 200_000
+_MAX_TRAINING_EXAMPLES = 200_000
 # Pictures of an embedded corpus are drawn one by one, and few of them already say all there is to say.
-_MOST_DRAWN = 5_000
+_MAX_IMAGES = 5_000
 
 
 @data_app.command("describe")
@@ -68,7 +69,7 @@ def describe(
     progress(f"{opened.name}: {len(opened.train):,} examples")
     if opened.kind == "pairs":  # made once where they are made when asked for
         opened = replace(opened, train=list(opened.train))
-    first, second = _tokenizers(opened, kind, config)
+    first, second = _train_tokenizers(opened, kind, config)
     # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
     target = config.max_target_len if opened.kind == "captions" else None
     most = None if opened.kind == "text" else target or config.max_len
@@ -77,9 +78,8 @@ def describe(
 
 def _tokenizer_kind(config: DataConfig) -> str:
     """What the option names, checked before anything is read; auto is what training takes it for."""
-    from regard.errors import UsageError
+    from regard.config.data_config import TokenizerKind
     from regard.foundation.suggestions import did_you_mean
-    from regard.text.tokenizer_training import TokenizerKind
 
     kinds = get_args(TokenizerKind)
     kind = "bpe" if config.tokenizer == "auto" else config.tokenizer
@@ -88,7 +88,7 @@ def _tokenizer_kind(config: DataConfig) -> str:
     return kind
 
 
-def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
+def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
     """Those that training would use: the one for both sides, or for each side its own."""
     from regard.data.examples import ImageExample, Labelled, Pair, Text
     from regard.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenize
     progress(f"learning a tokenizer: {kind}")
     texts: list[str] = []
     targets: list[str] = []
-    for example in islice(source.train, _MOST_DRAWN if source.name == "shapes" else _MOST_TRAINED_ON):
+    for example in islice(source.train, _MAX_IMAGES if source.name == "shapes" else _MAX_TRAINING_EXAMPLES):
         match example:
             case Pair(text, target):
                 texts.append(text)
@@ -112,8 +112,8 @@ def _tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenize
                 texts.extend(captions)
     size = config.vocab_size if kind in ("bpe", "unigram") else None
     template = _TEMPLATES.get(source.kind, "eos")
-    made = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]  # _tokenizer_kind
-    return made[0], made[1] if len(made) > 1 else None
+    tokenizers = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]  # _tokenizer_kind
+    return tokenizers[0], tokenizers[1] if len(tokenizers) > 1 else None
 
 
 def info(

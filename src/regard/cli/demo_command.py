@@ -1,4 +1,4 @@
-"""`regard demo`: everything once, in three minutes."""
+"""`regard demo`: everything once, in three minutes; `regard serve`: the explorer in the browser."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from regard.errors import UsageError
+
 from . import completion
 from .options import AsJson, Device, Words, print_json, progress
 
 if TYPE_CHECKING:
-    from regard.demo.run import Demo
+    from regard.demo.demo_run import Demo
 
 _PORT = 8017
 
@@ -47,50 +49,49 @@ def demo(
 
     Stopped anywhere, the same command goes on where it stopped. Words change the recipe, as in `regard train`.
     """
-    from regard.demo.says import LANGUAGES, Says, language_here
-    from regard.errors import UsageError
+    from regard.demo.demo_screen import LANGUAGES, Phrases, environment_language
 
     if lang is not None and lang not in LANGUAGES:
         raise UsageError(f"--lang {lang} is none of {', '.join(LANGUAGES)}")
     from rich.console import Console
 
-    from regard.demo.showing import Shown
-    from regard.demo.wanted import demo_config
+    from regard.demo.demo_run import demo_config
+    from regard.demo.demo_screen import DemoScreen
 
     demo_config(out, words or [])  # what is wrong is said at once
-    shown = Shown(Console(stderr=as_json, highlight=False), Says(lang or language_here()))
-    shown.title()
-    from regard.demo.run import demo as run
+    screen = DemoScreen(Console(stderr=as_json, highlight=False), Phrases(lang or environment_language()))
+    screen.title()
+    from regard.demo.demo_run import demo as run
 
-    made = run(out, words or [], shown=shown, command=ctx.obj.command)
+    finished = run(out, words or [], screen=screen, command=ctx.obj.command)
     if as_json:
-        print_json(made.document())
+        print_json(finished.to_dict())
         sys.stdout.flush()
     if serve:
-        raise typer.Exit(_serve(made, port))
+        raise typer.Exit(_explore(finished, port))
 
 
-def _serve(made: Demo, port: int | None) -> int:
-    """Until somebody ends it. What is not installed is named, and no reason to fail after everything else went well."""
-    made.shown.stage("serve")
+def _explore(finished: Demo, port: int | None) -> int:
+    """Serve until Ctrl-C. A missing library is named and is no failure: everything else went well."""
+    finished.screen.stage("serve")
     missing = next((name for name in ("fastapi", "uvicorn") if find_spec(name) is None), None)
     if missing is not None:
-        made.shown.result("serve", {"left_out": missing})
+        finished.screen.result("serve", {"left_out": missing})
         return 0
     from regard.web import serve
 
     def say(line: str) -> None:
-        made.shown.console.print(f"     {line.removeprefix('regard: ')}", style="bold", markup=False)
+        finished.screen.console.print(f"     {line.removeprefix('regard: ')}", style="bold", markup=False)
 
-    return serve([made.run], port=_free(_PORT) if port is None else port, say=say)
+    return serve([finished.run], port=_free_port(_PORT) if port is None else port, say=say)
 
 
-def _free(port: int) -> int:
-    """The port where nobody has it, else 0: any."""
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _free_port(port: int) -> int:
+    """The port if it is free, else 0, which means any."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             return 0
     return port

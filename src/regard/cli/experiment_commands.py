@@ -1,4 +1,4 @@
-"""`regard ablate`: the same run with one thing changed at a time."""
+"""`regard ablate`, `bench` and `cost`: experiments, measurements, and what a model costs before it is built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from regard.errors import UsageError
 
 from . import completion
 from .options import (
@@ -57,7 +59,9 @@ def ablate(
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Run nothing; tables and pictures of what is done.")
     ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="Show the ablations and what they change, and leave.")] = False,
+    list_names: Annotated[
+        bool, typer.Option("--list", help="Show the ablations and what they change, and exit.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Ablate: every cell with several seeds on the same batches, as the paper's table 3.
@@ -65,10 +69,9 @@ def ablate(
     Runs that are done are never run again: after Ctrl-C, or worse, start it again and it goes on. It ends with 1 when a
     run failed; one that diverged is a result.
     """
-    if listed:
-        _list(as_json)
+    if list_names:
+        _print_ablations(as_json)
         return
-    from regard.errors import UsageError
 
     if what is None:
         raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")
@@ -101,14 +104,14 @@ def ablate(
         raise typer.Exit(1)
 
 
-def _list(as_json: bool) -> None:
+def _print_ablations(as_json: bool) -> None:
     from regard.experiments.ablations import list_ablations
 
-    found = list_ablations()
+    ablations = list_ablations()
     if as_json:
-        print_json({"ablations": found})
+        print_json({"ablations": ablations})
         return
-    for name, entry in found.items():
+    for name, entry in ablations.items():
         print(f"{name}: {entry['about']}")
         if entry["cells"]:
             print(f"    {', '.join(entry['cells'])}")
@@ -117,7 +120,7 @@ def _list(as_json: bool) -> None:
 bench_app = typer.Typer(help="Measure: attention against length, generation by batch and beam.", no_args_is_help=True)
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def _parse_numbers(text: str, option: str) -> list[int]:
     """`512,1024` → [512, 1024]."""
     words = split_commas(text)
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
@@ -145,7 +148,7 @@ def attention(
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of every attention mechanism against length, with the fitted exponent of each."""
-    wanted_lengths = _numbers(lengths, "--lengths")
+    wanted_lengths = _parse_numbers(lengths, "--lengths")
     from regard.experiments.bench_attention import bench_attention as measure
     from regard.experiments.bench_attention import choose_contenders
 
@@ -189,7 +192,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """How fast a model writes: time to the first token, time of each further one, tokens a second."""
-    batches, beams, kinds = _numbers(batch, "--batch"), _numbers(beam, "--beam"), split_commas(weights)
+    batches, beams, kinds = _parse_numbers(batch, "--batch"), _parse_numbers(beam, "--beam"), split_commas(weights)
     from regard import PRESETS, build
     from regard.experiments.bench_generate import WEIGHTS, bench_generate
 
@@ -243,23 +246,22 @@ def cost(
     Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
     from regard.config.overrides import SECTIONS, check_section, parse_overrides
-    from regard.errors import UsageError
 
     typed = parse_overrides(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
     model = dict(typed.get("model", {}))
     if "preset" in model:
         raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")
     check_section("train", typed.get("train", {}))
-    from regard.experiments.cost import cost as find
+    from regard.experiments.cost import cost as compute_cost
     from regard.experiments.cost import resolve_model
     from regard.experiments.cost_report import CostComparison, check_plot
 
     if plot is not None:
         check_plot(plot)
 
-    def found(name: str, fields: dict[str, Any]) -> Any:
+    def cost_of(name: str, fields: dict[str, Any]) -> Any:
         recipe: TrainConfig = resolve_model(name, fields)[2]
-        return find(
+        return compute_cost(
             name,
             batch,
             length,
@@ -271,8 +273,8 @@ def cost(
         )
 
     with usage_errors("batch", "length", "source_length", "device", "cache"):
-        first = found(config, model)
-        answer = first if compare is None else CostComparison(first, found(compare, {}))
+        first = cost_of(config, model)
+        answer = first if compare is None else CostComparison(first, cost_of(compare, {}))
     if plot is not None:
         progress(f"drawn: {first.draw(plot)}")
     if as_json:

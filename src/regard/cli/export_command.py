@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from regard.errors import UsageError
+
 from . import completion
 from .options import AsJson, print_result, progress, split_commas
 
@@ -66,7 +68,6 @@ def export(
 
     Where a bound is broken the exit code is 1 and nothing is written.
     """
-    from regard.errors import UsageError
     from regard.foundation.suggestions import did_you_mean
 
     kinds: Any = split_commas(kind)

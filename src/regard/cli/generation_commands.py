@@ -1,4 +1,4 @@
-"""`regard generate`: what follows a prompt, or what a model writes about a source."""
+"""`regard generate`, `translate`, `classify` and `caption`: what a model writes or decides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from regard.errors import RegardError, UsageError
 
 from . import completion
 from .options import (
@@ -33,7 +35,6 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from regard.generation import DraftStatistics, GeneratedText, GeneratedTexts
     from regard.models import Model
 
 
@@ -104,10 +105,10 @@ def generate(
     )
     from regard.generation import GenerateConfig
 
-    with usage_errors(*options):  # wrong ones are told at once
+    with usage_errors(*options):
         GenerateConfig(**{name: value for name, value in options.items() if name != "prefix"})
     opened = open_model(model, device)
-    options |= {"truncate": truncate, **_by_token(opened, stop, stop_token, bias)}
+    options |= {"truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     if draft is not None:
         options |= {"draft": open_model(draft, device), "draft_tokens": draft_tokens}
     if len(prompts) == 1 and not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
@@ -115,25 +116,28 @@ def generate(
         return
     from regard.generation import generate as run
 
-    made = run(opened, prompts, **options)
-    if made.drafted is not None and not as_json:
-        progress(_worth(made.drafted))
+    generated = run(opened, prompts, **options)
     if as_json:
-        print_json(document(model, prompts, made))
-    else:
-        _print(prompts, made, echo)
+        print_json(_to_dict(model, prompts, generated))
+        return
+    if (draft_counts := generated.drafted) is not None:
+        counts = f"{draft_counts.accepted:,} of {draft_counts.proposed:,} guesses"
+        progress(f"draft: {counts} were right ({draft_counts.share:.1%})")
+    for text, candidates in zip(prompts, generated.n_best, strict=True):
+        for candidate in candidates:
+            score = f"{candidate.score:.4f}\t" if len(candidates) > 1 else ""
+            print(f"{score}{text if echo else ''}{candidate.text}")
 
 
-def _by_token(
+def _token_options(
     model: Model, stop: list[str] | None, stop_token: list[str] | None, bias: list[str] | None
 ) -> dict[str, Any]:
-    """What names tokens, with the names looked up."""
-    from regard.errors import UsageError
+    """The options that name tokens, with the names looked up."""
     from regard.generation.text_codec import ModelTokenizers
 
-    words, found = ModelTokenizers(model), dict[str, Any]()
+    tokenizers, options = ModelTokenizers(model), dict[str, Any]()
     if stop or stop_token:
-        found["stop"] = [*(stop or ()), *(words.token_id(_id_or_word(token)) for token in stop_token or ())]
+        options["stop"] = [*(stop or ()), *(tokenizers.token_id(_id_or_word(token)) for token in stop_token or ())]
     biases: dict[int | str, float] = {}
     for typed in bias or ():
         token, _, value = typed.rpartition("=")
@@ -141,7 +145,7 @@ def _by_token(
             biases[_id_or_word(token)] = float(value)
         except ValueError:
             raise UsageError(f"--bias {typed!r} is not TOKEN=NUMBER") from None
-    return found | ({"logit_bias": biases} if biases else {})
+    return options | ({"logit_bias": biases} if biases else {})
 
 
 def _id_or_word(token: str) -> int | str:
@@ -152,7 +156,7 @@ def _stream(model: Model, prompt: str, options: dict[str, Any], echo: bool) -> N
     from regard.generation import stream
 
     pieces = stream(model, prompt, **options)
-    first = next(pieces, "")  # what is wrong with the weights is said before anything is printed
+    first = next(pieces, "")  # fails before anything is printed
     sys.stdout.write(f"{prompt if echo else ''}{first}")
     for piece in pieces:
         sys.stdout.write(piece)
@@ -160,32 +164,20 @@ def _stream(model: Model, prompt: str, options: dict[str, Any], echo: bool) -> N
     sys.stdout.write("\n")
 
 
-def _print(prompts: list[str], made: GeneratedTexts, echo: bool) -> None:
-    for prompt, texts in zip(prompts, made.n_best, strict=True):
-        for text in texts:
-            score = f"{text.score:.4f}\t" if len(texts) > 1 else ""
-            print(f"{score}{prompt if echo else ''}{text.text}")
+def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:
+    """Inputs and their texts for `--json`."""
 
+    def fields(text: Any) -> dict[str, Any]:
+        return {"text": text.text, "score": text.score, "finish": text.finish, "tokens": text.tokens}
 
-def _worth(drafted: DraftStatistics) -> str:
-    return f"draft: {drafted.accepted:,} of {drafted.proposed:,} guesses were right ({drafted.share:.1%})"
-
-
-def document(model: str, inputs: list[str], made: GeneratedTexts) -> dict[str, Any]:
-    """Inputs and their texts, for machines."""
-    found: dict[str, Any] = {"model": str(model)}
-    if made.drafted is not None:
-        counts = made.drafted
-        found["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
-    found["results"] = [
-        {"input": text, **_fields(texts[0]), **({"n_best": [_fields(x) for x in texts]} if len(texts) > 1 else {})}
-        for text, texts in zip(inputs, made.n_best, strict=True)
+    document: dict[str, Any] = {"model": str(model)}
+    if (counts := generated.drafted) is not None:
+        document["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
+    document["results"] = [
+        {"input": text, **fields(best[0]), **({"n_best": [fields(x) for x in best]} if len(best) > 1 else {})}
+        for text, best in zip(inputs, generated.n_best, strict=True)
     ]
-    return found
-
-
-def _fields(text: GeneratedText) -> dict[str, Any]:
-    return {"text": text.text, "score": text.score, "finish": text.finish, "tokens": text.tokens}
+    return document
 
 
 _ENGINES = ("torch", "onnx", "ctranslate2")
@@ -212,7 +204,6 @@ def translate(
     as_json: AsJson = False,
 ) -> None:
     """Translate texts, or a file line by line; a blank line stays blank."""
-    from regard.errors import UsageError
     from regard.generation import GenerateConfig
 
     if engine not in _ENGINES:
@@ -220,42 +211,43 @@ def translate(
     if texts and not all(text.strip() for text in texts):
         raise UsageError("a text to translate is empty")
     options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens, truncate=truncate)
-    with usage_errors(*options):  # wrong ones are told before a model is opened
+    with usage_errors(*options):  # before a model is opened
         GenerateConfig(**options)
     check_out(out)
     lines = read_lines(texts, file)
-    run = _torch(model, device, options) if engine == "torch" else _engine(model, engine, options)
+    is_torch = engine == "torch"
+    run = _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
     run([line for line in lines if line.strip()], True)  # nothing is written where one of them is refused
-    made: list[str] = []
+    translations: list[str] = []
     scores: list[float | None] = []
     stream = not (texts or as_json or out is not None)
     for start in range(0, len(lines), _LINES_AT_ONCE):
         part = lines[start : start + _LINES_AT_ONCE]
-        answers = run(asked, False) if (asked := [line for line in part if line.strip()]) else []
+        answers = run(filled, False) if (filled := [line for line in part if line.strip()]) else []
         texts_of, scores_of = iter(answers), iter(getattr(answers, "scores", ()))
-        made += [one_line(next(texts_of)) if line.strip() else "" for line in part]
+        translations += [one_line(next(texts_of)) if line.strip() else "" for line in part]
         scores += [next(scores_of, None) if line.strip() else None for line in part]
         if stream:
-            _write_lines(made[start:])
+            _write_lines(translations[start:])
         if not texts:
-            progress(f"{len(made):,} of {len(lines):,} lines")
+            progress(f"{len(translations):,} of {len(lines):,} lines")
     if out is not None:
         from regard.foundation.files import write_atomic
 
-        write_atomic(out, "".join(f"{line}\n" for line in made).encode())
+        write_atomic(out, "".join(f"{line}\n" for line in translations).encode())
     if as_json:
-        rows = zip(lines, made, scores, strict=True)
+        rows = zip(lines, translations, scores, strict=True)
         results = [{"input": line, "text": text, "score": score} for line, text, score in rows]
         print_json({"model": model, "engine": engine, "results": results})
     elif out is None and not stream:
-        _write_lines(made)
+        _write_lines(translations)
 
 
-Run = Callable[[list[str], bool], list[str]]
-"""Texts to their translations; or only a look whether all of them can be translated."""
+Translator = Callable[[list[str], bool], list[str]]
+"""Texts to their translations; with True, only a check that all of them can be translated."""
 
 
-def _torch(path: str, device: str, options: dict[str, Any]) -> Run:
+def _torch_translator(path: str, device: str, options: dict[str, Any]) -> Translator:
     from regard.generation import check_texts
     from regard.generation import translate as run
     from regard.generation.text_generation import check_can_translate
@@ -272,10 +264,9 @@ def _torch(path: str, device: str, options: dict[str, Any]) -> Run:
     return answer
 
 
-def _engine(path: str, name: str, options: dict[str, Any]) -> Run:
-    """An exported model by another runtime, searched as the torch engine searches where it can be."""
-    from regard.errors import RegardError
-    from regard.generation.prompts import source_tensors
+def _engine_translator(path: str, name: str, options: dict[str, Any]) -> Translator:
+    """An exported model in another runtime, with the beam search of the torch engine where possible."""
+    from regard.generation.prompts import sources_of
 
     if (Path(path) / "run.json").is_file():
         raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
@@ -314,23 +305,23 @@ def classify(
     as_json: AsJson = False,
 ) -> None:
     """The class of each text, or of each image file: one line for each, the class and its probability."""
-    given = read_lines(inputs, file)
+    texts = read_lines(inputs, file)
     from regard.generation import classify as run
     from regard.generation.text_generation import check_can_classify
 
     opened = open_model(model, device)
-    check_can_classify(opened)
-    refuse_images(opened, given)
-    found = run(opened, given, truncate=truncate) if given else []
+    check_classifies(opened)
+    refuse_images(opened, texts)
+    predictions = run(opened, texts, truncate=truncate) if texts else []
     if as_json:
         results = [
-            {"input": text, "label": one.label, "probability": one.probability, "all": one.all}
-            for text, one in zip(given, found, strict=True)
+            {"input": text, "label": prediction.label, "probability": prediction.probability, "all": prediction.all}
+            for text, prediction in zip(texts, predictions, strict=True)
         ]
         print_json({"model": model, "results": results})
         return
-    for one in found:
-        print("\t".join(f"{label}\t{chance:.4f}" for label, chance in list(one.all.items())[:top]))
+    for prediction in predictions:
+        print("\t".join(f"{label}\t{chance:.4f}" for label, chance in list(prediction.all.items())[:top]))
 
 
 def caption(
@@ -349,9 +340,9 @@ def caption(
     options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
     with usage_errors(*options):
         GenerateConfig(**options)
-    made = run(open_model(model, device), images, **options)
+    captions = run(open_model(model, device), images, **options)
     if as_json:
-        print_json(document(model, images, made))
+        print_json(_to_dict(model, images, captions))
         return
-    for image, text in zip(images, made, strict=True):
+    for image, text in zip(images, captions, strict=True):
         print(f"{image}\t{one_line(text)}" if len(images) > 1 else one_line(text))

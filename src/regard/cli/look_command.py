@@ -1,4 +1,4 @@
-"""`regard look`: where a model looks, in the terminal, as a picture, a table or a page, and how far to believe it."""
+"""`regard look`: a model's attention in the terminal, as a picture, a table or a page, and how reliable it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from regard.errors import RegardError, UsageError
 
 from . import completion
 from .options import (
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from regard.lens import Look
     from regard.models import Model
 
-_FILES = (".png", ".svg", ".pdf", ".csv", ".html")
+_SUFFIXES = (".png", ".svg", ".pdf", ".csv", ".html")
 
 
 def look(
@@ -58,7 +60,7 @@ def look(
     words: Annotated[bool, typer.Option("--words", help="Sub-words as words.")] = False,
     specials: Annotated[bool, typer.Option("--specials/--no-specials", help="Show special tokens.")] = True,
     out: Annotated[
-        Path | None, typer.Option(metavar="F", help=f"Write a file: {', '.join(_FILES)}.", show_default=False)
+        Path | None, typer.Option(metavar="F", help=f"Write a file: {', '.join(_SUFFIXES)}.", show_default=False)
     ] = None,
     score: Annotated[bool, typer.Option("--score", help="How often attention is right where that is known.")] = False,
     compare: Annotated[
@@ -75,7 +77,6 @@ def look(
 ) -> None:
     """Where a model looks. A language model reads TEXT (and goes on, with --beam or --max-new-tokens); a translator or
     captioner writes its own answer unless --target gives one."""
-    from regard.errors import UsageError
 
     if what is None and not score:
         raise UsageError("there is nothing to look at: give a text, an image file, or --score")
@@ -83,19 +84,19 @@ def look(
         raise UsageError("--score looks at examples whose truth is known: leave the text out")
     if compare is not None and (out is not None or top is not None):
         raise UsageError("--compare prints one number for each head: leave --out and --top out")
-    if out is not None and out.suffix.lower() not in _FILES:
-        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FILES)}")
+    if out is not None and out.suffix.lower() not in _SUFFIXES:
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_SUFFIXES)}")
     check_out(out)
     opened = open_model(model, device)
     if score:
-        _need_known_truth(model)
+        _check_known_alignment(model)
         _score(opened, as_json)
         return
     refuse_images(opened, [what or ""])
-    from regard.lens import look as take
+    from regard.lens import look as look_at
 
     options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
-    seen = take(opened, what, target, generate=options)
+    seen = look_at(opened, what, target, generate=options)
     kind = kind if kind is not None or "cross" not in seen.kinds else "cross"
     if compare is not None:
         _compare(seen, compare, what, target, options, kind, device, as_json)
@@ -105,7 +106,7 @@ def look(
             _write_file(seen, out, layer, head, kind, words, specials)
             progress(f"wrote {out}")
         if as_json:
-            print_json(_document(seen, model, layer, head, kind, words, specials, top or 3))
+            print_json(_to_dict(seen, model, layer, head, kind, words, specials, top or 3))
         elif top is not None:
             for line in _view(seen, kind, words, specials).top(top, layer=layer, head=head):
                 print(line)
@@ -133,7 +134,7 @@ def _write_file(
             seen.heatmap(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
 
 
-def _document(
+def _to_dict(
     seen: Look, model: str, layer: int, head: int | None, kind: str | None, words: bool, specials: bool, top: int
 ) -> dict[str, Any]:
     """What `--json` prints."""
@@ -163,9 +164,8 @@ def _document(
     }
 
 
-def _need_known_truth(path: str) -> None:
+def _check_known_alignment(path: str) -> None:
     """A model of other data can be scored as well, but the number would say nothing about it."""
-    from regard.errors import RegardError
     from regard.training.run_directory import RUN_FILE, RunDirectory
 
     if not (Path(path) / RUN_FILE).is_file():
@@ -178,10 +178,10 @@ def _need_known_truth(path: str) -> None:
 def _score(model: Model, as_json: bool) -> None:
     from regard.lens.head_scores import score
 
-    found = score(model)
-    table = found.pop("table", None)
+    scores = score(model)
+    table = scores.pop("table", None)
     if as_json:
-        print_json(found)
+        print_json(scores)
     else:
         print(table)
 
@@ -197,22 +197,21 @@ def _compare(
     as_json: bool,
 ) -> None:
     """The same text through another model, head by head."""
-    from regard.errors import UsageError
-    from regard.lens import look as take
+    from regard.lens import look as look_at
     from regard.lens.compare import compare
 
-    said: Any = target
+    other_target: Any = target
     if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
-        said, options = seen.inputs[1][0].tolist(), None
-    beside = open_model(other, device)
-    if beside.config.architecture != seen.model.config.architecture:
-        raise UsageError(f"--compare {other}: {beside.config.architecture}, not {seen.model.config.architecture}")
-    found = compare(seen, take(beside, what, said, generate=options), kind=kind)
+        other_target, options = seen.inputs[1][0].tolist(), None
+    other_model = open_model(other, device)
+    if other_model.config.architecture != seen.model.config.architecture:
+        raise UsageError(f"--compare {other}: {other_model.config.architecture}, not {seen.model.config.architecture}")
+    comparison = compare(seen, look_at(other_model, what, other_target, generate=options), kind=kind)
     if as_json:
-        print_json(found.to_dict())
+        print_json(comparison.to_dict())
         return
-    print(f"{found.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
-    print("layer  " + "  ".join(f"head {h:<2}" for h in range(found.divergence.shape[1])))
-    for (one, two), row in zip(found.layers, found.divergence.tolist(), strict=True):
+    print(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
+    print("layer  " + "  ".join(f"head {h:<2}" for h in range(comparison.divergence.shape[1])))
+    for (one, two), row in zip(comparison.layers, comparison.divergence.tolist(), strict=True):
         name = str(one) if one == two else f"{one}/{two}"
         print(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))
