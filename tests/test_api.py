@@ -1,6 +1,7 @@
 """The public API, name by name with its signature, as a text file: nobody changes it without seeing it in the diff.
 
-Update the snapshot after a change that is meant:  python tests/test_api.py --update
+docs/api.md, the reference for readers, is generated from the same names and their docstrings.
+Update both after a change that is meant:  python tests/test_api.py --update
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from types import ModuleType
 import pytest
 
 SNAPSHOT = Path(__file__).with_name("api.txt")
+REFERENCE = Path(__file__).parents[1] / "docs" / "api.md"
+# What the reference documents; other public modules are for those who read the code.
+DOCUMENTED = (
+    *("regard", "regard.attention", "regard.config", "regard.data", "regard.experiments", "regard.export"),
+    *("regard.generation", "regard.layers", "regard.lens", "regard.models", "regard.text", "regard.training"),
+)
 HOW_TO_UPDATE = "the public API differs from tests/api.txt; if that is meant: python tests/test_api.py --update"
 
 
@@ -101,6 +108,85 @@ def _regard() -> str:
     return describe(importlib.import_module("regard"))
 
 
+# -------------------------------------------------------------------------------- docs/api.md
+
+
+def _wrapped_signature(thing: object) -> str:
+    """One parameter a line where the whole does not fit into one."""
+    text = signature(thing)
+    parameters = [] if text == "(…)" else list(inspect.signature(thing).parameters.values())  # type: ignore[arg-type]
+    if len(text) < 90 or not parameters:
+        return text
+    lines, keyword_only = [], False
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            lines.append("    *,")
+        shown = parameter.replace(annotation=_plain(parameter.annotation))
+        lines.append("    " + re.sub(r" at 0x[0-9a-f]+", "", str(shown)) + ",")
+    end = text.rpartition(") -> ")[2] if ") -> " in text else ""
+    return "\n".join(["(", *lines, ")" + (f" -> {end}" if end else "")])
+
+
+def _reference_entry(name: str, thing: object, root: str) -> Iterator[str]:
+    if inspect.ismodule(thing) or not (inspect.isclass(thing) or inspect.isroutine(thing)):
+        return
+    yield f"### {name}"
+    yield ""
+    doc = inspect.cleandoc(thing.__doc__ or "")
+    fields = getattr(thing, "model_fields", None)
+    if fields is not None:
+        yield from (doc, "", "| field | default | meaning |", "|---|---|---|")
+        for field, about in fields.items():
+            meaning = " ".join((about.description or "").split()).replace("|", "\\|")
+            default = (
+                "required" if about.is_required() else f"`{about.default!r}`" if len(str(about.default)) < 60 else "…"
+            )
+            yield f"| `{field}` | {default} | {meaning} |"
+    else:
+        code = [f"{name}{_wrapped_signature(thing)}", *(_members(thing, root) if inspect.isclass(thing) else ())]
+        yield from ("```text", *code, "```", *(("", "```text", doc, "```") if doc else ()))
+    yield ""
+
+
+def reference() -> str:
+    """docs/api.md: every documented name with its signature and docstring; a name is described where it is first met."""
+    lines = [
+        *(
+            "# API reference",
+            "",
+            "Generated from signatures and docstrings by `python tests/test_api.py --update`.",
+            "",
+        ),
+    ]
+    seen: set[int] = set()
+    for module_name in DOCUMENTED:
+        module = importlib.import_module(module_name)
+        entries: list[str] = []
+        for name in sorted(module.__all__):
+            thing = getattr(module, name)
+            if id(inspect.unwrap(thing) if inspect.isroutine(thing) else thing) not in seen:
+                seen.add(id(inspect.unwrap(thing) if inspect.isroutine(thing) else thing))
+                entries += _reference_entry(name, thing, "regard")
+        if entries:
+            summary = (module.__doc__ or "").strip().splitlines()[0]
+            lines += [f"## {module_name}", "", summary, "", *entries]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def test_the_api_reference_is_current() -> None:
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), "docs/api.md: python tests/test_api.py --update"
+
+
+def test_the_api_reference_has_every_name_of_the_front_door() -> None:
+    import regard
+
+    text = reference()
+    for name in regard.__all__:
+        if inspect.isroutine(thing := getattr(regard, name)) or inspect.isclass(thing):
+            assert f"\n### {name}\n" in text
+
+
 def test_public_api_is_the_one_in_the_snapshot() -> None:
     before, now = SNAPSHOT.read_text(encoding="utf-8"), _regard()
     difference = "\n".join(
@@ -139,4 +225,5 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--update"]:
         sys.exit(f"usage: {sys.argv[0]} --update")
     SNAPSHOT.write_text(_regard(), encoding="utf-8")
+    REFERENCE.write_text(reference(), encoding="utf-8")
     print(f"wrote {SNAPSHOT}")

@@ -79,7 +79,8 @@ def _values(name: str, start: str) -> list[str]:
 
 def models(incomplete: str) -> list[Offer]:
     """Runs and model directories; those in runs/ are offered before anything is typed."""
-    return [*_runs(incomplete), *_paths(incomplete, files=False)][:_MAX_ENTRIES]
+    offers: list[Offer] = [*_runs(incomplete), *_paths(incomplete, files=False)]
+    return offers[:_MAX_ENTRIES]
 
 
 def presets_or_models(incomplete: str) -> list[Offer]:

@@ -101,7 +101,7 @@ def _parse_yaml(text: str) -> Any:
     """All scalars stay texts, for the field's type to decide: ``off`` is no boolean and ``3e-4`` a number."""
     import yaml
 
-    class Loader(yaml.BaseLoader):
+    class Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:

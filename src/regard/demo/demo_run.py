@@ -76,7 +76,9 @@ def evaluate_model(run: Path, n: int) -> dict[str, Any]:
     from ..training import evaluate
 
     metrics = evaluate(run, split=SPLIT, limit=n, beam=1).metrics
-    scores = {name: metrics[name] for name in ("exact", "bleu", "chrf", "bleu_signature") if name in metrics}
+    scores: dict[str, Any] = {
+        name: metrics[name] for name in ("exact", "bleu", "chrf", "bleu_signature") if name in metrics
+    }
     return {"split": SPLIT, "n": n, **scores, "lookup_exact": lookup_accuracy(SPLIT, min(n, N_LOOKUP))}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...config import Kind, ModelConfig, RunConfig
+from ...config.data_config import TokenizerKind
 from ...data.batching import BatchPlan, pad
 from ...data.examples import Example
 from ...data.hashing import stable_key, uniform
@@ -21,7 +22,7 @@ from ...errors import BadData
 from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
-from ...text.tokenizer_training import TOKENIZER_KINDS, Template, TokenizerKind, train_tokenizer
+from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
 from ..loss import Batch
 
 __all__ = ["Evaluation", "Left", "Row", "Task"]
