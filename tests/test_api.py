@@ -150,7 +150,7 @@ def _reference_entry(name: str, thing: object, root: str) -> Iterator[str]:
 
 
 def reference() -> str:
-    """docs/api.md: every documented name with its signature and docstring; a name is described where it is first met."""
+    """docs/api.md: every documented name with signature and docstring, once, in the first module that has it."""
     lines = [
         *(
             "# API reference",
