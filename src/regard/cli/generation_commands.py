@@ -266,7 +266,7 @@ def _torch_translator(path: str, device: str, options: dict[str, Any]) -> Transl
 
 def _engine_translator(path: str, name: str, options: dict[str, Any]) -> Translator:
     """An exported model in another runtime, with the beam search of the torch engine where possible."""
-    from regard.generation.prompts import sources_of
+    from regard.generation.prompts import source_tensors
 
     if (Path(path) / "run.json").is_file():
         raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
@@ -310,7 +310,7 @@ def classify(
     from regard.generation.text_generation import check_can_classify
 
     opened = open_model(model, device)
-    check_classifies(opened)
+    check_can_classify(opened)
     refuse_images(opened, texts)
     predictions = run(opened, texts, truncate=truncate) if texts else []
     if as_json:
