@@ -28,7 +28,7 @@ from regard.experiments.flops_estimate import parameter_groups
 from regard.experiments.memory_estimate import Setting, TrainingMemory, training_memory
 from regard.models import Model
 from regard.models.build import build
-from regard.models.flops import source_places
+from regard.models.model_flops import source_places
 from regard.presets import PRESETS
 from regard.training.averaging import Ema
 from regard.training.loss import IGNORE, Batch, Objective

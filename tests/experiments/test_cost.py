@@ -20,7 +20,7 @@ from regard.experiments.cost_devices import last_token_flops
 from regard.experiments.flops_estimate import ALL_PAIRS, SEEN, kv_cache, parameter_groups
 from regard.experiments.memory_estimate import Setting, training_memory
 from regard.models.build import build
-from regard.models.flops import count, source_places
+from regard.models.model_flops import count, source_places
 from regard.presets import PRESETS
 from regard.training.loss import Batch, Objective
 

@@ -16,6 +16,7 @@ from regard.export.engines import Ct2Engine, TorchEngine
 from regard.export.quantise import quantise
 from regard.generation import GenerateConfig
 from regard.models import Model
+from regard.text.tokenizer import MarianTokenizer
 
 from .translators import pairs, tokenizers, translator, writer
 
@@ -226,7 +227,6 @@ def test_every_id_has_a_word_of_its_own() -> None:
     assert words[: source.size] == [source.token(index) for index in range(source.size)]
     assert vocabulary(None, 3) == ["<0>", "<1>", "<2>"]
 
-    class Odd:
-        vocab = {"<1>": 0, "b": 2}  # noqa: RUF012
-
-    assert vocabulary(Odd(), 4) == ["<1>", "<<1>>", "b", "<3>"]
+    odd = MarianTokenizer.__new__(MarianTokenizer)
+    odd.vocab = {"<1>": 0, "b": 2}
+    assert vocabulary(odd, 4) == ["<1>", "<<1>>", "b", "<3>"]

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from regard.attention import multihead
 from regard.attention.reference import reference
 from regard.attention.score_matrix import AttentionCall
-from regard.models import Model
-from regard.models.recurrent import alignment
-from regard.models.recurrent.alignment import Alignment, View
+from regard.models import Model, recurrent_cells
+from regard.models.recurrent_cells import Alignment, MemoryView
 
 Matrices = dict[str, list[Tensor]]
 """By place, one (B, H, T, S) a call."""
@@ -31,15 +30,15 @@ def written_out(model: Model) -> Iterator[Matrices]:
         found.setdefault(places[owner], []).append(reference(call)[1].detach().clone())
         return tap(owner, call, output, cache)
 
-    def step(self: Alignment, q: Tensor, view: View, closed: Tensor | None) -> Tensor:
-        scores = self.mechanism.tile(q, view.k, self.mechanism.operands(alignment._ONE_HEAD))
+    def step(self: Alignment, q: Tensor, view: MemoryView, closed: Tensor | None) -> Tensor:
+        scores = self.mechanism.tile(q, view.k, self.mechanism.operands(recurrent_cells._ONE_HEAD))
         weights = (scores if closed is None else scores + closed).softmax(-1)
         found.setdefault(f"{places[self]}.steps", []).append(weights.detach().clone())
         return weigh(self, q, view, closed)
 
     with (
         mock.patch.object(multihead, "tap_attention", keep),
-        mock.patch.object(alignment, "tap_attention", keep),
+        mock.patch.object(recurrent_cells, "tap_attention", keep),
         mock.patch.object(Alignment, "_weigh", step),
     ):
         yield found

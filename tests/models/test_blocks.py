@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.attention import multihead, record
 from regard.config import ModelConfig, mixers
 from regard.models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, build
-from regard.models.block import Surroundings
+from regard.models.block import LayerContext
 from regard.models.heads import Pooler
 
 from .small import SIZES, decode, inputs_of, shaken, source_of, target_of
@@ -101,8 +101,8 @@ def test_a_layer_by_hand(place: str, norm: str, residual: bool, cross: bool) -> 
             y = (y if residual else 0) + run(normed(y, its_norm))
         else:
             y = normed((y if residual else 0) + run(y), its_norm)
-    around = Surroundings() if memory is None else Surroundings(memory=Memory(memory))
-    close(block(x, around), y)
+    context = LayerContext() if memory is None else LayerContext(memory=Memory(memory))
+    close(block(x, context), y)
 
 
 @pytest.mark.parametrize("place", ["pre", "post"])
@@ -166,7 +166,7 @@ def test_sublayer_dropout_comes_before_the_sum() -> None:
         y = x
         for its_norm, run in sublayers(block, memory):
             y = y + 2 * run(its_norm(y)) if place == "pre" else its_norm(y + 2 * run(y))
-        close(block(x, Surroundings(memory=Memory(memory))), y)
+        close(block(x, LayerContext(memory=Memory(memory))), y)
         assert len(probe.seen) == 3
 
 

@@ -17,7 +17,7 @@ from regard.config import ModelConfig
 from regard.models import build
 from regard.models.block import Memory
 from regard.models.recurrent import Recurrent
-from regard.models.recurrent.recurrence import Recurrence
+from regard.models.recurrent_cells import Recurrence
 from regard.presets import preset
 
 from .tiny_recurrent import (

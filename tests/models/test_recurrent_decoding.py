@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.attention import record
-from regard.models.recurrent.cache import StateCache
+from regard.models.recurrent_cells import StateCache
 
 from .tiny_recurrent import PLACE, close, each_cell, each_decoder, lengths_to_keep, step_by_step, tiny, tokens
 

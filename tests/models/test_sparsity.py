@@ -13,7 +13,7 @@ from regard.config.mixers import keys_per_query
 from regard.generation import generate
 from regard.hub.comparing import behaviour
 from regard.models import build
-from regard.models.parts import layer_mask
+from regard.models.components import layer_mask
 
 from .small import SIZES, inputs_of, shaken, target_of
 

@@ -22,7 +22,7 @@ from ..config import ModelConfig
 from ..config.mixers import Mixer, MixingWork, all_mixers, get_mixer, register
 from ..foundation.checks import check_positive
 from ..foundation.suggestions import nearest_name
-from ..models.parts import mechanism, mixing
+from ..models.components import mechanism, mixing
 from .benchmarking import TableRow, available_memory, fit_exponent, format_table, measure
 from .sweep_runner import LocalRunner, Runner
 

@@ -15,7 +15,7 @@ from ..config import ModelConfig, TrainConfig
 from ..errors import UsageError
 from ..foundation.checks import check_positive
 from ..models import Model
-from ..models.flops import Flops, count, n_patches, stacks_of
+from ..models.model_flops import Flops, count, n_patches, stacks_of
 from ..presets import PRESETS, preset
 from .cost_devices import Device, Floor, find_device, source_tokens, time_floors
 from .cost_report import Amount, draw_cost, to_dict, to_text

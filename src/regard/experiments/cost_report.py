@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..foundation.plotting import INK, SOFT, new_figure, style_panel
-from ..models.flops import count, stacks_of
+from ..models.model_flops import count, stacks_of
 from .benchmarking import TableRow, format_table
 from .cost_devices import source_tokens
 from .flops_estimate import ALL_PAIRS, kv_cache

@@ -1,7 +1,7 @@
 """What follows exactly from a config: parameters by part, the KV cache, and how operations grow with the length.
 
 Parameters are read off the model itself, built on the meta device, where nothing is allocated. The operations of a pass
-are counted in ``models.flops``; here is where attention overtakes the matrices, and table 1 of the paper with numbers.
+are counted in ``models.model_flops``; here is where attention overtakes the matrices, and table 1 of the paper.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..config.mixers import keys_per_query
-from ..models import parts
+from ..models import components
 from ..models.block import Block
 from ..models.build import build
-from ..models.flops import Flops, StackShape, mixing_flops, source_places, stacks_of
-from ..models.recurrent.cache import StateCache
+from ..models.model_flops import Flops, StackShape, mixing_flops, source_places, stacks_of
+from ..models.recurrent_cells import StateCache
 from ..training.optimiser import roles
 
 CacheDtype = Literal["fp32", "bf16", "int8"]
@@ -127,7 +127,7 @@ def kv_cache(
     stack = stacks_of(config, length, source_length)[-1]
     layers = []
     for layer in range(stack.n_layers):
-        window = parts.window_of(config, layer)
+        window = components.window_of(config, layer)
         slots = length if window is None or window >= length else window
         scales = stack.n_kv_heads * 4 if dtype == "int8" else 0
         place = 2 * batch * (stack.kv_width * size + scales)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from ..config import ModelConfig
-from ..models.flops import StackShape, n_patches, source_places, stacks_of
+from ..models.model_flops import StackShape, n_patches, source_places, stacks_of
 from .flops_estimate import ParameterGroup
 
 Precision = Literal["fp32", "bf16", "fp16"]

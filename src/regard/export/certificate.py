@@ -20,7 +20,7 @@ from torch import Tensor
 from ..attention import MultiHeadAttention
 from ..errors import RegardError
 from ..generation import GenerateConfig
-from ..models import Decoder, Encoder, EncoderDecoder, Model, Recurrent
+from ..models import Model
 from .cases import Case, make_cases, task_of
 from .checking import check_file
 from .engines import Ct2Engine, Engine, TorchEngine, engines_in, open_engine, open_model
@@ -178,11 +178,11 @@ def plain(model: Model, case: Case) -> Tensor:
 def cached(model: Model, case: Case) -> Tensor:
     """The same token by token through the cache, after a prompt of one token."""
     cache = model.new_cache()
-    if isinstance(model, Decoder):
+    if model.is_decoder_only:
         tokens = case.source
         out = [model(tokens[:, at : at + 1], cache=cache) for at in range(tokens.shape[1])]
         return case.real(torch.cat(out, 1))
-    assert isinstance(model, EncoderDecoder | Recurrent) and case.target is not None
+    assert case.target is not None
     memory = model.encode(case.source, keep=case.keep)
     steps = [model.decode(case.target[:, at : at + 1], memory, cache=cache) for at in range(case.target.shape[1])]
     states = torch.cat(steps, 1)
@@ -218,7 +218,7 @@ def _own_paths(
         if has_attention
         else _skipped("fused", "the model has no attention layer with a choice of kernels")
     ]
-    if isinstance(model, Encoder):
+    if model.is_encoder_only:
         rows.append(_skipped("cached", "an encoder reads everything at once"))
     elif not model.config.mixing.by_token or not model.config.causal:
         rows.append(_skipped("cached", "every token sees those after it, so there is nothing to keep"))

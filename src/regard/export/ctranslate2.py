@@ -92,7 +92,7 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
 
 def vocabulary(tokenizer: Any, size: int) -> list[str]:
     """How each id is written, ``size`` of them, all different; ``<17>`` for an id that no token has."""
-    tokens = [tokenizer.token(index) for index in range(size)]
+    tokens = [None if tokenizer is None else tokenizer.token(index) for index in range(size)]
     taken = {token for token in tokens if token is not None}
     return [token if token is not None else _free(f"<{index}>", taken) for index, token in enumerate(tokens)]
 

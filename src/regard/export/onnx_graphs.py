@@ -27,9 +27,9 @@ from ..attention.frame import Span
 from ..attention.mechanisms import Operands
 from ..config import ModelConfig
 from ..models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, Recurrent, Stack
+from ..models.base_model import DecoderShape, padding_mask
 from ..models.heads import TokenHead
-from ..models.model import padding_mask
-from ..models.recurrent.alignment import Alignment
+from ..models.recurrent_cells import Alignment
 from .onnx_recurrent import RecurrentDecoderGraph, RecurrentEncoderGraph
 from .onnx_tracing import Axes, Graph, Notes, example_of, tokens_like
 
@@ -278,6 +278,5 @@ def answer(head: TokenHead | None, table: Tensor, states: Tensor) -> dict[str, T
 
 def kv_shape(config: ModelConfig) -> tuple[int, int]:
     """Key heads and their width in the decoder."""
-    beside = config.architecture == "encoder-decoder"
-    n_heads = (config.n_decoder_heads or config.n_heads) if beside else config.n_heads
-    return config.n_kv_heads or n_heads, config.d_head or config.d_model // n_heads
+    shape = DecoderShape.of(config)
+    return shape.n_kv_heads, shape.d_head

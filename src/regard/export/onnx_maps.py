@@ -14,7 +14,7 @@ from ..attention.masks import Mask
 from ..attention.mechanisms import Mechanism
 from ..attention.score_matrix import ScoreMatrix
 from ..models import Block, Stack
-from ..models.model import padding_mask
+from ..models.base_model import padding_mask
 
 
 def weighing_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,7 +13,7 @@ from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..config import ModelConfig
 from ..models import Decoder, Encoder, EncoderDecoder, Memory
-from ..models.model import padding_mask
+from ..models.base_model import padding_mask
 from .onnx_maps import stack_maps
 from .onnx_running import GraphHead, OnnxModel, first_of, keep_of, new_cache, places, source_inputs, step
 from .onnx_session import Session

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import Recurrent
-from ..models.recurrent.alignment import Alignment, View
-from ..models.recurrent.cache import StateCache
-from ..models.recurrent.recurrence import State
+from ..models.recurrent_cells import Alignment, MemoryView, State, StateCache
 from .onnx_tracing import Axes, Graph, Notes, example_of, tokens_like
 
 _B, _S = 2, 6  # as in onnx_graphs
@@ -79,21 +77,21 @@ class RecurrentDecoderGraph(Graph):
         model, last = self.model, LastState()
         table = model.token if model.target_token is None else model.target_token
         state = tuple(given[f"state_{i}"] for i in range(self.n_states))
-        h = model.decoder.walk(table(given["tokens"]), state, self._view(given), given["real"], last)
+        h = model.decoder.run_steps(table(given["tokens"]), state, self._view(given), given["real"], last)
         out = {"states": h} if model.head is None else {"logits": model.head(h, model.output_table)}
         return out | {f"next_state_{i}": part for i, part in enumerate(last.now)} | self.notes.named("cross_q")
 
-    def _view(self, given: dict[str, Tensor]) -> View | None:
+    def _view(self, given: dict[str, Tensor]) -> MemoryView | None:
         if "memory_v" not in given:
             return None
         v = given["memory_v"]
-        return View(given.get("memory_k", v), v, given["keep"])
+        return MemoryView(given.get("memory_k", v), v, given["keep"])
 
 
 def _watch(attention: Alignment, notes: Notes) -> None:
     """The decoder shows its looks, which are q as it is scored, to whoever records: here they are written down."""
 
-    def show(q: Tensor, contexts: Tensor, view: View, cache: object) -> None:
+    def record_attention(q: Tensor, contexts: Tensor, view: MemoryView, cache: object) -> None:
         notes.write(q, view.k)
 
-    setattr(attention, "show", show)  # noqa: B010 - of this one object, the graph's own copy
+    setattr(attention, "record_attention", record_attention)  # noqa: B010 - of this one object, the graph's own copy

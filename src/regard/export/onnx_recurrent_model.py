@@ -12,10 +12,9 @@ from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..config import ModelConfig
 from ..models import Memory, Recurrent
-from ..models.model import padding_mask
+from ..models.base_model import padding_mask
 from ..models.recurrent import RecurrentMemory
-from ..models.recurrent.alignment import View
-from ..models.recurrent.cache import MemoryCache, StateCache
+from ..models.recurrent_cells import MemoryCache, MemoryView, StateCache
 from .onnx_maps import recurrent_map
 from .onnx_running import GraphHead, OnnxModel, first_of, keep_of, new_cache, source_inputs
 from .onnx_session import Session
@@ -81,7 +80,7 @@ class OnnxRecurrent(OnnxModel, Recurrent):
                 raise TypeError(f"memory must come from encode() of this model, got {type(memory).__name__}")
             states.start(memory.final)
             v = memory.states[:, None]
-            seen.fill(View(memory.keys, v, keep_of(memory, len(v), v.shape[2])))
+            seen.fill(MemoryView(memory.keys, v, keep_of(memory, len(v), v.shape[2])))
         real = torch.ones(target.shape, dtype=torch.bool) if keep is None else keep.bool()[:, -target.shape[1] :]
         real = real if positions is None else real & (positions.expand(target.shape) >= 0)
         steps = [self._one(target[:, t : t + 1], real[:, t : t + 1], states, seen) for t in range(target.shape[1])]

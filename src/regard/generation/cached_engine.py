@@ -19,7 +19,7 @@ from torch import Tensor
 from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
-from ..models.model import padding_mask
+from ..models.base_model import padding_mask
 from ..models.recurrent import RecurrentMemory
 from .prompts import Prompts, Sources, max_text_length
 

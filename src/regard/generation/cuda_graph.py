@@ -21,7 +21,7 @@ from ..attention import taps
 from ..attention.cache import StaticCache
 from ..attention.edits import has_edits
 from ..models import Decoder, Model
-from ..models.parts import window_of
+from ..models.components import window_of
 from .cached_engine import DecoderEngine, DecodingEngine
 from .decode_step import DecodeState, DecodeStep, Form, capture_obstacle
 from .generation_config import GenerateConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import DataConfig, ModelConfig
 from ..data.images import check_image, pixels_of
 from ..errors import BadData
-from ..models import Decoder, Model
+from ..models import Model
 from ..text.image_processor import ImageProcessor
 from .generation_config import GenerateConfig
 
@@ -77,7 +77,7 @@ def read_inputs(
     """Check prompts, or sources and the beginnings of their targets, against the model and the config."""
     ours = model.config
     _check_config_tokens(config, ours.output_vocab_size)
-    if isinstance(model, Decoder):
+    if model.is_decoder_only:
         if target is not None:
             raise ValueError("target is for models with an encoder; a decoder's prompt is all there is")
         return ModelInputs(add_bos(token_rows(inputs, keep), ours.bos_id, "prompt"), None)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models import Model, Recurrent
-from ..models.recurrent.cache import StateCache
+from ..models import Model
+from ..models.recurrent_cells import StateCache
 from .cached_engine import DecodingEngine
 from .generation_config import GenerateConfig
 from .prompts import Prompts, max_text_length, rope_depends_on_length
@@ -67,7 +67,7 @@ def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: in
     for each in (model, draft):
         if rope_depends_on_length(each.config):
             raise ValueError("draft does not go with rotary angles that follow the length of the text")
-        if isinstance(each, Recurrent) and n_tokens >= StateCache.kept:
+        if each.is_recurrent and n_tokens >= StateCache.kept:
             most = StateCache.kept - 1
             raise ValueError(f"draft_tokens={n_tokens} is more than the {most} states a recurrent model goes back")
     if model.device != draft.device:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..models import Decoder, Model
+from ..models import Model
 from ..text.tokenizer import Tokenizer, replace_surrogates
 from .generation_config import GenerateConfig
 from .stop_conditions import Decode, StopStrings, first_stop_token
@@ -18,7 +18,7 @@ class ModelTokenizers:
     """The tokenizers of a model: ``source`` for what it reads, ``target`` for what it writes."""
 
     def __init__(self, model: Model) -> None:
-        self.config, self.continues_prompt = model.config, isinstance(model, Decoder)
+        self.config, self.continues_prompt = model.config, model.is_decoder_only
         processor = model.processor
         source, target = (None, None) if processor is None else (processor.source, processor.target)
         self._source: Tokenizer | None = source

@@ -22,7 +22,7 @@ from ..generation.generate import inference
 from ..generation.prompts import default_output_length, max_text_length, token_rows
 from ..generation.text_codec import ModelTokenizers, resolve_config
 from ..models import Block, Decoder, Encoder, EncoderDecoder, Model, Recurrent, Stack
-from ..models.recurrent.alignment import Alignment
+from ..models.recurrent_cells import Alignment
 from .capture_inputs import LookImage, read_image
 from .labels import Box, Label, numbered_labels, patch_labels, token_labels
 
@@ -47,17 +47,10 @@ class HookSite(NamedTuple):
 def attention_modules(model: Model) -> dict[str, list[nn.Module]]:
     """The attention modules of each kind, one a layer; shared layers have the same one several times."""
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
-    if isinstance(model, Recurrent):
-        own = model.decoder.cross_attention
-        return {} if own is None else {"cross": [own]}
-    found: dict[str, list[nn.Module]] = {}
-    for name, stack in stacks(model).items():
-        layers = [block_of(stack, layer) for layer in range(stack.n_layers)]
-        inner: list[nn.Module] = [x.attention for x in layers if isinstance(x.attention, MultiHeadAttention)]
-        cross: list[nn.Module] = [x.cross_attention for x in layers if x.cross_attention is not None]
-        found |= {"encoder" if name == "encoder" else "self": inner} if inner else {}
-        found |= {"cross": cross} if cross else {}
-    return found
+    by_kind: dict[str, list[nn.Module]] = {}
+    for site in model.attention_sites():
+        by_kind.setdefault(site.kind, []).append(site.module)
+    return by_kind
 
 
 def stacks(model: Model) -> dict[str, Stack]:

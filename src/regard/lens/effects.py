@@ -13,8 +13,7 @@ from torch import Tensor
 from ..generation import classify
 from ..generation.generate import inference
 from ..generation.text_generation import class_names
-from ..models import Decoder, Encoder, Model
-from ..models.translating import SourceToTarget
+from ..models import Model
 from .capture import stacks
 from .interventions import patch
 from .look import Look, Next, look
@@ -105,7 +104,7 @@ def _outcome(seen: Look, wanted: list[tuple[str, int]], position: int, k: int, w
     model = seen.model
     each = _losses(seen, [token for _, token in wanted])
     loss = sum(each) / len(each) if each else None
-    written = seen.target_text if wrote and isinstance(model, SourceToTarget) else None
+    written = seen.target_text if wrote and model.is_encoder_decoder else None
     if model.config.head == "classify":
         (found,) = classify(model, seen.inputs[0])
         names = sorted(found.all)
@@ -120,9 +119,9 @@ def _outcome(seen: Look, wanted: list[tuple[str, int]], position: int, k: int, w
 
 def _wanted(seen: Look) -> list[tuple[str, int]]:
     """The tokens that a model is to say one after the other; none for those that read only."""
-    if isinstance(seen.model, Decoder):
+    if seen.model.is_decoder_only:
         labels = seen.rows(kind="self")[1:]
-    elif isinstance(seen.model, SourceToTarget):
+    elif seen.model.is_encoder_decoder:
         labels = seen.rows(kind="cross")
     else:
         return []
@@ -163,7 +162,7 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
     model = look.model
     found = stacks(model)
     head: Any = getattr(model, "head", None)
-    classifier: Any = model.classifier if isinstance(model, Encoder) else None
+    classifier: Any = model.class_head
     if not found or (head is None and classifier is None):
         why = "it has no stack of layers" if not found else f"it has head={model.config.head!r}"
         raise ValueError(f"this model says nothing layer by layer: {why}")

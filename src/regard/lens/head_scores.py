@@ -19,7 +19,6 @@ from torch import Tensor
 from ..attention import AttentionMap
 from ..data.corpora import open_corpus
 from ..models import Model
-from ..models.translating import SourceToTarget
 from .capture import attention_modules
 from .labels import Label
 from .look import Look, look
@@ -215,7 +214,7 @@ _AT_ONCE = 64  # positions whose logits are held
 def score(model: Model, n: int = N) -> dict[str, Any]:
     """The score that fits a model: ``alignment_error`` where it translates text, ``pointing`` where it says what is on
     an image. ``["table"]`` is for people, the rest for programs."""
-    if not isinstance(model, SourceToTarget) or model.head is None or "cross" not in attention_modules(model):
+    if not model.is_encoder_decoder or model.head is None or "cross" not in attention_modules(model):
         raise ValueError(
             "a score needs cross-attention: translators are scored by the words of en-ko, captioners by the places"
             f" in shapes, and this model has architecture={model.config.architecture!r}"
@@ -452,7 +451,7 @@ def _accuracy(seen: Look) -> tuple[int, int]:
     wanted = [label.token_id for label in seen.rows(kind="cross")]
     known = [n for n, token in enumerate(wanted) if token is not None]
     states, model = seen.hidden(), seen.model
-    assert isinstance(model, SourceToTarget) and model.head is not None
+    assert model.head is not None
     right = 0
     for some in torch.tensor(known).split(_AT_ONCE):
         said = model.head(states[some.to(states.device)][None], model.output_table)[0].argmax(-1).cpu()

@@ -27,7 +27,7 @@ from ..attention.mask import And, Or
 from ..attention.masks import Causal, Mask, Window
 from ..attention.score_matrix import AttentionCall
 from ..models import Model
-from ..models.stack import Stack
+from ..models.block import Stack
 from .capture import Head, attention_at, attention_modules, check_head, hook_site, resolve_kind
 
 Change = Tensor | Callable[[Tensor], Tensor]

@@ -19,7 +19,6 @@ from ..attention.readings import flow_to, rollout
 from ..foundation.checks import check_positive
 from ..generation import GenerateConfig, Generated, sampling
 from ..models import Model
-from ..models.translating import SourceToTarget
 from . import render
 from .capture import Capture, GenerateOptions, capture_look
 from .labels import Label, token_text
@@ -269,7 +268,7 @@ class Look:
     def output_table(self) -> Tensor:
         """The embedding table that a model with tied weights uses as its output layer."""
         model: Any = self.model
-        return model.output_table if isinstance(model, SourceToTarget) else model.token.weight
+        return model.output_table
 
     def token_text(self, index: int) -> str:
         """The text of a token that the model writes."""

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..attention import Frame
+from ..attention import Frame, masks
 from ..attention.biases import Bias
-from ..attention.cache import Cache
+from ..attention.cache import Cache, ModelCache
 from ..attention.edits import apply_edits_to_states
 from ..attention.masks import Mask
 from ..attention.taps import tap
 from ..config import ModelConfig
 from ..layers import Rope
-from . import parts
+from . import components
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Memory:
 
 
 @dataclass(frozen=True, eq=False)
-class Surroundings:
+class LayerContext:
     """What all layers of a stack share in one forward pass."""
 
     mask: Mask | None = None
@@ -55,22 +56,22 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.pre_norm, self.residual, self.mask = config.norm_place == "pre", config.residual, mask
-        self.attention = parts.mixing(config, n_heads, rope)
+        self.attention = components.mixing(config, n_heads, rope)
         self.attends = config.mixing.weights
-        self.attention_norm = parts.norm(config)
-        self.cross_attention = parts.attention(config, n_heads, cross=True) if cross else None
-        self.cross_norm = parts.norm(config) if cross else None
-        self.ff = parts.feed_forward(config, d_ff)
-        self.ff_norm = parts.norm(config)
+        self.attention_norm = components.norm(config)
+        self.cross_attention = components.attention(config, n_heads, cross=True) if cross else None
+        self.cross_norm = components.norm(config) if cross else None
+        self.ff = components.feed_forward(config, d_ff)
+        self.ff_norm = components.norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, around: Surroundings, cache: Cache | None = None, cross_cache: Cache | None = None
+        self, x: Tensor, context: LayerContext, cache: Cache | None = None, cross_cache: Cache | None = None
     ) -> Tensor:
         """x (B, T, M) → (B, T, M)."""
-        x = self._sublayer(x, self.attention_norm, lambda y: self._attend(y, around, cache))
+        x = self._sublayer(x, self.attention_norm, lambda y: self._attend(y, context, cache))
         if self.cross_attention is not None and self.cross_norm is not None:
-            x = self._sublayer(x, self.cross_norm, lambda y: self._attend_memory(y, around.memory, cross_cache))
+            x = self._sublayer(x, self.cross_norm, lambda y: self._attend_memory(y, context.memory, cross_cache))
         return tap("output", apply_edits_to_states(self, self._sublayer(x, self.ff_norm, self.ff)), self)
 
     def _sublayer(self, x: Tensor, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -79,19 +80,63 @@ class Block(nn.Module):
             y = x + y
         return y if self.pre_norm else norm(y)
 
-    def _attend(self, x: Tensor, around: Surroundings, cache: Cache | None) -> Tensor:
+    def _attend(self, x: Tensor, context: LayerContext, cache: Cache | None) -> Tensor:
         if not self.attends:
-            return self.attention(x if around.mask is None else hide_padding(x, around.mask))
-        mask = around.mask if self.mask is None else self.mask if around.mask is None else around.mask & self.mask
+            return self.attention(x if context.mask is None else hide_padding(x, context.mask))
+        mask = context.mask if self.mask is None else self.mask if context.mask is None else context.mask & self.mask
         return self.attention(
             x,
             mask=mask,
-            positions=around.positions,
+            positions=context.positions,
             cache=cache,
-            position_bias=around.position_bias,
+            position_bias=context.position_bias,
         )
 
     def _attend_memory(self, x: Tensor, memory: Memory | None, cache: Cache | None) -> Tensor:
         assert self.cross_attention is not None
         states, mask = (None, None) if memory is None else (memory.states, memory.mask)
         return self.cross_attention(x, states, mask=mask, cache=cache)
+
+
+class Stack(nn.Module):
+    """n layers and, after pre-norm layers, one last norm. ``causal`` hides the future, ``cross`` looks at a memory."""
+
+    def __init__(
+        self, config: ModelConfig, *, n_layers: int, n_heads: int, d_ff: int, causal: bool, cross: bool
+    ) -> None:
+        super().__init__()
+        self.n_layers, self.causal = n_layers, causal
+        self.checkpointing = False  # recompute each layer in the backward pass; set from outside
+        rope = components.rope(config, n_heads)
+        self.blocks = nn.ModuleList(
+            Block(
+                config, n_heads, d_ff, cross=cross, mask=components.layer_mask(config, layer, causal, cross), rope=rope
+            )
+            for layer in range(1 if config.share_layers else n_layers)
+        )
+        self.position_bias: Bias | None = components.shared_bias(config, n_heads, bidirectional=not causal)
+        self.norm = components.norm(config) if config.norm_place == "pre" else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | None = None,
+        positions: Tensor | None = None,
+        memory: Memory | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """x (B, T, M) → (B, T, M). ``mask`` says what is padding; the stack itself knows whether it is causal."""
+        if self.causal:
+            mask = masks.causal() if mask is None else masks.causal() & mask
+        context = LayerContext(mask, positions, self.position_bias, memory)
+        x = apply_edits_to_states(self, x)
+        for layer in range(self.n_layers):
+            block = self.blocks[layer % len(self.blocks)]
+            own = None if cache is None else cache.layers[layer]
+            cross = cache.cross[layer] if cache is not None and cache.cross else None
+            if self.checkpointing and self.training:
+                x = checkpoint(block, x, context, own, cross, use_reentrant=False)
+            else:
+                x = block(x, context, own, cross)
+        return x if self.norm is None else self.norm(x)

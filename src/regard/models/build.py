@@ -8,7 +8,7 @@ import torch
 
 from ..config import ModelConfig
 from ..presets import preset
-from .model import Model
+from .base_model import Model
 from .recurrent import Recurrent
 from .transformer import Decoder, Encoder, EncoderDecoder
 

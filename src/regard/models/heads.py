@@ -10,7 +10,7 @@ from ..attention import attend
 from ..attention.masks import Mask
 from ..config import ModelConfig
 from ..layers import activation_function
-from . import parts
+from . import components
 
 
 class TokenHead(nn.Module):
@@ -24,7 +24,7 @@ class TokenHead(nn.Module):
         if config.head_transform:
             width = config.d_model if config.d_embed is None else config.d_embed
             self.transform = nn.Linear(config.d_model, width)
-            self.norm = parts.norm(config, width)
+            self.norm = components.norm(config, width)
             self.activation = activation_function(config.head_activation or config.activation)
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if config.head_bias else None

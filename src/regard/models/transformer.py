@@ -8,22 +8,24 @@ from torch import Tensor
 from ..attention import masks
 from ..attention.cache import ModelCache
 from ..config import ModelConfig
-from . import parts
-from .block import Memory
+from ..layers import TokenEmbedding
+from . import components
+from .base_model import Model, SourceToTarget, padding_mask
+from .block import Memory, Stack
+from .components import source_embeddings, vision_inputs
 from .heads import ClassHead, Pooler, TokenHead
-from .model import Model, padding_mask
-from .stack import Stack
-from .translating import SourceToTarget
-from .vision import source_embeddings, vision_inputs
 
 
 class Decoder(Model):
     """A language model (GPT-2, LLaMA): next-token logits from the tokens before.   tokens (B, T) → (B, T, V)"""
 
+    is_decoder_only = True
+    token: TokenEmbedding
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.token = parts.token_table(config, config.vocab_size)
-        self.embeddings = parts.embeddings(config, config.max_len)
+        self.token = components.token_table(config, config.vocab_size)
+        self.embeddings = components.embeddings(config, config.max_len)
         self.decoder = Stack(
             config,
             n_layers=config.n_layers,
@@ -33,7 +35,7 @@ class Decoder(Model):
             cross=False,
         )
         self.head = _token_head(config, config.vocab_size)
-        self._finish()
+        self._initialise()
 
     def hidden(
         self,
@@ -68,21 +70,23 @@ class Decoder(Model):
         With a ``cache`` padding is not written: real tokens then stand one after the other, row by row.
         """
         x = self.hidden(tokens, keep=keep, positions=positions, documents=documents, cache=cache)
-        return x if self.head is None else self.head(x, self.token.weight)
+        return x if self.head is None else self.head(x, self.output_table)
 
 
 class Encoder(Model):
     """States of a whole input at once (BERT, ViT), and masked-token or class logits on top."""
 
+    is_encoder_only = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.token = parts.token_table(config, config.vocab_size) if config.source == "text" else None
+        self.token = components.token_table(config, config.vocab_size) if config.source == "text" else None
         self.embeddings = source_embeddings(config)
         self.encoder = _encoder(config)
         self.head = _token_head(config, config.vocab_size) if config.head == "masked-lm" else None
         self.classifier = ClassHead(config) if config.head == "classify" else None
         self.pooler = Pooler(config) if config.head == "none" and config.pooler != "none" else None
-        self._finish()
+        self._initialise()
 
     def hidden(
         self,
@@ -108,9 +112,7 @@ class Encoder(Model):
         x = self.hidden(source, keep=keep, positions=positions, segments=segments)
         if self.classifier is not None:
             return self.classifier(x, padding_mask(keep))
-        if self.head is not None and self.token is not None:
-            return self.head(x, self.token.weight)
-        return x
+        return x if self.head is None else self.head(x, self.output_table)
 
     def pooled(self, states: Tensor, keep: Tensor | None = None) -> Tensor:
         """One vector for the input (B, M), as ``config.pooling`` says (BERT: the first token's state)."""
@@ -124,11 +126,11 @@ class EncoderDecoder(SourceToTarget):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.token = parts.token_table(config, config.vocab_size) if config.source == "text" else None
+        self.token = components.token_table(config, config.vocab_size) if config.source == "text" else None
         shared = config.source == "text" and config.target_vocab_size is None
-        self.target_token = None if shared else parts.token_table(config, config.output_vocab_size)
+        self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
         self.embeddings = source_embeddings(config)
-        self.target_embeddings = parts.embeddings(config, config.max_target_len or config.max_len)
+        self.target_embeddings = components.embeddings(config, config.max_target_len or config.max_len)
         self.encoder = _encoder(config)
         self.decoder = Stack(
             config,
@@ -139,14 +141,7 @@ class EncoderDecoder(SourceToTarget):
             cross=True,
         )
         self.head = _token_head(config, config.output_vocab_size)
-        self._finish()
-
-    @property
-    def output_table(self) -> Tensor:
-        """The target's token table, which a tied head uses too."""
-        table = self.token if self.target_token is None else self.target_token
-        assert table is not None
-        return table.weight
+        self._initialise()
 
     def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:
         """What the decoder looks at."""
@@ -164,10 +159,8 @@ class EncoderDecoder(SourceToTarget):
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, M) for target tokens."""
-        table = self.token if self.target_token is None else self.target_token
-        assert table is not None
         keep, positions = _in_cache(keep, positions, cache)
-        x = self.target_embeddings(table(target), _positions(self.config, target, positions, cache))
+        x = self.target_embeddings(self.target_table(target), _positions(self.config, target, positions, cache))
         return self.decoder(x, mask=padding_mask(keep), positions=positions, memory=memory, cache=cache)
 
 

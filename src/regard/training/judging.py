@@ -19,7 +19,7 @@ from ..errors import BadData, RegardError
 from ..models import Model
 from ..models.heads import TokenHead
 from . import metrics
-from .loss import IGNORE, Batch, _hidden, _table
+from .loss import IGNORE, Batch
 from .metrics import Statistics
 from .precision import Precision
 from .tasks import Row, Task
@@ -58,8 +58,8 @@ def losses_of(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """-log p of every target (n,) and the likeliest answer in its place (n,), in the order of the batch."""
     head = cast(TokenHead, model.head)
     asked = batch.targets != IGNORE
-    states, targets = head.hidden(_hidden(model, batch))[asked], batch.targets[asked]
-    weight = _table(model) if head.weight is None else head.weight
+    states, targets = head.hidden(model.hidden(*batch.inputs, **batch.options))[asked], batch.targets[asked]
+    weight = model.output_table if head.weight is None else head.weight
     losses, said = [], []
     size = _ROWS_AT_ONCE.get(states.device.type, 1024)
     for x, y in zip(states.split(size), targets.split(size), strict=True):

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..models import Decoder, Encoder, Model
+from ..models import Model
 from ..models.heads import TokenHead
-from ..models.translating import SourceToTarget
 
 __all__ = ["Batch", "shifted", "Objective"]
 
@@ -256,22 +255,8 @@ class Objective(nn.Module):
         head = getattr(model, "head", None)
         if not isinstance(head, TokenHead):
             return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing)
-        states = head.hidden(_hidden(model, batch))
-        weight = _table(model) if head.weight is None else head.weight
+        states = head.hidden(model.hidden(*batch.inputs, **batch.options))
+        weight = model.output_table if head.weight is None else head.weight
         # Compiled, a number that differs from batch to batch would be compiled anew.
         counted = None if torch.compiler.is_compiling() else batch.n_counted
         return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, counted=counted)
-
-
-def _hidden(model: Model, batch: Batch) -> Tensor:
-    assert isinstance(model, Decoder | Encoder | SourceToTarget)
-    return model.hidden(*batch.inputs, **batch.options)  # type: ignore[arg-type]  # as many as it takes
-
-
-def _table(model: Model) -> Tensor:
-    """The token table a tied head shares."""
-    if isinstance(model, SourceToTarget):
-        return model.output_table
-    assert isinstance(model, Decoder | Encoder)
-    assert model.token is not None
-    return model.token.weight

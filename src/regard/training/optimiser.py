@@ -18,7 +18,7 @@ from ..config import TrainConfig
 from ..layers import FeedForward
 from ..layers.embeddings import VisionEmbeddings
 from ..models.block import Block
-from ..models.recurrent.recurrence import Gates
+from ..models.recurrent_cells import Gates
 
 Schedule = Callable[[int], float]
 """The factor on the peak learning rate at a step, counted from 1."""

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..models.block import Block
-from ..models.stack import Stack
+from ..models.block import Block, Stack
 from .shards import local
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ModelConfig
-from ..models.flops import n_tokens, training_flops
+from ..models.model_flops import n_tokens, training_flops
 
 __all__ = ["Precision", "PrecisionName", "choices"]
 

@@ -1,0 +1,230 @@
+"""What every model has, whatever its architecture: the interface that training, generation, lens and export use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import MultiHeadAttention, masks
+from ..attention.cache import CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
+from ..attention.cache.static_cache import CacheDtype
+from ..attention.masks import Mask
+from ..config import ModelConfig
+from ..layers import TokenEmbedding
+from . import components
+from .block import Stack
+from .heads import ClassHead, TokenHead
+
+
+class DecoderShape(NamedTuple):
+    """Sizes of the stack that writes tokens: the shape of its key-value cache."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> DecoderShape:
+        beside_encoder = config.architecture == "encoder-decoder"
+        n_layers = (config.n_decoder_layers if beside_encoder else None) or config.n_layers
+        n_heads = (config.n_decoder_heads if beside_encoder else None) or config.n_heads
+        return cls(n_layers, n_heads, config.n_kv_heads or n_heads, config.d_head or config.d_model // n_heads)
+
+
+class AttentionSite(NamedTuple):
+    """One attention of a model; layers that share parameters share the module."""
+
+    name: str  # "decoder.blocks.3.attention"
+    kind: str  # "self", "cross" or "encoder"
+    layer: int
+    module: nn.Module
+
+
+class Model(nn.Module):
+    """Base of all models.
+
+    hidden(*inputs, **options)   the states before the head (B, T, M); the inputs are those of forward
+    head, output_table           token logits are head(states, output_table); head is None where there are none
+    classifier                   class logits of an encoder, or None
+    encode, decode               of models with ``is_encoder_decoder``
+    processor                    turns text or images into the model's inputs, where there is one
+    """
+
+    is_decoder_only = False  # a language model: reads and continues one sequence
+    is_encoder_only = False  # reads a whole input, writes nothing
+    is_encoder_decoder = False  # reads a source, writes a target
+    is_recurrent = False  # LSTM or GRU layers instead of Transformer blocks
+
+    head: TokenHead | None
+    token: TokenEmbedding | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.processor: Any = None
+        self.provenance: Any = None  # where it was loaded from, and whether a manifest vouched for it
+
+    def _initialise(self) -> None:
+        """Called at the end of each constructor."""
+        if self.config.init_std is not None:
+            initialise(self, self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of trained values; tied ones count once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def generates(self) -> bool:
+        """Whether it writes tokens one after the other."""
+        return self.head is not None and not self.is_encoder_only
+
+    @property
+    def output_table(self) -> Tensor:
+        """The token table (V, M) of what is written, which a tied head multiplies with."""
+        assert self.token is not None
+        return self.token.weight
+
+    @property
+    def decoder_shape(self) -> DecoderShape:
+        return DecoderShape.of(self.config)
+
+    @property
+    def class_head(self) -> ClassHead | None:
+        """The head for class logits, where there is one."""
+        return getattr(self, "classifier", None)
+
+    def hidden(self, *inputs: Any, **options: Any) -> Tensor:
+        """The last layer's states (B, T, M), before the head."""
+        raise NotImplementedError
+
+    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Any:
+        """What an encoder-decoder's decoder attends to."""
+        raise NotImplementedError(f"architecture={self.config.architecture!r} has no encoder beside a decoder")
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Any,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """An encoder-decoder's states (B, T, M) for target tokens, given what ``encode`` returned."""
+        raise NotImplementedError(f"architecture={self.config.architecture!r} has no encoder beside a decoder")
+
+    def stacks(self) -> list[Stack]:
+        return [module for module in self.modules() if isinstance(module, Stack)]
+
+    def attention_sites(self) -> list[AttentionSite]:
+        """Every attention with weights, encoder first, each stack's own before its cross-attention."""
+        sites: list[AttentionSite] = []
+        for name in ("encoder", "decoder"):
+            stack = getattr(self, name, None)
+            if not isinstance(stack, Stack):
+                continue
+            blocks = [(layer, layer % len(stack.blocks)) for layer in range(stack.n_layers)]
+            for part, kind in (("attention", "encoder" if name == "encoder" else "self"), ("cross_attention", "cross")):
+                for layer, index in blocks:
+                    module = getattr(stack.blocks[index], part)
+                    if isinstance(module, MultiHeadAttention):
+                        sites.append(AttentionSite(f"{name}.blocks.{index}.{part}", kind, layer, module))
+        return sites
+
+    def use_checkpointing(self, on: bool = True) -> None:
+        """Trade time for memory: keep only the layers' inputs and compute each layer again in the backward pass."""
+        for stack in self.stacks():
+            stack.checkpointing = on
+
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
+        """An empty cache for decoding: growing, or preallocated where batch and max_len are given.
+
+        A preallocated one may round its keys and values to bf16 or int8; an encoder's are never rounded.
+        """
+        if (batch is None) != (max_len is None):
+            raise ValueError(f"batch={batch} and max_len={max_len}: give both to preallocate, neither to grow")
+        shape = self.decoder_shape
+        cross = [CrossCache() for _ in range(shape.n_layers)] if self.is_encoder_decoder else []
+        if batch is None or max_len is None:
+            if cache_dtype != "model":
+                raise ValueError(f"cache_dtype={cache_dtype!r} is for a preallocated cache; give batch and max_len")
+            return ModelCache([GrowingCache() for _ in range(shape.n_layers)], cross)
+        dtype = next(self.parameters()).dtype
+        layers = [
+            StaticCache(batch, shape.n_kv_heads, max_len, shape.d_head, dtype, self.device, cache_dtype)
+            if size is None or size >= max_len
+            else RingCache(batch, shape.n_kv_heads, size, shape.d_head, dtype, self.device, cache_dtype=cache_dtype)
+            for size in (components.window_of(self.config, layer) for layer in range(shape.n_layers))
+        ]
+        return ModelCache(layers, cross)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a directory that ``regard.load`` and, where the architecture exists there, transformers opens."""
+        from .. import io
+
+        return io.save(self, path)
+
+
+class SourceToTarget(Model):
+    """Base of the encoder-decoders: a subclass defines ``encode`` and ``decode``."""
+
+    is_encoder_decoder = True
+    target_token: TokenEmbedding | None
+
+    @property
+    def target_table(self) -> TokenEmbedding:
+        """The target's token embedding; the source's where the two share a vocabulary."""
+        table = self.token if self.target_token is None else self.target_token
+        assert table is not None
+        return table
+
+    @property
+    def output_table(self) -> Tensor:
+        return self.target_table.weight
+
+    def hidden(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_keep: Tensor | None = None,
+        target_keep: Tensor | None = None,
+        source_positions: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """The decoder's states (B, T, M), before the head."""
+        memory = self.encode(source, keep=source_keep, positions=source_positions)
+        return self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
+
+    def forward(self, source: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """source and target → next-token logits (B, T, V); ``options`` are those of ``hidden``."""
+        x = self.hidden(source, target, **options)
+        return x if self.head is None else self.head(x, self.output_table)
+
+
+def padding_mask(keep: Tensor | None) -> Mask | None:
+    """Which tokens are real, (B, T) booleans, as a mask."""
+    return None if keep is None else masks.valid_keys(keep.bool())
+
+
+def initialise(model: nn.Module, config: ModelConfig) -> None:
+    """Normal weights of spread ``init_std``, smaller for what adds to the residual of deep pre-norm stacks (GPT-2)."""
+    std = config.init_std
+    assert std is not None
+    for name, p in model.named_parameters():
+        if p.dim() < 2:
+            continue
+        adds_to_residual = config.norm_place == "pre" and name.endswith(("w_o.weight", "w_out.weight"))
+        nn.init.normal_(p, std=std / (2 * config.n_layers) ** 0.5 if adds_to_residual else std)

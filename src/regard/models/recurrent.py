@@ -1,0 +1,336 @@
+"""The three recurrent decoders. They differ in when they look at the source, and in what the next step gets to know.
+
+    plain     s_t = RNN(y_t, s_t-1)                                                       (Sutskever et al. 2014)
+    Bahdanau  c_t = attention(s_t-1),  s_t = RNN([y_t; c_t], s_t-1)                       (Bahdanau et al. 2015)
+    Luong     s_t = RNN([y_t; h̃_t-1], s_t-1),  h̃_t = tanh(W_c [attention(s_t); s_t])      (Luong et al. 2015)
+
+y is the embedding of the token before, s the top layer's state, c the context: what attention returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import masks
+from ..attention.cache import ModelCache
+from ..attention.cache.static_cache import CacheDtype
+from ..config import ModelConfig
+from ..layers import TokenEmbedding
+from . import components
+from .base_model import AttentionSite, SourceToTarget, padding_mask
+from .block import Memory
+from .heads import TokenHead
+from .recurrent_cells import (
+    Alignment,
+    AttentionStep,
+    MemoryCache,
+    MemoryView,
+    Recurrence,
+    Rows,
+    State,
+    StateCache,
+    real_keys,
+)
+
+
+class RecurrentStep(NamedTuple):
+    state: State  # after the token
+    h: Tensor  # (B, M) what the output is made of
+    attention: AttentionStep | None = None
+
+
+class PlainDecoder(nn.Module):
+    """No attention: the state it starts from is all it knows of the source."""
+
+    def __init__(self, config: ModelConfig, d_fed: int = 0) -> None:
+        super().__init__()
+        n_layers = config.n_decoder_layers or config.n_layers
+        self.d_embed = config.d_model if config.d_embed is None else config.d_embed
+        self.top = n_layers - 1
+        self.rnn = Recurrence(config.cell, self.d_embed + d_fed, config.d_model, n_layers, dropout=config.dropout)
+        self.cross_attention = None if config.alignment == "none" else Alignment(config)
+
+    def first_state(self, state: State) -> State:
+        """The state before the first token, given the bridge's."""
+        return state
+
+    def forward(self, x: Tensor, state: State, view: MemoryView | None, real: Tensor | None = None) -> Tensor:
+        """A whole target at once, x (B, T, d_embed) → (B, T, M); ``real`` (B, T) is False at padding."""
+        return self.run_fused(x, state, real)
+
+    def run_fused(self, x: Tensor, state: State, real: Tensor | None) -> Tensor:
+        """The top layer's states through the fused kernel: possible where no step waits for what was seen before."""
+        if real is None:
+            return self.rnn(x, state)[0]
+        rows = Rows.of(real)
+        return rows.unpack(self.rnn(rows.pack(x), state)[0])  # padding at the end reaches no real token
+
+    def run_steps(
+        self,
+        x: Tensor,
+        state: State,
+        view: MemoryView | None,
+        real: Tensor | None = None,
+        states: StateCache | None = None,
+        seen: MemoryCache | None = None,
+    ) -> Tensor:
+        """Token by token, the state put into a cache if there is one. At padding the state stays as it is."""
+        padding_bias = None if view is None else view.padding_bias()
+        steps: list[RecurrentStep] = []
+        for t, gates in enumerate(self.rnn.project(x).unbind(1)):
+            step = self.step(gates, state, view, padding_bias)
+            here = None if real is None else real[:, t]
+            state = step.state if here is None else _keep_at_padding(here, step.state, state)
+            if states is not None:
+                state = states.push(state, here)
+            steps.append(step)
+        h = torch.stack([step.h for step in steps], dim=1)
+        if self.cross_attention is None or view is None:
+            return h
+        attended = [step.attention for step in steps if step.attention is not None]
+        q, contexts = torch.cat([x.q for x in attended], dim=2), torch.stack([x.context for x in attended], dim=1)
+        self.cross_attention.record_attention(q, contexts, view, seen)
+        return self.output(x, h, contexts)
+
+    def step(self, gates: Tensor, state: State, view: MemoryView | None, padding_bias: Tensor | None) -> RecurrentStep:
+        """One token, given the gates of its embedding and the state before it."""
+        state = self.rnn.step(gates, state)
+        return RecurrentStep(state, state[self.top])
+
+    def output(self, x: Tensor, h: Tensor, contexts: Tensor) -> Tensor:
+        """What the head reads (B, T, M), of all steps together."""
+        return h
+
+
+class LuongDecoder(PlainDecoder):
+    """Looks after each step; h̃_t is the output and, with input feeding (§3.3), a part of the next input.
+
+    Without input feeding nothing waits for anything: one fused recurrence, then one attention of all states.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, d_fed=config.d_model if config.input_feeding else 0)
+        self.feeds = config.input_feeding
+        self.combine = linear(2 * config.d_model, config.d_model, bias=False)
+
+    def first_state(self, state: State) -> State:
+        return (*state, torch.zeros_like(state[0])) if self.feeds else state
+
+    def forward(self, x: Tensor, state: State, view: MemoryView | None, real: Tensor | None = None) -> Tensor:
+        if self.feeds:
+            return self.run_steps(x, state, view, real)
+        assert self.cross_attention is not None and view is not None
+        h = self.run_fused(x, state, real)
+        return self._attended(self.cross_attention.attend_all(h, view), h)
+
+    def step(self, gates: Tensor, state: State, view: MemoryView | None, padding_bias: Tensor | None) -> RecurrentStep:
+        assert self.cross_attention is not None and view is not None
+        if self.feeds:
+            gates, state = self.rnn.feed(gates, state[-1]), state[:-1]
+        state = self.rnn.step(gates, state)
+        attention = self.cross_attention.attend_one(state[self.top], view, padding_bias)
+        h = self._attended(attention.context, state[self.top])
+        return RecurrentStep((*state, h) if self.feeds else state, h, attention)
+
+    def _attended(self, context: Tensor, h: Tensor) -> Tensor:
+        """h̃ = tanh(W_c [c; h]), eq. 5."""
+        return torch.tanh(self.combine(torch.cat([context, h], dim=-1)))
+
+
+class BahdanauDecoder(PlainDecoder):
+    """Looks before each step, from the state it is in. The output reads token, state and context through a maxout:
+    t_i = max over pairs of W [y_i-1; s_i; c_i] (eq. 4 and A.2.2)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, d_fed=config.d_model)
+        self.readout = linear(self.d_embed + 2 * config.d_model, 2 * config.d_model)
+
+    def forward(self, x: Tensor, state: State, view: MemoryView | None, real: Tensor | None = None) -> Tensor:
+        return self.run_steps(x, state, view, real)
+
+    def step(self, gates: Tensor, state: State, view: MemoryView | None, padding_bias: Tensor | None) -> RecurrentStep:
+        assert self.cross_attention is not None and view is not None
+        attention = self.cross_attention.attend_one(state[self.top], view, padding_bias)
+        state = self.rnn.step(self.rnn.feed(gates, attention.context), state)
+        return RecurrentStep(state, state[self.top], attention)
+
+    def output(self, x: Tensor, h: Tensor, contexts: Tensor) -> Tensor:
+        return self.readout(torch.cat([x, h, contexts], dim=-1)).unflatten(-1, (-1, 2)).amax(-1)
+
+
+def _keep_at_padding(real: Tensor, new: State, old: State) -> State:
+    return tuple(torch.where(real[:, None], after, before) for after, before in zip(new, old, strict=True))
+
+
+def linear(d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
+    """A Linear with Xavier-uniform weights and no bias to begin with."""
+    made = nn.Linear(d_in, d_out, bias=bias)
+    nn.init.xavier_uniform_(made.weight)
+    if bias:
+        nn.init.zeros_(made.bias)
+    return made
+
+
+_DECODERS: dict[str, type[PlainDecoder]] = {
+    "none": PlainDecoder,
+    "additive": BahdanauDecoder,
+    "dot": LuongDecoder,
+    "general": LuongDecoder,
+    "concat": LuongDecoder,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentMemory(Memory):
+    """The encoder's states (B, S, M), 0 at padding, and the last state of each layer, where the decoder starts."""
+
+    final: State = ()
+
+    def rows(self, index: Tensor) -> RecurrentMemory:
+        """Some rows of the batch, in any order and number."""
+        real = real_keys(self)
+        mask = None if real is None else masks.valid_keys(real.index_select(0, index))
+        final = tuple(part.index_select(0, index) for part in self.final)
+        return RecurrentMemory(self.states.index_select(0, index), mask, final)
+
+
+class Bridge(nn.Module):
+    """From the encoder's last state to the decoder's first: h₀ = tanh(W h + b) (Bahdanau et al. 2015), c₀ = W c + b.
+
+    Layers are paired from the top; where the decoder has more of them, the encoder's lowest serves several.
+    """
+
+    def __init__(self, cell: str, d_model: int, n_from: int, n_to: int) -> None:
+        super().__init__()
+        kinds = range(2 if cell == "lstm" else 1)  # h, and c
+        self.n_layers = n_to
+        self.source = [kind * n_from + max(0, layer + n_from - n_to) for kind in kinds for layer in range(n_to)]
+        self.maps = nn.ModuleList(linear(d_model, d_model) for _ in self.source)
+
+    def forward(self, final: State) -> State:
+        mapped = [to_part(final[part]) for to_part, part in zip(self.maps, self.source, strict=True)]
+        return *(torch.tanh(h) for h in mapped[: self.n_layers]), *mapped[self.n_layers :]
+
+
+class Recurrent(SourceToTarget):
+    """Sequence to sequence with LSTM or GRU layers.   source (B, S), target (B, T) → (B, T, V)
+
+    ``alignment`` chooses the decoder: none, Bahdanau's additive, or Luong's dot, general and concat. The encoder reads
+    both ways where ``bidirectional``, each with half of d_model. Order is all that tells where a token stands:
+    ``positions`` are taken, as by the other models, for their -1, which marks padding.
+    """
+
+    is_recurrent = True
+    token: TokenEmbedding
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        cell, d_model = config.cell, config.d_model
+        self.token = components.token_table(config, config.vocab_size)
+        shared = config.target_vocab_size is None
+        self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.encoder = Recurrence(
+            cell,
+            self.token.d_model,
+            d_model,
+            config.n_layers,
+            bidirectional=config.bidirectional,
+            dropout=config.dropout,
+        )
+        self.bridge = Bridge(cell, d_model, config.n_layers, config.n_decoder_layers or config.n_layers)
+        self.decoder = _DECODERS[config.alignment](config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = TokenHead(config, config.output_vocab_size, config.tie_head) if config.head == "lm" else None
+        self._initialise()
+
+    def attention_sites(self) -> list[AttentionSite]:
+        own = self.decoder.cross_attention
+        return [] if own is None else [AttentionSite("decoder.cross_attention", "cross", 0, own)]
+
+    def use_checkpointing(self, on: bool = True) -> None:
+        """Trade time for memory: compute each step's scores, S · M numbers a row, again in the backward pass."""
+        if self.decoder.cross_attention is not None:
+            self.decoder.cross_attention.checkpointing = on
+
+    def new_cache(
+        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
+    ) -> ModelCache:
+        """An empty cache for decoding. A state has one size for any length; batch and max_len keep it in place."""
+        if cache_dtype != "model":
+            raise ValueError(f"cache_dtype={cache_dtype!r}: a recurrent model keeps one state, which is not rounded")
+        return ModelCache([StateCache(in_place=batch is not None and max_len is not None)], [MemoryCache()])
+
+    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> RecurrentMemory:
+        """What the decoder starts from and looks at."""
+        keep = _real("source", source, keep, positions)
+        x = self.embedding_dropout(self.token(source))
+        if keep is None:
+            states, final = self.encoder(x)
+        else:
+            rows = Rows.of(keep)
+            states, final = self.encoder.ragged(rows.pack(x), rows.real)
+            states = rows.unpack(states)
+        return RecurrentMemory(states, padding_mask(keep), final)
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Memory | None,
+        *,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """The decoder's states (B, T, M) for target tokens. Once a cache is filled, the memory may be left out."""
+        if cache is not None and keep is not None:
+            keep = keep[:, -target.shape[1] :]  # of a mask over all of the text, the new tokens' part
+        keep = _real("target", target, keep, positions)
+        x = self.embedding_dropout(self.target_table(target))
+        if cache is None:
+            view, state = self._start(memory, len(target))
+            return self.dropout(self.decoder(x, state, view, keep))
+        states, seen = _parts_of(cache)
+        if not states.filled:
+            view, state = self._start(memory, len(target))
+            states.start(state)
+            if view is not None:
+                seen.fill(view)
+        return self.dropout(self.decoder.run_steps(x, states.state(), seen.view, keep, states, seen))
+
+    def _start(self, memory: Memory | None, n_batch: int) -> tuple[MemoryView | None, State]:
+        """What the decoder sees, and its state before the first token."""
+        if not isinstance(memory, RecurrentMemory):
+            got = type(memory).__name__
+            raise TypeError(f"memory must come from encode(), with the encoder's last state in it, got {got}")
+        if len(memory.states) != n_batch:
+            raise ValueError(f"target has batch size {n_batch} but memory has {len(memory.states)}")
+        attention = self.decoder.cross_attention
+        view = None if attention is None else attention.view(memory)
+        return view, self.decoder.first_state(self.bridge(memory.final))
+
+
+def _real(name: str, tokens: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    """Which tokens are no padding, (B, T) booleans; None for all."""
+    if tokens.dim() != 2 or 0 in tokens.shape:
+        raise ValueError(f"{name} must be (batch, length) with at least one token, got shape {tuple(tokens.shape)}")
+    real = None
+    for what, given in (("keep", keep), ("positions", positions)):
+        if given is None:
+            continue
+        if given.shape not in (tokens.shape, tokens.shape[1:]):
+            raise ValueError(f"{name} {what} has shape {tuple(given.shape)}, but {name} has {tuple(tokens.shape)}")
+        here = (given.bool() if what == "keep" else given >= 0).expand_as(tokens)
+        real = here if real is None else real & here
+    return real
+
+
+def _parts_of(cache: ModelCache) -> tuple[StateCache, MemoryCache]:
+    states, seen = cache.layers[0], cache.cross[0] if cache.cross else None
+    if not isinstance(states, StateCache) or not isinstance(seen, MemoryCache):
+        raise TypeError("this cache is no recurrent model's; new_cache() makes one that is")
+    return states, seen

@@ -1,0 +1,429 @@
+"""LSTM and GRU layers: a whole text through torch's fused kernels, or one step at a time.
+
+    LSTM  i, f, o = σ(W_x x + W_h h),  g = tanh(…),  c ← f ∘ c + i ∘ g,  h ← o ∘ tanh(c)   Hochreiter & Schmidhuber 1997
+    GRU   r, z = σ(W_x x + W_h h),  n = tanh(W_x x + r ∘ W_h h),  h ← (1 - z) ∘ n + z ∘ h  Cho et al. 2014; cuDNN's form
+
+Padding does not need packed sequences, which wait for the device and cannot be traced. Instead each layer reads one
+more number a token, 1 where it is padding, whose fixed weights shut the gates that write and open those that keep:
+i = 0 and f = 1, or z = 1. A state that is still 0 then stays 0, and c passes through unchanged, both exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import Frame, masks
+from ..attention.backends import run
+from ..attention.cache import Cache, CrossCache
+from ..attention.cache.kv_cache import n_bytes
+from ..attention.edits import apply_edits_to_call, apply_edits_to_heads, has_edits
+from ..attention.frame import ALL
+from ..attention.mechanisms import Additive, Concat, Dot, General, Mechanism
+from ..attention.reference import draw_seed
+from ..attention.score_matrix import AttentionCall
+from ..attention.taps import tap_attention
+from ..config import ModelConfig
+from .block import Memory
+
+State = tuple[Tensor, ...]
+"""(B, M) tensors: h of each layer, then of an LSTM c of each layer; a decoder may add more."""
+
+_SHUT = 1e4  # far enough that σ is 0 or 1 in every precision, and still a number in fp16
+_ON_PADDING = {"lstm": (-_SHUT, _SHUT, 0.0, 0.0), "gru": (0.0, _SHUT, 0.0)}  # in torch's order: i f g o, and r z n
+
+
+class Rows(NamedTuple):
+    """A ragged batch put in order: the real tokens of each row first, wherever its padding stands."""
+
+    order: Tensor  # (B, T) for each place in the tight row, the place in the row as given
+    place: Tensor  # (B, T) the way back
+    real: Tensor  # (B, T) booleans: what is no padding in the tight row
+
+    @classmethod
+    def of(cls, keep: Tensor) -> Rows:
+        order = (~keep).byte().argsort(dim=1, stable=True)
+        return cls(order, order.argsort(dim=1), keep.gather(1, order))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, T, M) with the real tokens first."""
+        return x.gather(1, self.order[..., None].expand_as(x))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(B, T, M) as the row was given."""
+        return x.gather(1, self.place[..., None].expand_as(x))
+
+
+class Gates(nn.Module):
+    """The weights of one layer in one direction, those of all gates one below the other."""
+
+    def __init__(self, cell: str, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.cell, self.n_gates = cell, len(_ON_PADDING[cell])
+        rows = self.n_gates * d_out
+        self.w_x = nn.Parameter(torch.empty(rows, d_in))
+        self.w_h = nn.Parameter(torch.empty(rows, d_out))
+        self.b_x = nn.Parameter(torch.empty(rows))
+        self.b_h = nn.Parameter(torch.empty(rows))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Xavier-uniform gate by gate; an LSTM begins by remembering, f ≈ σ(1) (Jozefowicz et al. 2015)."""
+        for weight in (self.w_x, self.w_h):
+            for gate in weight.chunk(self.n_gates):
+                nn.init.xavier_uniform_(gate)
+        for bias in (self.b_x, self.b_h):
+            nn.init.zeros_(bias)
+        if self.cell == "lstm":
+            nn.init.ones_(self.b_x.chunk(4)[1])
+
+    def weights(self, padded: bool) -> list[Tensor]:
+        """As the fused kernels take them; ``padded`` adds the column that reads whether a token is padding."""
+        w_x: Tensor = self.w_x
+        if padded:
+            n_units = w_x.shape[0] // self.n_gates
+            column = torch.cat([w_x.new_full((n_units, 1), value) for value in _ON_PADDING[self.cell]])
+            w_x = torch.cat([w_x, column], dim=1)
+        return [w_x, self.w_h, self.b_x, self.b_h]
+
+
+class Recurrence(nn.Module):
+    """Layers of LSTM or GRU cells over x (B, T, d_in) → (B, T, M); reading both ways, each direction has M/2 units."""
+
+    def __init__(
+        self, cell: str, d_in: int, d_model: int, n_layers: int, *, bidirectional: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.cell, self.n_layers, self.dropout = cell, n_layers, dropout
+        n_units = self.n_units = d_model // 2 if bidirectional else d_model
+        widths = [d_in] + [d_model] * (n_layers - 1)
+        self.ahead = nn.ModuleList(Gates(cell, width, n_units) for width in widths)
+        self.back = nn.ModuleList(Gates(cell, width, n_units) for width in widths) if bidirectional else None
+
+    def forward(self, x: Tensor, start: State | None = None) -> tuple[Tensor, State]:
+        """Unpadded rows, from a first state or 0: all outputs, and the state after the last token."""
+        return self._fused(x, range(self.n_layers), start)
+
+    def ragged(self, x: Tensor, real: Tensor) -> tuple[Tensor, State]:
+        """Rows that end in padding, ``real`` (B, T) False there: outputs, 0 at padding, and the rows' last states."""
+        padding = (~real)[..., None]
+        last_token = (real.sum(1, keepdim=True) - 1).clamp(min=0)[..., None]  # (B, 1, 1)
+        finals: list[State] = []
+        for layer in range(self.n_layers):
+            if layer > 0:
+                x = F.dropout(x, self.dropout, self.training)
+            x, final = self._fused(torch.cat([x, padding.to(x.dtype)], dim=-1), range(layer, layer + 1), padded=True)
+            x = x.masked_fill(padding, 0.0)
+            # c came through the padding, h did not. The way back ends at the first token: there h is right already.
+            h = x[..., : self.n_units].gather(1, last_token.expand(-1, -1, self.n_units))[:, 0]
+            finals.append((torch.cat([h, final[0][:, self.n_units :]], dim=-1), *final[1:]))
+        return x, tuple(part for kind in zip(*finals, strict=True) for part in kind)
+
+    def _fused(
+        self, x: Tensor, layers: range, start: State | None = None, padded: bool = False
+    ) -> tuple[Tensor, State]:
+        """Some layers in one call of torch's kernel (cuDNN on a GPU)."""
+        gates = [one for layer in layers for one in self._directions(layer)]
+        weights = _side_by_side([one.weights(padded) for one in gates])
+        n_kinds = 2 if self.cell == "lstm" else 1
+        if start is None:
+            state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * n_kinds
+        else:
+            held = torch.stack(start).to(x.dtype)
+            state = list(held.split(len(layers)))
+        options = (True, len(layers), self.dropout, self.training, self.back is not None, True)
+        if self.cell == "lstm":
+            output, *state = torch.lstm(x, state, weights, *options)
+        else:
+            output, *state = torch.gru(x, state[0], weights, *options)
+        # (layers · directions, B, units) → for each layer (B, M)
+        return output, tuple(
+            part for s in state for part in s.unflatten(0, (len(layers), -1)).transpose(1, 2).flatten(2).unbind()
+        )
+
+    def _directions(self, layer: int) -> list[Gates]:
+        stacks = [self.ahead] if self.back is None else [self.ahead, self.back]
+        return [cast(Gates, stack[layer]) for stack in stacks]
+
+    # ---- one step at a time, for decoders that feed back what they saw
+
+    def project(self, x: Tensor) -> Tensor:
+        """The first layer's W_x x + b_x of all tokens at once; further inputs of a step are added by ``feed``."""
+        (first,) = self._directions(0)
+        return F.linear(x, first.w_x[:, : x.shape[-1]], first.b_x)
+
+    def feed(self, gates: Tensor, fed: Tensor) -> Tensor:
+        """Add the part of W_x that reads what is fed back, the last columns: gates (B, gates · M), fed (B, M)."""
+        (first,) = self._directions(0)
+        return torch.addmm(gates, fed, first.w_x[:, -fed.shape[-1] :].t())
+
+    def step(self, gates: Tensor, state: State) -> State:
+        """One token through all layers, given the first layer's projected input."""
+        hs: list[Tensor] = []
+        cs: list[Tensor] = []
+        for layer in range(self.n_layers):
+            (weights,) = self._directions(layer)
+            if layer > 0:
+                gates = F.linear(F.dropout(hs[-1], self.dropout, self.training), weights.w_x, weights.b_x)
+            from_h = F.linear(state[layer], weights.w_h, weights.b_h)
+            if self.cell == "lstm":
+                h, c = _lstm(gates + from_h, state[self.n_layers + layer])
+                cs.append(c)
+            else:
+                h = _gru(gates, from_h, state[layer])
+            hs.append(h)
+        return *hs, *cs
+
+
+def _side_by_side(weights: list[list[Tensor]]) -> list[Tensor]:
+    """On a GPU as views of one block, all matrices, then all biases: otherwise cuDNN copies, with a warning."""
+    if not weights[0][0].is_cuda:
+        return [weight for one in weights for weight in one]
+    parts = [part for some in (slice(0, 2), slice(2, 4)) for one in weights for part in one[some]]
+    block = torch.cat([part.flatten() for part in parts]).split([part.numel() for part in parts])
+    views = [flat.view_as(part) for flat, part in zip(block, parts, strict=True)]
+    matrices, biases = views[: len(views) // 2], views[len(views) // 2 :]
+    return [weight for i in range(0, len(matrices), 2) for weight in (*matrices[i : i + 2], *biases[i : i + 2])]
+
+
+def _lstm(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = gates.chunk(4, dim=-1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> Tensor:
+    x_r, x_z, x_n = from_x.chunk(3, dim=-1)
+    h_r, h_z, h_n = from_h.chunk(3, dim=-1)
+    n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+    return n + torch.sigmoid(x_z + h_z) * (h - n)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryView:
+    """A memory as one head looks at it: keys through the mechanism's O(S) half, values, and what is no padding."""
+
+    k: Tensor  # (B, 1, S, D)
+    v: Tensor  # (B, 1, S, M) the encoder's states, 0 at padding
+    real: Tensor | None = None  # (B, S)
+
+    def rows(self, index: Tensor) -> MemoryView:
+        k, v = (x.index_select(0, index) for x in (self.k, self.v))
+        return MemoryView(
+            v if self.k is self.v else k, v, None if self.real is None else self.real.index_select(0, index)
+        )
+
+    def padding_bias(self) -> Tensor | None:
+        """To be added to scores, (B, 1, 1, S): -inf at padding. A row of nothing else stays open: its values are 0."""
+        if self.real is None:
+            return None
+        open_ = self.real | ~self.real.any(-1, keepdim=True)
+        return torch.zeros_like(open_, dtype=self.v.dtype).masked_fill(~open_, float("-inf"))[:, None, None]
+
+
+class AttentionStep(NamedTuple):
+    """One query's attention."""
+
+    q: Tensor  # (B, 1, 1, D) through the mechanism
+    context: Tensor  # (B, M)
+
+
+class Alignment(nn.Module):
+    """Attention of a decoder's state to the encoder's, one head: Σ_j α_ij h_j with α_i = softmax_j(score(s_i, h_j)).
+
+    The scores are ``regard.attention``'s mechanisms: additive (Bahdanau et al. 2015, eq. 6), dot, general and concat
+    (Luong et al. 2015, eq. 8).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mechanism = _mechanism(config.alignment, config.d_model)
+        self.dropout, self.backend = config.attention_dropout, config.attention_backend
+        self.checkpointing = False  # recompute a step's scores in the backward pass; set from outside
+
+    def view(self, memory: Memory) -> MemoryView:
+        """The memory prepared for any number of looks."""
+        n_batch, n_keys, _ = memory.states.shape
+        # A mechanism's O(S) half treats tokens alike: as one long row they are a single matrix product.
+        keys = self.mechanism.keys(memory.states.reshape(1, 1, n_batch * n_keys, -1))
+        v = memory.states[:, None]
+        same = type(self.mechanism).keys is Mechanism.keys
+        return MemoryView(v if same else keys.view(n_batch, 1, n_keys, -1), v, real_keys(memory))
+
+    def attend_one(self, state: Tensor, view: MemoryView, padding_bias: Tensor | None) -> AttentionStep:
+        """The attention of one state (B, M): the inside of a loop, so nothing here is checked or chosen anew."""
+        q = self.mechanism.queries(state[None, None]).transpose(0, 2)  # (1, 1, B, D) → (B, 1, 1, D)
+        if has_edits(self):
+            return AttentionStep(q, self._attended(q, view)[1][:, 0, 0])
+        if self.checkpointing and self.training:
+            context = checkpoint(self._weigh, q, view, padding_bias, use_reentrant=False)
+        else:
+            context = self._weigh(q, view, padding_bias)
+        return AttentionStep(q, context)
+
+    def _weigh(self, q: Tensor, view: MemoryView, padding_bias: Tensor | None) -> Tensor:
+        scores = self.mechanism.tile(q, view.k, self.mechanism.operands(_ONE_HEAD))
+        weights = torch.softmax(scores if padding_bias is None else scores + padding_bias, dim=-1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        return (weights.to(view.v.dtype) @ view.v)[:, 0, 0]
+
+    def attend_all(self, states: Tensor, view: MemoryView) -> Tensor:
+        """The attention of all states (B, T, M) at once, where no step waits for another's: → (B, T, M)."""
+        n_batch, n_queries, width = states.shape
+        q = self.mechanism.queries(states.reshape(1, 1, -1, width)).view(n_batch, 1, n_queries, -1)
+        return tap_attention(self, *self._attended(q, view))[:, 0]
+
+    def _attended(self, q: Tensor, view: MemoryView) -> tuple[AttentionCall, Tensor]:
+        """The attention of q (B, 1, T, D) as any other attention is computed, → (B, 1, T, M)."""
+        call = apply_edits_to_call(self, self._call(q, view, self.dropout if self.training else 0.0))
+        return call, apply_edits_to_heads(self, call, run(call, self.backend).output)
+
+    def record_attention(self, q: Tensor, contexts: Tensor, view: MemoryView, cache: Cache | None) -> None:
+        """Let the recorder see looks made one by one as one attention: q (B, 1, T, D), contexts (B, T, M)."""
+        tap_attention(self, apply_edits_to_call(self, self._call(q, view)), contexts[:, None], cache)
+
+    def _call(self, q: Tensor, view: MemoryView, dropout: float = 0.0) -> AttentionCall:
+        mask = None if view.real is None else masks.valid_keys(view.real)
+        frame = Frame.of(q, view.k)
+        seed = draw_seed(q.device) if dropout > 0 else None
+        return AttentionCall(q, view.k, mask, None, self.mechanism, frame, view.v, dropout, seed)
+
+
+_ONE_HEAD = Frame.aligned(1, 1, 1, 1)
+
+
+def real_keys(memory: Memory) -> Tensor | None:
+    """Which of a memory's states are no padding, (B, S); None for all."""
+    if memory.mask is None:
+        return None
+    n_batch, n_keys, _ = memory.states.shape
+    frame = Frame.aligned(n_batch, 1, 1, n_keys, memory.states.device)
+    return memory.mask.tile(ALL, ALL, frame).expand(n_batch, 1, 1, n_keys)[:, 0, 0]
+
+
+def _mechanism(alignment: str, d_model: int) -> Mechanism:
+    if alignment == "dot":
+        return Dot(scale=1.0)
+    if alignment == "general":
+        return General(1, d_model)
+    return (Concat if alignment == "concat" else Additive)(1, d_model)
+
+
+class MemoryCache(CrossCache):
+    """A view of the memory. As a cache it holds the encoder's states, of which maps make their keys."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.view: MemoryView | None = None
+
+    def fill(self, view: MemoryView) -> MemoryView:
+        self.view, self._kv = view, (view.v, view.v)
+        return view
+
+    def reorder(self, beam_index: Tensor) -> None:
+        if self.view is not None:
+            self.fill(self.view.rows(beam_index))
+
+    def memory(self) -> int:
+        view = self.view
+        return 0 if view is None else n_bytes(view.v, None if view.k is view.v else view.k, view.real)
+
+
+class StateCache(Cache):
+    """A decoder's state after the tokens seen, and a few earlier ones, so that ``truncate`` can take tokens back.
+
+    Its size does not depend on the length of the text. ``in_place`` writes always to the same memory, for captured
+    graphs; gradients then do not pass.
+    """
+
+    kept = 17  # states: the present one and 16 before it
+
+    def __init__(self, in_place: bool = False) -> None:
+        self.in_place = in_place
+        self._state = self._past = torch.empty(0)  # (B, W), all tensors of the state side by side, and (kept, B, W)
+        self._lengths = torch.zeros(1, dtype=torch.int64)  # (B,)
+        self._past_lengths = self._slot = self._lengths  # (kept, B), -1 where no state is, and the slot to write next
+        self._widths: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.filled = False
+        if not self.in_place:
+            self._state = self._past = self._state.new_empty(0)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._lengths if self.filled else torch.zeros(1, dtype=torch.int64, device=self._lengths.device)
+
+    def start(self, state: State) -> None:
+        """The state before the first token."""
+        joined = torch.cat(state, dim=-1)
+        zeros = torch.zeros(joined.shape[0], dtype=torch.int64, device=joined.device)
+        self._widths = [part.shape[-1] for part in state]
+        self._state, self._lengths = self._put(self._state, joined), self._put(self._lengths, zeros)
+        self._past = self._put(self._past, torch.zeros_like(joined).repeat(self.kept, 1, 1))
+        self._past_lengths = self._put(self._past_lengths, zeros.repeat(self.kept, 1) - 1)
+        self._slot = self._put(self._slot, zeros[:1].clone())
+        self.filled = True
+        self._remember()
+
+    def state(self) -> State:
+        if not self.filled:
+            raise ValueError("an empty StateCache has no state: start(state) has to come first")
+        return self._state.split(self._widths, dim=-1)
+
+    def push(self, state: State, real: Tensor | None = None) -> State:
+        """The state after one more token, which was padding in the rows where ``real`` (B,) is False."""
+        self._move(torch.cat(state, dim=-1), self._lengths + (1 if real is None else real))
+        self._remember()
+        return self.state()
+
+    def _move(self, state: Tensor, lengths: Tensor) -> None:
+        self._state, self._lengths = self._put(self._state, state), self._put(self._lengths, lengths)
+
+    def _put(self, held: Tensor, new: Tensor) -> Tensor:
+        if not self.in_place:
+            return new
+        fits = (held.shape, held.dtype, held.device) == (new.shape, new.dtype, new.device)
+        return held.copy_(new.detach()) if fits else new.detach().clone()
+
+    def _remember(self) -> None:
+        self._past.index_copy_(0, self._slot, self._state.detach()[None])
+        self._past_lengths.index_copy_(0, self._slot, self._lengths[None])
+        self._slot.add_(1).remainder_(self.kept)
+
+    def reorder(self, beam_index: Tensor) -> None:
+        """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
+        if self.filled:
+            self._move(self._state.index_select(0, beam_index), self._lengths.index_select(0, beam_index))
+            self._past = self._put(self._past, self._past.index_select(1, beam_index))
+            self._past_lengths = self._put(self._past_lengths, self._past_lengths.index_select(1, beam_index))
+
+    def truncate(self, length: int | Tensor) -> None:
+        self.check_truncate(length)
+        if not self.filled:
+            return
+        lengths = self._lengths.clamp(max=length)
+        slot = (self._past_lengths == lengths).byte().argmax(0)  # (B,)
+        earlier = self._past[slot, torch.arange(len(slot), device=slot.device)]
+        goes_back = lengths < self._lengths  # the state of other rows stays, and with it its history
+        self._move(torch.where(goes_back[:, None], earlier, self._state), lengths)
+        self._past_lengths.masked_fill_(self._past_lengths > lengths, -1)
+
+    def check_truncate(self, length: int | Tensor) -> None:
+        super().check_truncate(length)
+        if not self.filled or torch.compiler.is_compiling():
+            return
+        lengths = self._lengths.clamp(max=length)
+        if not (self._past_lengths == lengths).any(0).all():
+            back = int((self._lengths - lengths).max())
+            raise ValueError(f"length={length} takes back {back} tokens, but the last {self.kept - 1} states are kept")
+
+    def memory(self) -> int:
+        return n_bytes(self._state, self._past, self._lengths, self._past_lengths) if self.filled else 0
