@@ -304,7 +304,7 @@ def test_a_dense_bias_is_copied_when_it_can_be_trained_and_shared_when_not() -> 
         with torch.no_grad():
             given_bias.copy_(values)
     map = AttentionMap(q, k, bias=values)
-    assert map._sweep.operands[1][0].data_ptr() == values.data_ptr()
+    assert map._walk.operands[1][0].data_ptr() == values.data_ptr()
 
 
 def test_nothing_of_the_graph_is_kept() -> None:

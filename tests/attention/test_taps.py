@@ -26,7 +26,7 @@ from regard.attention import (
 from regard.attention.biases import Alibi, Bias, T5Bias
 from regard.attention.cache import Cache, CrossCache, GrowingCache, RingCache, StaticCache
 from regard.attention.masks import Mask
-from regard.attention.taps import Seen
+from regard.attention.taps import RecordedAttention
 from regard.layers import Rope
 
 B, T, S, M, H, G, D = 2, 7, 5, 24, 4, 2, 6
@@ -242,7 +242,7 @@ def test_recorded_tensors_let_go_of_the_graph() -> None:
     model, inputs = Model(), batch()
     with record(model) as rec:
         model(*inputs).sum().backward()
-    seen: Seen = rec.attentions["layers.0.attention"][0]
+    seen: RecordedAttention = rec.attentions["layers.0.attention"][0]
     assert all(x is not None and x.grad_fn is None for x in (seen.q, seen.k, seen.v, seen.output))
 
 

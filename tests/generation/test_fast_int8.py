@@ -34,7 +34,7 @@ def by_hand(linear: Int8Linear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("n_rows", [1, 2, 5, 33])
 @pytest.mark.parametrize(("n_in", "n_out"), [(8, 5), (64, 48), (512, 300)])
-def test_the_product_is_that_of_whole_numbers(n_rows: int, n_in: int, n_out: int) -> None:
+def test_the_product_is_that_of_integer_product(n_rows: int, n_in: int, n_out: int) -> None:
     linear = made(n_in, n_out)
     x = torch.randn(n_rows, n_in, generator=TORCH) * torch.logspace(-3, 3, n_rows)[:, None]
     told = by_hand(linear, x)
@@ -42,7 +42,7 @@ def test_the_product_is_that_of_whole_numbers(n_rows: int, n_in: int, n_out: int
     one_step = x.abs().amax(1, keepdim=True) / quantised_linear._input_levels() * linear.scale.max() * 127
     assert ((linear(x) - told).abs() <= 2 * one_step).all()
     assert ((linear(x) - told).abs().mean(1) <= 0.02 * one_step[:, 0]).all() or quantised_linear._input_levels() != 127
-    torch.testing.assert_close(linear._whole_numbers(x) + linear.bias, told.float(), rtol=1e-3, atol=0.02)
+    torch.testing.assert_close(linear._integer_product(x) + linear.bias, told.float(), rtol=1e-3, atol=0.02)
 
 
 def test_it_is_near_the_linear_map_it_came_from() -> None:

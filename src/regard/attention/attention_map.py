@@ -36,7 +36,9 @@ class Ranked(NamedTuple):
     indices: Tensor  # (B, H, R, k); -1 where the weight is 0: fewer than k keys count
 
 
-def _reading(method: Callable[Concatenate[AttentionMap, P], Answer]) -> Callable[Concatenate[AttentionMap, P], Answer]:
+def _exact_reading(
+    method: Callable[Concatenate[AttentionMap, P], Answer],
+) -> Callable[Concatenate[AttentionMap, P], Answer]:
     """No gradients, and no autocast: it would round to half precision what is meant to be exact."""
 
     @functools.wraps(method)
@@ -72,17 +74,17 @@ class AttentionMap:
         if prepared and mechanism is not None and scale is not None:
             raise ValueError(f"scale={scale} goes with the scaled dot product, not with mechanism={mechanism.name!r}")
         with torch.no_grad():  # weights do not need values: k stands in for them
-            made = prepare(q, k, k, mask, bias, scale, None if prepared else mechanism, frame)
-        self._take(replace(made, mechanism=mechanism) if prepared and mechanism is not None else made, lse)
+            result = prepare(q, k, k, mask, bias, scale, None if prepared else mechanism, frame)
+        self._set_matrix(replace(result, mechanism=mechanism) if prepared and mechanism is not None else result, lse)
 
     @classmethod
     def of(cls, scoring: ScoreMatrix, lse: Tensor | None = None) -> AttentionMap:
         """The map of a ScoreMatrix or a Call, whose q and k are prepared already."""
-        made = cls.__new__(cls)
-        made._take(scoring, lse)
-        return made
+        result = cls.__new__(cls)
+        result._set_matrix(scoring, lse)
+        return result
 
-    def _take(self, scoring: ScoreMatrix, lse: Tensor | None) -> None:
+    def _set_matrix(self, scoring: ScoreMatrix, lse: Tensor | None) -> None:
         mechanism = scoring.mechanism
         if mechanism.normaliser not in ("softmax", "linear"):
             kind = f"its normaliser is {mechanism.normaliser!r}, neither 'softmax' nor 'linear'"
@@ -93,28 +95,28 @@ class AttentionMap:
             mechanism = freeze(mechanism)
         frozen = ScoreMatrix(q, k, scoring.mask, freeze(scoring.bias), mechanism, scoring.frame)
         with torch.inference_mode(False):  # it is filled in later, perhaps outside of the mode the map is made in
-            lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _given(lse, q)
-        self._set(TileWalk(frozen, lse))
+            lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _check_lse(lse, q)
+        self._set_walk(TileWalk(frozen, lse))
 
-    def _set(self, sweep: TileWalk) -> None:
-        self._sweep = sweep
+    def _set_walk(self, walk: TileWalk) -> None:
+        self._walk = walk
         self._parts: dict[tuple[range, range], AttentionMap] = {}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, T, S)."""
-        return self._sweep.shape
+        return self._walk.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._sweep.lse.dtype
+        return self._walk.lse.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._sweep.lse.device
+        return self._walk.lse.device
 
     def __repr__(self) -> str:
-        return f"AttentionMap(shape={self.shape}, mechanism={self._sweep.scoring.mechanism.name!r})"
+        return f"AttentionMap(shape={self.shape}, mechanism={self._walk.scoring.mechanism.name!r})"
 
     # ---- fewer heads
 
@@ -126,27 +128,27 @@ class AttentionMap:
         """The map of some of the batch and some of the heads: a view, and what either learns of lse the other knows."""
         key = _as_range(batch, self.shape[0], "batch"), _as_range(heads, self.shape[1], "heads")
         if key not in self._parts:
-            made = AttentionMap.__new__(AttentionMap)
-            made._set(self._sweep.part(*key))
-            self._parts[key] = made
+            result = AttentionMap.__new__(AttentionMap)
+            result._set_walk(self._walk.part(*key))
+            self._parts[key] = result
         return self._parts[key]
 
     # ---- the weights themselves
 
-    @_reading
+    @_exact_reading
     def tile(self, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
         """The weights (B, H, R, C) of some rows and columns."""
-        on, (b, h, n_queries, n_keys) = self._sweep, self.shape
+        walk, (b, h, n_queries, n_keys) = self._walk, self.shape
         some_rows = as_span(rows, n_queries, "rows", self.device)
         some_cols = as_span(cols, n_keys, "cols", self.device)
-        out = on.lse.new_zeros(b, h, span_length(some_rows, n_queries), span_length(some_cols, n_keys))
-        for row_span, here in on.chunks(some_rows, on.plan.block[0]):
-            on.normalise(row_span)
-            lse = on.lse[:, :, row_span, None]
-            for col_span, masked, there in on.visible(row_span, some_cols):
-                scores = on.scores(row_span, col_span, masked)
+        out = walk.lse.new_zeros(b, h, span_length(some_rows, n_queries), span_length(some_cols, n_keys))
+        for row_span, here in walk.chunks(some_rows, walk.plan.block[0]):
+            walk.compute_lse(row_span)
+            lse = walk.lse[:, :, row_span, None]
+            for col_span, masked, there in walk.visible_columns(row_span, some_cols):
+                scores = walk.scores(row_span, col_span, masked)
                 # A row that sees nothing has lse = +inf and becomes 0 either way.
-                out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if on.linear else exp_minus_(scores, lse)
+                out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if walk.linear else exp_minus_(scores, lse)
         return out
 
     def row(self, i: int) -> Tensor:
@@ -161,92 +163,92 @@ class AttentionMap:
         """All weights, a block after the other, as (rows, cols, weights (B, H, R, C)); those the mask empties are not
         there. For whoever asks something of the whole matrix that is not asked here.
         """
-        on = self._sweep
-        for rows, seen in on.stripes():
+        walk = self._walk
+        for rows, seen in walk.stripes():
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                on.normalise(rows)
-                found = on.walk(rows, seen)
+                walk.compute_lse(rows)
+                found = walk.walk(rows, seen)
             while True:  # the modes are the caller's own again while it has a block
                 with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                     block = next(found, None)
                     if block is None:
                         break
                     cols, p, m = block
-                    weights = p.mul_(on.change(m, on.lse[:, :, rows, None]))
+                    weights = p.mul_(walk.rescale_factor(m, walk.lse[:, :, rows, None]))
                 yield rows, cols, weights
 
     # ---- what can be said about all of it in O(T) memory
 
-    @_reading
+    @_exact_reading
     def lse(self) -> Tensor:
         """log Σ_j exp(s_ij) of every row, (B, H, T), +inf where it sees nothing; for a linear kernel log Σ_j s_ij."""
-        for rows in split_span(slice(0, self.shape[2]), self._sweep.plan.block[0]):
-            self._sweep.normalise(rows)
-        return self._sweep.lse.clone()
+        for rows in split_span(slice(0, self.shape[2]), self._walk.plan.block[0]):
+            self._walk.compute_lse(rows)
+        return self._walk.lse.clone()
 
-    @_reading
+    @_exact_reading
     def top(self, k: int, rows: Pick | None = None) -> Ranked:
         """The k largest weights of each row and the keys they belong to, both (B, H, R, k)."""
-        on, (b, h, n_queries, n_keys) = self._sweep, self.shape
+        walk, (b, h, n_queries, n_keys) = self._walk, self.shape
         if not 1 <= k <= n_keys:
             raise ValueError(f"top k={k} must lie between 1 and the {n_keys} keys")
         some_rows = as_span(ALL if rows is None else rows, n_queries, "rows", self.device)
         shape = (b, h, span_length(some_rows, n_queries), k)
-        values, indices = on.lse.new_zeros(shape), torch.full(shape, -1, device=self.device)
-        height, width = on.plan.block
-        for some, here in on.chunks(some_rows, max(1, height * width // max(width, k))):
-            best, where, unit = values[:, :, here], indices[:, :, here], torch.zeros_like(on.lse[:, :, some, None])
-            for cols, p, m in on.walk(some, on.seen(some)):
+        values, indices = walk.lse.new_zeros(shape), torch.full(shape, -1, device=self.device)
+        height, width = walk.plan.block
+        for some, here in walk.chunks(some_rows, max(1, height * width // max(width, k))):
+            best, where, unit = values[:, :, here], indices[:, :, here], torch.zeros_like(walk.lse[:, :, some, None])
+            for cols, p, m in walk.walk(some, walk.visible_blocks(some)):
                 new, at = p.topk(min(k, p.shape[-1]))
-                best, order = torch.cat([best * on.change(unit, m), new], -1).topk(k)
+                best, order = torch.cat([best * walk.rescale_factor(unit, m), new], -1).topk(k)
                 where, unit = torch.cat([where, at + cols.start], -1).gather(-1, order), m
-            values[:, :, here] = best * on.change(unit, on.lse[:, :, some, None])
+            values[:, :, here] = best * walk.rescale_factor(unit, walk.lse[:, :, some, None])
             indices[:, :, here] = where
         return Ranked(values, indices.masked_fill_(values == 0, -1))
 
-    @_reading
+    @_exact_reading
     def entropy(self) -> Tensor:
         """-Σ_j A_ij log A_ij of every row in nats, (B, H, T): 0 for one key, log n for n keys alike."""
-        on = self._sweep
-        out = torch.zeros_like(on.lse)
-        for rows, blocks in on.stripes():
-            sums = [(p_log_p(p).sum(-1), p.sum(-1), m[..., 0]) for _, p, m in on.walk(rows, blocks)]
+        walk = self._walk
+        out = torch.zeros_like(walk.lse)
+        for rows, blocks in walk.stripes():
+            sums = [(p_log_p(p).sum(-1), p.sum(-1), m[..., 0]) for _, p, m in walk.walk(rows, blocks)]
             for plogp, p_sum, m in sums:  # A = p f with f = exp(m - lse), so A log A = f · p log p + p · f log f
-                f = on.change(m, on.lse[:, :, rows])
+                f = walk.rescale_factor(m, walk.lse[:, :, rows])
                 out[:, :, rows] -= f * plogp + p_sum * torch.xlogy(f, f)
         return out.clamp_(min=0)
 
     def column_sums(self) -> Tensor:
         """How much attention each key receives, Σ_i A_ij: (B, H, S)."""
         b, h, n_queries, _ = self.shape
-        return self.push(self._sweep.lse.new_ones(1).expand(b, h, 1, n_queries))[:, :, 0]
+        return self.push(self._walk.lse.new_ones(1).expand(b, h, 1, n_queries))[:, :, 0]
 
-    @_reading
+    @_exact_reading
     def push(self, x: Tensor, stay: bool = False) -> Tensor:
         """x A: what stands on the queries, (B, H, N, T), carried along the weights to the keys, (B, H, N, S).
 
         What stands on a query that sees nothing is lost; with ``stay`` it remains where it is (T = S only).
         """
-        on, (b, h, n_queries, n_keys) = self._sweep, self.shape
+        walk, (b, h, n_queries, n_keys) = self._walk, self.shape
         if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (b, h, n_queries):
             sizes = f"({b}, {h}, any, {n_queries})"
             raise ValueError(f"x of shape {tuple(x.shape)} does not fit (batch, heads, any, queries) = {sizes}")
         if stay and n_queries != n_keys:
             raise ValueError(f"stay=True needs as many keys as queries, got {n_keys} keys and {n_queries} queries")
-        out = on.lse.new_zeros(b, h, x.shape[2], n_keys)
-        for rows, blocks in on.stripes():
+        out = walk.lse.new_zeros(b, h, x.shape[2], n_keys)
+        for rows, blocks in walk.stripes():
             carried = x[..., rows].to(out.dtype)
             if not carried.any():  # what starts at few queries costs only those
                 continue
-            on.normalise(rows)
-            lse = on.lse[:, :, None, rows]
-            for cols, p, m in on.walk(rows, blocks):
-                out[..., cols] += (carried * on.change(m.transpose(-1, -2), lse)) @ p
+            walk.compute_lse(rows)
+            lse = walk.lse[:, :, None, rows]
+            for cols, p, m in walk.walk(rows, blocks):
+                out[..., cols] += (carried * walk.rescale_factor(m.transpose(-1, -2), lse)) @ p
             if stay:
                 out[..., rows] += carried * (lse == INF)
         return out
 
-    @_reading
+    @_exact_reading
     def pooled(self, h: int, w: int, reduce: str = "mean") -> Tensor:
         """An overview (B, H, h, w): the mean or the largest weight in each cell of the whole matrix, in one pass.
 
@@ -254,26 +256,28 @@ class AttentionMap:
         """
         if reduce not in ("mean", "max"):
             raise ValueError(f"reduce={reduce!r} is neither 'mean' nor 'max'")
-        on, (n_batch, n_heads, n_queries, n_keys) = self._sweep, self.shape
-        height, width = on.plan.block
+        walk, (n_batch, n_heads, n_queries, n_keys) = self._walk, self.shape
+        height, width = walk.plan.block
         wide = _cells(n_keys, w, width, "w", "keys")
         height = min(height, max(1, 4 * height * width // w))  # a stripe of the answer is held beside the tiles
         tall = _cells(n_queries, h, height, "h", "queries")
-        columns, apart = [cols for cols, _ in wide], _seams(wide)
+        columns, apart = [cols for cols, _ in wide], _unjoinable_starts(wide)
         first, last = {cols.start: cells.start for cols, cells in wide}, {cols.stop: cells.stop for cols, cells in wide}
-        out = on.lse.new_zeros(n_batch, n_heads, h, w)
+        out = walk.lse.new_zeros(n_batch, n_heads, h, w)
         stripe, unit = out.new_zeros(2, n_batch, n_heads, height, w)  # made once: no small blocks between large ones
         for rows, row_cells in tall:
             here = slice(0, rows.stop - rows.start)
             values, units = stripe[:, :, here].zero_(), unit[:, :, here].zero_()
-            for cols, p, m in on.walk(rows, on.seen(rows, columns, apart)):
+            for cols, p, m in walk.walk(rows, walk.visible_blocks(rows, columns, apart)):
                 cells = slice(first[cols.start], last[cols.stop])
-                before = values[..., cells].mul_(on.change(units[..., cells], m))
-                _collect(before, _reduced(p, 3, cells, reduce), reduce)
+                before = values[..., cells].mul_(walk.rescale_factor(units[..., cells], m))
+                _accumulate(before, _reduce_cells(p, 3, cells, reduce), reduce)
                 units[..., cells] = m
-            values.mul_(on.change(units, on.lse[:, :, rows, None]))
-            _collect(out[:, :, row_cells], _reduced(values, 2, row_cells, reduce), reduce)
-        return out if reduce == "max" else out.div_(_sizes(n_queries, h, out)[:, None] * _sizes(n_keys, w, out))
+            values.mul_(walk.rescale_factor(units, walk.lse[:, :, rows, None]))
+            _accumulate(out[:, :, row_cells], _reduce_cells(values, 2, row_cells, reduce), reduce)
+        return (
+            out if reduce == "max" else out.div_(_cell_sizes(n_queries, h, out)[:, None] * _cell_sizes(n_keys, w, out))
+        )
 
 
 # ---- what is asked and given, checked
@@ -316,7 +320,7 @@ def _in_range(index: int, total: int, name: str) -> int:
     return index % total
 
 
-def _given(lse: Tensor, q: Tensor) -> Tensor:
+def _check_lse(lse: Tensor, q: Tensor) -> Tensor:
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse of shape {tuple(lse.shape)} does not fit (batch, heads, queries) = {tuple(q.shape[:3])}")
     lse = lse.detach().to(q)
@@ -356,7 +360,7 @@ def _cells(total: int, count: int, most: int, name: str, of: str) -> list[tuple[
     return found
 
 
-def _seams(pieces: list[tuple[slice, slice]]) -> set[int]:
+def _unjoinable_starts(pieces: list[tuple[slice, slice]]) -> set[int]:
     """Where pieces of ``_cells`` may not be joined: inside a cell, and between cells of different sizes."""
 
     def size(piece: tuple[slice, slice]) -> float:
@@ -366,18 +370,18 @@ def _seams(pieces: list[tuple[slice, slice]]) -> set[int]:
     return {b[0].start for a, b in pairwise(pieces) if a[1].stop != b[1].start or size(a) != size(b)}
 
 
-def _sizes(total: int, count: int, like: Tensor) -> Tensor:
+def _cell_sizes(total: int, count: int, like: Tensor) -> Tensor:
     size, larger = divmod(total, count)
     return torch.tensor([size + (cell < larger) for cell in range(count)], dtype=like.dtype, device=like.device)
 
 
-def _reduced(x: Tensor, dim: int, cells: slice, reduce: str) -> Tensor:
+def _reduce_cells(x: Tensor, dim: int, cells: slice, reduce: str) -> Tensor:
     """Equal cells along an axis, each to its sum or its largest value."""
     grouped = x.unflatten(dim, (cells.stop - cells.start, -1))
     return grouped.sum(dim + 1) if reduce == "mean" else grouped.amax(dim + 1)
 
 
-def _collect(into: Tensor, values: Tensor, reduce: str) -> None:
+def _accumulate(into: Tensor, values: Tensor, reduce: str) -> None:
     if reduce == "mean":
         into.add_(values)
     else:

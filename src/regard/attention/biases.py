@@ -191,11 +191,11 @@ class RelativeBias(Bias):
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         (by_distance,) = operands
-        stretch = self._stretch(rows, cols, frame)
-        if stretch is not None:
-            start, stop, n_rows = stretch
+        distances = self._distance_range(rows, cols, frame)
+        if distances is not None:
+            start, stop, n_rows = distances
             values = by_distance[:, start:stop]
-            if _is_level(values):
+            if _is_constant(values):
                 n_heads, n_cols = len(values), stop - start - n_rows + 1
                 return values[None, :, :1, None].expand(1, n_heads, n_rows, n_cols)
             return toeplitz(values, n_rows)[None]  # (1, H, R, C)
@@ -203,7 +203,7 @@ class RelativeBias(Bias):
         distance = (at.j - at.i)[:, 0]  # (B or 1, R, C)
         return by_distance[:, distance - frame.reach()[0]].transpose(0, 1)  # (B or 1, H, R, C)
 
-    def _stretch(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int, int] | None:
+    def _distance_range(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int, int] | None:
         """Where the R + C - 1 distances of a tile stand among all distances, when they run on without gap."""
         row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
         if frame.steady is None or row_range is None or col_range is None:
@@ -223,10 +223,10 @@ class RelativeBias(Bias):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        stretch = self._stretch(rows, cols, frame)
-        if stretch is None:
+        distances = self._distance_range(rows, cols, frame)
+        if distances is None:
             return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
-        d_operands[0][:, stretch[0] : stretch[1]] += toeplitz_backward(d_tile.sum(0))
+        d_operands[0][:, distances[0] : distances[1]] += toeplitz_backward(d_tile.sum(0))
         return None
 
     def check(self, frame: Frame) -> None:
@@ -234,7 +234,7 @@ class RelativeBias(Bias):
             raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
 
 
-def _is_level(values: Tensor) -> bool:
+def _is_constant(values: Tensor) -> bool:
     """Whether a tile is one value a head, as T5's are far from the diagonal: then nothing has to be laid out.
 
     Asked only where the answer is free: on a CPU, outside of a graph.
@@ -345,9 +345,9 @@ class XLRelative(Bias):
         r, u, v = operands
         if q.shape[-1] != self.d_head:
             raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
-        by_distance = (q + v[:, None]) @ self._near(r, rows, cols, frame).transpose(-1, -2)  # (B, H, R, distances)
-        place = self._place(rows, cols, frame)
-        if place is None:
+        by_distance = (q + v[:, None]) @ self._nearby(r, rows, cols, frame).transpose(-1, -2)  # (B, H, R, distances)
+        distances = self._distance_range(rows, cols, frame)
+        if distances is None:
             at = frame.site(rows, cols)
             index = (at.j - at.i - frame.reach()[0]).expand(by_distance.shape[0], by_distance.shape[1], -1, -1)
             position = by_distance.gather(-1, index)
@@ -360,16 +360,16 @@ class XLRelative(Bias):
         shared = by_group(u[None, :, None, :], k.shape[1])  # (1, G, H/G, D)
         return by_head(shared @ k.transpose(-1, -2), n_heads)
 
-    def _place(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int] | None:
+    def _distance_range(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int] | None:
         row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
         if frame.steady is None or row_range is None or col_range is None:
             return None
         start = col_range[0] + frame.n_queries - row_range[1]
         return start, start + row_range[1] - row_range[0] + col_range[1] - col_range[0] - 1
 
-    def _near(self, r: Tensor, rows: Span, cols: Span, frame: Frame) -> Tensor:
-        place = self._place(rows, cols, frame)
-        return r if place is None else r[:, place[0] : place[1]]
+    def _nearby(self, r: Tensor, rows: Span, cols: Span, frame: Frame) -> Tensor:
+        distances = self._distance_range(rows, cols, frame)
+        return r if distances is None else r[:, distances[0] : distances[1]]
 
     def tile_backward(
         self,
@@ -382,14 +382,14 @@ class XLRelative(Bias):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        place = self._place(rows, cols, frame)
-        if place is None:
+        distances = self._distance_range(rows, cols, frame)
+        if distances is None:
             return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
         (r, u, v), (d_r, d_u, d_v) = operands, d_operands
         d_tile = d_tile * self.scale
         d_position = unskew(d_tile)  # (B, H, R, R + C - 1)
-        d_q = d_position @ r[:, place[0] : place[1]]
-        d_r[:, place[0] : place[1]] += (d_position.transpose(-1, -2) @ (q + v[:, None])).sum(0)
+        d_q = d_position @ r[:, distances[0] : distances[1]]
+        d_r[:, distances[0] : distances[1]] += (d_position.transpose(-1, -2) @ (q + v[:, None])).sum(0)
         d_v += d_q.sum((0, 2))
         d_content = by_group(d_tile.sum(2, keepdim=True), k.shape[1])  # (B, G, H/G, C)
         d_u += by_head(d_content @ k, q.shape[1]).sum((0, 2))

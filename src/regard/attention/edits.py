@@ -26,7 +26,7 @@ class Edit:
         self._modules = frozenset(model.modules())
         self._thread = threading.get_ident()
 
-    def is_about(self, owner: nn.Module) -> bool:
+    def applies_to(self, owner: nn.Module) -> bool:
         """Other models, and what other threads compute with this one, stay as they are."""
         return owner in self._modules and self._thread == threading.get_ident()
 
@@ -44,13 +44,13 @@ class Edit:
 
 
 _edits: tuple[Edit, ...] = ()
-_changing = threading.Lock()
+_lock = threading.Lock()
 
 
 def apply_edits_to_call(owner: nn.Module, call: AttentionCall) -> AttentionCall:
     """An attention as whoever intervenes wants it computed."""
     if _edits:
-        for edit in _about(owner):
+        for edit in _edits_for(owner):
             call = edit.call(owner, call)
     return call
 
@@ -58,7 +58,7 @@ def apply_edits_to_call(owner: nn.Module, call: AttentionCall) -> AttentionCall:
 def apply_edits_to_heads(owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
     """The output of an attention's heads (B, H, T, D) as whoever intervenes wants it."""
     if _edits:
-        for edit in _about(owner):
+        for edit in _edits_for(owner):
             output = edit.heads(owner, call, output)
     return output
 
@@ -66,38 +66,38 @@ def apply_edits_to_heads(owner: nn.Module, call: AttentionCall, output: Tensor) 
 def apply_edits_to_states(owner: nn.Module, x: Tensor) -> Tensor:
     """The states (B, T, M) before a stack or behind a layer as whoever intervenes wants them."""
     if _edits:
-        for edit in _about(owner):
+        for edit in _edits_for(owner):
             x = edit.states(owner, x)
     return x
 
 
 def has_edits(model: nn.Module) -> bool:
     """Whether anything this thread computes with a model may be changed on its way."""
-    return bool(_edits) and any(edit.is_about(model) for edit in _edits)
+    return bool(_edits) and any(edit.applies_to(model) for edit in _edits)
 
 
-def _about(owner: nn.Module) -> Iterator[Edit]:
-    return (edit for edit in _edits if edit.is_about(owner))
+def _edits_for(owner: nn.Module) -> Iterator[Edit]:
+    return (edit for edit in _edits if edit.applies_to(owner))
 
 
 @contextmanager
 def use_edit(edit: Edit) -> Iterator[None]:
     """Let an edit act inside the ``with`` block. Several may: they act in the order in which they were begun."""
-    _change(lambda edits: (*edits, edit))
+    _update_edits(lambda edits: (*edits, edit))
     try:
         yield
     finally:
-        _change(lambda edits: tuple(other for other in edits if other is not edit))
+        _update_edits(lambda edits: tuple(other for other in edits if other is not edit))
 
 
 _eager = ExitStack()  # held open while there are edits, by whichever thread's: they may end in any order
 
 
-def _change(how: Callable[[tuple[Edit, ...]], tuple[Edit, ...]]) -> None:
+def _update_edits(update: Callable[[tuple[Edit, ...]], tuple[Edit, ...]]) -> None:
     """Compiled graphs know nothing of edits: while there are some, what was compiled runs as it was written."""
     global _edits
-    with _changing:
-        before, _edits = _edits, how(_edits)
+    with _lock:
+        before, _edits = _edits, update(_edits)
         if _edits and not before and "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it is slow
             _eager.enter_context(torch.compiler.set_stance("force_eager"))
         if before and not _edits:

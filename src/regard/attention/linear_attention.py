@@ -127,7 +127,7 @@ class Performer(nn.Module, Kernel):
             raise ValueError(f"Performer has d_head={d_head}, got head width {x.shape[-1]}")
         if x.dtype == torch.float16:
             raise TypeError("Performer's features leave the range of float16; use bfloat16 or float32")
-        x = x.to(_exact(x.dtype)) * math.sqrt(self.scale)
+        x = x.to(_compute_dtype(x.dtype)) * math.sqrt(self.scale)
         with _full_precision(x):  # the exponent of what follows: rounding here is a factor there
             along = x @ self.omega.to(x.dtype).T
         return along - x.square().sum(-1, keepdim=True) / 2 - math.log(n_features) / 2
@@ -156,10 +156,10 @@ def linear(call: AttentionCall) -> Tensor:
 
     Positions known only as tensors (the slots of a cache) have no running sum: if causal, they take the formula.
     """
-    causal, rest = _split(call.mask)
+    causal, rest = _split_causal(call.mask)
     if causal and call.frame.steady is None:
         return reference(call)[0]
-    exact = _exact(call.v.dtype)
+    exact = _compute_dtype(call.v.dtype)
     q, k, v = call.q.to(exact), call.k.to(exact), with_ones(call.v.to(exact))
     visible = visible_keys(rest, call.frame)
     if visible is not None:
@@ -173,12 +173,12 @@ def linear(call: AttentionCall) -> Tensor:
     return divide(sums).to(call.v.dtype)
 
 
-def _split(mask: Mask | None) -> tuple[bool, Mask | None]:
+def _split_causal(mask: Mask | None) -> tuple[bool, Mask | None]:
     """Whether a mask of causal and padding parts is causal, and what else it is."""
     if isinstance(mask, Causal):
         return True, None
     if isinstance(mask, And):
-        (a_causal, a), (b_causal, b) = _split(mask.a), _split(mask.b)
+        (a_causal, a), (b_causal, b) = _split_causal(mask.a), _split_causal(mask.b)
         return a_causal or b_causal, b if a is None else a if b is None else a & b
     return False, mask
 
@@ -193,7 +193,7 @@ def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
     return there[None, None, :, None] if there.dim() == 1 else there[:, None, :, None]
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precision is computed in fp32: sums run over the whole length."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -282,7 +282,7 @@ class LinearState:
         check_heads(q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q has {q.shape[2]} tokens but k has {k.shape[2]}; a state takes them in step")
-        dtype, exact = v.dtype, _exact(v.dtype)
+        dtype, exact = v.dtype, _compute_dtype(v.dtype)
         q, k, v = self.mechanism.queries(q).to(exact), self.mechanism.keys(k).to(exact), with_ones(v.to(exact))
         shape = (*k.shape[:2], k.shape[3], v.shape[3])
         start = k.new_zeros(shape) if self._sums is None else self._sums

@@ -49,16 +49,18 @@ class Mechanism:
         super().__init_subclass__(**rest)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
-        declared, said = cls._giver("kind"), ("tile", "normaliser")
-        if any(getattr(cls, name) != getattr(declared, name, getattr(cls, name)) for name in said):
+        declared, attributes = cls._defining_class("kind"), ("tile", "normaliser")
+        if any(getattr(cls, name) != getattr(declared, name, getattr(cls, name)) for name in attributes):
             # It is no longer what it was a kind of.
             cls.kind = "scores" if cls.normaliser == "softmax" else "shares"
         order = cls.__mro__.index
-        if order(cls._giver("tile")) < order(cls._giver("tile_backward")):  # gradients of a score that was replaced
+        if order(cls._defining_class("tile")) < order(
+            cls._defining_class("tile_backward")
+        ):  # gradients of a score that was replaced
             cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]  # a class of its own is made here
 
     @classmethod
-    def _giver(cls, name: str) -> Any:
+    def _defining_class(cls, name: str) -> Any:
         """The class from which this one has an attribute: itself, a base, or a mix-in that knows of no mechanisms."""
         return next(base for base in cls.__mro__ if name in base.__dict__)
 

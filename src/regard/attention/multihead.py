@@ -128,9 +128,9 @@ class MultiHeadAttention(nn.Module):
         padding, or a whole ``frame`` says otherwise. ``position_bias`` is given when layers share one (T5).
         """
         if self.cross:
-            q, k, v, frame = self._to_memory(x, memory, frame, cache)
+            q, k, v, frame = self._cross_heads(x, memory, frame, cache)
         else:
-            q, k, v, frame = self._to_itself(x, memory, frame, positions, cache)
+            q, k, v, frame = self._self_heads(x, memory, frame, positions, cache)
         call = prepare(
             q,
             k,
@@ -147,7 +147,7 @@ class MultiHeadAttention(nn.Module):
         del q, k, v, call  # three times the width of what follows
         return self.w_o(output.transpose(1, 2).flatten(2))  # (B, T, H · D) → (B, T, M)
 
-    def _to_itself(
+    def _self_heads(
         self, x: Tensor, memory: Tensor | None, frame: Frame | None, positions: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Tensor, Frame]:
         if memory is not None:
@@ -158,18 +158,18 @@ class MultiHeadAttention(nn.Module):
         if isinstance(cache, CrossCache):
             raise TypeError("cache is a CrossCache, which never takes in new tokens; self-attention needs another")
         self._check_width("x", x, self.d_model)
-        q, k, v = self._projected(self.w_qkv, x, self.n_heads, self.n_kv_heads, self.n_kv_heads)
-        q, k = self._normed(q, k)
-        given = positions
+        q, k, v = self._project(self.w_qkv, x, self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        q, k = self._normalise_qk(q, k)
+        given_positions = positions
         if positions is None:
             positions = self._positions(x, frame, cache)
         if self.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions if frame is None else frame.k_pos)
         if cache is not None:
-            k, v = cache.update(k, v, given)
+            k, v = cache.update(k, v, given_positions)
             frame = cache.frame(self.n_heads)
-        elif frame is None and given is not None:
-            frame = Frame(x.shape[0], self.n_heads, given, given)
+        elif frame is None and given_positions is not None:
+            frame = Frame(x.shape[0], self.n_heads, given_positions, given_positions)
         return q, k, v, Frame.of(q, k) if frame is None else frame
 
     def _positions(self, x: Tensor, frame: Frame | None, cache: Cache | None) -> Tensor:
@@ -179,13 +179,13 @@ class MultiHeadAttention(nn.Module):
             return cache.next_positions(x.shape[1], x.device)
         return torch.arange(x.shape[1], device=x.device)
 
-    def _to_memory(
+    def _cross_heads(
         self, x: Tensor, memory: Tensor | None, frame: Frame | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Tensor, Frame]:
         self._check_width("x", x, self.d_model)
         if cache is not None and not isinstance(cache, CrossCache):
             raise TypeError(f"cache is a {type(cache).__name__}, but cross-attention keeps its memory in a CrossCache")
-        (q,) = self._projected(self.w_query, x, self.n_heads)
+        (q,) = self._project(self.w_query, x, self.n_heads)
         if cache is not None and cache.filled:
             k, v = cache.update()
             q = q if self.q_norm is None else self.q_norm(q)
@@ -193,31 +193,31 @@ class MultiHeadAttention(nn.Module):
             if memory is None:
                 raise ValueError("cross-attention needs memory (B, S, d_memory), or a cache that already holds it")
             self._check_width("memory", memory, self.d_memory)
-            k, v = self._projected(self.w_kv, memory, self.n_kv_heads, self.n_kv_heads)
-            q, k = self._normed(q, k)
+            k, v = self._project(self.w_kv, memory, self.n_kv_heads, self.n_kv_heads)
+            q, k = self._normalise_qk(q, k)
             if cache is not None:
                 cache.update(k, v)
         return q, k, v, Frame.of(q, k) if frame is None else frame
 
-    def _projected(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
+    def _project(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
         """x (B, T, M) → for each count its heads (B, heads, T, D). Of a long text each in memory of its own: the
         product of all would be there beside its parts, and as long as any of them."""
         if not should_chunk(x):
             return self._heads(project(x), *counts)
-        whole: list[Tensor] = []
+        heads: list[Tensor] = []
         for start in range(0, x.shape[1], CHUNK_TOKENS):
             parts = self._heads(project(x[:, start : start + CHUNK_TOKENS]), *counts)
-            whole = whole or [part.new_empty(*part.shape[:2], x.shape[1], self.d_head) for part in parts]
-            for out, part in zip(whole, parts, strict=True):
+            heads = heads or [part.new_empty(*part.shape[:2], x.shape[1], self.d_head) for part in parts]
+            for out, part in zip(heads, parts, strict=True):
                 out[:, :, start : start + CHUNK_TOKENS] = part
-        return whole
+        return heads
 
     def _heads(self, x: Tensor, *counts: int) -> list[Tensor]:
         """(B, T, heads · D) → for each count its heads (B, heads, T, D), views of one product."""
         parts = x.unflatten(-1, (-1, self.d_head)).split(counts, dim=2)
         return [part.transpose(1, 2) for part in parts]
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalise_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)

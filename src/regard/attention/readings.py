@@ -64,11 +64,11 @@ def retrieve(
     argtop-k_j softmax_j(q_i · k_j / √D). Of one head, or of all heads on average. Keys that may not be seen are never
     among them, so there may be fewer than k.
     """
-    found = source if isinstance(source, AttentionMap) else AttentionMap(*source)
-    found = found.part(batch=batch) if head is None else found.head(batch, head)
-    if not 1 <= k <= found.shape[3]:
-        raise ValueError(f"retrieve k={k} must lie between 1 and the {found.shape[3]} keys")
-    best = found.row(query).mean((0, 1)).topk(k)
+    attention_map = source if isinstance(source, AttentionMap) else AttentionMap(*source)
+    attention_map = attention_map.part(batch=batch) if head is None else attention_map.head(batch, head)
+    if not 1 <= k <= attention_map.shape[3]:
+        raise ValueError(f"retrieve k={k} must lie between 1 and the {attention_map.shape[3]} keys")
+    best = attention_map.row(query).mean((0, 1)).topk(k)
     ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [(index, weight) for index, weight in ranked if weight > 0]
 
@@ -84,18 +84,18 @@ def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Ten
     """
     if steps < 0:
         raise ValueError(f"walk steps={steps} must not be negative")
-    graph = _graph(weights)
+    graph = _transition_matrix(weights)
     *lead, _, n = graph.shape
     if isinstance(start, Tensor):
         if start.dim() == 0 or start.shape[-1] != n:
             raise ValueError(f"start of shape {tuple(start.shape)} is no distribution over {n} tokens")
-        here = start.to(graph.device, graph.dtype)[..., None, :]
+        distribution = start.to(graph.device, graph.dtype)[..., None, :]
     else:
-        here = _standing_at(slice(None) if start is None else start, graph, "start")
-    here = here.expand(*lead, *here.shape[-2:])
+        distribution = _one_hot_rows(slice(None) if start is None else start, graph, "start")
+    distribution = distribution.expand(*lead, *distribution.shape[-2:])
     for _ in range(steps):
-        here = _step(graph, here)
-    return here if start is None else here[..., 0, :]
+        distribution = _step(graph, distribution)
+    return distribution if start is None else distribution[..., 0, :]
 
 
 def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_000) -> Tensor:
@@ -104,15 +104,15 @@ def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_00
     Found by walking from everywhere at once with p ← (p + p A) / 2, which has the same fixed points and does not swing.
     If the graph falls apart into several traps, each keeps what reached it; under a causal mask all ends at token 0.
     """
-    graph = _graph(weights)
+    graph = _transition_matrix(weights)
     *lead, _, n = graph.shape
-    here = torch.full((*lead, 1, n), 1 / n, dtype=graph.dtype, device=graph.device)
+    distribution = torch.full((*lead, 1, n), 1 / n, dtype=graph.dtype, device=graph.device)
     moved = math.inf
     for _ in range(max_steps):
-        then = (here + _step(graph, here)) / 2
-        moved, here = float((then - here).abs().sum(-1).max()), then
+        next_distribution = (distribution + _step(graph, distribution)) / 2
+        moved, distribution = float((next_distribution - distribution).abs().sum(-1).max()), next_distribution
         if moved <= tolerance:
-            return here[..., 0, :] / here[..., 0, :].sum(-1, keepdim=True)
+            return distribution[..., 0, :] / distribution[..., 0, :].sum(-1, keepdim=True)
     raise RuntimeError(f"stationary still moves by {moved:.2g} > tolerance={tolerance} after max_steps={max_steps}")
 
 
@@ -124,8 +124,10 @@ def rollout(layers: Sequence[Weights], residual: float = 0.5) -> Tensor:
     ``layers`` go from first to last. The residual connection is the chance to stay. The answer is T × T by nature: for
     a few tokens of a long input ask ``flow_to``.
     """
-    graphs = _same_size(layers, residual)
-    through = _standing_at(slice(None), graphs[0], "rows").expand(graphs[0].shape[0], -1, -1)  # (B, T, T), the identity
+    graphs = _check_layers(layers, residual)
+    through = _one_hot_rows(slice(None), graphs[0], "rows").expand(
+        graphs[0].shape[0], -1, -1
+    )  # (B, T, T), the identity
     for graph in graphs:
         through = residual * through + (1 - residual) * (_mean_of_heads(graph) @ through)
     return through
@@ -136,20 +138,20 @@ def flow_to(layers: Sequence[Weights], rows: Pick, residual: float = 0.5) -> Ten
 
     e_i Â_L … Â_2 Â_1, multiplied from the left: in every layer a row times a matrix, never a matrix times a matrix.
     """
-    graphs = _same_size(layers, residual)
-    flow = _standing_at(rows, graphs[-1], "rows").expand(graphs[-1].shape[0], -1, -1)  # (B, R, T)
+    graphs = _check_layers(layers, residual)
+    flow = _one_hot_rows(rows, graphs[-1], "rows").expand(graphs[-1].shape[0], -1, -1)  # (B, R, T)
     for graph in reversed(graphs):
         through = _step(graph, flow[:, None].expand(-1, graph.shape[1], -1, -1))  # (B, H, R, T)
         flow = residual * flow + (1 - residual) * through.mean(1)
     return flow
 
 
-def _step(graph: Weights, here: Tensor) -> Tensor:
+def _step(graph: Weights, distribution: Tensor) -> Tensor:
     """p A for some distributions p (…, N, T)."""
-    return graph.push(here, stay=True) if isinstance(graph, AttentionMap) else here @ graph
+    return graph.push(distribution, stay=True) if isinstance(graph, AttentionMap) else distribution @ graph
 
 
-def _graph(weights: Weights) -> Weights:
+def _transition_matrix(weights: Weights) -> Weights:
     """Weights one can walk on: square, and every row sums to 1, where a token that sees nothing leads to itself."""
     if len(weights.shape) < 2 or weights.shape[-1] != weights.shape[-2]:
         raise ValueError(f"weights of shape {tuple(weights.shape)} lead from tokens to others; a walk needs T × T")
@@ -160,14 +162,14 @@ def _graph(weights: Weights) -> Weights:
     if off.max() > 0.02:  # half precision may be off by as much; scores, or weights after dropout, by far more
         worst = float(total.flatten()[off.argmax()])
         raise ValueError(f"rows of weights must sum to 1, or to 0 where nothing is seen; one sums to {worst:.3g}")
-    return _with_loops(weights)
+    return _add_self_loops(weights)
 
 
-def _with_loops(weights: Tensor) -> Tensor:
+def _add_self_loops(weights: Tensor) -> Tensor:
     return weights + torch.diag_embed((weights.sum(-1) == 0).to(weights.dtype))
 
 
-def _same_size(layers: Sequence[Weights], residual: float) -> list[Weights]:
+def _check_layers(layers: Sequence[Weights], residual: float) -> list[Weights]:
     if not layers:
         raise ValueError("layers is empty; a rollout needs at least one")
     if not 0 <= residual <= 1:
@@ -178,7 +180,7 @@ def _same_size(layers: Sequence[Weights], residual: float) -> list[Weights]:
         sizes, first = ((x.shape[0], x.shape[-1]) for x in (layer, layers[0]))
         if sizes != first:
             raise ValueError(f"layers[{n}] has (batch, length) = {sizes}, layers[0] has {first}")
-    return [_graph(layer) for layer in layers]
+    return [_transition_matrix(layer) for layer in layers]
 
 
 def _mean_of_heads(graph: Weights) -> Tensor:
@@ -188,11 +190,11 @@ def _mean_of_heads(graph: Weights) -> Tensor:
     n_batch, n_heads, n, _ = graph.shape
     total = torch.zeros(n_batch, n, n, dtype=graph.dtype, device=graph.device)
     for h in range(n_heads):
-        total += _with_loops(graph.part(heads=h).dense())[:, 0]
+        total += _add_self_loops(graph.part(heads=h).dense())[:, 0]
     return total / n_heads
 
 
-def _standing_at(tokens: Pick, graph: Weights, name: str) -> Tensor:
+def _one_hot_rows(tokens: Pick, graph: Weights, name: str) -> Tensor:
     """A row for each of some tokens, (R, T), 1 where it stands."""
     n = graph.shape[-1]
     every = torch.arange(n, device=graph.device)

@@ -31,23 +31,23 @@ def compute_steps(call: AttentionCall) -> Steps:
     scaled, biased, masked, weights = _weights(call)
     scores = scaled
     if isinstance(call.mechanism, Dot) and call.mechanism.kind == "dot":
-        scores = Dot(scale=1.0).tile(_exact(call.q), _exact(call.k))
+        scores = Dot(scale=1.0).tile(_as_fp32(call.q), _as_fp32(call.k))
     return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
 
 
 def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled, biased and masked scores, and the weights they become."""
-    (own, of_bias), q, k = call.operands(), _exact(call.q), _exact(call.k)
+    (own, of_bias), q, k = call.operands(), _as_fp32(call.q), _as_fp32(call.k)
     scaled = call.mechanism.tile(q, k, own)
     biased = scaled
     if call.bias is not None:
         biased = scaled + call.bias.tile(ALL, ALL, call.frame, of_bias, q, k)
     allowed = call.allowed()
-    masked = biased if allowed is None else biased.masked_fill(~allowed, call.nothing)
+    masked = biased if allowed is None else biased.masked_fill(~allowed, call.hidden_score)
     return scaled, biased, masked, normalise(masked, call.mechanism.normaliser).to(call.v.dtype)
 
 
-def _exact(x: Tensor) -> Tensor:
+def _as_fp32(x: Tensor) -> Tensor:
     """Scores of half-precision heads are fp32: in float16 a product of large heads is infinite."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -58,8 +58,8 @@ def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if call.dropout == 0:
         return weigh(weights, call.v), weights
     seed = draw_seed(call.q.device) if call.seed is None else call.seed
-    kept = weights * dropout_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
-    return weigh(kept, call.v), weights
+    dropped_out = weights * dropout_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
+    return weigh(dropped_out, call.v), weights
 
 
 def normalise(scores: Tensor, normaliser: str) -> Tensor:

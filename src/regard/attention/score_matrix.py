@@ -53,10 +53,10 @@ class ScoreMatrix:
             # A tile is fresh memory: where no graph wants the step before, a second one would only cost.
             scores = scores + bias if torch.is_grad_enabled() else scores.add_(bias)
         allowed = self.allowed(rows, cols) if masked else None
-        return scores if allowed is None else apply_mask(scores, allowed, self.nothing)
+        return scores if allowed is None else apply_mask(scores, allowed, self.hidden_score)
 
     @property
-    def nothing(self) -> float:
+    def hidden_score(self) -> float:
         """The score that becomes weight 0."""
         return float("-inf") if self.mechanism.normaliser == "softmax" else 0.0
 
@@ -148,7 +148,7 @@ class TileWalk:
         self.scoring = scoring
         self.lse = lse  # (B, H, T): NaN where not yet known, +inf where a row sees nothing
         self.linear = scoring.mechanism.normaliser == "linear"
-        _hold_on_to_freed_tiles()
+        _keep_freed_memory()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -205,12 +205,12 @@ class TileWalk:
             yield cols, p, m
         self.lse[:, :, rows] = torch.where(total == 0, INF, m + torch.log(total))[..., 0]
 
-    def change(self, before: Tensor, after: Tensor) -> Tensor:
+    def rescale_factor(self, before: Tensor, after: Tensor) -> Tensor:
         """exp(before - after), the factor between two units m. A softmax's m only grows, once a row has seen a key."""
         change = before - after
         return torch.exp(change if self.linear else change.clamp_(max=0))
 
-    def normalise(self, rows: Span) -> None:
+    def compute_lse(self, rows: Span) -> None:
         """Make sure that lse of these rows is known."""
         unknown = self.lse[:, :, rows].isnan().flatten(0, 1).any(0).nonzero()[:, 0]
         if not len(unknown):
@@ -219,24 +219,26 @@ class TileWalk:
             rows = slice(rows.start + int(unknown[0]), rows.start + int(unknown[-1]) + 1)
         else:
             rows = rows[unknown]
-        for _ in self.walk(rows, self.seen(rows)):
+        for _ in self.walk(rows, self.visible_blocks(rows)):
             pass
 
     def stripes(self) -> Iterator[tuple[slice, list[Block]]]:
         """The whole matrix: blocks of rows, and the blocks of columns that each of them sees."""
         for rows in split_span(slice(0, self.shape[2]), self.plan.block[0]):
-            yield rows, self.seen(rows)
+            yield rows, self.visible_blocks(rows)
 
-    def seen(self, rows: Span, columns: Iterable[slice] | None = None, apart: Container[int] = ()) -> list[Block]:
+    def visible_blocks(
+        self, rows: Span, columns: Iterable[slice] | None = None, apart: Container[int] = ()
+    ) -> list[Block]:
         """The blocks of columns that these rows see at all, the plan's or those given, joined while they fit.
 
         A block that starts at one of ``apart`` is not joined to the one before.
         """
         columns = split_span(slice(0, self.shape[3]), self.plan.block[1]) if columns is None else columns
-        widest = self.width(span_length(rows, self.shape[2]))
+        widest = self.max_width(span_length(rows, self.shape[2]))
         found: list[Block] = []
         for cols in columns:
-            kind = self.kind(rows, cols)
+            kind = self.block_kind(rows, cols)
             if kind == EMPTY:
                 continue
             before, before_masked = found[-1] if found else (slice(-1, -1), False)
@@ -247,27 +249,27 @@ class TileWalk:
                 found.append((cols, kind == PARTIAL))
         return found
 
-    def visible(self, rows: Span, cols: Span) -> Iterator[tuple[Span, bool, slice]]:
+    def visible_columns(self, rows: Span, cols: Span) -> Iterator[tuple[Span, bool, slice]]:
         """Any columns in pieces: those that the rows see, whether the mask is needed, and the place in the answer."""
         width = self.plan.block[1]
         if isinstance(cols, slice):
-            for some, masked in self.seen(rows, split_span(cols, width)):
+            for some, masked in self.visible_blocks(rows, split_span(cols, width)):
                 yield some, masked, slice(some.start - cols.start, some.stop - cols.start)
         else:
             for piece, there in self.chunks(cols, width):
                 yield piece, True, there
 
-    def width(self, n_rows: int) -> int:
+    def max_width(self, n_rows: int) -> int:
         """How many columns a block of so many rows may have: the fewer rows and heads, the more."""
         width = self.plan.block[1]
         fit = self.scoring.mechanism.largest_tile // (self.shape[0] * self.shape[1] * n_rows)
         return max(width, fit // width * width)
 
-    def kind(self, rows: Span, cols: Span) -> int:
+    def block_kind(self, rows: Span, cols: Span) -> int:
         """EMPTY, FULL or PARTIAL for any rows and columns, from the blocks of the plan that they touch."""
         height, width = self.plan.block
-        lines = [self.kinds[a] for a in _touched(rows, height)]
-        kinds = {line[b] for b in _touched(cols, width) for line in lines}
+        lines = [self.kinds[a] for a in _blocks_of(rows, height)]
+        kinds = {line[b] for b in _blocks_of(cols, width) for line in lines}
         return kinds.pop() if len(kinds) == 1 else PARTIAL
 
     def chunks(self, span: Span, most: int) -> Iterator[tuple[Span, slice]]:
@@ -278,7 +280,7 @@ class TileWalk:
             pieces = split_span(span, most)
         elif bias is not None and bias.reads_content:
             # Such a bias reads scattered rows through all distances there are; for runs of neighbours it need not.
-            pieces = [piece for run in _runs(span) for piece in split_span(run, most)]
+            pieces = [piece for run in _consecutive_runs(span) for piece in split_span(run, most)]
         else:
             pieces = span.split(most)
         done = 0
@@ -298,7 +300,7 @@ def _key_heads(k: Tensor, heads: range, n_heads: int) -> Tensor:
 
 
 @functools.cache
-def _hold_on_to_freed_tiles() -> None:
+def _keep_freed_memory() -> None:
     """Keep glibc from returning every freed tile to the system and fetching it again page by page, at great cost.
 
     It learns what is worth keeping from the largest block it has seen freed. This one is never touched: it is free.
@@ -315,14 +317,14 @@ def split_span(span: slice, most: int) -> list[slice]:
     return [slice(i, min(i + most, span.stop)) for i in range(span.start, span.stop, most)]
 
 
-def _runs(indices: Tensor) -> list[slice]:
+def _consecutive_runs(indices: Tensor) -> list[slice]:
     """Indices as runs of neighbours, in order."""
     values = indices.tolist()
     starts = [n for n, i in enumerate(values) if n == 0 or i != values[n - 1] + 1]
     return [slice(values[a], values[b - 1] + 1) for a, b in pairwise([*starts, len(values)])]
 
 
-def _touched(span: Span, size: int) -> Iterable[int]:
+def _blocks_of(span: Span, size: int) -> Iterable[int]:
     """The blocks of a given size in which a span lies."""
     if isinstance(span, slice):
         return range(span.start // size, -(-span.stop // size))

@@ -23,7 +23,7 @@ from .mechanisms import Mechanism
 from .score_matrix import AttentionCall, ScoreMatrix
 
 
-class Seen(NamedTuple):
+class RecordedAttention(NamedTuple):
     """One attention as it was computed: q and k as the mechanism prepared them, and what its weights follow from.
 
     While decoding with a cache, k, v and frame are None: the cache has them, and to keep them for every step would be
@@ -45,18 +45,18 @@ class Seen(NamedTuple):
     memory: tuple[Tensor, Tensor] | None
 
 
-def keys_now(cache: Cache) -> tuple[Tensor, Tensor]:
+def current_keys(cache: Cache) -> tuple[Tensor, Tensor]:
     """The keys of a cache and their positions, without history."""
     k, positions = cache.keys()
     return k.detach(), positions
 
 
-def same_memory(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+def is_same_memory(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     """Whether two memories are alike; beams of one source are, however they were reordered."""
     return a is b or all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreMatrix:
+def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreMatrix:
     """One ScoreMatrix for all steps. While decoding only queries are kept: the keys are the cache's, asked for once."""
     first, (k, k_pos) = steps[0], keys
     if first.mechanism.kind == "summary":
@@ -65,14 +65,14 @@ def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreM
         )
     if any(step.bias is not first.bias for step in steps):
         raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
-    q_pos = _beside([step.q_pos for step in steps])
+    q_pos = _concat_positions([step.q_pos for step in steps])
     frame = Frame(first.q.shape[0], first.q.shape[1], q_pos, k_pos)
     sizes = [step.q.shape[2] for step in steps]
-    mask = _mask_of([step.mask for step in steps], sizes)
+    mask = _joint_mask([step.mask for step in steps], sizes)
     if not isinstance(cache, CrossCache):
         _check_complete(q_pos, k_pos)
-        written = _beside([step.q_pos.amax(-1, keepdim=True).expand_as(step.q_pos) for step in steps])
-        mask = Written(written) if mask is None else mask & Written(written)
+        written = _concat_positions([step.q_pos.amax(-1, keepdim=True).expand_as(step.q_pos) for step in steps])
+        mask = WrittenKeys(written) if mask is None else mask & WrittenKeys(written)
     if mask is not None:
         mask.check(frame)
     return ScoreMatrix(
@@ -80,7 +80,7 @@ def join(steps: list[Seen], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreM
     )
 
 
-def _beside(parts: list[Tensor]) -> Tensor:
+def _concat_positions(parts: list[Tensor]) -> Tensor:
     """(T,) and (B, T) side by side."""
     n_rows = max((x.shape[0] for x in parts if x.dim() == 2), default=None)
     return torch.cat(parts if n_rows is None else [x.expand(n_rows, -1) for x in parts], dim=-1)
@@ -92,13 +92,15 @@ def _check_complete(q_pos: Tensor, k_pos: Tensor) -> None:
     there = torch.zeros(*k_pos.shape[:-1], last + 2, dtype=torch.bool, device=k_pos.device)
     there.scatter_(-1, torch.where((k_pos >= 0) & (k_pos <= last), k_pos, last + 1), True)  # the rest, out of the way
     wanted = torch.arange(last + 1, device=k_pos.device) <= q_pos.amax(-1, keepdim=True)
-    gone = int((wanted & ~there[..., :-1]).sum(-1).max())
-    if gone:
-        raise ValueError(f"{gone} of the {last + 1} keys are no longer in the cache; RingCache(keep_keys=…) keeps them")
+    n_stale = int((wanted & ~there[..., :-1]).sum(-1).max())
+    if n_stale:
+        raise ValueError(
+            f"{n_stale} of the {last + 1} keys are no longer in the cache; RingCache(keep_keys=…) keeps them"
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Written(Mask):
+class WrittenKeys(Mask):
     """Keys that were in the cache when the query was asked: up to the last position of its step."""
 
     until: Tensor  # (T,) or (B, T)
@@ -112,7 +114,7 @@ class Written(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class ByStep(Mask):
+class StepMasks(Mask):
     """Each step's queries under the mask that step was given; None: they see everything."""
 
     masks: tuple[Mask | None, ...]
@@ -134,23 +136,23 @@ class ByStep(Mask):
                 mask.check(frame)
 
 
-def _mask_of(masks: list[Mask | None], sizes: list[int]) -> Mask | None:
+def _joint_mask(masks: list[Mask | None], sizes: list[int]) -> Mask | None:
     """The one mask of all steps; where they differ, each for its own rows."""
-    if all(_same(mask, masks[0]) for mask in masks):
+    if all(_equal(mask, masks[0]) for mask in masks):
         return masks[0]
-    return ByStep(tuple(masks), tuple(torch.tensor(sizes).cumsum(0).tolist()))
+    return StepMasks(tuple(masks), tuple(torch.tensor(sizes).cumsum(0).tolist()))
 
 
-def _same(a: object, b: object) -> bool:
+def _equal(a: object, b: object) -> bool:
     """Whether two masks say the same; models build theirs anew with every step."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
     if a is b or not isinstance(a, Mask) or type(a) is not type(b) or not is_dataclass(a):
         return a is b or (not isinstance(a, Mask) and a == b)
-    return all(_same(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
+    return all(_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
 
 
-class _Passed:
+class _TapRecord:
     """One thing that passed a tap, and what passed before it.
 
     A chain, because a compiled graph can lengthen it without reading it. A list it would compare, as far as it has
@@ -159,13 +161,13 @@ class _Passed:
 
     def __init__(
         self,
-        before: _Passed | None = None,
+        before: _TapRecord | None = None,
         owner: nn.Module | None = None,
         name: str = "",
-        what: Tensor | Seen | None = None,
+        value: Tensor | RecordedAttention | None = None,
         ignored: Tensor | None = None,
     ) -> None:
-        self.before, self.owner, self.name, self.what = before, owner, name, what
+        self.before, self.owner, self.name, self.value = before, owner, name, value
         self.ignored = ignored  # of a compiled graph: whether it ran where the recorder does not look
 
 
@@ -175,8 +177,8 @@ class Recorder:
     def __init__(self, model: nn.Module, values: bool = True) -> None:
         self.values = values  # whether v, outputs and what ``tap`` shows are kept too
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
-        self._places = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
-        self._last = _Passed()
+        self._module_names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+        self._last = _TapRecord()
         self._thread = threading.get_ident()  # what other threads do is not for this recorder
         self._keys: dict[Cache, tuple[Tensor, Tensor]] = {}
         self._versions: dict[Cache, CacheVersion] = {}  # of these keys
@@ -185,21 +187,21 @@ class Recorder:
     @property
     def tensors(self) -> dict[str, list[Tensor]]:
         """What ``tap`` showed, by name; a module's own taps stand under its place, "layers.0.norm.x"."""
-        found: dict[str, list[Tensor]] = {}
-        for passed in self._passed():
-            if isinstance(passed.what, Tensor):
-                place = "" if passed.owner is None else self._places[passed.owner]
-                found.setdefault(f"{place}.{passed.name}" if place else passed.name, []).append(passed.what)
-        return found
+        by_name: dict[str, list[Tensor]] = {}
+        for entry in self._records():
+            if isinstance(entry.value, Tensor):
+                place = "" if entry.owner is None else self._module_names[entry.owner]
+                by_name.setdefault(f"{place}.{entry.name}" if place else entry.name, []).append(entry.value)
+        return by_name
 
     @property
-    def attentions(self) -> dict[str, list[Seen]]:
+    def attentions(self) -> dict[str, list[RecordedAttention]]:
         """What ``tap_attention`` showed, by the place of the module in the model ("attention" if it is the model)."""
-        found: dict[str, list[Seen]] = {}
-        for passed in self._passed():
-            if isinstance(passed.what, Seen) and passed.owner is not None:
-                found.setdefault(self._places[passed.owner] or "attention", []).append(passed.what)
-        return found
+        by_name: dict[str, list[RecordedAttention]] = {}
+        for entry in self._records():
+            if isinstance(entry.value, RecordedAttention) and entry.owner is not None:
+                by_name.setdefault(self._module_names[entry.owner] or "attention", []).append(entry.value)
+        return by_name
 
     def map(self, name: str, step: int | slice | None = None) -> AttentionMap:
         """The attention map of one place: of one of its calls, or of all or some together if they share a cache."""
@@ -214,42 +216,42 @@ class Recorder:
             raise ValueError(f"{len(some)} calls at {name!r} do not share a cache; say which step to look at")
         return AttentionMap.of(self._scoring(name, some))
 
-    def _scoring(self, name: str, seen: list[Seen]) -> ScoreMatrix:
+    def _scoring(self, name: str, seen: list[RecordedAttention]) -> ScoreMatrix:
         one, cache = seen[0], seen[0].cache
         if cache is None:
             assert one.k is not None and one.frame is not None
             return ScoreMatrix(one.q, one.k, one.mask, one.bias, one.mechanism, one.frame)
         if one.memory is not None:
-            if any(s.memory is None or not same_memory(s.memory, one.memory) for s in seen):
+            if any(s.memory is None or not is_same_memory(s.memory, one.memory) for s in seen):
                 raise ValueError(f"the memory is not the same in all {len(seen)} calls at {name!r}; say which step")
-            return join(seen, cache, one.memory)
+            return join_steps(seen, cache, one.memory)
         version = self._versions.get(cache, cache.version)
-        gone = sum(s.version is not version for s in seen)
-        if gone:
+        n_stale = sum(s.version is not version for s in seen)
+        if n_stale:
             raise ValueError(
-                f"the cache was reordered, truncated or reset after {gone} of these {len(seen)} calls at {name!r},"
+                f"the cache was reordered, truncated or reset after {n_stale} of these {len(seen)} calls at {name!r},"
                 " whose keys are gone; look at the steps since then"
             )
-        return join(seen, cache, self._keys[cache] if cache in self._keys else keys_now(cache))
+        return join_steps(seen, cache, self._keys[cache] if cache in self._keys else current_keys(cache))
 
-    def _passed(self) -> list[_Passed]:
+    def _records(self) -> list[_TapRecord]:
         """Everything seen of the model, oldest first; what checkpointing computed again is left out."""
-        chain: list[_Passed] = []
-        passed = self._last
-        while passed.before is not None:
-            if (passed.owner is None or passed.owner in self._places) and (
-                passed.ignored is None or not passed.ignored
+        chain: list[_TapRecord] = []
+        entry = self._last
+        while entry.before is not None:
+            if (entry.owner is None or entry.owner in self._module_names) and (
+                entry.ignored is None or not entry.ignored
             ):
-                chain.append(passed)
-            passed = passed.before
+                chain.append(entry)
+            entry = entry.before
         return chain[::-1]
 
-    def _sharing(self, seen: Seen) -> Seen:
+    def _share_memory(self, seen: RecordedAttention) -> RecordedAttention:
         """With the memory kept already where it is the same: reordering copies it."""
         if seen.cache is None or seen.memory is None:
             return seen
         kept = self._memories.get(seen.cache)
-        if kept is None or not same_memory(kept, seen.memory):
+        if kept is None or not is_same_memory(kept, seen.memory):
             kept = self._memories[seen.cache] = seen.memory
         return seen._replace(memory=kept)
 
@@ -262,21 +264,21 @@ class Recorder:
                 frozen[id(part)] = part, freeze(part)  # both: an id is one's own only as long as one lives
             return frozen[id(part)][1]
 
-        last = _Passed()
-        for passed in self._passed():  # a new chain, which lets go of everything else that a compiled graph showed
-            what = passed.what
-            if isinstance(what, Seen):
-                self._keep_keys(what)
-                what = what._replace(bias=once(what.bias), mechanism=once(what.mechanism))
-            last = _Passed(last, passed.owner, passed.name, what)
+        last = _TapRecord()
+        for entry in self._records():  # a new chain, which lets go of everything else that a compiled graph showed
+            value = entry.value
+            if isinstance(value, RecordedAttention):
+                self._copy_keys(value)
+                value = value._replace(bias=once(value.bias), mechanism=once(value.mechanism))
+            last = _TapRecord(last, entry.owner, entry.name, value)
         self._last = last
         self._memories.clear()
 
-    def _keep_keys(self, seen: Seen) -> None:
+    def _copy_keys(self, seen: RecordedAttention) -> None:
         cache = seen.cache
         if cache is None or seen.memory is not None or cache in self._keys or seen.version is not cache.version:
             return
-        k, positions = keys_now(cache)
+        k, positions = current_keys(cache)
         self._keys[cache], self._versions[cache] = (k.clone(), positions.clone()), cache.version
 
 
@@ -286,22 +288,24 @@ _recorder: Recorder | None = None
 def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Show ``x`` to the recorder, if there is one, under a name; ``owner`` is the module it belongs to. Returns x."""
     if _recorder is not None and _recorder.values:
-        _show(_recorder, owner, name, x.detach(), x)
+        _append_record(_recorder, owner, name, x.detach(), x)
     return x
 
 
 def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: Cache | None = None) -> Tensor:
     """Show an attention computed by ``owner`` to the recorder, if there is one. Returns the output."""
     if _recorder is not None:
-        _show(_recorder, owner, "attention", _seen(call, output, cache, _recorder.values), output)
+        _append_record(
+            _recorder, owner, "attention", _recorded_attention(call, output, cache, _recorder.values), output
+        )
     return output
 
 
-def _seen(call: AttentionCall, output: Tensor, cache: Cache | None, values: bool) -> Seen:
-    kept = torch.Tensor.detach if values else _own
+def _recorded_attention(call: AttentionCall, output: Tensor, cache: Cache | None, values: bool) -> RecordedAttention:
+    kept = torch.Tensor.detach if values else _compact_copy
     k, frame = (None, None) if cache is not None else (kept(call.k), call.frame)
     q_pos = call.frame.q_pos.clone()  # its own memory: a view would keep alive, or be overwritten by, the cache's
-    return Seen(
+    return RecordedAttention(
         kept(call.q),
         k,
         call.v.detach() if values and cache is None else None,
@@ -313,26 +317,28 @@ def _seen(call: AttentionCall, output: Tensor, cache: Cache | None, values: bool
         frame,
         cache,
         None if cache is None else cache.version,
-        keys_now(cache) if isinstance(cache, CrossCache) else None,
+        current_keys(cache) if isinstance(cache, CrossCache) else None,
     )
 
 
-def _own(x: Tensor) -> Tensor:
+def _compact_copy(x: Tensor) -> Tensor:
     """x in memory of its own: a view would keep alive the whole product, v too, that q and k are parts of."""
     x = x.detach()
     alone = not torch.compiler.is_compiling() and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
-def _show(recorder: Recorder, owner: nn.Module | None, name: str, what: Tensor | Seen, at: Tensor) -> None:
+def _append_record(
+    recorder: Recorder, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor
+) -> None:
     if torch.compiler.is_compiling():  # who runs the graph, and why, is only known when it runs
-        recorder._last = _Passed(recorder._last, owner, name, what, _is_ignored(at.detach()))
-    elif not _ignores(recorder) and (owner is None or owner in recorder._places):
-        what = recorder._sharing(what) if isinstance(what, Seen) else what
-        recorder._last = _Passed(recorder._last, owner, name, what)
+        recorder._last = _TapRecord(recorder._last, owner, name, value, _is_ignored(at.detach()))
+    elif not _should_ignore(recorder) and (owner is None or owner in recorder._module_names):
+        value = recorder._share_memory(value) if isinstance(value, RecordedAttention) else value
+        recorder._last = _TapRecord(recorder._last, owner, name, value)
 
 
-def _ignores(recorder: Recorder | None) -> bool:
+def _should_ignore(recorder: Recorder | None) -> bool:
     """Whether this forward pass is gradient checkpointing's second one, inside backward, or another thread's."""
     again = torch._C._current_graph_task_id() != -1
     return again or (recorder is not None and recorder._thread != threading.get_ident())
@@ -341,7 +347,7 @@ def _ignores(recorder: Recorder | None) -> bool:
 @torch.library.custom_op("regard::is_ignored", mutates_args=())
 def _is_ignored(at: Tensor) -> Tensor:
     """``_ignores`` as a step of a compiled graph; it takes a tensor so that it stays where it was called."""
-    return torch.tensor(_ignores(_recorder))
+    return torch.tensor(_should_ignore(_recorder))
 
 
 @_is_ignored.register_fake

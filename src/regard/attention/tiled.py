@@ -40,7 +40,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
         # Half precision is computed in fp32: blocks are summed up over the whole length.
-        exact = _exact(q.dtype)
+        exact = _compute_dtype(q.dtype)
         call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         output, lse = _forward(call, (parts[:n_own], parts[n_own:]))
@@ -55,14 +55,14 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor) -> Any:
         q, k, v, output, lse, *operands = ctx.saved_tensors
-        exact = _exact(q.dtype)
+        exact = _compute_dtype(q.dtype)
         call = replace(ctx.call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         grads = _backward(call, (parts[: ctx.n_own], parts[ctx.n_own :]), output, lse, d_output.to(exact))
         return None, None, *(g.to(x.dtype) for g, x in zip(grads, (q, k, v, *operands), strict=True))
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -76,20 +76,20 @@ def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[
         n_rows = rows.stop - rows.start
         top = q.new_full((*q.shape[:2], n_rows, 1), float("-inf"))
         total = torch.zeros_like(top)
-        gathered = q.new_zeros(*q.shape[:2], n_rows, v.shape[-1])
-        for cols, partial in _tiles(call, rows, blocks):
+        weighted_sum = q.new_zeros(*q.shape[:2], n_rows, v.shape[-1])
+        for cols, partial in _joined_tiles(call, rows, blocks):
             scores = call.tile(rows, cols, operands, masked=partial)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = torch.where(new_top == float("-inf"), 0, new_top)  # a row that has seen nothing yet
             weights = exp_minus_(scores, shift)
-            fade = torch.exp(top - shift)
-            total.mul_(fade).add_(weights.sum(-1, keepdim=True))
+            rescale = torch.exp(top - shift)
+            total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
             if call.dropout > 0:
-                weights.mul_(_kept(call, rows, cols))
-            gathered.mul_(fade).add_(weigh(weights, select_rows(v, cols)))
+                weights.mul_(_dropout_scale(call, rows, cols))
+            weighted_sum.mul_(rescale).add_(weigh(weights, select_rows(v, cols)))
             top = new_top
         seen = total > 0
-        output[:, :, rows] = gathered / torch.where(seen, total, 1)
+        output[:, :, rows] = weighted_sum / torch.where(seen, total, 1)
         lse[:, :, rows] = torch.where(seen, top + torch.log(total), float("inf"))[..., 0]
     return output, lse
 
@@ -105,30 +105,30 @@ def _backward(
     groups, n_heads = v.shape[1], q.shape[1]
     for rows, blocks in call.plan().rows():
         q_rows, d_rows = q[:, :, rows], by_group(d_output[:, :, rows], groups)
-        for cols, partial in _tiles(call, rows, blocks):
+        for cols, partial in _joined_tiles(call, rows, blocks):
             k_cols, v_cols = select_rows(k, cols), select_rows(v, cols)
             weights = exp_minus_(call.tile(rows, cols, operands, masked=partial), lse[:, :, rows, None])
             d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
             kept = weights
             if call.dropout > 0:
-                keep = _kept(call, rows, cols)
+                keep = _dropout_scale(call, rows, cols)
                 kept, d_weights = weights * keep, d_weights * keep
-            _add(d_v, cols, gradients.d_values(by_group(kept, groups), d_rows))
+            _add_columns(d_v, cols, gradients.d_values(by_group(kept, groups), d_rows))
             d_scores = d_weights.sub_(row_dot[:, :, rows]).mul_(weights)  # gradients.d_scores, in place
             d_q_tile, d_k_tile, d_operands = call.mechanism.tile_backward(q_rows, k_cols, operands[0], d_scores)
             d_q[:, :, rows] += d_q_tile
-            _add(d_k, cols, d_k_tile)
+            _add_columns(d_k, cols, d_k_tile)
             for running, grad in zip(d_own, d_operands, strict=True):
                 running += grad
             if call.bias is not None:
-                through = call.bias.tile_backward(rows, cols, call.frame, operands[1], q_rows, k_cols, d_scores, d_bias)
-                if through is not None:
-                    d_q[:, :, rows] += through[0]
-                    _add(d_k, cols, through[1])
+                d_heads = call.bias.tile_backward(rows, cols, call.frame, operands[1], q_rows, k_cols, d_scores, d_bias)
+                if d_heads is not None:
+                    d_q[:, :, rows] += d_heads[0]
+                    _add_columns(d_k, cols, d_heads[1])
     return [d_q, d_k, d_v, *d_own, *d_bias]
 
 
-def _tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterator[tuple[Span, bool]]:
+def _joined_tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterator[tuple[Span, bool]]:
     """The blocks of a row joined to tiles worth starting, and whether each needs the mask."""
     if call.bias is not None:  # a bias is read as diagonals, which neither wide nor gathered tiles do well
         yield from blocks
@@ -139,15 +139,15 @@ def _tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bool]]) -
     masked = False
     for cols, partial in blocks:
         if parts and sum(part.stop - part.start for part in parts) + cols.stop - cols.start > widest:
-            yield _join(parts, keys), masked
+            yield _joined_span(parts, keys), masked
             parts, masked = [], False
         parts.append(cols)
         masked |= partial
     if parts:
-        yield _join(parts, keys), masked
+        yield _joined_span(parts, keys), masked
 
 
-def _join(parts: list[slice], keys: Tensor) -> Span:
+def _joined_span(parts: list[slice], keys: Tensor) -> Span:
     """Neighbouring blocks as one slice, scattered ones by index."""
     start, stop = parts[0].start, parts[-1].stop
     if stop - start == sum(part.stop - part.start for part in parts):
@@ -155,7 +155,7 @@ def _join(parts: list[slice], keys: Tensor) -> Span:
     return torch.cat([keys[part] for part in parts])
 
 
-def _add(total: Tensor, cols: Span, part: Tensor) -> None:
+def _add_columns(total: Tensor, cols: Span, part: Tensor) -> None:
     """total[:, :, cols] += part."""
     if isinstance(cols, slice):
         total[:, :, cols] += part
@@ -163,6 +163,6 @@ def _add(total: Tensor, cols: Span, part: Tensor) -> None:
         total.index_add_(2, cols, part)
 
 
-def _kept(call: AttentionCall, rows: slice, cols: Span) -> Tensor:
+def _dropout_scale(call: AttentionCall, rows: slice, cols: Span) -> Tensor:
     assert call.seed is not None
     return dropout_tile(call.dropout, call.seed, rows, cols, call.frame).to(call.q.dtype) / (1 - call.dropout)

@@ -119,5 +119,5 @@ def approximation_error(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, m
     For ``Linear``, which approximates nothing, it says how far its kernel is from softmax with scale 1/√D.
     """
     exact = attend(q, k, v, mask=mask, scale=getattr(mechanism, "scale", None)).output
-    found = attend(q, k, v, mask=mask, mechanism=mechanism).output
-    return float((found - exact).norm() / exact.norm())
+    approximate = attend(q, k, v, mask=mask, mechanism=mechanism).output
+    return float((approximate - exact).norm() / exact.norm())

@@ -105,7 +105,7 @@ class PastCache(Cache):
 def watch(attentions: list[MultiHeadAttention], notes: Notes) -> None:
     """Let these write down their q and k, just as they are scored, in the order they are called."""
     for attention in attentions:
-        name = "_to_memory" if attention.cross else "_to_itself"
+        name = "_cross_heads" if attention.cross else "_self_heads"
         setattr(attention, name, _noting(getattr(attention, name), notes))
 
 

@@ -282,7 +282,7 @@ class RowAttention:
         q, new = heads[:, :n], heads[:, n:]  # (B, H, k, D), and keys and values (B, 2G, k, D)
         if attention.rope is not None or attention.q_norm is not None:
             key, value = new.chunk(2, 1)
-            q, key = attention._normed(q, key)
+            q, key = attention._normalise_qk(q, key)
             if attention.rope is not None:
                 row_positions = positions.view(-1, keys.size)
                 q, key = attention.rope(q, row_positions), attention.rope(key, row_positions)

@@ -253,7 +253,7 @@ class DecodeStep:
         """qkv (R, (H + 2G) · D) → (R, H · D)."""
         heads = attention._heads(qkv[:, None], attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
         q, k, v = heads  # (R, heads, 1, D)
-        q, k = attention._normed(q, k)
+        q, k = attention._normalise_qk(q, k)
         if attention.rope is not None:
             positions = self.state.lengths[:, None]
             q, k = attention.rope(q, positions), attention.rope(k, positions)

@@ -20,7 +20,7 @@ def check_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> 
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
-    if not _readable(ids) or ids.numel() == 0:
+    if not _has_values(ids) or ids.numel() == 0:
         return
     smallest, largest = (int(value) for value in ids.aminmax())
     if largest >= limit:
@@ -29,7 +29,7 @@ def check_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> 
         raise ValueError(f"{name} goes down to {smallest}, but the smallest allowed is {low}")
 
 
-def _readable(ids: Tensor) -> bool:
+def _has_values(ids: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     if type(ids) is not Tensor or ids.is_meta:  # a fake tensor or another subclass has no values to read
@@ -158,7 +158,7 @@ class Embeddings(nn.Module):
     ) -> None:
         super().__init__()
         if token is not None:
-            _same_width(token.d_model, segment=segment, position=position)
+            _check_width(token.d_model, segment=segment, position=position)
         if token is not None and projection is not None and projection.in_features != token.d_model:
             raise ValueError(f"projection takes width {projection.in_features}, but token has d_model={token.d_model}")
         self.token = token
@@ -176,21 +176,21 @@ class Embeddings(nn.Module):
             raise ValueError("segments were given, but these embeddings have no segment table")
         if self.position is not None:
             if positions is None:
-                positions = self._first(x.shape[1], x.device)
+                positions = self._default_positions(x.shape[1], x.device)
             x = x + self.position(positions, x.dtype)
         if self.norm is not None:
             x = self.norm(x)
         x = self.dropout(x)
         return x if self.projection is None else self.projection(x)
 
-    def _first(self, length: int, device: torch.device) -> Tensor:
+    def _default_positions(self, length: int, device: torch.device) -> Tensor:
         max_len = None if self.position is None else self.position.max_len
         if max_len is not None and length > max_len:
             raise ValueError(f"the text has length {length}, but positions end at max_len={max_len}")
         return torch.arange(length, device=device)
 
 
-def _same_width(d_model: int, **parts: nn.Module | None) -> None:
+def _check_width(d_model: int, **parts: nn.Module | None) -> None:
     for name, part in parts.items():
         if part is not None and part.d_model != d_model:
             raise ValueError(f"{name} has d_model={part.d_model}, but token has d_model={d_model}")
@@ -268,9 +268,11 @@ class VisionEmbeddings(nn.Module):
             raise ValueError(f"n_class_tokens={n_class_tokens} must not be negative")
         if position is not None and position.d_model != patches.d_model:
             raise ValueError(f"position has d_model={position.d_model}, but patches have d_model={patches.d_model}")
-        places = n_class_tokens + patches.n_patches
-        if isinstance(position, Learned) and position.max_len != places:
-            raise ValueError(f"position has max_len={position.max_len}, but class tokens and patches make {places}")
+        n_positions = n_class_tokens + patches.n_patches
+        if isinstance(position, Learned) and position.max_len != n_positions:
+            raise ValueError(
+                f"position has max_len={position.max_len}, but class tokens and patches make {n_positions}"
+            )
         self.patches = patches
         self.position = position
         self.n_class_tokens = n_class_tokens
@@ -288,21 +290,21 @@ class VisionEmbeddings(nn.Module):
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1)
         if self.position is not None:
-            x = x + self._places(x, self.patches.grid_of(pixels.shape[2], pixels.shape[3]))
+            x = x + self._position_vectors(x, self.patches.grid_of(pixels.shape[2], pixels.shape[3]))
         if self.norm is not None:
             x = self.norm(x)
         out: Tensor = self.dropout(x)
         return out
 
-    def _places(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def _position_vectors(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         if isinstance(self.position, Learned):
             table = self.position.weight[self.position.offset :]
             if grid != self.patches.grid:
                 table = interpolate_positions(table, self.patches.grid, grid, self.n_class_tokens)
             return table.to(x.dtype)
         assert self.position is not None
-        places: Tensor = self.position(torch.arange(x.shape[1], device=x.device), x.dtype)
-        return places
+        n_positions: Tensor = self.position(torch.arange(x.shape[1], device=x.device), x.dtype)
+        return n_positions
 
 
 def interpolate_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int], n_class_tokens: int = 1) -> Tensor:

@@ -145,13 +145,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not should_chunk(x):
-            return self._through(x)
+            return self._compute(x)
         out = torch.empty_like(x)  # a text's hidden layer would be the largest thing of a forward pass
         for start in range(0, x.shape[1], CHUNK_TOKENS):
-            out[:, start : start + CHUNK_TOKENS] = self._through(x[:, start : start + CHUNK_TOKENS])
+            out[:, start : start + CHUNK_TOKENS] = self._compute(x[:, start : start + CHUNK_TOKENS])
         return out
 
-    def _through(self, x: Tensor) -> Tensor:
+    def _compute(self, x: Tensor) -> Tensor:
         hidden = self.w_in(x)  # (…, d_ff), or gate and up side by side (…, 2 d_ff)
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from .embeddings import TokenEmbedding, check_ids
 
-_MOST = 127
+_MAX_INT8 = 127
 # From float32 rows, their scale and zero, and packed weights, to float32; None where this torch has no such thing.
 _packed_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
-_packing = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
+_pack_lock = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (out, in) as int8 and one scale an output (out,)."""
     weight = weight.detach().float()
-    scale = weight.abs().amax(1) / _MOST
+    scale = weight.abs().amax(1) / _MAX_INT8
     scale = torch.where(scale > 0, scale, 1.0)
-    return (weight / scale[:, None]).round().clamp(-_MOST, _MOST).to(torch.int8), scale
+    return (weight / scale[:, None]).round().clamp(-_MAX_INT8, _MAX_INT8).to(torch.int8), scale
 
 
 class Int8Linear(nn.Module):
@@ -71,7 +71,7 @@ class Int8Linear(nn.Module):
     def product_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias for float32 rows (R, in), in as few steps as there are."""
         if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
-            out = self._whole_numbers(x)
+            out = self._integer_product(x)
             return out if bias is None else out + bias.float()
         levels, packed = _input_levels(), self._pack()
         if len(x) == 1:  # the one row's scale can be told to the product itself
@@ -79,13 +79,13 @@ class Int8Linear(nn.Module):
             out = _packed_product(x, largest / levels, levels + 1, packed)
             return out if bias is None else out.add_(bias)
         # A row of zeros becomes 0 / 0, which rounds to some whole number, and that times 0 is 0 again.
-        each = x.abs().amax(1, keepdim=True)  # (R, 1)
-        out = _packed_product(x / each, 1 / levels, levels + 1, packed)
-        return out.mul_(each) if bias is None else torch.addcmul(bias.float(), out, each, out=out)
+        row_max = x.abs().amax(1, keepdim=True)  # (R, 1)
+        out = _packed_product(x / row_max, 1 / levels, levels + 1, packed)
+        return out.mul_(row_max) if bias is None else torch.addcmul(bias.float(), out, row_max, out=out)
 
-    def _whole_numbers(self, x: Tensor) -> Tensor:
+    def _integer_product(self, x: Tensor) -> Tensor:
         """The same product without packed weights."""
-        step = (x.abs().amax(1, keepdim=True) / _MOST).clamp(min=torch.finfo(torch.float32).tiny)  # (R, 1)
+        step = (x.abs().amax(1, keepdim=True) / _MAX_INT8).clamp(min=torch.finfo(torch.float32).tiny)  # (R, 1)
         q = (x / step).round()
         if x.device.type == "cpu" and len(x):
             total = torch._int_mm(q.to(torch.int8), self.weight.t()).float()
@@ -164,8 +164,8 @@ def quantise(model: nn.Module) -> nn.Module:
     tables: dict[int, Int8Embedding] = {}
     for name, part in list(model.named_children()):
         if type(part) is TokenEmbedding:
-            tables[id(part.weight)] = made = Int8Embedding.of_table(part)
-            setattr(model, name, made)
+            tables[id(part.weight)] = table = Int8Embedding.of_table(part)
+            setattr(model, name, table)
     head: Any = getattr(model, "head", None)
     if hasattr(head, "hidden") and hasattr(head, "weight"):
         model.head = Int8Head(head, list(tables.values())[-1] if head.weight is None else None)
@@ -175,7 +175,7 @@ def quantise(model: nn.Module) -> nn.Module:
 @cache
 def _input_levels() -> int:
     """Steps on either side of 0: where a CPU adds pairs of products in 16 bits, inputs of 7 bits cannot overflow."""
-    return _MOST if torch.cpu._is_vnni_supported() else 63
+    return _MAX_INT8 if torch.cpu._is_vnni_supported() else 63
 
 
 @cache
@@ -193,7 +193,7 @@ def _can_pack() -> bool:
 
 def _pack_weight(weight: Tensor, scale: Tensor) -> Any:
     zero = torch.zeros(len(weight), dtype=torch.int64)
-    with _packing, torch.inference_mode(False), warnings.catch_warnings():
+    with _pack_lock, torch.inference_mode(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # on its way out, and checked for
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"

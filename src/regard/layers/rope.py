@@ -80,8 +80,8 @@ class RopeScaling:
         given = {field.name for field in fields(self) if getattr(self, field.name) is not None} - {"kind"}
         if missing := sorted(required - given):
             raise ValueError(f"rope scaling kind {self.kind!r} needs {', '.join(missing)}")
-        if foreign := sorted(given - required - optional):
-            raise ValueError(f"rope scaling kind {self.kind!r} does not take {', '.join(foreign)}")
+        if unexpected := sorted(given - required - optional):
+            raise ValueError(f"rope scaling kind {self.kind!r} does not take {', '.join(unexpected)}")
         for name in ("short_factor", "long_factor"):  # lists come from JSON; a frozen record should hash
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
@@ -299,18 +299,18 @@ class Rope(nn.Module):
         # load_state_dict(assign=True) fills a model built on meta, all but such buffers: they are brought along here.
         if self.short.device == device:
             return self.short, self.long
-        short, long = self._on(device)
+        short, long = self._tables_on(device)
         if not torch.compiler.is_compiling():
             self.short, self.long = short, long
         return short, long
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         short = torch.tensor(self._short, dtype=torch.float32, device=device)
         return short, None if self._long is None else torch.tensor(self._long, dtype=torch.float32, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.short, self.long = self._on(self.short.device)  # .half() and .to_empty() must not touch the values
+        self.short, self.long = self._tables_on(self.short.device)  # .half() and .to_empty() must not touch the values
         return self
 
     def extra_repr(self) -> str:
@@ -322,8 +322,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # (…, 1, T, d_rotary/2): the same for every head
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
-    return torch.cat(turned if rest.shape[-1] == 0 else [*turned, rest], dim=-1)
+    rotated = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    return torch.cat(rotated if rest.shape[-1] == 0 else [*rotated, rest], dim=-1)
 
 
 def rotated_width(d_head: int, fraction: float) -> int:

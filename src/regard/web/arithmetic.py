@@ -26,8 +26,8 @@ def weight_arithmetic(
     """The numbers between a query and a key of one head; ``values`` (B, G, S, D) are v of the layer, where known."""
     one = seen.head(0, head)
     weight = float(one.tile(row, col))
-    scoring, here, there = one._sweep.scoring, slice(row, row + 1), slice(col, col + 1)
-    own, of_bias = one._sweep.operands
+    scoring, here, there = one._walk.scoring, slice(row, row + 1), slice(col, col + 1)
+    own, of_bias = one._walk.operands
     with torch.no_grad():
         q, k = scoring.q[:, :, here], scoring.k[:, :, there]
         plain = float(scoring.mechanism.tile(q, k, own))
@@ -36,8 +36,8 @@ def weight_arithmetic(
             bias = float(scoring.bias.tile(here, there, scoring.frame, of_bias, q, k))
         allowed = scoring.allowed(here, there)
         masked = allowed is not None and not bool(allowed)
-        scores = one._sweep.scores(here, slice(0, seen.shape[3]), True)[0, 0, 0]
-    lse = float(one._sweep.lse[0, 0, row])
+        scores = one._walk.scores(here, slice(0, seen.shape[3]), True)[0, 0, 0]
+    lse = float(one._walk.lse[0, 0, row])
     found = {
         "mechanism": scoring.mechanism.name,
         "normaliser": scoring.mechanism.normaliser,

@@ -113,7 +113,7 @@ def look_bytes(look: Look) -> int:
 def _tensors(look: Look) -> Iterator[Tensor]:
     for kind in look.kinds:
         for layer in range(look.layers(kind=kind)):
-            sweep = look.map(kind=kind, layer=layer)._sweep
+            sweep = look.map(kind=kind, layer=layer)._walk
             yield from (sweep.scoring.q, sweep.scoring.k, sweep.lse)
     states = look.hidden()
     if isinstance(states, Tensor):
