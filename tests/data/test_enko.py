@@ -555,6 +555,8 @@ def test_a_dictionary_is_not_enough() -> None:
 def test_the_fingerprint_speaks_of_the_examples(corpus: EnKo) -> None:
     assert fingerprint(corpus, 8) == fingerprint(EnKo(), 8)
     assert fingerprint(corpus, 8) != fingerprint(corpus, 9)
+    # Runs recorded this as the hash of their data.
+    assert fingerprint(corpus) == "02f282157ed3bdb85269327b6c2c2a2ea68e740d80484b2d07f6467402d5266c"
 
 
 @pytest.mark.serial

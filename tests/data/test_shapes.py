@@ -150,6 +150,8 @@ def test_an_example_depends_on_its_place_alone(corpus: Shapes) -> None:
     assert forwards == [open_corpus("shapes").example(*place) for place in reversed(places)][::-1]
     assert all(np.array_equal(picture.image, picture.image) for picture in forwards)
     assert fingerprint(corpus, 4) == fingerprint(Shapes(), 4)
+    # Runs recorded this as the hash of their data.
+    assert fingerprint(corpus) == "4c8b227a738330f2b97e6ee8a8e3d641d245b998e38dbb69ed9e43f490a51bf5"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -231,6 +232,20 @@ def test_killed_and_interrupted_it_loses_nothing_that_is_done_and_comes_to_the_s
     assert values(out)["cells/long/seed-0"] == values(done)["cells/long/seed-0"]
 
 
+DEADLY = "import os\n\ndef measure(run):\n    return os.kill(os.getpid(), 9) if 'h=1' in str(run) else {'extra': 1.0}\n"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sweep = replace(sweep_of(HEADS, seeds=(0,)), measures=("deadly:measure",), metrics=("valid_loss", "extra"))
+    found = run_sweep(sweep, tmp_path / "out", jobs=2)
+    assert (found.base.n_done, found["h=1"].n_failed) == (1, 1)
+    message = (read_result(tmp_path / "out", "h=1", 0) or {})["message"]
+    assert re.fullmatch(r"its process ended with exit status -9; .*/h=1/seed-0/log\.txt may say why", message)
+
+
 # ------------------------------------------------------------------------------------- words and tables
 
 
@@ -324,10 +339,7 @@ def written_down(out: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"base_words": (*TINY, "model.mixer=strange:Mine")},
-        {"cells": (Cell("mine", ("model.mixer=strange:Mine",)),)},
-    ],
+    [{"base_words": (*TINY, "model.mixer=strange:Mine")}, {"cells": (Cell("mine", ("model.mixer=strange:Mine",)),)}],
 )
 def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[str, Any]) -> None:
     """A sweep that names a mechanism goes on where it is known; elsewhere it is refused in one sentence."""
@@ -464,6 +476,19 @@ def test_other_ways_to_read_the_data_are_other_batches(
     config["data"][field] = value
     (run / "run.json").write_text(json.dumps(config))
     assert (run_facts(run)["order"] == before) == same
+
+
+def test_measures_by_their_names_of_earlier_versions_are_known(tmp_path: Path) -> None:
+    earlier, now = "regard.experiments.token_by_token:measure", "regard.experiments.sweep_cell:measure_token_by_token"
+    sweep = planted(tmp_path / "out", {"base": [2.0], "h=1": [2.5]}, (HEADS,))
+    document = {**sweep.to_dict(), "measures": [earlier]}
+    (tmp_path / "out" / "sweep.json").write_text(json.dumps(document))
+    for cell in ("base", "h=1"):
+        file = run_folder(tmp_path / "out", cell, 0) / "result.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"measures": [earlier]}))
+    found = write_report(tmp_path / "out")
+    assert found.sweep.measures == (now,)
+    assert not [line for line in found.conclusions() if "not measured" in line]
 
 
 def test_runs_that_were_not_asked_are_counted(tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Compared", "Estimate", "compare", "dunnett", "estimate", "t_two_sided", "welch"]
-
+# A spread so many times the median one counts as of another kind. Among cells that are alike chance does that to one of
+# them in about 1 of 100 sweeps of two cells with three seeds, and in 8 of 100 of twenty cells with two.
 APART = 5.0
-"""A spread so many times the median one is taken to be of another kind. Among cells that are alike chance does that to
-one of them in about 1 of 100 sweeps of two cells with three seeds, and in 8 of 100 of twenty cells with two."""
 _DRAWS = 200_000
 
 
@@ -88,17 +86,19 @@ def _fraction(x: float, a: float, b: float) -> float:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """p-values that hold for all cells together, and which of them had to be compared on their own."""
+class CellComparison:
+    """p-values that hold for all cells together, and which of them had to be compared on their own.
+
+    ``apart`` are cells whose seeds spread over five times as far as is usual here, or all cells where the base's do.
+    They would blur the pooled spread, so they are a family of their own, tested by Welch's t-test with Bonferroni's
+    correction. Each family then has half of the error: the p of both are doubled.
+    """
 
     p: dict[str, float]
     apart: tuple[str, ...] = ()
-    """Cells whose seeds, or all of them where the base's, spread over five times as far as is usual here. They would
-    blur the spread of all, so they are a family of their own, tested by Welch's t-test with Bonferroni's correction.
-    Each family then has half of the error: the p of both are doubled."""
 
 
-def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Compared:
+def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> CellComparison:
     """Every cell against the base by Dunnett's test; nothing where no cell, or not the base, has two values.
 
     Pooling takes the cells to spread alike. Where they do not, and a wide one happens to have seeds that lie close, its
@@ -106,7 +106,7 @@ def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Comp
     """
     cells = {name: values for name, values in cells.items() if len(values) > 1}
     if len(base) < 2 or not cells:
-        return Compared({})
+        return CellComparison({})
     spreads = sorted(math.sqrt(_variance(values)) for values in (base, *cells.values()))
     most = APART * spreads[len(spreads) // 2]
     apart = [name for name, values in cells.items() if math.sqrt(_variance(values)) > most]
@@ -114,12 +114,12 @@ def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Comp
         apart = list(cells)
     together = {name: values for name, values in cells.items() if name not in apart}
     share = 2 if apart and together else 1
-    found = {name: min(1.0, share * p) for name, p in dunnett(base, together).items()}
+    p_values = {name: min(1.0, share * p) for name, p in dunnett(base, together).items()}
     for name in apart:
         p = welch(cells[name], base)
         assert p is not None, "both have two values"
-        found[name] = min(1.0, share * len(apart) * p)
-    return Compared(found, tuple(apart))
+        p_values[name] = min(1.0, share * len(apart) * p)
+    return CellComparison(p_values, tuple(apart))
 
 
 def dunnett(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -249,7 +250,7 @@ class RayRunner(Runner):
 
     def _call(self, function: Callable[[A], R], argument: A, max_seconds: float | None) -> R:
         ray, variables = self._ray, {name: x for name, x in os.environ.items() if name.startswith("REGARD_")}
-        reference = self._remote.remote(os.getcwd(), sys.path, variables, function, argument)
+        reference = self._remote.remote(os.getcwd(), sys.path, variables, pickle.dumps((function, argument)))
         self._references.add(reference)
         try:
             if not ray.wait([reference], timeout=max_seconds)[0]:
@@ -277,12 +278,13 @@ class RayRunner(Runner):
             self._ray.shutdown()
 
 
-def _ray_job(directory: str, path: list[str], variables: dict[str, str], function: Callable[[A], R], argument: A) -> R:
+def _ray_job(directory: str, path: list[str], variables: dict[str, str], job: bytes) -> Any:
     """A job on a Ray worker, in the caller's directory and with its import path, as far as this machine has them."""
     sys.path += [place for place in path if place not in sys.path]
     os.environ.update(variables)
     with suppress(OSError):
         os.chdir(directory)
+    function, argument = pickle.loads(job)  # not before the import path is there
     return function(argument)
 
 

@@ -44,7 +44,7 @@ def draw_sentence(draws: Draws, split: str) -> tuple[Node, bool]:
     Those of `longer` embed at least twice, and have words and combinations met in training.
     """
     if split == "longer":
-        return Sentences(draws, "train").deep(), True
+        return Sentences(draws, "train").longer_sentence(), True
     sentences = Sentences(draws, split)
     return sentences.sentence(), sentences.complete
 
@@ -171,10 +171,10 @@ class Sentences(Clauses):
             # `give the book that Minsu bought to the girl` could be read as buying it to her.
             parts = ["subject", "object"] if "object" in clause and "to" not in clause else ["subject"]
             chosen = parts if both else [self.draws.choice(parts)]
-            if all(self._describe(clause, part) for part in chosen):
+            if all(self._add_relative(clause, part) for part in chosen):
                 return clause
 
-    def _describe(self, clause: Node, part: str) -> bool:
+    def _add_relative(self, clause: Node, part: str) -> bool:
         """Put a relative clause into one part of a clause, if that part can have one; say whether it could."""
         node = clause.get(part)
         if node is None or "and" in node or "title" in node or clause["predicate"] == "become":
@@ -220,19 +220,19 @@ class Sentences(Clauses):
         join = self.draws.choice(_JOINS)
         sentence: Node = {"register": register, "join": join}
         if join in ("but", "and"):
-            return self._side_by_side(sentence, may_share)
+            return self._coordinated(sentence, may_share)
         shared = may_share and self.draws.chance(0.45)
         tense = self.draws.choice(("past", "present")) if shared or join == "when" else "past"
         earlier, later = ("present", "future") if join == "if" else (tense, tense)
         if shared:
-            reason, deed = self.mood_and_answer(earlier, later, self._who_is_said_again(join))
+            reason, deed = self.mood_and_answer(earlier, later, self._repeatable_subject(join))
             (reason if join == "because" else deed).pop("subject")
             return {**sentence, "shared": True, "first": reason, "clause": deed}
         reason = self.reason(earlier)
         verb = self.draws.choice(lexicon.VERBS_FOR_OTHERS) if reason["predicate"] in _MOOD_KEYS else None
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
-    def _side_by_side(self, sentence: Node, may_share: bool) -> Node:
+    def _coordinated(self, sentence: Node, may_share: bool) -> Node:
         """Two deeds in a row, or against each other: the second is not done, or is done in spite of a mood."""
         if sentence["join"] == "and":
             tense = self.draws.choice(("past", "past", "present", "future"))
@@ -241,7 +241,7 @@ class Sentences(Clauses):
             tense = self.draws.choice(("past", "past", "present"))
             verbs = [self.draws.choice(lexicon.CONTRASTED)] * 2
         if may_share and self.draws.chance(0.5):
-            subject = self._who_is_said_again(sentence["join"])
+            subject = self._repeatable_subject(sentence["join"])
             sentence["shared"] = True
             if sentence["join"] == "but" and self.draws.chance(0.5):
                 first, second = self.mood(self.draws.choice(MOODS), tense, subject), self.deed(tense, subject)
@@ -262,7 +262,7 @@ class Sentences(Clauses):
             if "subject" not in first or not self._is_same(deed["subject"], first["subject"]):
                 return deed
 
-    def _who_is_said_again(self, join: str) -> Node:
+    def _repeatable_subject(self, join: str) -> Node:
         """A subject that English can repeat as a pronoun; beside `when` and `if` only speakers themselves."""
         roll = self.draws.below(10)
         if join in ("when", "if") or roll < 3:
@@ -272,7 +272,7 @@ class Sentences(Clauses):
         name = self.draws.choice(lexicon.GENDERED_PEOPLE)
         return {"noun": name, "det": "my" if "kin" in NOUNS[name].tags else "the"}
 
-    def deep(self) -> Node:
+    def longer_sentence(self) -> Node:
         """Two or three embeddings in one sentence."""
         register = self.draws.choice(REGISTERS)
         roll = self.draws.below(3)
