@@ -1,4 +1,4 @@
-"""A server with small trained models, and Debian's chromium to look at it."""
+"""A server with small trained models, and a browser to look at it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from regard.text.tokenizer_training import train_tokenizer
 from regard.web.served_models import ServedModel
 from regard.web.server import explorer
 
-CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PAIRS = 48
 STEPS = 70

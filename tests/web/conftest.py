@@ -1,4 +1,4 @@
-"""A server with small trained models, and pages of Debian's chromium that look at it."""
+"""A server with small trained models, and pages of a real browser that look at it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from find_browser import HOW_TO_INSTALL, find_browser
 from regard.lens import Look, look
 from regard.models import Model
 
@@ -34,16 +35,16 @@ def home(models: dict[str, Model]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")  # while it is open no other test of this process may run an event loop
 def browser() -> Iterator[Any]:
-    """Chromium; a machine without it skips, and says so."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="pages are tested with playwright: pip install playwright"
-    )
-    from .browsing import ARGUMENTS, CHROMIUM
+    """The Chromium that ``find_browser`` finds; a machine without one fails and says how to install it."""
+    chromium = find_browser()
+    if chromium is None:
+        pytest.fail(HOW_TO_INSTALL, pytrace=False)
+    from playwright.sync_api import sync_playwright
 
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium")
-    with playwright.sync_playwright() as engine:
-        opened = engine.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+    from .browsing import ARGUMENTS
+
+    with sync_playwright() as engine:
+        opened = engine.chromium.launch(executable_path=str(chromium), args=ARGUMENTS)
         yield opened
         opened.close()
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from find_browser import HOW_TO_INSTALL, find_browser
 from regard.data.corpora import open_corpus
 from regard.io import load
 from regard.models import Model
 
-from .browsing import ARGUMENTS, CHROMIUM, Tab, serving
+from .browsing import ARGUMENTS, Tab, serving
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SENTENCE = "[polite] Did the kind teacher read a new book yesterday?"
@@ -86,9 +87,12 @@ def take(models: dict[str, Model], folder: Path, browser: Any) -> Iterator[Path]
 def main(runs: list[str]) -> None:
     from playwright.sync_api import sync_playwright
 
+    chromium = find_browser()
+    if chromium is None:
+        sys.exit(HOW_TO_INSTALL)
     models = {name: load(run) for name, run in zip(("en-ko", "shapes", "stdlib"), runs, strict=True)}
     with sync_playwright() as engine:
-        browser = engine.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        browser = engine.chromium.launch(executable_path=str(chromium), args=ARGUMENTS)
         for file in take(models, IMAGES, browser):
             print(file)
         browser.close()
