@@ -241,7 +241,7 @@ def test_head_patterns(tab: Tab, seen: Look) -> None:
     from regard.lens.patterns import patterns
 
     tab.open(model="en-ko", text=TEXT, view="patterns", kind="encoder", pattern="previous")
-    measured = patterns(seen, "encoder")
+    measured = patterns(seen, kind="encoder")
     exact = measured.previous
     # What B's number means, from the weights themselves: the mean of A[i, i - 1].
     weights = torch.stack(

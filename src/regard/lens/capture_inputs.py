@@ -1,4 +1,4 @@
-"""The image of a look: the pixels a model reads, and the part of the picture that they show."""
+"""What a look is given, as the model reads it: token ids, an image's pixels or regions, each with labels for people."""
 
 from __future__ import annotations
 
@@ -11,43 +11,130 @@ import torch
 from torch import Tensor
 
 from ..data.images import pixels_of
-from ..generation.prompts import image_pixels
+from ..generation.prompts import image_pixels, max_text_length, token_rows
+from ..generation.text_codec import ModelTokenizers
 from ..models import Model
 from ..text.image_processor import ImageProcessor
+from .labels import Box, Label, numbered_labels, patch_labels, token_labels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 @dataclass(frozen=True, eq=False)
-class LookImage:
-    pixels: Tensor
-    """(1, C, height, width) as the model reads them."""
-    image: Image
-    """What they show, in the picture's own resolution: a patch's box is a part of this."""
+class SourceInput:
+    """The first input of a model and its labels."""
+
+    values: Tensor  # (1, T), (1, C, height, width) or (1, R, d_region)
+    labels: list[Label]
+    text: str | None = None
+    image: Image | None = None  # the part of the image that the pixels show, in the image's own resolution
 
 
-def read_image(model: Model, what: Any) -> LookImage:
-    """A file, an image of Pillow's, an array of bytes, or pixels (C, height, width), as a model reads it."""
-    found = image_pixels(model, what)
-    if len(found) != 1:
-        raise ValueError(f"a look is at one image, got {len(found)}")
+def read_source(model: Model, what: Any) -> SourceInput:
+    """Text or token ids, an image, or the regions of an image: whatever the model reads."""
+    config = model.config
+    if config.source == "text":
+        ids = read_token_ids(model, what, "text" if config.architecture == "encoder" else "source")
+        tokenizer = tokenizers(model)[0]
+        text = what if isinstance(what, str) else decode_ids(ids, tokenizer)
+        return SourceInput(torch.tensor([ids], device=model.device), token_labels(ids, tokenizer, config), text)
+    if config.source == "image":
+        return _read_image(model, what)
+    regions = what if isinstance(what, Tensor) else torch.as_tensor(what)
+    regions = regions[None] if regions.dim() == 2 else regions
+    if regions.dim() != 3 or len(regions) != 1 or not regions.is_floating_point() or not regions.numel():
+        raise ValueError(f"a look is at the regions of one image, (R, d_region), got shape {tuple(regions.shape)}")
+    boxes: list[Box] | None = None
+    if config.d_box:  # a region's features are followed by its box
+        corners = regions[0, :, config.d_region : config.d_region + 4].tolist()
+        boxes = [(x0, y0, x1, y1) for x0, y0, x1, y1 in corners]
+    return SourceInput(_to_model(model, regions), numbered_labels("region", regions.shape[1], boxes))
+
+
+def _to_model(model: Model, x: Tensor) -> Tensor:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return x.to(model.device, dtype)
+
+
+# ---- texts
+
+
+def read_token_ids(model: Model, what: Any, name: str) -> list[int]:
+    """The token ids of one text, not longer than the model can read."""
+    ids = ModelTokenizers(model).encode_inputs(what, name)[0] if isinstance(what, str) else _one_row(what, name)
+    _check_ids(ids, name, model.config.vocab_size, max_text_length(model.config))
+    return ids
+
+
+def read_target_ids(model: Model, target: Any) -> list[int]:
+    """What the decoder is fed: bos_id, then the target without its end, as in training."""
+    bos_id, eos_id = model.config.bos_id, model.config.eos_id
+    ids = ModelTokenizers(model).target.encode(target) if isinstance(target, str) else _one_row(target, "target")
+    ids = ids[:-1] if ids and ids[-1] == eos_id else ids
+    ids = ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
+    _check_ids(ids, "target", model.config.output_vocab_size, max_text_length(model.config, target=True))
+    return ids
+
+
+def _one_row(what: Any, name: str) -> list[int]:
+    rows = token_rows(what, name=name)
+    if len(rows) != 1:
+        raise ValueError(f"a look is at one {name}, got {len(rows)}")
+    return rows[0]
+
+
+def _check_ids(ids: list[int], name: str, vocab_size: int, max_len: int) -> None:
+    if not ids:
+        raise ValueError(f"{name} is empty: there is nothing to look at")
+    if len(ids) > max_len:
+        raise ValueError(f"{name} has {len(ids):,} tokens, but this model reads at most max_len={max_len:,}")
+    for index in ids:
+        if not 0 <= index < vocab_size:
+            raise ValueError(f"{name} holds token {index}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
+
+
+def tokenizers(model: Model) -> tuple[Any, Any]:
+    """Of the source and of the target; None where the model has none."""
+    processor = model.processor
+    if processor is None:
+        return None, None
+    return processor.source, processor.target if processor.target is not None else processor.source
+
+
+def decode_ids(ids: list[int], tokenizer: Any) -> str | None:
+    return None if tokenizer is None else tokenizer.decode(ids)
+
+
+# ---- images
+
+
+def _read_image(model: Model, what: Any) -> SourceInput:
+    """A file, a PIL image, an array of bytes, or pixels (C, height, width)."""
+    values = image_pixels(model, what)
+    if len(values) != 1:
+        raise ValueError(f"a look is at one image, got {len(values)}")
     processor = None if model.processor is None else model.processor.image
     if isinstance(what, Tensor):
-        return LookImage(found, _painted(found[0], processor))
-    return LookImage(found, _seen_part(_opened(what, model.config.n_channels), processor))
+        image = _pixels_to_image(values[0], processor)
+    else:
+        image = _crop_to_input(_open_image(what, model.config.n_channels), processor)
+    embeddings: Any = model.embeddings
+    rows, cols = embeddings.patches.grid_of(*values.shape[2:])
+    labels = patch_labels(rows, cols, embeddings.n_class_tokens)
+    return SourceInput(_to_model(model, values), labels, image=image)
 
 
-def _opened(what: Any, channels: int) -> Image:
+def _open_image(what: Any, channels: int) -> Image:
     from PIL import Image
 
     what = what[0] if isinstance(what, list | tuple) else what
-    found = pixels_of(Path(what) if isinstance(what, str | Path) else what, channels=channels)
-    return Image.fromarray(found[:, :, 0] if channels == 1 else found)
+    array = pixels_of(Path(what) if isinstance(what, str | Path) else what, channels=channels)
+    return Image.fromarray(array[:, :, 0] if channels == 1 else array)
 
 
-def _seen_part(image: Image, processor: ImageProcessor | None) -> Image:
-    """The middle of a picture, where a model is shown no more than that."""
+def _crop_to_input(image: Image, processor: ImageProcessor | None) -> Image:
+    """The centre of the image that the processor's crop leaves, in the image's own resolution."""
     if processor is None or processor.crop is None:
         return image
     width, height = image.size if processor.size is None else processor._resized(*image.size)
@@ -56,11 +143,11 @@ def _seen_part(image: Image, processor: ImageProcessor | None) -> Image:
     return image.crop((round(left), round(top), round(left + part[0]), round(top + part[1])))
 
 
-def _painted(found: Tensor, processor: ImageProcessor | None) -> Image:
-    """Pixels (C, height, width) as a picture: by the processor's mean and deviation, or from darkest to brightest."""
+def _pixels_to_image(x: Tensor, processor: ImageProcessor | None) -> Image:
+    """Undo the processor's normalisation of pixels (C, height, width); without one, stretch them to the full range."""
     from PIL import Image
 
-    x = found.detach().float().cpu()
+    x = x.detach().float().cpu()
     if processor is not None and len(processor.mean) == len(x):
         x = x * torch.tensor(processor.std)[:, None, None] + torch.tensor(processor.mean)[:, None, None]
     else:

@@ -34,10 +34,8 @@ class LookComparison:
 
     kind: str
     layers: list[tuple[int, int]]
-    divergence: Tensor
-    """Jensen–Shannon, in bits, averaged over rows."""
-    largest: Tensor
-    """The largest difference of any weight."""
+    divergence: Tensor  # Jensen–Shannon, in bits, averaged over rows
+    largest: Tensor  # the largest difference of any weight
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

@@ -26,14 +26,11 @@ _POSITIONS_AT_ONCE = 64  # positions whose logits are held
 class Outcome:
     """What a model makes of an input."""
 
-    next: list[Next]
-    """The likeliest tokens behind one position, or classes, best first."""
+    next: list[Next]  # the likeliest tokens behind one position, or classes, best first
+    # -log p of the text's (or target's) own tokens on average, in nats; None where there are none to say
     loss: float | None
-    """-log p of the text's (or target's) own tokens on average, in nats; None where there are none to say."""
-    each: list[float]
-    """The same of every token by itself."""
-    written: str | None
-    """The text a model with an encoder writes by itself, where no target was given."""
+    each: list[float]  # the same of every token by itself
+    written: str | None  # the text a model with an encoder writes by itself, where no target was given
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,8 @@ class Effect:
 
     before: Outcome
     after: Outcome
-    tokens: list[str]
-    """The tokens that ``each`` is about."""
-    divergence: float
-    """KL(before ‖ after) of what comes next, in nats: 0 where nothing changed."""
+    tokens: list[str]  # the tokens that ``each`` is about
+    divergence: float  # KL(before ‖ after) of what comes next, in nats: 0 where nothing changed
 
     @property
     def loss_change(self) -> float | None:
@@ -137,7 +132,7 @@ def _losses(seen: Look, wanted: list[int]) -> list[float]:
     states, found = seen.hidden()[: len(wanted)], []
     goal = torch.tensor(wanted, device=states.device)
     for some, tokens in zip(states.split(_POSITIONS_AT_ONCE), goal.split(_POSITIONS_AT_ONCE), strict=True):
-        logits = head(some[None], seen.output_table)[0].float()
+        logits = head(some[None], seen.model.output_table)[0].float()
         found += torch.nn.functional.cross_entropy(logits, tokens, reduction="none").tolist()
     return found
 
@@ -146,12 +141,9 @@ def _losses(seen: Look, wanted: list[int]) -> list[float]:
 class LayerPrediction:
     """What is said after one layer."""
 
-    layer: int
-    """-1 for what goes into the first one."""
-    best: list[Next]
-    """The likeliest tokens, or classes, best first."""
-    entropy: float
-    """Of all of them, in nats: how undecided it is."""
+    layer: int  # -1 for what goes into the first one
+    best: list[Next]  # the likeliest tokens, or classes, best first
+    entropy: float  # of all of them, in nats: how undecided it is
 
 
 def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPrediction]:
@@ -174,7 +166,7 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
         def heard(x: Tensor) -> Tensor:
             states = x if classifier is not None else x[:, at : at + 1]
             states = states if stack.norm is None else stack.norm(states)
-            said = classifier(states) if classifier is not None else head(states, look.output_table)[:, 0]
+            said = classifier(states) if classifier is not None else head(states, model.output_table)[:, 0]
             logits[layer] = said[0].float().cpu()
             return x
 

@@ -30,8 +30,8 @@ from ..models import Model
 from ..models.block import Stack
 from .capture import Head, attention_at, attention_modules, check_head, hook_site, resolve_kind
 
+# what takes an activation's place: a tensor, or a function of what would have passed
 Change = Tensor | Callable[[Tensor], Tensor]
-"""What takes an activation's place: a tensor, or a function of what would have passed."""
 _STRIPE = 1 << 20  # weights of an edited head held at a time
 
 
@@ -170,8 +170,8 @@ class _Patch(_ByLayer):
         super().__init__(model)
         self._changes: dict[tuple[nn.Module, int], Callable[[Tensor], Tensor]] = {}
         for name, change in changes.items():
-            place = hook_site(model, name)
-            self._changes[place.owner, place.turn] = change
+            site = hook_site(model, name)
+            self._changes[site.owner, site.call] = change
         self._block_turns = {block: 0 for stack in model.stacks() for block in stack.blocks}
 
     def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:

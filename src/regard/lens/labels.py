@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from ..config import ModelConfig
 from ..text.tokenizer import BYTE_OF_LETTER, Tokenizer, TokenSpan
 
-Box = tuple[float, float, float, float]
-"""x0, y0, x1, y1 as shares of an image's width and height."""
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 as shares of an image's width and height
 
 _SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
@@ -25,22 +24,16 @@ _VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 class Label:
     """A row or a column in people's terms."""
 
-    text: str
-    """As it is read: without the space before it; what would be invisible, with a sign for it."""
+    text: str  # as it is read: without the space before it; what would be invisible, with a sign for it
     token_id: int | None = None
-    special: bool = False
-    """Whether it only says where a text begins, ends or is filled up."""
+    special: bool = False  # whether it only says where a text begins, ends or is filled up
+    # where its text starts among all the text of its side, in characters; special tokens have none there
     start: int = 0
-    """Where its text starts among all the text of its side, in characters; special tokens have none there."""
     end: int = 0
-    span: tuple[int, int] = (0, 1)
-    """The tokens it stands for, first and one past the last: several in a merged view."""
-    box: Box | None = None
-    """Where it lies in the image."""
-    new_word: bool = True
-    """Whether a word begins with it; words never go across special tokens."""
-    whole: tuple[int, int] = (0, 1)
-    """The tokens that only together make its character, itself among them."""
+    span: tuple[int, int] = (0, 1)  # the tokens it stands for, first and one past the last: several in a merged view
+    box: Box | None = None  # where it lies in the image
+    new_word: bool = True  # whether a word begins with it; words never go across special tokens
+    whole: tuple[int, int] = (0, 1)  # the tokens that only together make its character, itself among them
 
 
 def visible(text: str) -> str:

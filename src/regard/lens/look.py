@@ -257,18 +257,12 @@ class Look:
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         config = GenerateConfig(**{name: value for name, value in options.items() if value is not None})
         with torch.no_grad():
-            logits = head(self.hidden(position)[None, None], self.output_table)[0].float()
+            logits = head(self.hidden(position)[None, None], self.model.output_table)[0].float()
         texts = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         scores = sampling.filter_logits(logits, texts, 0, config, None)
         best = scores.softmax(-1)[0].topk(min(k, scores.shape[-1]))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [Next(index, self.token_text(index), chance) for index, chance in pairs if chance > 0]
-
-    @property
-    def output_table(self) -> Tensor:
-        """The embedding table that a model with tied weights uses as its output layer."""
-        model: Any = self.model
-        return model.output_table
 
     def token_text(self, index: int) -> str:
         """The text of a token that the model writes."""

@@ -44,26 +44,18 @@ class HeadPatterns:
     """Scores of heads, each (L, H); NaN where there is nothing the pattern could be about."""
 
     kind: str
-    previous: Tensor
-    """Weight on the key right before the query."""
+    previous: Tensor  # weight on the key right before the query
+    # weight on the query's own place: on the diagonal, stretched where there are more keys than queries
     current: Tensor
-    """Weight on the query's own place: on the diagonal, stretched where there are more keys than queries."""
-    next: Tensor
-    """Weight on the key right behind the query."""
-    local: Tensor
-    """Weight at most 2 tokens away; in an image on the patch and the eight around it."""
+    next: Tensor  # weight on the key right behind the query
+    local: Tensor  # weight at most 2 tokens away; in an image on the patch and the eight around it
     first: Tensor
     last: Tensor
-    delimiter: Tensor
-    """Weight on special tokens and punctuation."""
-    repeated: Tensor
-    """Weight on earlier occurrences of the query's token."""
-    induction: Tensor
-    """Weight on what followed earlier occurrences of the query's token."""
-    entropy: Tensor
-    """Mean over queries, in nats: 0 looks at one key, log n at n alike."""
-    distance: Tensor
-    """How far away the keys are on average, in tokens, or in patches across an image."""
+    delimiter: Tensor  # weight on special tokens and punctuation
+    repeated: Tensor  # weight on earlier occurrences of the query's token
+    induction: Tensor  # weight on what followed earlier occurrences of the query's token
+    entropy: Tensor  # mean over queries, in nats: 0 looks at one key, log n at n alike
+    distance: Tensor  # how far away the keys are on average, in tokens, or in patches across an image
 
     @property
     def scores(self) -> dict[str, Tensor]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ..lens.labels import Label
 
 MEAN = "mean"
-Span = tuple[int, int | None]
-"""First, and one past the last; None: as far as is sent at once."""
+Span = tuple[int, int | None]  # first, and one past the last; None: as far as is sent at once
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class HeadView:
 
     kind: str
     layer: int
-    head: int | None = None
-    """None: the mean of all heads."""
+    head: int | None = None  # None: the mean of all heads
     words: bool = False
     specials: bool = True
 

@@ -46,8 +46,7 @@ class SearchRequest(Body):
 class ModelChanges(Body):
     """What is changed about the model's attention before it looks."""
 
-    causal: bool = True
-    """False takes the causal mask away."""
+    causal: bool = True  # False takes the causal mask away
     scale: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """Times the model's own, 1/√D: 0 makes all keys alike, more makes rows sharper."""
     off: Annotated[list[tuple[ModelName, Index, Index]], Field(max_length=4096)] = []
@@ -68,8 +67,7 @@ class WatchRequest(Body):
     """Whose cross-attention is told while a text is written."""
 
     layer: Index = 0
-    head: Index | None = None
-    """None: the mean of all heads."""
+    head: Index | None = None  # None: the mean of all heads
 
 
 class StreamRequest(Body):

@@ -19,35 +19,24 @@ class Limits:
     """How much one request may ask for, and how much all looks together may keep."""
 
     body_bytes: int = 8 * MEGABYTE
-    body_seconds: float = 20.0
-    """A body that trickles in for longer than this is given up."""
-    characters: int = 200_000
-    """Of a text, before it is tokenised."""
+    body_seconds: float = 20.0  # A body that trickles in for longer than this is given up
+    characters: int = 200_000  # of a text, before it is tokenised
+    # A text is refused unread when even tokens as long as this would not fit into the model's max_len
     characters_per_token: int = 64
-    """A text is refused unread when even tokens as long as this would not fit into the model's max_len."""
-    tokens: int = 16_384
-    """Of one look, also where the model could read more."""
+    tokens: int = 16_384  # of one look, also where the model could read more
     new_tokens: int = 1024
     pixels: int = 16_000_000
-    tile: int = 256
-    """Rows, and columns, of one answer with exact weights."""
+    tile: int = 256  # rows, and columns, of one answer with exact weights
     labels: int = 2048
-    response_bytes: int = MEGABYTE
-    """Of one answer, whatever it is: 250,000 weights of 4 bytes."""
-    beam_nodes: int = 6000
-    """Of a beam search's tree; of a larger one what was given up is left out."""
-    kept_bytes: int = 2000 * MEGABYTE
-    """q and k of all looks together; the one not asked for the longest goes first."""
+    response_bytes: int = MEGABYTE  # of one answer, whatever it is: 250,000 weights of 4 bytes
+    beam_nodes: int = 6000  # of a beam search's tree; of a larger one what was given up is left out
+    kept_bytes: int = 2000 * MEGABYTE  # q and k of all looks together; the one not asked for the longest goes first
     kept_looks: int = 64
-    model_seconds: float = 300.0
-    """For a question that runs a model, waiting for others included."""
-    request_seconds: float = 60.0
-    """For any other."""
+    model_seconds: float = 300.0  # for a question that runs a model, waiting for others included
+    request_seconds: float = 60.0  # for any other
     stream_seconds: float = 600.0
-    waiting: int = 64
-    """Requests that may wait for the processor."""
-    walk_tokens: int = 512
-    """Up to this length the model is run again to know the values v of a layer."""
+    waiting: int = 64  # requests that may wait for the processor
+    walk_tokens: int = 512  # up to this length the model is run again to know the values v of a layer
 
 
 class RequestRefused(Exception):

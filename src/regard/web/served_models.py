@@ -31,8 +31,7 @@ class ServedModel:
     id: str
     name: str
     model: Model
-    example: str | None = None
-    """What the page begins with: a text, or base64 of an image; None: what it finds suitable."""
+    example: str | None = None  # what the page begins with: a text, or base64 of an image; None: what it finds suitable
 
     @property
     def config(self) -> ModelConfig:

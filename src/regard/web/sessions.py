@@ -30,8 +30,8 @@ class LookSession:
 
     look: Look
     served: ServedModel
+    # the changed attention it was made under; entered again where the model has to run again
     model_changes: Callable[[], AbstractContextManager[None]]
-    """The changed attention it was made under; entered again where the model has to run again."""
     n_bytes: int = 0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
     _known: dict[Any, _CachedAnswer] = field(default_factory=dict)
