@@ -236,8 +236,8 @@ def _name_attentions(model: Model, capture: Capture) -> Capture:
         how = f"mixer={model.config.mixer!r}" if not model.is_recurrent else "alignment='none'"
         raise ValueError(f"this model has no attention to look at: it is built with {how}")
     cols = dict(capture.cols)
-    for kind, layers in sites.items():
-        name, call = layers[0]
+    for kind, names in sites.items():
+        name, call = names[0]
         k = recorded[name][call].k
         if k is not None and k.shape[2] != len(cols[kind]):  # Linformer attends to sums of keys
             cols[kind] = numbered_labels("summary", k.shape[2])
