@@ -37,6 +37,7 @@ EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     "serve": ({"fastapi": "0.115", "uvicorn": "0.30"}, "regard serve: the explorer in the browser"),
     "data": ({"datasets": "3.0"}, "data.source=hf:name, from Hugging Face"),
     "gpu": ({"triton": "3.4"}, "our own kernels on NVIDIA GPUs"),
+    "cluster": ({"ray": "2.40"}, "regard ablate --on ray: sweeps on several machines"),
 }
 _IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
 _HANGUL = "한글을읽다"

@@ -1,4 +1,4 @@
-"""Examples in the help of every command: what people type, and what for. A test types each of them."""
+"""Examples at the end of each command's help. A test types each of them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("regard train classify data.source=reviews.csv model.n_layers=4", "a file of your own"),
         ("regard train lm data.source=book.txt data.tokenizer=chars train.steps=500", "a book, letter by letter"),
         ("regard train --preset shakespeare data.source=shakespeare.txt", "by a recipe; --list shows all"),
+        ("regard train lm --config run.yaml train.steps=5", "fields from a file; words override it"),
         ("regard train --resume runs/lm train.steps=2000", "go on where a run stopped, and further"),
     ),
     "eval": (

@@ -123,7 +123,7 @@ def device_name(name: str) -> str:
     try:
         return str(resolve_device(name, "--device"))
     except UsageError as error:
-        raise UsageError(str(error).replace("--device=", "--device ")) from None
+        raise UsageError(str(error).replace("--device=", "--device ").replace("; use ", "; ")) from None
 
 
 def open_model(path: str | Path, device: str = "auto") -> Model:
