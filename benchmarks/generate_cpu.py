@@ -178,7 +178,7 @@ def measure(cases: list[str], names: list[str], rounds: int, threads: int, clock
         model = model_with_something_to_say()
         model.save(folder / "hf")
         if any(name.startswith("CTranslate2") for name in names):
-            from regard.export.ctranslate2 import export_ctranslate2
+            from regard.export.ctranslate2_export import export_ctranslate2
 
             export_ctranslate2(model, folder / "ct2")
         contenders = {name: Contender(name, folder, threads, clock) for name in names}

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from models.small import small
 from regard.cli.export_command import export as export_command
 from regard.errors import BadModelFile
-from regard.export import BoundBroken, Bounds, certify, engines_in, export, open_engine, table
-from regard.export.cases import make_cases
-from regard.export.ctranslate2 import export_ctranslate2
+from regard.export import BoundBroken, Bounds, certificate_text, certify, engines_in, export, open_engine
+from regard.export.ctranslate2_export import export_ctranslate2
+from regard.export.parity_cases import make_cases
 from regard.hub import Manifest
 from regard.models import Model
 from regard.text.processor import Processor
@@ -137,12 +137,12 @@ def test_another_model_is_noticed(shipped: Path, check: Path) -> None:
     assert document["passes"] is False
     assert rows_of(document)["fused"]["max_abs"] <= 1e-4, "the model itself is in order"
     assert rows_of(document)["ctranslate2"]["max_abs"] > 1e-4
-    assert "broken: ctranslate2: max_abs=" in table(document)
+    assert "broken: ctranslate2: max_abs=" in certificate_text(document)
 
 
 def test_a_broken_bound_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, target = small("transformer-tiny"), tmp_path / "out"
-    exporting = importlib.import_module("regard.export.export")
+    exporting = importlib.import_module("regard.export.export_model")
     monkeypatch.setattr(exporting, "export_ctranslate2", lambda m, folder: export_ctranslate2(nudged(m), folder))
     with pytest.raises(BoundBroken, match=r"ctranslate2: max_abs=\S+ is more than the bound 0\.0001") as raised:
         export(model, "ctranslate2", target, **QUICK)

@@ -11,7 +11,7 @@ import torch
 
 from models.small import small
 from regard.errors import BadModelFile
-from regard.export.ctranslate2 import export_ctranslate2, obstacles, vocabulary
+from regard.export.ctranslate2_export import export_ctranslate2, obstacles, vocabulary
 from regard.export.engines import Ct2Engine, TorchEngine
 from regard.export.quantise import quantise
 from regard.generation import GenerateConfig

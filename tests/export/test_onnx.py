@@ -19,8 +19,8 @@ from models.small import inputs_of, small, source_of
 from regard.attention.taps import record
 from regard.config import ModelConfig
 from regard.errors import BadModelFile, RegardError
-from regard.export.onnx import FOLDER, export_onnx, open_onnx
-from regard.export.onnx_running import OnnxModel
+from regard.export.onnx_export import FOLDER, export_onnx, open_onnx
+from regard.export.onnx_runtime import OnnxModel
 from regard.generation import BeamSearch, decode_loop, generate, stream_tokens
 from regard.generation.cached_engine import engine_for
 from regard.generation.generation_config import GenerateConfig

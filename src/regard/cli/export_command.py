@@ -27,10 +27,10 @@ class Exported:
     def document(self) -> dict[str, Any]:
         return {"path": str(self.path), **self.certificate}
 
-    def table(self) -> str:
-        from regard.export import table
+    def to_text(self) -> str:
+        from regard.export import certificate_text
 
-        return f"{self.path}: {', '.join(self.certificate['kinds'])}\n{table(self.certificate)}"
+        return f"{self.path}: {', '.join(self.certificate['kinds'])}\n{certificate_text(self.certificate)}"
 
 
 def export(
@@ -74,7 +74,7 @@ def export(
     for one in kinds:
         if one not in KINDS:
             raise UsageError(f"there is no kind {one!r}{did_you_mean(one, KINDS)} (all: {', '.join(KINDS)})")
-    from regard.export import BoundBroken, Bounds, table
+    from regard.export import BoundBroken, Bounds, certificate_text
     from regard.export import export as run
     from regard.io import load
 
@@ -96,6 +96,6 @@ def export(
             beam=beam,
         )
     except BoundBroken as broken:
-        progress(table(broken.document))
+        progress(certificate_text(broken.document))
         raise
     print_result(Exported(written, json.loads((written / "certificate.json").read_text(encoding="utf-8"))), as_json)

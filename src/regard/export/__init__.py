@@ -1,15 +1,15 @@
 """From a model to an artefact: ONNX, CTranslate2, int8 and Hugging Face directories, each with its certificate.
 
-``regard.export(model, kind, path)`` is ``regard.export.export``: the room can be called.
+``regard.export(model, kind, path)`` is ``regard.export.export_model``: the room can be called.
 """
 
 import sys
 from types import ModuleType
 from typing import Any
 
-from .certificate import BoundBroken, Bounds, certify, table
+from .certificate import BoundBroken, Bounds, certificate_text, certify
 from .engines import Ct2Engine, Engine, OnnxEngine, TorchEngine, engines_in, open_engine
-from .export import Kind, export
+from .export_model import Kind, export
 from .quantise import is_quantised, open_int8, quantise
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "open_engine",
     "open_int8",
     "quantise",
-    "table",
+    "certificate_text",
 ]
 
 

@@ -21,9 +21,8 @@ from ..attention import MultiHeadAttention
 from ..errors import RegardError
 from ..generation import GenerateConfig
 from ..models import Model
-from .cases import Case, make_cases, task_of
-from .checking import check_file
 from .engines import Ct2Engine, Engine, TorchEngine, engines_in, open_engine, open_model
+from .parity_cases import ParityCase, check_file, make_cases, task_name
 from .quantise import is_quantised
 
 NAME = "certificate.json"
@@ -102,9 +101,9 @@ def certify(
             held = [(one.name, one.engine, one.bounds.delta) for one in opened]
             file = check_file(TorchEngine(model), held, Path(check), beam)
     document: dict[str, Any] = {
-        "task": task_of(model.config),
+        "task": task_name(model.config),
         "parameters": model.n_parameters,
-        "shapes": {"count": n_shapes, "seed": seed, "most": Case.most(cases)},
+        "shapes": {"count": n_shapes, "seed": seed, "most": ParityCase.most(cases)},
         "bounds": bounds.document(),
         "comparisons": comparisons,
         "file": file,
@@ -132,7 +131,7 @@ def faults(document: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def table(document: Mapping[str, Any]) -> str:
+def certificate_text(document: Mapping[str, Any]) -> str:
     """The certificate for people."""
     shapes = document["shapes"]
     lines = [
@@ -164,10 +163,10 @@ def table(document: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------- ways to compute
 
 
-Compute = Callable[[Model, Case], Tensor]
+Compute = Callable[[Model, ParityCase], Tensor]
 
 
-def plain(model: Model, case: Case) -> Tensor:
+def plain(model: Model, case: ParityCase) -> Tensor:
     """Logits of every real place, all rows one after the other (N, V); class logits (B, C)."""
     if case.target is None:
         options = {} if case.keep is None else {"keep": case.keep}
@@ -175,7 +174,7 @@ def plain(model: Model, case: Case) -> Tensor:
     return case.real(model(case.source, case.target, source_keep=case.keep))
 
 
-def cached(model: Model, case: Case) -> Tensor:
+def cached(model: Model, case: ParityCase) -> Tensor:
     """The same token by token through the cache, after a prompt of one token."""
     cache = model.new_cache()
     if model.is_decoder_only:
@@ -203,13 +202,13 @@ def formula(model: Model) -> Iterator[None]:
             layer.backend = backend
 
 
-def _measure(model: Model, cases: list[Case]) -> list[Tensor]:
+def _measure(model: Model, cases: list[ParityCase]) -> list[Tensor]:
     with formula(model):
         return [plain(model, case) for case in cases]
 
 
 def _own_paths(
-    model: Model, cases: list[Case], measure: list[Tensor], bounds: Bounds, compiled: bool
+    model: Model, cases: list[ParityCase], measure: list[Tensor], bounds: Bounds, compiled: bool
 ) -> list[dict[str, Any]]:
     """Fused, cached, compiled: the ways this very model can be run."""
     has_attention = any(isinstance(module, MultiHeadAttention) for module in model.modules())
@@ -228,13 +227,13 @@ def _own_paths(
     return rows
 
 
-def _compiled(model: Model, cases: list[Case], measure: list[Tensor], bounds: Bounds) -> dict[str, Any]:
+def _compiled(model: Model, cases: list[ParityCase], measure: list[Tensor], bounds: Bounds) -> dict[str, Any]:
     if shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None:
         return _skipped("compiled", "this machine has no C++ compiler for torch.compile")
     torch.compiler.reset()
     graph = torch.compile(model, dynamic=True, fullgraph=True)
 
-    def run(_: Model, case: Case) -> Tensor:
+    def run(_: Model, case: ParityCase) -> Tensor:
         return plain(cast(Model, graph), case)  # torch.compile returns a function of the same call
 
     # Every size of one is a graph of its own, and some of a minute to compile; one graph serves all other sizes.
@@ -250,7 +249,7 @@ def _compiled(model: Model, cases: list[Case], measure: list[Tensor], bounds: Bo
 
 
 def _row(
-    name: str, run: Compute, model: Model, cases: list[Case], measure: list[Tensor], bounds: Bounds
+    name: str, run: Compute, model: Model, cases: list[ParityCase], measure: list[Tensor], bounds: Bounds
 ) -> dict[str, Any]:
     worst = max(_distance(run(model, case), wanted) for case, wanted in zip(cases, measure, strict=True))
     return _result(name, len(cases), worst, None, bounds, "logits")
@@ -296,7 +295,9 @@ def _opened(root: Path, bounds: Bounds) -> list[Opened]:
     return held
 
 
-def _engines(model: Model, opened: list[Opened], cases: list[Case], measure: list[Tensor]) -> list[dict[str, Any]]:
+def _engines(
+    model: Model, opened: list[Opened], cases: list[ParityCase], measure: list[Tensor]
+) -> list[dict[str, Any]]:
     writes = model.config.architecture != "encoder" and model.config.source == "text" and model.config.head == "lm"
     rows = [case.first() for case in cases] if writes else []
     wanted = _texts(TorchEngine(model), rows)
@@ -310,7 +311,7 @@ def _engines(model: Model, opened: list[Opened], cases: list[Case], measure: lis
     return out
 
 
-def _engine_distance(engine: Engine, cases: list[Case], measure: list[Tensor]) -> tuple[str, float]:
+def _engine_distance(engine: Engine, cases: list[ParityCase], measure: list[Tensor]) -> tuple[str, float]:
     if isinstance(engine, TorchEngine):
         pairs = ((plain(engine.model, case), wanted) for case, wanted in zip(cases, measure, strict=True))
         return "logits", max(_distance(one, other) for one, other in pairs)
@@ -319,7 +320,7 @@ def _engine_distance(engine: Engine, cases: list[Case], measure: list[Tensor]) -
     return "log P of given tokens", max(gaps)
 
 
-def _log_probs(engine: Ct2Engine, case: Case, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _log_probs(engine: Ct2Engine, case: ParityCase, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """log P of each row's tokens and its end: the engine's, and from the logits of the measure."""
     read = case.rows(case.source if case.target is None else case.target)
     follows = [[*row[1:], engine.config.eos_id] for row in read]

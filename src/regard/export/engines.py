@@ -24,8 +24,8 @@ from ..generation import GenerateConfig, generate
 from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
 from ..models import Model
 from ..text import Processor, read_processor
-from .ctranslate2 import FOLDER as CT2_FOLDER
-from .ctranslate2 import need_ctranslate2, vocabulary
+from .ctranslate2_export import FOLDER as CT2_FOLDER
+from .ctranslate2_export import need_ctranslate2, vocabulary
 from .quantise import is_quantised, open_int8
 
 EngineName = Literal["torch", "onnx", "ctranslate2"]
@@ -318,7 +318,7 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
         raise BadModelFile(f"{root} was not exported as {name}: it holds {kinds}; export it again with that kind")
     if name == "ctranslate2":
         return Ct2Engine(folder, config, processor, **options)
-    from .onnx import open_onnx
+    from .onnx_export import open_onnx
 
     return OnnxEngine(open_onnx(directory.root, **options), processor)
 

@@ -4,8 +4,9 @@
     encoder   what an encoder reads → keys and values of every cross-attention        computed once a source
     decoder   new tokens and the cache → logits of those wanted, the longer cache     any past, 0 included
 
-Padding is said as everywhere here: ``keep`` is True for what is real in a source, and a target token at position -1 is
-neither seen nor ever looked at from. A row that sees nothing is 0, in the graph as in torch.
+For recurrent models the encoder graph gives the initial state and the memory that attention reads, and the decoder
+graph is one step. ``keep`` is True for what is real in a source; a target token at position -1 is padding. A row that
+sees nothing is 0, in the graph as in torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import Frame, MultiHeadAttention
 from ..attention.biases import Bias
@@ -29,12 +30,133 @@ from ..config import ModelConfig
 from ..models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, Recurrent, Stack
 from ..models.base_model import DecoderShape, padding_mask
 from ..models.heads import TokenHead
-from ..models.recurrent_cells import Alignment
-from .onnx_recurrent import RecurrentDecoderGraph, RecurrentEncoderGraph
-from .onnx_tracing import Axes, Graph, Notes, example_of, tokens_like
+from ..models.recurrent_cells import Alignment, MemoryView, State, StateCache
+
+Axes = dict[int, str]
+"""The axes of a tensor whose length is free, by name."""
 
 # Lengths to trace with: none of them 0 or 1, which a trace would take for a property of the graph, and no two alike.
 B, N, P, S, T = 2, 4, 5, 6, 3
+
+
+class Notes:
+    """Queries and keys seen while a graph is traced."""
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[Tensor, Tensor]] = []
+
+    def write(self, q: Tensor, k: Tensor) -> None:
+        self.pages.append((q, k))
+
+    def named(self, *names: str) -> dict[str, Tensor]:
+        """As outputs: q_0, k_0, q_1 …"""
+        return {f"{name}_{i}": x for i, page in enumerate(self.pages) for name, x in zip(names, page, strict=False)}
+
+
+class Graph(nn.Module):
+    """Something to be written as one ONNX file. ``inputs`` are examples and the names of their free axes."""
+
+    def __init__(self, inputs: dict[str, tuple[Tensor, Axes]]) -> None:
+        super().__init__()
+        self.input_names = list(inputs)
+        self.examples = tuple(example for example, _ in inputs.values())
+        self.axes = tuple(axes for _, axes in inputs.values())
+
+    @abstractmethod
+    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs by name."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.compute(dict(zip(self.input_names, inputs, strict=True))).values())
+
+
+def example_of(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def tokens_like(vocab_size: int, *shape: int) -> Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+class LastState(StateCache):
+    """The state after the last token: all that a single step has to hand on."""
+
+    def __init__(self) -> None:
+        self.now: State = ()
+
+    def push(self, state: State, real: Tensor | None = None) -> State:
+        self.now = state
+        return state
+
+
+class RecurrentEncoderGraph(Graph):
+    """source (B, S), keep (B, S) → state_0 … and memory_k, memory_v; one where they are the same."""
+
+    def __init__(self, model: Recurrent) -> None:
+        axes = {0: "batch", 1: "source"}
+        keep = torch.ones(B, S, dtype=torch.bool)
+        keep[1, S // 2 :] = False
+        super().__init__({"source": (tokens_like(model.config.vocab_size, B, S), axes), "keep": (keep, axes)})
+        self.model = model
+
+    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        memory = self.model.encode(given["source"], keep=given["keep"])
+        view, state = self.model._start(memory, given["source"].shape[0])
+        out = {f"state_{i}": part for i, part in enumerate(state)}
+        if view is None:
+            return out
+        own_keys = {} if view.k is view.v else {"memory_k": view.k}
+        return out | own_keys | {"memory_v": view.v}
+
+
+class RecurrentDecoderGraph(Graph):
+    """tokens (B, 1), real (B, 1), state, memory and keep → logits (B, 1, V) and next_state_0 …"""
+
+    def __init__(self, model: Recurrent, maps: bool) -> None:
+        config = model.config
+        with torch.no_grad():
+            first = RecurrentEncoderGraph(model)
+            given = first.compute(dict(zip(first.input_names, first.examples, strict=True)))
+        inputs: dict[str, tuple[Tensor, Axes]] = {
+            "tokens": (tokens_like(config.output_vocab_size, B, 1), {0: "batch"}),
+            "real": (torch.tensor([[True], [False]]), {0: "batch"}),
+        }
+        for name, example in given.items():
+            axes = {0: "batch"} if name.startswith("state") else {0: "batch", 2: "source"}
+            inputs[name] = (example_of(*example.shape), axes)
+        if "memory_v" in given:
+            inputs["keep"] = (first.examples[1], {0: "batch", 1: "source"})
+        super().__init__(inputs)
+        self.model = model
+        self.n_states = sum(name.startswith("state") for name in given)
+        self.notes = Notes()
+        attention = model.decoder.cross_attention
+        if maps and attention is not None:
+            _watch_alignment(attention, self.notes)
+
+    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.notes.pages = []
+        model, last = self.model, LastState()
+        table = model.token if model.target_token is None else model.target_token
+        state = tuple(given[f"state_{i}"] for i in range(self.n_states))
+        h = model.decoder.run_steps(table(given["tokens"]), state, self._view(given), given["real"], last)
+        out = {"states": h} if model.head is None else {"logits": model.head(h, model.output_table)}
+        return out | {f"next_state_{i}": part for i, part in enumerate(last.now)} | self.notes.named("cross_q")
+
+    def _view(self, given: dict[str, Tensor]) -> MemoryView | None:
+        if "memory_v" not in given:
+            return None
+        v = given["memory_v"]
+        return MemoryView(given.get("memory_k", v), v, given["keep"])
+
+
+def _watch_alignment(attention: Alignment, notes: Notes) -> None:
+    """The decoder shows its looks, which are q as it is scored, to whoever records: here they are written down."""
+
+    def record_attention(q: Tensor, contexts: Tensor, view: MemoryView, cache: object) -> None:
+        notes.write(q, view.k)
+
+    setattr(attention, "record_attention", record_attention)  # noqa: B010 - of this one object, the graph's own copy
 
 
 def graphs_of(model: Model, maps: bool = False) -> dict[str, Graph]:

@@ -25,8 +25,8 @@ from ..hub.manifest import need_ours
 from ..models import Model
 from .certificate import NAME as CERTIFICATE
 from .certificate import BoundBroken, Bounds, certify
-from .ctranslate2 import FOLDER as CT2_FOLDER
-from .ctranslate2 import export_ctranslate2, need_ctranslate2, obstacles
+from .ctranslate2_export import FOLDER as CT2_FOLDER
+from .ctranslate2_export import export_ctranslate2, need_ctranslate2, obstacles
 from .quantise import int8_files, quantise
 
 Kind = Literal["onnx", "hf", "ctranslate2", "int8", "safetensors"]
@@ -64,7 +64,7 @@ def export(
         else:
             _save(model, folder)
         if "onnx" in kinds:
-            from .onnx import export_onnx
+            from .onnx_export import export_onnx
 
             export_onnx(own, folder)
         if "ctranslate2" in kinds:

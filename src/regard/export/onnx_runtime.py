@@ -1,43 +1,142 @@
-"""What models in ONNX graphs have in common: their torch namesake without numbers, a cache, a step of a decoder.
+"""What models in ONNX graphs have in common: sessions of ONNX Runtime, the cache, a decode step, attention maps.
 
-Each is its namesake on the meta device, which has every part and no numbers, with the passes through it replaced by a
-graph's. So whoever works with a model (``generate``, beam search, streaming) does not have to know.
+Each model is its torch class on the meta device, which has every module and no numbers, with the forward passes
+replaced by those of a graph. So ``generate``, beam search and streaming work with it unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..attention import Frame, MultiHeadAttention, masks
 from ..attention.attention_map import AttentionMap
+from ..attention.biases import Bias
 from ..attention.cache import CrossCache, GrowingCache, ModelCache
-from ..attention.masks import ValidKeys
+from ..attention.masks import Mask, ValidKeys
+from ..attention.mechanisms import Mechanism
+from ..attention.score_matrix import ScoreMatrix
 from ..config import ModelConfig
-from ..errors import BadModelFile
+from ..errors import BadModelFile, RegardError
 from ..generation import GenerateConfig, Generated, generate
 from ..generation.prompts import Rows
-from ..models import Block, Memory, Model
+from ..models import Block, Memory, Model, Stack
+from ..models.base_model import padding_mask
 from ..models.heads import TokenHead
 from .onnx_graphs import kv_shape
-from .onnx_maps import weighing_parts
-from .onnx_session import Session
+
+
+class OnnxSession:
+    """A graph that can be run. Tensors are handed over without being copied."""
+
+    def __init__(self, path: Path, threads: int | None = None, providers: list[str] | None = None) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            wanted = 'pip install "regard[export]"'
+            raise RegardError(f"ONNX graphs are run by onnxruntime, which is not installed: {wanted}") from None
+        if not path.is_file():
+            raise BadModelFile(f"{path.parent} has no {path.name}; export the model to ONNX again")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads() if threads is None else threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        try:
+            self._session = onnxruntime.InferenceSession(path, options, providers or ["CPUExecutionProvider"])
+        except Exception as error:  # its own exceptions share no base
+            raise BadModelFile(f"{path} cannot be opened by ONNX Runtime: {error}") from None
+        self.path = path
+        self.inputs = {x.name: x.shape for x in self._session.get_inputs()}
+        self.outputs = [x.name for x in self._session.get_outputs()]
+
+    def run(self, given: Mapping[str, Tensor], wanted: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """The outputs asked for, by default all; what the graph has no use for is left out of ``given``."""
+        missing = sorted(set(self.inputs) - set(given))
+        if missing:
+            raise ValueError(f"the graph {self.path.name} needs {', '.join(missing)}")
+        for name, shape in self.inputs.items():
+            _check_shape(name, given[name], shape)
+        names = self.outputs if wanted is None else list(wanted)
+        feed = {name: given[name].detach().cpu().contiguous().numpy() for name in self.inputs}
+        try:
+            out = self._session.run(names, feed)
+        except Exception as error:  # a token that no table has, say; its own exceptions share no base
+            raise RegardError(f"ONNX Runtime cannot run {self.path.name} on these inputs: {error}") from None
+        return dict(zip(names, map(torch.from_numpy, out), strict=True))
+
+
+def _check_shape(name: str, x: Tensor, wanted: list[int | str]) -> None:
+    """Raise where an axis has another length than the graph fixes; free axes are named by words."""
+    fits = x.dim() == len(wanted) and all(isinstance(w, str) or n == w for n, w in zip(x.shape, wanted, strict=True))
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, but the graph takes ({', '.join(map(str, wanted))})")
+
+
+def weighing_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What weights follow from beside q and k: biases and mechanisms, by their place in the model."""
+    for place, module in model.named_modules():
+        if isinstance(module, Bias | Mechanism):
+            yield place, cast(nn.Module, module)
+
+
+def stack_maps(
+    name: str, stack: Stack, found: dict[str, Tensor], source_keep: Tensor | None, positions: Tensor | None = None
+) -> dict[str, AttentionMap]:
+    """The maps of a stack's layers. An encoder's keys are k_0 …; a decoder, which has ``positions``, caches its own.
+
+    ``source_keep`` says what an encoder's source is padded with, for its own attention and for the decoder's to it.
+    """
+    out = {}
+    for layer in range(stack.n_layers):
+        block = stack.blocks[layer % len(stack.blocks)]
+        assert isinstance(block, Block)
+        place = f"{name}.blocks.{layer}"
+        if f"q_{layer}" in found and isinstance(block.attention, MultiHeadAttention):
+            q = found[f"q_{layer}"]
+            if positions is None:
+                k, mask, frame = found[f"k_{layer}"], padding_mask(source_keep), None
+            else:
+                k, mask, frame = found[f"present_k_{layer}"], None, Frame(q.shape[0], q.shape[1], positions, positions)
+            bias = block.attention.position_bias if stack.position_bias is None else stack.position_bias
+            own = _all_of(masks.causal() if stack.causal else None, mask, block.mask)
+            mechanism = block.attention.mechanism
+            out[f"{place}.attention"] = AttentionMap(q, k, own, bias, mechanism=mechanism, frame=frame)
+        if f"cross_q_{layer}" in found and block.cross_attention is not None:
+            q, k = found[f"cross_q_{layer}"], found[f"cross_k_{layer % len(stack.blocks)}"]
+            mechanism = block.cross_attention.mechanism
+            out[f"{place}.cross_attention"] = AttentionMap(q, k, padding_mask(source_keep), mechanism=mechanism)
+    return out
+
+
+def recurrent_map(q: Tensor, k: Tensor, source_keep: Tensor | None, mechanism: Mechanism) -> AttentionMap:
+    """A recurrent decoder's looks, q (B, 1, T, D) and k (B, 1, S, D) as they are scored."""
+    return AttentionMap.of(ScoreMatrix(q, k, padding_mask(source_keep), None, mechanism, Frame.of(q, k)))
+
+
+def _all_of(*some: Mask | None) -> Mask | None:
+    """All masks at once; None where there is none."""
+    joined = None
+    for mask in some:
+        joined = mask if joined is None else joined if mask is None else joined & mask
+    return joined
 
 
 class OnnxModel(Model):
     """What all of them have in common."""
 
     graph_names: ClassVar[tuple[str, ...]]
-    sessions: dict[str, Session]
+    sessions: dict[str, OnnxSession]
     has_maps: bool
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")  # where tensors are handed over, wherever the graphs run
 
-    def _open(self, sessions: dict[str, Session]) -> None:
+    def _open(self, sessions: dict[str, OnnxSession]) -> None:
         self.sessions, self.has_maps = sessions, False
         for module in self.modules():
             if type(module) is Block:
@@ -126,7 +225,7 @@ def new_cache(config: ModelConfig, batch: int | None, max_len: int | None) -> Mo
 
 
 def step(
-    session: Session,
+    session: OnnxSession,
     config: ModelConfig,
     tokens: Tensor,
     positions: Tensor,

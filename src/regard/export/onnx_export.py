@@ -9,33 +9,36 @@ onnx.json says what a program in any language has to know: the config, the speci
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from .. import hub
 from ..config import ModelConfig
-from ..errors import BadModelFile
+from ..errors import BadModelFile, RegardError
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..foundation.logs import silence_warnings
 from ..models import Model
 from ..text import read_processor
-from .onnx_graphs import graphs_of
-from .onnx_maps import weighing_parts
-from .onnx_model import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder
-from .onnx_recurrent_model import OnnxRecurrent
-from .onnx_running import OnnxModel
-from .onnx_session import Session
-from .onnx_tracing import OPSET, Graph, write_graph
+from .onnx_graphs import Graph, graphs_of
+from .onnx_models import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder, OnnxRecurrent
+from .onnx_runtime import OnnxModel, OnnxSession, weighing_parts
 
 FOLDER = "onnx"
 """Where in an exported directory the graphs lie."""
 
 DESCRIPTION, MAPS = "onnx.json", "maps.safetensors"
 _VERSION = 1
+OPSET = 20  # the first with Gelu as one operation
+_MAX_INLINE_BYTES = 1_500_000_000  # of weights in one file; a protobuf ends at 2³¹
 _MOST_JSON = 1 << 20
 
 _KINDS: dict[str, type[Any]] = {
@@ -112,7 +115,7 @@ def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list
     place = root / FOLDER if (root / FOLDER / DESCRIPTION).is_file() else root
     config, maps = _read(place)
     kind = _KINDS[config.architecture]
-    sessions = {name: Session(place / f"{name}.onnx", threads, providers) for name in kind.graph_names}
+    sessions = {name: OnnxSession(place / f"{name}.onnx", threads, providers) for name in kind.graph_names}
     model = kind(config, sessions)
     if maps:
         model.take_parts(_parts(place / MAPS), place)
@@ -142,3 +145,84 @@ def _parts(path: Path) -> dict[str, Tensor]:
         return load_file(path) if path.exists() else {}  # most models have none
     except (OSError, SafetensorError) as error:
         raise BadModelFile(f"{path} cannot be read: {error}") from None
+
+
+# ---- writing one graph
+
+
+@torch.no_grad()
+def write_graph(graph: Graph, path: Path) -> list[str]:
+    """Trace a graph and write it; its outputs' names. Nothing in the file says on which machine it was made."""
+    try:
+        import onnxscript  # noqa: F401 - is it there?
+    except ImportError:
+        raise RegardError(
+            'ONNX files are written by onnxscript, which is not installed: pip install "regard[export]"'
+        ) from None
+    outputs = list(graph.compute(dict(zip(graph.input_names, graph.examples, strict=True))))
+    with _silence_exporter():
+        try:
+            program = torch.onnx.export(
+                graph,
+                (graph.examples,),
+                dynamo=True,
+                dynamic_shapes=(graph.axes,),
+                input_names=graph.input_names,
+                output_names=outputs,
+                opset_version=OPSET,
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise RegardError(f"this model cannot be written as ONNX: {_error_reason(error)}") from error
+    assert program is not None
+    _strip_metadata(program.model)
+    n_bytes = sum(p.numel() * p.element_size() for p in graph.parameters())
+    program.save(path, external_data=n_bytes > _MAX_INLINE_BYTES)
+    return outputs
+
+
+def _translations() -> dict[Any, Any]:
+    """What torch's exporter has no word for and ONNX has: a stable sort is TopK of everything, ties in their order."""
+    from onnxscript import opset18 as op
+
+    int64 = 7  # onnx.TensorProto.INT64
+
+    def stable_sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
+        length = op.Reshape(op.Gather(op.Shape(self), dim), [1])
+        values, indices = op.TopK(op.Cast(self, to=int64), length, axis=dim, largest=int(descending), sorted=1)
+        return op.CastLike(values, self), indices
+
+    return {torch.ops.aten.sort.stable: stable_sort}
+
+
+def _strip_metadata(model: Any) -> None:
+    """The exporter notes for each node from which line of which file it came: paths of this machine."""
+    for graph in (model.graph, *model.functions.values()):
+        graph.metadata_props.clear()
+        for node in graph:
+            node.metadata_props.clear()
+            node.doc_string = None
+        for value in (*graph.inputs, *graph.outputs):
+            value.metadata_props.clear()
+    for value in model.graph.initializers.values():
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+
+
+def _error_reason(error: Exception) -> str:
+    """The innermost cause in one line."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return str(error).strip().split("\n")[0]
+
+
+@contextmanager
+def _silence_exporter() -> Iterator[None]:
+    """Hide the messages of torch's exporter about torchvision and names of axes."""
+    with silence_warnings("torch.onnx"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_B, _S = 2, 6  # as in onnx_graphs
