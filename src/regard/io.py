@@ -19,8 +19,8 @@ from .errors import BadModelFile
 from .export.quantise import Int8Directory, check_int8, is_quantised, open_int8
 from .foundation.files import replace_directory, write_atomic
 from .foundation.jsonio import to_json
+from .hub.hf_directory import INDEX
 from .hub.manifest import need_ours
-from .hub.weights import INDEX
 from .models import Model
 from .text import Processor, read_processor
 from .training.run_directory import RUN_FILE, RunDirectory
@@ -63,7 +63,7 @@ def load(
         opened = _open(path, allow_pickle, verify)
         with _naming(opened.directory.root):
             processor = opened.processor()
-            model = hub.fill(opened.fitting, opened.understood.steps, opened.weights, place, kind)
+            model = hub.fill(opened.fitting, opened.resolved.steps, opened.weights, place, kind)
         _attach(model, processor=processor, provenance=opened.provenance)
         return model
 
@@ -150,7 +150,7 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
             processor = opened.processor()
         return Description(
             opened.provenance,
-            opened.understood.config,
+            opened.resolved.config,
             opened.fitting.model.n_parameters,
             _dtypes(opened.weights),
             opened.directory.files(),
@@ -207,7 +207,7 @@ class _Opened:
 
     directory: hub.Directory
     fields: dict[str, Any]
-    understood: hub.Understood
+    resolved: hub.ResolvedConfig
     weights: hub.Weights
     fitting: hub.Fitting
 
@@ -215,14 +215,14 @@ class _Opened:
     def provenance(self) -> hub.Provenance:
         return hub.Provenance(
             self.directory.root,
-            self.understood.model_type,
+            self.resolved.model_type,
             self.directory.verified,
             hub.token_ids(self.fields),
             self.directory.bytes(GENERATION) if self.directory.has(GENERATION) else None,
         )
 
     def processor(self) -> Processor | None:
-        return read_processor(self.directory, self.fields, self.understood.config)
+        return read_processor(self.directory, self.fields, self.resolved.config)
 
 
 def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:
@@ -232,9 +232,9 @@ def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:
         weights = directory.weights(allow_pickle=allow_pickle)
         # The one thing no foreign config says: whether a pooler was saved with the encoder.
         fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
-        understood = hub.read_config(fields)
-        fitting = hub.fit(understood.config, understood.steps, weights.layout)
-    return _Opened(directory, fields, understood, weights, fitting)
+        resolved = hub.read_config(fields)
+        fitting = hub.fit(resolved.config, resolved.steps, weights.layout)
+    return _Opened(directory, fields, resolved, weights, fitting)
 
 
 def _from_one_directory(path: str | Path, read: Callable[[], T]) -> T:
@@ -281,7 +281,7 @@ def _attach(model: Model, **facts: Any) -> None:
         setattr(model, name, fact)
 
 
-def _written(model: Model) -> hub.Written:
+def _written(model: Model) -> hub.WrittenConfig:
     """The config for the twin, with the token ids of the directory it came from where that was one of the same kind."""
     written, came = hub.write_config(model.config), model.provenance
     if written.obstacles or came is None or came.model_type != written.model_type:
@@ -289,7 +289,7 @@ def _written(model: Model) -> hub.Written:
     return hub.keeping_token_ids(written, came.token_ids)
 
 
-def _tensors(model: Model, written: hub.Written) -> dict[str, Tensor]:
+def _tensors(model: Model, written: hub.WrittenConfig) -> dict[str, Tensor]:
     """The state in the twin's names, each tensor with memory of its own, and proven to lead back here."""
     state = {name: x.detach() for name, x in model.state_dict().items()}
     theirs = hub.to_theirs(written.steps, state)
@@ -303,7 +303,7 @@ def _tensors(model: Model, written: hub.Written) -> dict[str, Tensor]:
     return out
 
 
-def _config_fields(model: Model, written: hub.Written) -> dict[str, Any]:
+def _config_fields(model: Model, written: hub.WrittenConfig) -> dict[str, Any]:
     fields = {**written.fields, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     labels = None if model.processor is None else model.processor.labels
     if labels is not None:

@@ -11,7 +11,7 @@ import transformers as hf
 
 from regard.errors import BadModelFile
 from regard.hub import keeping_token_ids, token_ids, write_config
-from regard.hub.family import Foreign, from_our_activation
+from regard.hub.hf_family import ForeignFields, from_our_activation
 from regard.io import load
 from regard.layers import ACTIVATIONS, GATED
 
@@ -115,11 +115,11 @@ def test_a_generation_config_that_leads_out_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GATED)
 def test_a_gated_activation_is_no_foreign_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"hidden_act='{name}'"):
-        Foreign({"hidden_act": name}).activation("hidden_act", "gelu")
+        ForeignFields({"hidden_act": name}).activation("hidden_act", "gelu")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_goes_there_and_back(name: str) -> None:
     spelled = from_our_activation(name)
     assert spelled in hf.activations.ACT2FN
-    assert Foreign({"hidden_act": spelled}).activation("hidden_act", "relu") == name
+    assert ForeignFields({"hidden_act": spelled}).activation("hidden_act", "relu") == name

@@ -324,7 +324,7 @@ def test_a_failure_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monkey
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for module in ("regard.foundation.files", "regard.hub.weights", "regard.io"):
+    for module in ("regard.foundation.files", "regard.hub.hf_directory", "regard.io"):
         if hasattr(sys.modules[module], moment):
             monkeypatch.setattr(f"{module}.{moment}", no_space)
     with pytest.raises(OSError, match="No space left"):

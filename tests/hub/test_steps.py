@@ -12,8 +12,8 @@ from torch import Tensor
 
 from regard.hub import BY_TYPE, FAMILIES, to_ours, to_theirs
 from regard.hub.families.bart import Copy, Sinusoids
-from regard.hub.families.encoders import OldEnding, Unread
-from regard.hub.steps import Drop, Fill, Join, Rename, Reshape, Step, Tensors, Tie, Transpose, matches, translate
+from regard.hub.hf_family import OldEnding, Unread
+from regard.hub.weight_steps import Drop, Fill, Join, Rename, Reshape, Step, Tensors, Tie, Transpose, matches, translate
 from regard.models import build
 from regard.presets import PRESETS, preset
 

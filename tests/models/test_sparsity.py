@@ -11,7 +11,7 @@ from regard.attention import masks, record
 from regard.config import ModelConfig
 from regard.config.mixers import keys_per_query
 from regard.generation import generate
-from regard.hub.comparing import behaviour
+from regard.hub.config_diff import behaviour
 from regard.models import build
 from regard.models.components import layer_mask
 

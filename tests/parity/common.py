@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import regard
 from regard.hub.families import BY_TYPE
-from regard.hub.family import Family, Foreign
-from regard.hub.steps import Tensors, to_ours, to_theirs
+from regard.hub.hf_family import Family, ForeignFields
+from regard.hub.weight_steps import Tensors, to_ours, to_theirs
 from regard.models import Model, build
 
 TOLERANCE = 1e-5
@@ -69,7 +69,7 @@ def twins(theirs: PreTrainedModel, folder: Path, **fields: Any) -> Twins:
 def ours_of(fields: dict[str, Any], tensors: Tensors) -> Model:
     """Our model for a config.json and tensors; every tensor of ours must be there, and none be left over."""
     family = BY_TYPE[fields["model_type"]]
-    config = family.read(Foreign(fields))
+    config = family.read(ForeignFields(fields))
     model = build(config, device="meta").to_empty(device="cpu")
     state = to_ours(family.steps(config), tensors)
     model.load_state_dict({name: x.clone() for name, x in state.items()}, strict=True)
@@ -94,7 +94,7 @@ def check_round_trips(
 ) -> PreTrainedModel:
     """Config and tensors survive every way there and back, bit for bit; returns what they make of our files."""
     family, ours = pair.family, pair.ours
-    assert family.read(Foreign(family.write(ours.config))) == ours.config
+    assert family.read(ForeignFields(family.write(ours.config))) == ours.config
     steps = family.steps(ours.config)
     written = to_theirs(steps, ours.state_dict())
     same_tensors(written, pair.tensors)
@@ -162,7 +162,7 @@ def check_every_tensor_counts(model: Model, run: Callable[[], Tensor]) -> None:
 def refusal(fields: dict[str, Any]) -> str:
     """What reading that config.json is refused with."""
     try:
-        BY_TYPE[fields["model_type"]].read(Foreign(fields))
+        BY_TYPE[fields["model_type"]].read(ForeignFields(fields))
     except ValueError as error:
         return str(error)
     raise AssertionError("nothing was refused")
@@ -172,7 +172,7 @@ def check_defaults(config: PreTrainedConfig, *needed: str) -> None:
     """A config.json of only the needed fields means what transformers takes the missing ones to be."""
     fields = config.to_dict()
     family = BY_TYPE[fields["model_type"]]
-    short = family.read(Foreign({name: fields[name] for name in ("model_type", *needed)}))
+    short = family.read(ForeignFields({name: fields[name] for name in ("model_type", *needed)}))
     # Nothing that is computed depends on these three; where nobody says them, they are unknown.
     unknown = {"init_std": None, "bos_id": None, "eos_id": None}
-    assert short.with_(**unknown) == family.read(Foreign(fields)).with_(**unknown)
+    assert short.with_(**unknown) == family.read(ForeignFields(fields)).with_(**unknown)

@@ -21,7 +21,7 @@ from transformers import (
 
 from regard.hub import differences
 from regard.hub.families.bart import BART
-from regard.hub.family import Foreign
+from regard.hub.hf_family import ForeignFields
 from regard.models import EncoderDecoder, build
 from regard.presets import preset
 
@@ -158,7 +158,7 @@ def test_what_we_build_opens_there(fields: dict[str, Any], model_class: type[Pre
 @pytest.mark.parametrize("name", ["transformer-tiny", "transformer-base", "transformer-big"])
 def test_the_presets_have_a_twin(name: str) -> None:
     config = preset(name)
-    assert not differences(config, BART.read(Foreign(json.loads(json.dumps(BART.write(config))))))
+    assert not differences(config, BART.read(ForeignFields(json.loads(json.dumps(BART.write(config))))))
 
 
 BART_FIELDS = {**BartConfig(**SIZES).to_dict(), "architectures": ["BartForConditionalGeneration"]}
@@ -212,7 +212,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
 def test_what_marian_and_bart_cannot_say_is_not_their_twin(change: dict[str, Any]) -> None:
     config = preset("transformer-base", **change)
     try:
-        again = BART.read(Foreign(BART.write(config)))
+        again = BART.read(ForeignFields(BART.write(config)))
     except ValueError:
         return
     assert differences(config, again)

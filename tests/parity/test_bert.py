@@ -10,8 +10,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel, PreTrainedModel
 
 from regard.hub.families import BY_TYPE
-from regard.hub.family import Foreign
-from regard.hub.steps import to_ours
+from regard.hub.hf_family import ForeignFields
+from regard.hub.weight_steps import to_ours
 from regard.presets import preset
 
 from .common import check_defaults, ours_of, refusal, same_tensors, tiny, twins
@@ -68,14 +68,14 @@ def test_dropouts_are_read_and_written(tmp_path: Path) -> None:
     ours = check(BertForMaskedLM, BertConfig(**SIZES, **rates), tmp_path).config
     assert (ours.dropout, ours.embedding_dropout, ours.attention_dropout) == (0.3, 0.3, 0.2)
     assert ours.classifier_dropout == 0.3  # not given: that of the hidden states
-    given = BY_TYPE["bert"].read(Foreign({**SIZES, **rates, "model_type": "bert", "classifier_dropout": 0.4}))
+    given = BY_TYPE["bert"].read(ForeignFields({**SIZES, **rates, "model_type": "bert", "classifier_dropout": 0.4}))
     assert given.classifier_dropout == 0.4
 
 
 @pytest.mark.parametrize("name", ["bert-base", "bert-base-masked"])
 def test_the_presets_have_a_twin(name: str) -> None:
     config = preset(name)
-    assert BY_TYPE["bert"].read(Foreign(BY_TYPE["bert"].write(config))) == config
+    assert BY_TYPE["bert"].read(ForeignFields(BY_TYPE["bert"].write(config))) == config
 
 
 def test_an_old_file_with_everything_of_the_pretraining(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_other_heads_are_refused_by_name() -> None:
 def test_what_bert_cannot_say_is_not_its_twin(change: dict[str, Any]) -> None:
     config = preset("bert-base").with_(**change)
     try:
-        again = BY_TYPE["bert"].read(Foreign(BY_TYPE["bert"].write(config)))
+        again = BY_TYPE["bert"].read(ForeignFields(BY_TYPE["bert"].write(config)))
     except ValueError:
         return
     assert again != config

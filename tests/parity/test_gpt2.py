@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from regard.hub.families import BY_TYPE
-from regard.hub.family import Foreign
+from regard.hub.hf_family import ForeignFields
 from regard.models import build
 from regard.presets import preset
 
@@ -68,7 +68,7 @@ def test_our_preset_opens_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
 def test_the_presets_have_a_twin(name: str) -> None:
     config = preset(name)
-    assert BY_TYPE["gpt2"].read(Foreign(BY_TYPE["gpt2"].write(config))) == config
+    assert BY_TYPE["gpt2"].read(ForeignFields(BY_TYPE["gpt2"].write(config))) == config
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_other_heads_are_refused_by_name(name: str) -> None:
 def test_what_gpt2_cannot_say_is_not_its_twin(change: dict[str, Any]) -> None:
     config = preset("gpt2", **change)
     try:
-        again = BY_TYPE["gpt2"].read(Foreign(BY_TYPE["gpt2"].write(config)))
+        again = BY_TYPE["gpt2"].read(ForeignFields(BY_TYPE["gpt2"].write(config)))
     except ValueError:
         return
     assert again != config

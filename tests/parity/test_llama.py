@@ -30,7 +30,7 @@ from transformers import (
 from regard.config import ModelConfig, RopeScalingConfig
 from regard.hub.families import BY_TYPE
 from regard.hub.families.llama import LLAMA
-from regard.hub.family import Foreign
+from regard.hub.hf_family import ForeignFields
 from regard.models import Decoder, build
 from regard.presets import preset
 
@@ -151,7 +151,7 @@ def test_what_the_features_become(tmp_path: Path) -> None:
     def read(name: str) -> ModelConfig:
         model_class, config_class, features = FEATURES[name]
         fields = {**config_class(**SIZES | features).to_dict(), "architectures": [model_class.__name__]}
-        return BY_TYPE[fields["model_type"]].read(Foreign(fields))
+        return BY_TYPE[fields["model_type"]].read(ForeignFields(fields))
 
     assert (read("mistral window").window, read("mistral window").window_layers) == (4, None)
     assert read("ministral").window_layers == (0, 2)
@@ -176,7 +176,7 @@ def test_frequencies_that_follow_the_length(features: dict[str, Any], tmp_path: 
     assert isinstance(ours, Decoder)
     fresh = theirs_of(ours, LLAMA, tmp_path / "back", LlamaForCausalLM)
     same_tensors(fresh.state_dict(), pair.theirs.state_dict())
-    assert LLAMA.read(Foreign(LLAMA.write(ours.config))) == ours.config
+    assert LLAMA.read(ForeignFields(LLAMA.write(ours.config))) == ours.config
     compare_both_cached(ours, fresh)
     for left in (False, True):
         compare_padded(ours, fresh, left)
@@ -201,12 +201,12 @@ def test_the_automatic_classes_read_mistral_with_layer_types_as_we_do(tmp_path: 
 @pytest.mark.parametrize("rope", [*ROPES.values(), *(f["rope_parameters"] for f in ROPES_BY_LENGTH.values())], ids=str)
 def test_ropes_as_older_versions_wrote_them(rope: dict[str, Any]) -> None:
     fields = {**LlamaConfig(**SIZES, rope_parameters=dict(rope)).to_dict(), "architectures": ["LlamaForCausalLM"]}
-    now = LLAMA.read(Foreign(fields))
+    now = LLAMA.read(ForeignFields(fields))
     fields = {name: value for name, value in fields.items() if name != "rope_parameters"}
     old = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}
     fields["rope_theta"] = rope.get("rope_theta", 10000.0)
     fields["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **old}
-    read = LLAMA.read(Foreign(fields))
+    read = LLAMA.read(ForeignFields(fields))
     if "original_max_position_embeddings" not in rope and now.rope_scaling is not None:
         read = read.with_(rope_scaling=read.rope_scaling.with_(original_max_len=now.rope_scaling.original_max_len))
     assert read == now
@@ -214,11 +214,13 @@ def test_ropes_as_older_versions_wrote_them(rope: dict[str, Any]) -> None:
 
 def test_rope_fields_that_mean_nothing_to_a_kind_are_passed_over() -> None:
     scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 3.0}
-    read = LLAMA.read(Foreign({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": None, "rope_scaling": scaling}))
+    read = LLAMA.read(
+        ForeignFields({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": None, "rope_scaling": scaling})
+    )
     assert read.rope_scaling == RopeScalingConfig(kind="dynamic", factor=2.0)
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
     fields = {**LlamaConfig(**SIZES).to_dict(), "rope_parameters": None, "rope_scaling": scaling}
-    read = LLAMA.read(Foreign({**fields, "original_max_position_embeddings": 16}))
+    read = LLAMA.read(ForeignFields({**fields, "original_max_position_embeddings": 16}))
     assert read.rope_scaling == RopeScalingConfig(kind="yarn", factor=2.0, original_max_len=16)
 
 
@@ -258,7 +260,7 @@ def test_what_we_build_opens_there(fields: dict[str, Any], model_class: type[Pre
 def test_the_presets_have_a_twin(name: str) -> None:
     config = preset(name)
     said = {"n_kv_heads": config.n_kv_heads or config.n_heads, "d_head": config.head_width}
-    assert LLAMA.read(Foreign(LLAMA.write(config))) == config.with_(**said)
+    assert LLAMA.read(ForeignFields(LLAMA.write(config))) == config.with_(**said)
 
 
 LLAMA_FIELDS = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForCausalLM"]}
@@ -312,7 +314,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
 def test_what_llama_cannot_say_is_not_its_twin(change: dict[str, Any]) -> None:
     config = preset("llama-1b", d_head=64, **change)
     try:
-        again = LLAMA.read(Foreign(LLAMA.write(config)))
+        again = LLAMA.read(ForeignFields(LLAMA.write(config)))
     except ValueError:
         return
     assert again != config

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, T5Config, T5EncoderModel, T5ForConditionalGeneration, T5Model
 
 from regard.hub.families.t5 import T5
-from regard.hub.family import Foreign
+from regard.hub.hf_family import ForeignFields
 from regard.models import Encoder, EncoderDecoder, build
 from regard.presets import preset
 
@@ -128,7 +128,7 @@ def test_the_presets_have_a_twin(name: str) -> None:
     config = preset(name)
     rates = dict.fromkeys(("attention_dropout", "embedding_dropout", "activation_dropout"), config.dropout)
     said = {"n_decoder_layers": config.n_layers, "d_head": config.head_width, **rates}  # T5 has one rate for all
-    assert T5.read(Foreign(json.loads(json.dumps(T5.write(config))))) == config.with_(**said)
+    assert T5.read(ForeignFields(json.loads(json.dumps(T5.write(config))))) == config.with_(**said)
 
 
 FIELDS = {**T5Config(**SIZES).to_dict(), "architectures": ["T5ForConditionalGeneration"]}
@@ -171,11 +171,11 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], named:
     ids=str,
 )
 def test_what_t5_cannot_say_is_not_its_twin(change: dict[str, Any]) -> None:
-    config = T5.read(Foreign(T5.write(preset("t5-small"))))
-    assert T5.read(Foreign(T5.write(config))) == config
+    config = T5.read(ForeignFields(T5.write(preset("t5-small"))))
+    assert T5.read(ForeignFields(T5.write(config))) == config
     config = config.with_(**change)
     try:
-        again = T5.read(Foreign(T5.write(config)))
+        again = T5.read(ForeignFields(T5.write(config)))
     except ValueError:
         return
     assert again != config

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification, ViTModel
 
 from regard.hub.families import BY_TYPE
-from regard.hub.family import Foreign
+from regard.hub.hf_family import ForeignFields
 from regard.models import Encoder, Model
 from regard.presets import preset
 
@@ -126,12 +126,12 @@ def test_no_tensor_is_idle(head: type[PreTrainedModel], tmp_path: Path) -> None:
 )
 def test_the_preset_has_a_twin(change: dict[str, Any]) -> None:
     config = preset("vit-base-16", **change)
-    assert BY_TYPE["vit"].read(Foreign(BY_TYPE["vit"].write(config))) == config
+    assert BY_TYPE["vit"].read(ForeignFields(BY_TYPE["vit"].write(config))) == config
 
 
 def test_local_windows_have_no_twin() -> None:
     config = preset("swin-tiny")
-    assert BY_TYPE["vit"].read(Foreign(BY_TYPE["vit"].write(config))) != config
+    assert BY_TYPE["vit"].read(ForeignFields(BY_TYPE["vit"].write(config))) != config
 
 
 def test_missing_fields_mean_their_defaults() -> None:

@@ -152,7 +152,7 @@ def _given_model(model: str | Path | ModelConfig | Model) -> tuple[str, ModelCon
     if not path.is_dir() and (str(model) in PRESETS or not path.exists()):
         return str(model), preset(str(model)), TrainConfig()  # of an unknown name it says which there are
     from ..hub import read_config
-    from ..hub.directory import Directory
+    from ..hub.hf_directory import Directory
     from ..training.run_directory import RUN_FILE, RunDirectory
 
     if (path / RUN_FILE).is_file():

@@ -344,10 +344,10 @@ def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     directory = hub.Directory(root)
     fields, weights = directory.config(), directory.weights()
     fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
-    understood = hub.read_config(fields)
-    fitting = hub.fit(understood.config, understood.steps, weights.layout)
-    model = hub.fill(fitting, understood.steps, weights, torch.device(device), None)
-    model.processor = read_processor(directory, fields, understood.config)
+    resolved = hub.read_config(fields)
+    fitting = hub.fit(resolved.config, resolved.steps, weights.layout)
+    model = hub.fill(fitting, resolved.steps, weights, torch.device(device), None)
+    model.processor = read_processor(directory, fields, resolved.config)
     return model
 
 

@@ -56,7 +56,7 @@ def int8_files(model: Model, folder: Path) -> None:
         fields["id2label"] = {str(number): label for number, label in enumerate(labels)}
         fields["label2id"] = {label: number for number, label in enumerate(labels)}
     files["config.json"] = to_json(fields)
-    written = hub.Written(fields, (), ("weights are int8, in a form of our own",))
+    written = hub.WrittenConfig(fields, (), ("weights are int8, in a form of our own",))
     files["README.md"] = hub.model_card(model, written).encode()
     for name, content in files.items():
         write_atomic(folder / name, content)
@@ -98,14 +98,14 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     fields = directory.config()
     if fields.get(MARK) != _HOW:
         raise BadModelFile(f"{directory.root}: config.json has {MARK}={fields.get(MARK)!r}; regard reads {_HOW}")
-    understood, weights = hub.read_config(fields), directory.weights()
-    _need_layers(directory, understood.config, len(weights.layout))
-    model = build(understood.config, device="meta")
+    resolved, weights = hub.read_config(fields), directory.weights()
+    _need_layers(directory, resolved.config, len(weights.layout))
+    model = build(resolved.config, device="meta")
     n_parameters = model.n_parameters
     model = cast(Model, round_in_place(model))
     _need_fit(directory.root, model, weights)
-    model.processor = read_processor(directory, fields, understood.config)
-    model.provenance = hub.Provenance(directory.root, understood.model_type, directory.verified)
+    model.processor = read_processor(directory, fields, resolved.config)
+    model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)
     return Int8Directory(directory, weights, model, n_parameters)
 
 

@@ -1,15 +1,22 @@
 """Hugging Face directories to our models and back, as lists of invertible steps."""
 
-from .card import changed_fields, model_card
-from .comparing import Difference, behaviour, differences
-from .configs import Understood, Written, keeping_token_ids, read_config, token_ids, write_config
-from .directory import Directory, Provenance
+from .config_diff import Difference, behaviour, differences
 from .families import BY_TYPE, FAMILIES
-from .family import Family, Foreign
 from .fitting import Fitting, fill, fit
+from .hf_config import (
+    ResolvedConfig,
+    WrittenConfig,
+    changed_fields,
+    keeping_token_ids,
+    model_card,
+    read_config,
+    token_ids,
+    write_config,
+)
+from .hf_directory import Directory, Provenance, Weights, write_safetensors
+from .hf_family import Family, ForeignFields
 from .manifest import Manifest
-from .steps import Step, Tensors, to_ours, to_theirs
-from .weights import Weights, write_safetensors
+from .weight_steps import Step, Tensors, to_ours, to_theirs
 
 __all__ = [
     # files
@@ -20,8 +27,8 @@ __all__ = [
     "write_safetensors",
     # configs
     "Difference",
-    "Understood",
-    "Written",
+    "ResolvedConfig",
+    "WrittenConfig",
     "behaviour",
     "changed_fields",
     "differences",
@@ -35,7 +42,7 @@ __all__ = [
     "FAMILIES",
     "Family",
     "Fitting",
-    "Foreign",
+    "ForeignFields",
     "Step",
     "Tensors",
     "fill",

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..models import Model, build
-from .comparing import behaviour
-from .steps import Step, Tensors, to_ours, to_theirs
-from .weights import Weights
+from .config_diff import behaviour
+from .hf_directory import Weights
+from .weight_steps import Step, Tensors, to_ours, to_theirs
 
 # Sizes that are the size of some tensor too; max_len is one only where positions are learned.
 _SIZES = (

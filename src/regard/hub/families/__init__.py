@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..family import Family
+from ..hf_family import Family
 from .albert import ALBERT
 from .bart import BART
 from .bert import BERT, ROBERTA

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..family import Family, Foreign, from_our_activation
-from ..steps import Step
-from .bert import FIELDS, read_text
-from .encoders import (
+from ..hf_family import (
     NEEDED,
     OLD_NORMS,
     QUERY_KEY_VALUE,
+    Family,
     Fields,
+    ForeignFields,
     drop_modules,
+    from_our_activation,
     layer,
     masked_head,
     modules,
@@ -21,6 +21,8 @@ from .encoders import (
     write_fields,
     write_head,
 )
+from ..weight_steps import Step
+from .bert import FIELDS, read_text
 
 _CLASSES = {"AlbertModel": "none", "AlbertForMaskedLM": "masked-lm", "AlbertForSequenceClassification": "classify"}
 _FIELDS: Fields = {
@@ -39,7 +41,7 @@ _LAYER = {
 }
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     theirs.only("num_hidden_groups", 1)
     theirs.only("inner_group_num", 1)
     return ModelConfig(**read_text(theirs, _CLASSES, _FIELDS, "gelu_new"), share_layers=True)

@@ -11,9 +11,8 @@ import torch
 
 from ...config import ModelConfig
 from ...layers import Sinusoidal
-from ..family import Family, Foreign, from_our_activation
-from ..steps import Fill, Join, Rename, Reshape, Step, Tensors, Tie
-from .encoders import write_head
+from ..hf_family import Family, ForeignFields, from_our_activation, write_head
+from ..weight_steps import Fill, Join, Rename, Reshape, Step, Tensors, Tie
 
 _CLASSES = {
     "bart": {"BartForConditionalGeneration": "lm", "BartModel": "none"},
@@ -21,7 +20,7 @@ _CLASSES = {
 }
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("is_decoder", False)
     theirs.only("normalize_before", False)

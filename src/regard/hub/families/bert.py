@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..family import Family, Foreign, from_our_activation
-from ..steps import Step
-from .encoders import (
+from ..hf_family import (
     NEEDED,
     OLD_NORMS,
     QUERY_KEY_VALUE,
     TEXT,
+    Family,
     Fields,
+    ForeignFields,
     drop_modules,
+    from_our_activation,
     layer,
     masked_head,
     modules,
@@ -23,6 +24,7 @@ from .encoders import (
     write_fields,
     write_head,
 )
+from ..weight_steps import Step
 
 FIELDS: Fields = {
     "vocab_size": ("vocab_size", NEEDED),
@@ -57,7 +59,7 @@ _LAYER = {
 }
 
 
-def read_text(theirs: Foreign, classes: dict[str, str], fields: Fields, activation: str) -> dict[str, Any]:
+def read_text(theirs: ForeignFields, classes: dict[str, str], fields: Fields, activation: str) -> dict[str, Any]:
     """Our fields of a BERT-like encoder with segments."""
     theirs.only("is_decoder", False)
     theirs.only("add_cross_attention", False)
@@ -74,12 +76,12 @@ def read_text(theirs: Foreign, classes: dict[str, str], fields: Fields, activati
     return {**ours, "embedding_dropout": ours["dropout"]}
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     ours = read_text(theirs, _CLASSES, FIELDS, "gelu")
     return ModelConfig(**ours, classifier_dropout=theirs.get("classifier_dropout", ours["dropout"]))
 
 
-def read_roberta(theirs: Foreign) -> ModelConfig:
+def read_roberta(theirs: ForeignFields) -> ModelConfig:
     ours = read_text(theirs, _ROBERTA_CLASSES, {**FIELDS, "pad_token_id": ("pad_id", 1)}, "gelu")
     ours["position_offset"] = ours["pad_id"] + 1
     ours["max_len"] -= ours["position_offset"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..family import Family, Foreign, from_our_activation
-from ..steps import Step
-from .encoders import (
+from ..hf_family import (
     NEEDED,
     OLD_NORMS,
     TEXT,
+    Family,
     Fields,
+    ForeignFields,
+    from_our_activation,
     layer,
     masked_head,
     modules,
@@ -21,6 +22,7 @@ from .encoders import (
     write_fields,
     write_head,
 )
+from ..weight_steps import Step
 
 _CLASSES = {
     "DistilBertModel": "none",
@@ -52,7 +54,7 @@ _LAYER = {
 }
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     """``sinusoidal_pos_embds`` only says what the table started as; the file holds it either way."""
     theirs.only("pruned_heads", {})
     ours = read_fields(theirs, _FIELDS)

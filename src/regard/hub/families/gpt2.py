@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..family import Family, Foreign, from_our_activation
-from ..steps import Drop, Rename, Step, Tie, Transpose
-from .encoders import write_head
+from ..hf_family import Family, ForeignFields, from_our_activation, write_head
+from ..weight_steps import Drop, Rename, Step, Tie, Transpose
 
 _HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     theirs.only("scale_attn_weights", True)
     theirs.only("scale_attn_by_inverse_layer_idx", False)
     theirs.only("add_cross_attention", False)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import ModelConfig
-from ..family import Family, Foreign
-from ..steps import Drop, Join, Rename, Step, Tensors, Tie
-from .encoders import write_head
+from ..hf_family import Family, ForeignFields, write_head
+from ..weight_steps import Drop, Join, Rename, Step, Tensors, Tie
 
 _ARCHITECTURES = {
     "T5ForConditionalGeneration": ("encoder-decoder", "lm"),
@@ -18,7 +17,7 @@ _ARCHITECTURES = {
 _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"}
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     theirs.only("is_decoder", False)
     theirs.only("feed_forward_proj", *_FEED_FORWARD)
     d_model, rate, scaled = theirs.need("d_model"), theirs.get("dropout_rate", 0.1), _is_scaled(theirs)
@@ -57,7 +56,7 @@ def read(theirs: Foreign) -> ModelConfig:
     )
 
 
-def _is_scaled(theirs: Foreign) -> bool:
+def _is_scaled(theirs: ForeignFields) -> bool:
     """T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
 
     That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold, and tell the two

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..family import Family, Foreign, from_our_activation
-from ..steps import Rename, Reshape, Step
-from .encoders import (
+from ..hf_family import (
     NEEDED,
     QUERY_KEY_VALUE,
+    Family,
     Fields,
+    ForeignFields,
     drop_modules,
+    from_our_activation,
     layer,
     modules,
     read_fields,
@@ -19,6 +20,7 @@ from .encoders import (
     write_fields,
     write_head,
 )
+from ..weight_steps import Rename, Reshape, Step
 
 _CLASSES = {"ViTModel": "none", "ViTForImageClassification": "classify"}
 _FIELDS: Fields = {
@@ -44,7 +46,7 @@ _LAYER = {
 }
 
 
-def read(theirs: Foreign) -> ModelConfig:
+def read(theirs: ForeignFields) -> ModelConfig:
     ours = read_fields(theirs, _FIELDS)
     theirs.only("pruned_heads", {})
     theirs.only("pooler_act", "tanh", "relu")

@@ -1,4 +1,4 @@
-"""config.json both ways: what a directory's fields mean here, and how transformers would write a model of ours."""
+"""config.json both ways: its fields as a ModelConfig, a ModelConfig as transformers writes it; and the model card."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any, get_args
 from ..config import Head, ModelConfig
 from ..errors import BadModelFile
 from ..layers import FEEDFORWARD_KINDS
-from .comparing import Difference, differences
+from ..models import Model
+from .config_diff import Difference, differences
 from .families import BY_TYPE, FAMILIES
-from .family import Family, Foreign
-from .steps import Step
+from .hf_family import Family, ForeignFields
+from .weight_steps import Step
 
 OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
@@ -27,7 +28,7 @@ _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErr
 
 
 @dataclass(frozen=True)
-class Understood:
+class ResolvedConfig:
     """A config.json in our words, and the steps that lead from its tensors to ours."""
 
     model_type: str
@@ -36,7 +37,7 @@ class Understood:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenConfig:
     """A config of ours as a config.json. ``obstacles`` says why it has no twin in transformers; empty: it has one."""
 
     fields: dict[str, Any]
@@ -48,7 +49,7 @@ class Written:
         return self.fields["model_type"]
 
 
-def read_config(fields: dict[str, Any]) -> Understood:
+def read_config(fields: dict[str, Any]) -> ResolvedConfig:
     """Read a config.json. Our own section says it exactly; what stands beside it for transformers must agree."""
     model_type, section = fields.get("model_type"), fields.get(_OWN_SECTION)
     if model_type is None:
@@ -57,7 +58,7 @@ def read_config(fields: dict[str, Any]) -> Understood:
     if model_type == OWN_TYPE:
         if own is None:
             raise BadModelFile(f"config.json has model_type {OWN_TYPE!r}, but no section {_OWN_SECTION!r}")
-        return Understood(model_type, own, ())
+        return ResolvedConfig(model_type, own, ())
     if not isinstance(model_type, str) or model_type not in BY_TYPE:
         near = difflib.get_close_matches(str(model_type), [*BY_TYPE, OWN_TYPE], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -67,7 +68,7 @@ def read_config(fields: dict[str, Any]) -> Understood:
             raise BadModelFile(f"config.json has {name}={value}; regard reads up to {_MOST_LAYERS} layers")
     family = BY_TYPE[model_type]
     try:
-        config = family.read(Foreign(fields))
+        config = family.read(ForeignFields(fields))
     except _UNREADABLE as error:
         said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise BadModelFile(f"config.json does not describe a {model_type} that regard can read: {said}") from None
@@ -77,21 +78,21 @@ def read_config(fields: dict[str, Any]) -> Understood:
             f"config.json contradicts itself: its section {_OWN_SECTION!r} and the rest give {fault}; "
             f"remove the section if the rest is right"
         )
-    return Understood(model_type, own or config, family.steps(own or config))
+    return ResolvedConfig(model_type, own or config, family.steps(own or config))
 
 
-def write_config(config: ModelConfig) -> Written:
+def write_config(config: ModelConfig) -> WrittenConfig:
     """As the first family that gives the same config back when it reads what it wrote; otherwise in our own words."""
     tries = [_attempt(family, config) for family in FAMILIES]
     section = config.model_dump(mode="json")
     for family, fields, obstacles in tries:
         if not obstacles:
-            return Written({**fields, _OWN_SECTION: section}, family.steps(config))
+            return WrittenConfig({**fields, _OWN_SECTION: section}, family.steps(config))
     # The family that comes nearest tells best what stands in the way; of another kind of model, only that it is one.
     nearest = min((obstacles for _, _, obstacles in tries), key=_distance)
     if _distance(nearest)[0] > 0:
         nearest = [one for one in nearest if one.difference is None or one.difference.field in _KINDS]
-    return Written({"model_type": OWN_TYPE, _OWN_SECTION: section}, (), tuple(str(one) for one in nearest))
+    return WrittenConfig({"model_type": OWN_TYPE, _OWN_SECTION: section}, (), tuple(str(one) for one in nearest))
 
 
 def token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,19 +100,19 @@ def token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name.endswith(_TOKEN_IDS)}
 
 
-def keeping_token_ids(written: Written, kept: Mapping[str, Any]) -> Written:
+def keeping_token_ids(written: WrittenConfig, kept: Mapping[str, Any]) -> WrittenConfig:
     """Written with its token ids as ``kept`` has them, absent ones too, wherever that still means the same to us.
 
     Several ends, or no padding, are more than a config of ours can say; a value that was changed here since counts.
     """
     family = BY_TYPE[written.model_type]
-    fields, meant = written.fields, family.read(Foreign(written.fields))
+    fields, meant = written.fields, family.read(ForeignFields(written.fields))
     for name in {**token_ids(fields), **kept}:
         changed = {key: value for key, value in fields.items() if key != name}
         if name in kept:
             changed[name] = kept[name]
         with suppress(*_UNREADABLE):
-            fields = changed if family.read(Foreign(changed)) == meant else fields
+            fields = changed if family.read(ForeignFields(changed)) == meant else fields
     return replace(written, fields=fields)
 
 
@@ -136,7 +137,7 @@ def _attempt(family: Family, config: ModelConfig) -> tuple[Family, dict[str, Any
     for relation in _relations(config):
         try:
             fields = json.loads(json.dumps(family.write(relation)))
-            back = family.read(Foreign(fields))
+            back = family.read(ForeignFields(fields))
         except _UNREADABLE:
             continue
         return family, fields, [Obstacle(fields["model_type"], difference) for difference in differences(config, back)]
@@ -166,3 +167,60 @@ def _own_config(section: Any) -> ModelConfig:
         return ModelConfig(**section)
     except (ValueError, TypeError) as error:
         raise BadModelFile(f"config.json, section {_OWN_SECTION!r}: {error}") from None
+
+
+def changed_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    values = config.model_dump(mode="json")
+    defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
+    return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
+
+
+def model_card(model: Model, written: WrittenConfig) -> str:
+    """Facts only: nothing here goes stale, and the same model always gives the same card."""
+    config = model.config
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    rows = "\n".join(f"| {field} | {value} |" for field, value in changed_fields(config).items())
+    return f"""---
+library_name: {"regard" if written.obstacles else "transformers"}
+tags:
+- regard
+---
+
+# {written.model_type}, {model.n_parameters:,} parameters
+
+Architecture {config.architecture}, reads {config.source}, head {config.head}; numbers in {", ".join(kinds)}.
+Saved by regard.
+
+```python
+import regard
+
+model = regard.load("path/to/this/directory")
+```
+
+{_transformers(written)}
+
+`manifest.json` holds the SHA-256 of every file here; `regard.load` checks them before it reads anything.
+
+## Config
+
+Fields that differ from regard's defaults; config.json has all of them.
+
+| field | value |
+|---|---|
+{rows}
+"""
+
+
+def _transformers(written: WrittenConfig) -> str:
+    if written.obstacles:
+        reasons = "\n".join(f"- {reason}" for reason in written.obstacles)
+        return f"transformers has no twin of this model and cannot open this directory. In the way:\n\n{reasons}"
+    name = written.fields["architectures"][0]
+    return f"""transformers opens it too, as model_type `{written.model_type}`:
+
+```python
+from transformers import {name}
+
+model = {name}.from_pretrained("path/to/this/directory")
+```"""

@@ -1,0 +1,260 @@
+"""A model directory on disk: its files, checked before they are read, and the tensors in its weight files.
+
+Nothing here runs code of the directory, and nothing is trusted: a path may lead out, an index may name missing files.
+Every fault is a BadModelFile that names the file. Names and shapes are read from the headers alone; values are read
+only after they have been checked.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import BadModelFile
+from ..foundation.files import fsync, previous_version, resolve_inside
+from ..foundation.jsonio import parse_json
+from .manifest import NAME as MANIFEST
+from .manifest import Entry, Manifest, file_names
+from .weight_steps import Tensors
+
+INDEX = "model.safetensors.index.json"
+_MOST_HEADER = 100 * 10**6  # what safetensors itself allows
+_DTYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool},
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors on the meta device, until ``read`` fetches the numbers."""
+
+    layout: Tensors
+    read: Callable[[], Tensors]
+
+
+def open_safetensors(path: Path) -> Weights:
+    """One safetensors file. safetensors checks that shapes, offsets and the file's length agree."""
+    from safetensors import safe_open
+
+    parse_json(_header(path), path)  # for a name that stands there twice, which safetensors lets pass
+    with _refusing(path):
+        file = safe_open(path, framework="pt")  # kept: opened a second time it might be another file
+        layout = {name: _on_meta(file.get_slice(name), name, path) for name in file.keys()}  # noqa: SIM118 - no dict
+
+    def read() -> Tensors:
+        with _refusing(path):
+            return {name: file.get_tensor(name) for name in layout}
+
+    return Weights(layout, read)
+
+
+def open_pickle(path: Path) -> Weights:
+    """One of PyTorch's own files, read with ``weights_only``: tensors and plain containers, no other objects."""
+    with _refusing(path):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
+        raise BadModelFile(f"{path} does not hold named tensors")
+    tensors = {str(name): x.detach() for name, x in content.items()}
+    return Weights({name: torch.empty_like(x, device="meta") for name, x in tensors.items()}, lambda: tensors)
+
+
+def together(shards: Mapping[str, Weights], promised: Mapping[str, str] | None, root: Path) -> Weights:
+    """Several files as one. Each tensor must be in one file, and that file the one the index ``promised``."""
+    place = {name: file for file, shard in shards.items() for name in shard.layout}
+    faults = [
+        f"{name} is in both {file} and {place[name]}"
+        for file, shard in shards.items()
+        for name in shard.layout
+        if place[name] != file
+    ]
+    if promised is not None:
+        faults += [f"{file} lacks {name}" for name, file in promised.items() if name not in shards[file].layout]
+        unnamed = [(name, file) for name, file in place.items() if name not in promised]
+        faults += [f"{file} holds {name}, which the index does not name" for name, file in unnamed]
+    if faults:
+        raise BadModelFile(f"{root}: index and files disagree: {'; '.join(faults)}")
+    return Weights(
+        {name: x for shard in shards.values() for name, x in shard.layout.items()},
+        lambda: {name: x for shard in shards.values() for name, x in shard.read().items()},
+    )
+
+
+def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[str, object] | None:
+    """Write model.safetensors, or numbered files of at most ``most_bytes``; their index where there are several."""
+    from safetensors.torch import save_file
+
+    shards = _split(tensors, most_bytes)
+    files = [
+        "model.safetensors" if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        for i in range(1, len(shards) + 1)
+    ]
+    for name, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        fsync(folder / name)
+    if len(shards) == 1:
+        return None
+    total = sum(x.nbytes for x in tensors.values())
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _split(tensors: Tensors, most_bytes: int) -> list[Tensors]:
+    """Files in order of the tensors, each filled until the next tensor would not fit; a larger one has its own."""
+    shards: list[Tensors] = [{}]
+    room = most_bytes
+    for name, x in tensors.items():
+        if shards[-1] and x.nbytes > room:
+            shards.append({})
+            room = most_bytes
+        shards[-1][name] = x
+        room -= x.nbytes
+    return shards
+
+
+def _header(path: Path) -> bytes:
+    """The JSON at the start of a safetensors file."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(path.stat().st_size - 8, _MOST_HEADER):
+            raise BadModelFile(f"{path} is cut off or no safetensors file: its header is not whole")
+        return file.read(length)
+
+
+def _on_meta(part: Any, name: str, path: Path) -> Tensor:
+    kind = part.get_dtype()
+    if kind not in _DTYPES:
+        raise BadModelFile(f"{path}: {name} holds numbers of type {kind}; regard reads {', '.join(_DTYPES)}")
+    return torch.empty(part.get_shape(), dtype=_DTYPES[kind], device="meta")
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn what a reader raises on a damaged file into BadModelFile."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {reason}") from None
+
+
+Verified = Literal["verified", "unverified"]
+_CONFIGS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+_MOST_JSON = 64 * 2**20  # no config or index is larger
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a model came from: the directory, what its config.json calls it, and whether a manifest vouched for it."""
+
+    path: Path
+    model_type: str
+    verified: Verified
+    token_ids: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The token ids of config.json exactly as they stood there: several ends, null, or fields that only others read."""
+    generation_config: bytes | None = field(default=None, repr=False)
+    """generation_config.json, which only others read, as it came."""
+
+
+class Directory:
+    """A model directory. With a manifest, every file is compared with it at once, and nothing else is read from it."""
+
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        self.root = _locate(Path(path))
+        self._listed: Mapping[str, Entry] | None = None
+        manifest = Manifest.read(self.root) if verify else None
+        if manifest is not None:
+            manifest.check(self.root)
+            self._listed = manifest.files
+
+    @property
+    def verified(self) -> Verified:
+        return "unverified" if self._listed is None else "verified"
+
+    def files(self) -> dict[str, int]:
+        """Every file and its size."""
+        return {name: (self.root / name).lstat().st_size for name in sorted(file_names(self.root))}
+
+    def has(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    def path(self, name: str) -> Path:
+        """A file to read: inside the directory, an ordinary file, and listed where there is a manifest."""
+        path = resolve_inside(self.root, name)
+        if not path.exists():
+            raise BadModelFile(f"{self.root} has no {name}")
+        if not path.is_file():
+            raise BadModelFile(f"{path} is not a file")
+        if self._listed is not None and name not in self._listed:
+            raise BadModelFile(f"{path} is not listed in {MANIFEST}, so nobody vouches for it")
+        return path
+
+    def bytes(self, name: str) -> bytes:
+        return self.path(name).read_bytes()
+
+    def json(self, name: str) -> dict[str, Any]:
+        path = self.path(name)
+        if path.stat().st_size > _MOST_JSON:
+            raise BadModelFile(f"{path} has {path.stat().st_size} bytes, too many for what it should be")
+        return parse_json(path.read_bytes(), path)
+
+    def config(self) -> dict[str, Any]:
+        """config.json; refused where it wants code of its own to be run."""
+        fields = self.json("config.json")
+        for name in _CONFIGS:
+            if self.has(name) and "auto_map" in self.json(name):
+                raise BadModelFile(
+                    f"{self.root / name} has auto_map: the model needs code from its directory, and regard runs none"
+                )
+        if "quantization_config" in fields:
+            raise BadModelFile(f"{self.root / 'config.json'} has quantization_config; regard reads unquantised weights")
+        return fields
+
+    def weights(self, *, allow_pickle: bool = False) -> Weights:
+        """The tensors: one safetensors file, several with an index, or — only when allowed — PyTorch's pickles."""
+        for single, index, pickled in (
+            ("model.safetensors", "model.safetensors.index.json", False),
+            ("pytorch_model.bin", "pytorch_model.bin.index.json", True),
+        ):
+            if not self.has(single) and not self.has(index):
+                continue
+            if pickled and not allow_pickle:
+                raise BadModelFile(
+                    f"{self.root} has its weights as a pickle only; allow_pickle=True (--allow-pickle) reads it, "
+                    f"tensors and nothing else"
+                )
+            promised = None if self.has(single) else self._index(index)
+            names = [single] if promised is None else sorted(set(promised.values()))
+            open_shard = open_pickle if pickled else open_safetensors
+            return together({name: open_shard(self.path(name)) for name in names}, promised, self.root)
+        raise BadModelFile(f"{self.root} has no model.safetensors and no model.safetensors.index.json")
+
+    def _index(self, name: str) -> dict[str, str]:
+        """Which file holds which tensor."""
+        match self.json(name):
+            case {"weight_map": dict(promised)} if all(isinstance(file, str) for file in promised.values()):
+                return promised
+        raise BadModelFile(f"{self.root / name} has no weight_map from tensors to files")
+
+
+def _locate(path: Path) -> Path:
+    if not path.exists():
+        if previous_version(path).is_dir():  # a save was cut off between its two renames; the old model is whole
+            return previous_version(path)
+        raise BadModelFile(f"there is no directory {str(path)!r}; regard loads local directories and downloads nothing")
+    if not path.is_dir():
+        raise BadModelFile(f"{path} is a file; a model is a directory with config.json and model.safetensors")
+    if not (path / "config.json").exists():
+        raise BadModelFile(f"{path} has no config.json, so it is no model directory")
+    return path
