@@ -215,6 +215,6 @@ def test_candidates_by_beam_are_those_of_all_beams(fields: dict[str, Any]) -> No
         told = search._topk(logits, before, so_far, None, 1)
         _, tied = search._topk_per_beam(logits, before, so_far, None, 1)
         n_tied += int(tied.sum())
-        assert torch.equal(got.beam * 9000 + got.token, told.index), case
+        assert torch.equal(got.beam * 9000 + got.token, told.flat_index), case
         assert torch.equal(got.score, told.score)
     assert 0 < n_tied < 120

@@ -76,11 +76,11 @@ class BeamStep(NamedTuple):
 
 
 class TopScores(NamedTuple):
-    """The best continuations of a group, (B, n) each, before ``index`` is split: it is beam · V + token."""
+    """The best continuations of a group, (B, n) each, before ``flat_index`` is split: it is beam · V + token."""
 
     score: Tensor
     diverse: Tensor
-    index: Tensor
+    flat_index: Tensor
 
 
 class Pool(NamedTuple):
@@ -202,7 +202,7 @@ class BeamSearch:
                 best = TopScores(*(x.index_copy(0, ties, y) for x, y in zip(best, exact, strict=True)))
         else:
             best = self._topk(logits, texts, past, price, step)
-        beam, token = best.index // n_tokens, best.index % n_tokens
+        beam, token = best.flat_index // n_tokens, best.flat_index % n_tokens
         rows = torch.arange(n, device=beam.device)[:, None]
         reads_text = self.config.stop or self.strings is not None
         before = texts[rows, beam].flatten(0, 1) if reads_text else texts[:1, 0]

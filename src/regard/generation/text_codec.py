@@ -36,7 +36,7 @@ class ModelTokenizers:
     def decode(self) -> Decode:
         return self.target.decode
 
-    def encode_inputs(self, texts: str | Sequence[str | Sequence[int]], name: str | None = None) -> list[list[int]]:
+    def encode_inputs(self, texts: Any, name: str | None = None) -> list[list[int]]:
         """Token ids of prompts, without an end token, or of sources, with one; what is no text is ids already."""
         name = name or ("prompt" if self.continues_prompt else "source")
         texts = [texts] if isinstance(texts, str) else texts
