@@ -23,7 +23,7 @@ from .hub.hf_directory import INDEX
 from .hub.manifest import need_ours
 from .models import Model
 from .text import Processor, read_processor
-from .training.run_directory import RUN_FILE, RunDirectory
+from .training.run_directory import RunDirectory, find_run
 
 __all__ = ["Description", "describe", "load", "save"]
 
@@ -54,7 +54,7 @@ def load(
     kind = _float_type(dtype)
     place = torch.get_default_device() if device is None else torch.device(device)
 
-    if (run := _run(path)) is not None:
+    if (run := find_run(path)) is not None:
         return _from_run(*run, place, kind)
     if is_quantised(path):
         return open_int8(path, verify=verify).to(place)
@@ -68,14 +68,6 @@ def load(
         return model
 
     return _from_one_directory(path, read)
-
-
-def _run(path: str | Path) -> tuple[RunDirectory, int | None] | None:
-    """The training run a path names, and the step; None where it is a model directory."""
-    name, _, step = str(path).rpartition("@")
-    if name and step.isdecimal() and (Path(name) / RUN_FILE).is_file():
-        return RunDirectory.open(name), int(step)
-    return (RunDirectory.open(path), None) if (Path(path) / RUN_FILE).is_file() else None
 
 
 def _from_run(run: RunDirectory, step: int | None, place: torch.device, kind: torch.dtype | None) -> Model:
@@ -137,7 +129,7 @@ class Description:
 
 def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = True) -> Description:
     """Everything that ``load`` would check, and what it would find; of a training run, in the model it came to."""
-    if (run := _run(path)) is not None:
+    if (run := find_run(path)) is not None:
         if not run[0].model_folder.is_dir():
             raise BadModelFile(f"{path} is a run that has not come to its end: it has no model yet, only checkpoints")
         path = run[0].model_folder

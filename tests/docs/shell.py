@@ -44,7 +44,7 @@ sys.exit(answer[0] if answer else 1)  # nothing: the process that waits is gone
 _WARM = (
     *("torch", "torch._dynamo", "torch.onnx", "torch.utils.tensorboard", "matplotlib.pyplot", "sacrebleu", "rich.live"),
     *("onnx", "onnxscript", "onnxruntime", "transformers", "fastapi", "uvicorn", "PIL.Image", "tokenizers"),
-    *("regard.cli", "regard.io", "regard.training.trainer", "regard.training.evaluating", "regard.lens.look"),
+    *("regard.cli", "regard.io", "regard.training.trainer", "regard.training.evaluation", "regard.lens.look"),
     *("regard.lens.render_html", "regard.lens.head_scores", "regard.export.export_model", "regard.export.engines"),
     *("regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
 )

@@ -24,7 +24,7 @@ from regard.errors import BadModelFile, RegardError
 from regard.recipes import run_config
 from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
-from regard.training import evaluation_files, metrics
+from regard.training import evaluation_report, metrics
 from regard.training.metrics.statistics import paired_bootstrap
 from regard.training.run_directory import RunDirectory
 
@@ -143,9 +143,7 @@ def test_a_run_is_evaluated_as_it_was_at_its_end(house: House, name: str) -> Non
         ours = split.n if key == "n" else report.metrics[key.removeprefix("valid_")]
         assert ours == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), key
     assert report.metrics["tokens_per_second"] > 0
-    assert (
-        json.loads(json.dumps(report.document(), allow_nan=False))["splits"]["valid"]["loss"] == split.metrics["loss"]
-    )
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["splits"]["valid"]["loss"] == split.metrics["loss"]
     if name == "translate":
         assert 0 < report.metrics["exact"] < 1, "a run that is all right or all wrong would test little"
 
@@ -199,7 +197,7 @@ def test_classes_are_counted(house: House) -> None:
     assert report.metrics["accuracy"] == pytest.approx(np.mean(hits))
     assert report.metrics["f1"] == pytest.approx(np.mean([one["f1"] for one in details["classes"]]))
     assert report.metrics["loss"] == pytest.approx(np.mean(losses))
-    assert "who is taken for whom" in report.table()
+    assert "who is taken for whom" in report.to_text()
 
 
 def _blocks(model: Any, ids: list[int], context: int) -> np.ndarray:
@@ -444,10 +442,10 @@ def test_two_runs_on_the_same_pairs(house: House) -> None:
     assert found["loss"].difference < 0, "the one that trained longer is the better one"
     assert report["valid"].other["loss"] == alone.metrics["loss"]
     assert report["valid"].other_rows == alone.rows
-    document = report.document()
+    document = report.to_dict()
     assert document["against"] == str(a)
     assert len(document["splits"]["valid"]["against"]["comparisons"]) == 4
-    assert "by paired bootstrap" in report.table()
+    assert "by paired bootstrap" in report.to_text()
 
 
 def test_loss_over_other_tokens_is_not_compared(house: House) -> None:
@@ -547,7 +545,7 @@ def test_outputs_worst_cases_and_report(house: House, tmp_path: Path) -> None:
     assert [line["loss"] for line in lines] == [row.loss for row in report.rows]
     assert {"split", "index", "source", "target", "score", "other"} <= lines[0].keys()
     assert lines[3]["other"]["output"] == report["valid"].other_rows[3].output
-    assert json.loads((out / "report.json").read_bytes()) == report.document()
+    assert json.loads((out / "report.json").read_bytes()) == report.to_dict()
     worst, text = report["valid"].worst(), (out / "worst.md").read_text(encoding="utf-8")
     assert [row.score for row in worst] == sorted(row.score for row in worst)
     assert all(row.output != row.target for row in worst)
@@ -590,14 +588,14 @@ def test_a_failure_while_writing_leaves_the_old_one(
     run, out = house("translate"), tmp_path / "out"
     _ask(run, out=out, limit=3)
     before = {x.name: x.read_bytes() for x in out.iterdir()}
-    write = evaluation_files.write_file
+    write = evaluation_report.write_atomic
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "report.json":
             raise OSError(28, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(evaluation_files, "write_file", full)
+    monkeypatch.setattr(evaluation_report, "write_atomic", full)
     with pytest.raises(OSError, match="No space left"):
         _ask(run, out=out, limit=2)
     assert {x.name: x.read_bytes() for x in out.iterdir()} == before
@@ -715,7 +713,7 @@ def test_korean_stands_in_columns(house: House) -> None:
     from rich.cells import cell_len
 
     file = house.write("korean.csv", "text,label\n빨간 고양이,short\n빨간 고양이,long\n")  # one of them is wrong
-    table = _ask(house("classify"), {"source": str(file)}).table()
+    table = _ask(house("classify"), {"source": str(file)}).to_text()
     shown = [line for line in table.splitlines() if line.startswith(("  source", "  target", "  output"))]
     assert shown[0] == "  source  빨간 고양이"
     assert len({cell_len(line[: line.index(line.split(None, 1)[1])]) for line in shown}) == 1

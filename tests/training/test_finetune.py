@@ -70,8 +70,8 @@ def test_a_classifier_from_a_masked_language_model_has_a_new_head() -> None:
     assert all(name.startswith("head.") for name in started.left)
     assert all(torch.equal(new.state_dict()[name], first[name]) for name in started.new)
     assert torch.equal(new.encoder.blocks[1].ff.w_in.weight, old.encoder.blocks[1].ff.w_in.weight)
-    assert "weights copied" in started.text()
-    assert json.loads(json.dumps(started.document()))["path"] == "x"
+    assert "weights copied" in started.to_text()
+    assert json.loads(json.dumps(started.to_dict()))["path"] == "x"
 
 
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")
@@ -147,7 +147,7 @@ def test_learned_positions_of_another_length_are_copied_as_far_as_both_go(max_le
 def test_what_weights_of_the_same_shape_mean_is_compared() -> None:
     started = start_from(fresh("gpt2", n_heads=2), "x", lambda path: small("gpt2"))
     assert started.differs == {"n_heads": (4, 2), "n_kv_heads": (4, 2)}
-    assert "n_heads was 4 there and is 2 here" in started.text()
+    assert "n_heads was 4 there and is 2 here" in started.to_text()
 
 
 def test_nothing_fits_is_refused() -> None:

@@ -63,8 +63,8 @@ def test_translation_scores_are_sacrebleus() -> None:
     assert found.exact == 1 / 5
     assert found.n == 5
     assert found.note is None
-    assert found.text().startswith(f"BLEU {found.bleu:.2f} (nrefs:1|")
-    assert found.text().endswith(f"chrF {found.chrf:.2f}, exact 20.00 %")
+    assert found.to_text().startswith(f"BLEU {found.bleu:.2f} (nrefs:1|")
+    assert found.to_text().endswith(f"chrF {found.chrf:.2f}, exact 20.00 %")
 
 
 def test_references_come_by_example_and_may_differ_in_number() -> None:
@@ -148,14 +148,14 @@ def test_sentence_chrf_is_sacrebleus_and_ranks_the_worst() -> None:
     worst = metrics.worst_cases(statistics, 2)
     assert [case.index for case in worst] == np.argsort(single)[:2].tolist() == [4, 1]
     assert worst[0].score == pytest.approx(single[4])
-    assert worst[0].document() == {"index": 4, "score": worst[0].score}
+    assert worst[0].to_dict() == {"index": 4, "score": worst[0].score}
 
 
 def test_tokenised_output_is_pointed_out_once() -> None:
     tokenised = metrics.translation(["a b c ."] * 100, ["a b c."] * 100)
     assert tokenised.note is not None
     assert "100 outputs end in ' .'" in tokenised.note
-    assert tokenised.note in tokenised.text()
+    assert tokenised.note in tokenised.to_text()
     assert metrics.translation(["a b c ."] * 99, ["a b c."] * 99).note is None
 
 
@@ -184,10 +184,10 @@ def test_classification_by_hand() -> None:
     assert (good.precision, good.recall, good.f1) == pytest.approx((1, 2 / 3, 4 / 5))
     assert (fair.n_true, fair.n_predicted, fair.label) == (3, 4, "fair")
     assert found.macro_f1 == pytest.approx((3 / 4 + 4 / 7 + 4 / 5) / 3)
-    assert found.text() == "accuracy 70.00 %, macro F1 70.71 % (10 examples)"
-    assert fair.text() == "fair: precision 50.00 %, recall 66.67 %, F1 57.14 %, 3 true, 4 predicted"
-    assert found.document()["confusion"][2] == [0, 1, 2]
-    assert found.document()["classes"][0]["label"] == "bad"
+    assert found.to_text() == "accuracy 70.00 %, macro F1 70.71 % (10 examples)"
+    assert fair.to_text() == "fair: precision 50.00 %, recall 66.67 %, F1 57.14 %, 3 true, 4 predicted"
+    assert found.to_dict()["confusion"][2] == [0, 1, 2]
+    assert found.to_dict()["classes"][0]["label"] == "bad"
 
 
 def test_a_class_that_never_occurs_is_not_in_the_mean_but_one_never_found_is() -> None:
@@ -300,9 +300,9 @@ def test_caption_scores_of_each_are_chrf_to_the_closest_reference() -> None:
     assert found.scores[0] == pytest.approx(1.0)
     assert found.scores[1] < 0.2
     assert found.exact == 0.5
-    assert "scores" not in found.document()
-    assert found.document()["bleu_1"] == found.bleu_1
-    assert found.text().startswith("BLEU-1..4 45.5 52.5 55.1 0.0, CIDEr-D ")
+    assert "scores" not in found.to_dict()
+    assert found.to_dict()["bleu_1"] == found.bleu_1
+    assert found.to_text().startswith("BLEU-1..4 45.5 52.5 55.1 0.0, CIDEr-D ")
 
 
 def test_bad_captions() -> None:
@@ -333,14 +333,14 @@ def test_language_model_by_hand() -> None:
     assert found.perplexity == pytest.approx(8)
     assert found.bits_per_character == pytest.approx(2)
     assert found.perplexity_per_word == pytest.approx(64)
-    assert found.text() == "loss 2.0794, perplexity 8.00, 2.0000 bits/character, 64.00 per word (6 tokens)"
-    assert metrics.language_model(1.0, 2).document() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
+    assert found.to_text() == "loss 2.0794, perplexity 8.00, 2.0000 bits/character, 64.00 per word (6 tokens)"
+    assert metrics.language_model(1.0, 2).to_dict() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
 
 
 def test_a_huge_loss_is_null_in_the_document_and_nan_is_refused() -> None:
     huge = metrics.language_model(5000.0, 1)
     assert huge.perplexity == math.inf
-    assert json.loads(json.dumps(huge.document(), allow_nan=False))["perplexity"] is None
+    assert json.loads(json.dumps(huge.to_dict(), allow_nan=False))["perplexity"] is None
     assert metrics.perplexity(708.0) == math.exp(708)
     with pytest.raises(ValueError, match="mean loss is not a number"):
         metrics.language_model(math.nan, 1)
@@ -600,13 +600,13 @@ def test_results_are_frozen_and_become_json() -> None:
         paired_bootstrap(metrics.accuracy_statistics(a, truth), metrics.accuracy_statistics(b, truth), samples=20),
     ]
     for result in results:
-        document = json.loads(json.dumps(result.document(), allow_nan=False))
-        assert document == result.document()
-        assert "\n" not in result.text()
+        document = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        assert document == result.to_dict()
+        assert "\n" not in result.to_text()
         with pytest.raises(dataclasses.FrozenInstanceError):
             result.n = 1  # type: ignore[union-attr, misc]
 
 
 def test_a_comparison_reads_as_one_line() -> None:
     found = Comparison("BLEU", 35.2, 36.1, 0.9, 0.31, 1.49, 0.004, 0.99, 1014, 1000, 0)
-    assert found.text() == "BLEU 35.2 → 36.1: +0.9 [+0.31, +1.49], p = 0.004 (1000 resamples of 1014)"
+    assert found.to_text() == "BLEU 35.2 → 36.1: +0.9 [+0.31, +1.49], p = 0.004 (1000 resamples of 1014)"

@@ -446,7 +446,7 @@ def look_inside(group: Group, kind: str) -> dict[str, Any]:
         with torch.no_grad(), gathered(module):
             if group.is_main:
                 told[f"logits {i}"] = model(*batch.inputs)
-        assert group.alone or all(is_sharded(p) for p in model.parameters())
+        assert not group.is_distributed or all(is_sharded(p) for p in model.parameters())
         module.train()
         seed_everything(7, "batch", 0)
         module(batch).backward()
@@ -528,7 +528,7 @@ def restore(group: Group, kind: str, root: str) -> dict[str, Tensor]:
     trained.load_state_tensors(state)
     ema.load_state_tensors(found.tensors("ema/"))
     for x in (*model.parameters(), *(x for x in state.values() if x.dim())):
-        assert group.alone or is_sharded(x)
+        assert not group.is_distributed or is_sharded(x)
     # What the layers compute with is what was filled in, not only what state_dict shows.
     objective.eval()
     loss = objective(make_batch(model, 0)).detach()

@@ -26,7 +26,6 @@ from regard.recipes import run_config
 from regard.text.tokenizer import MASK, SPECIAL, Tokenizer
 from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.tasks import Task, open_task
-from regard.training.tasks.task import evaluate
 
 from .runs import environment, latest, metrics, words_of, write_data
 
@@ -331,7 +330,7 @@ def test_pairs_that_are_too_long_are_counted_and_dropped_or_cut(fate: str, tmp_p
     rows = sum(len(batch.targets) for batch in batches)
     assert rows == (len(pairs) if fate == "truncate" else len(pairs) - longer)
     done = "cut short" if fate == "truncate" else "left out"
-    assert task.left.text() == f"{longer} examples longer than max_len=7 {done}"
+    assert task.skipped.to_text() == f"{longer} examples longer than max_len=7 {done}"
     assert all(int(batch.options["source_keep"].sum(1).max()) <= 7 for batch in batches)
     ends = [row[row != IGNORE][-1] for batch in batches for row in batch.targets]
     assert {int(end) for end in ends} == {target.eos_id}
@@ -343,7 +342,7 @@ def test_texts_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     tokenizer = task.processor.source
     assert isinstance(tokenizer, Tokenizer)
     longer = sum(len(tokenizer.encode(x.text)) > 6 for x in task.source.train if isinstance(x, Labelled))
-    assert task.left.text() == f"{longer} examples longer than max_len=6 cut short"
+    assert task.skipped.to_text() == f"{longer} examples longer than max_len=6 cut short"
     assert sum(len(batch.targets) for batch in batches) == len(task.source.train)
     assert max(int(batch.options["keep"].sum(1).max()) for batch in batches) == 6
 
@@ -356,14 +355,14 @@ def test_texts_and_captions_that_are_too_long_may_be_left_out(name: str, tmp_pat
     texts = [x.captions if name == "caption" else [x.text] for x in task.source.train]  # type: ignore[union-attr]
     longer = [[len(tokenizer.encode(text)) > 6 for text in some] for some in texts]
     batches = epoch_of(task)
-    assert task.left.text() == f"{sum(map(sum, longer))} examples longer than max_len=6 left out"
+    assert task.skipped.to_text() == f"{sum(map(sum, longer))} examples longer than max_len=6 left out"
     assert 0 < sum(len(batch.targets) for batch in batches) == sum(not all(some) for some in longer) < len(texts)
 
 
 def test_nothing_too_long_is_nothing_to_say(tmp_path: Path) -> None:
     task = open_("translate", tmp_path)
     task.batch(0)
-    assert task.left.text() is None
+    assert task.skipped.to_text() is None
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -379,7 +378,7 @@ def test_an_evaluation_is_what_one_computes_by_hand(name: str, tmp_path: Path) -
     model.processor = task.processor
     objective = Objective(model, smoothing=0.3).eval()  # smoothing is for training alone
     with torch.no_grad():
-        found = evaluate(task, model, objective, n_examples=0)
+        found = task.validate(model, objective, n_examples=0)
     source = task.processor.source
     assert isinstance(source, Tokenizer)
     total, count, right = 0.0, 0, 0
@@ -403,14 +402,15 @@ def test_an_evaluation_is_what_one_computes_by_hand(name: str, tmp_path: Path) -
         count += len(wanted)
     # Documents that two rows share are seen in two parts; everything else is the same to rounding.
     tolerance = 0.05 if name == "lm" else 1e-9
-    assert found.metrics["valid_loss"] == pytest.approx(total / count, rel=tolerance)
+    assert found["valid_loss"] == pytest.approx(total / count, rel=tolerance)
     if name != "classify":
-        assert found.metrics["perplexity"] == pytest.approx(math.exp(float(found.metrics["valid_loss"])))
+        assert found["perplexity"] == pytest.approx(math.exp(float(found["valid_loss"])))
     else:
         with torch.no_grad():
-            again = evaluate(task, model, objective)
-        assert again.metrics["accuracy"] == right / len(task.source.valid)
-        assert [row.target for row in again.rows] == [
+            again = task.validate(model, objective)
+            _, rows = task.answers(model, task.source.valid, beam=1, length_penalty=1.0)
+        assert again["accuracy"] == right / len(task.source.valid)
+        assert [row.target for row in rows] == [
             task.source.labels[x.label] for x in task.source.valid if isinstance(x, Labelled) and task.source.labels
         ]
 
@@ -432,7 +432,7 @@ def test_a_limit_of_batches_is_kept(tmp_path: Path) -> None:
         return torch.tensor(float(batch.n_targets))
 
     model = build(task.model_config).eval()
-    assert evaluate(task, model, loss_of, n_batches=1, n_examples=0).metrics["valid_loss"] == 1.0
+    assert task.validate(model, loss_of, n_batches=1, n_examples=0)["valid_loss"] == 1.0
     assert len(asked) == 1
 
 

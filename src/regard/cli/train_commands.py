@@ -14,8 +14,6 @@ from . import completion
 from .options import AsJson, Device, Words, print_json, print_result, progress, without_none
 
 Style = Literal["auto", "json", "quiet"]
-# A resumed run is the same run: only how far it goes and how often it reports may change.
-MAY_CHANGE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
 
 
 def train(
@@ -86,13 +84,14 @@ def train(
 
 def _resume(run: str, words: list[str], style: Style, as_json: bool) -> None:
     from regard.config.overrides import SECTIONS, check_section, parse_overrides
+    from regard.config.train_config import RESUMABLE
 
     if words and "=" not in words[0]:
         raise UsageError(f"--resume RUN knows its task: leave out {words[0]!r}")
     overrides: dict[str, Any] = parse_overrides(words, sections={"train": SECTIONS["train"]}).get("train", {})
     for field in overrides:
-        if field not in MAY_CHANGE:
-            allowed = ", ".join(f"train.{name}" for name in MAY_CHANGE)
+        if field not in RESUMABLE:
+            allowed = ", ".join(f"train.{name}" for name in RESUMABLE)
             raise UsageError(f"train.{field} cannot change in a resumed run; {allowed} can")
     check_section("train", overrides)
     from regard.training.trainer import resume
@@ -160,7 +159,7 @@ def evaluate(
         raise UsageError(f"--device {device} is none of {', '.join(DEVICES)}")
     if precision not in (None, "fp32", "bf16", "fp16"):
         raise UsageError(f"--precision {precision} is none of fp32, bf16, fp16")
-    from regard.training.evaluating import evaluate as run
+    from regard.training.evaluation import evaluate as run
 
     decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
     options = {**without_none(against=against, out=out), **decoding}

@@ -13,6 +13,9 @@ from .model_config import ModelConfig
 
 Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "caption"]
 
+# What may change when a run goes on; anything else would make it another run.
+RESUMABLE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
+
 
 class TrainConfig(Config):
     """The recipe."""

@@ -31,14 +31,13 @@ from ..foundation.jsonio import to_json, to_jsonable
 from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
-from ..training.evaluating import evaluate
+from ..training.evaluation import evaluate
 from ..training.loss import IGNORE, Batch
+from ..training.predictors import open_validation_task
 from ..training.reporter import peak_memory_mib
 from ..training.run_directory import RUN_FILE, RunDirectory, provenance
 from ..training.signals import Interrupted
-from ..training.systems import data_for, open_data, open_system, task_for
-from ..training.tasks import open_task
-from ..training.tasks.language_modelling import Texts
+from ..training.tasks import TextTask, open_task
 from ..training.trainer import TrainResult, resume, train
 from .sweep_spec import RESULT_FILE, prune_run
 
@@ -198,15 +197,13 @@ def _seconds_spent(root: Path) -> float:
 
 def _open_run(run: Path) -> tuple[Any, Any]:
     """The trained system of a run, and its task with the data it was trained on."""
-    system = open_system(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    data, whole = data_for(system, {})
-    return system, task_for(system, open_data(data, whole, system), data, {}, system.config.train.seed)
+    return open_validation_task(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def measure_lengths(run: Path) -> dict[str, Any]:
     """Losses of a language model at FACTORS times its length, ``loss_1x`` …; ``cannot`` says why one is missing."""
     system, task = _open_run(run)
-    tokens = cast(Texts, task).token_file(task.examples("valid", _HELD_OUT_TEXTS)).tokens
+    tokens = cast(TextTask, task).token_file(task.examples("valid", _HELD_OUT_TEXTS)).tokens
     length = system.config.data.max_len
     losses, refusals = losses_by_length(system.model, tokens, [factor * length for factor in FACTORS])
     metrics = {f"loss_{n // length}x": loss for n, loss in losses.items()}

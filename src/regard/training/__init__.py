@@ -1,6 +1,9 @@
 """From logits to weights: tasks, the loss, the recipe, one straight loop, checkpoints that are never half written."""
 
-from .evaluating import EvaluationReport, evaluate
+from .evaluation import evaluate
+from .evaluation_report import EvaluationReport
+from .loop import StepRecord
+from .tasks import Task
 from .trainer import TrainResult, resume, train
 
-__all__ = ["EvaluationReport", "TrainResult", "evaluate", "resume", "train"]
+__all__ = ["EvaluationReport", "StepRecord", "Task", "TrainResult", "evaluate", "resume", "train"]

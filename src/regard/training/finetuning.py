@@ -53,11 +53,11 @@ class Started:
         """Parameters that must be trained even where the others are frozen."""
         return (*self.new, *self.partly)
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return asdict(self)
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """In a few lines, for people."""
         lines = [f"{self.path}: {len(self.copied) + len(self.partly)} weights copied, {len(self.left)} not needed"]
         reasons: dict[str, list[str]] = {}

@@ -1,11 +1,11 @@
-"""Batches made ahead of time, in a thread, so that a GPU never waits for a tokenizer or a picture."""
+"""The training loop, straight from the first step to the last. Tasks differ in data and loss; it knows none by name."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -29,9 +29,17 @@ from .reporter import Reporter
 from .shards import is_sharded
 from .signals import Interrupted, Signals, broken_gradient, broken_output
 from .tasks import Task
-from .tasks.task import evaluate
 
-__all__ = ["Prefetch", "seed_everything", "Loop", "Position"]
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a callback is given after a step."""
+
+    step: int
+    loss: float
+    lr: float
+    metrics: dict[str, Any]  # of the evaluation at this step, if there was one
+    model: Model
 
 
 class Prefetch:
@@ -105,7 +113,7 @@ class Position:
 
 @dataclass
 class Loop:
-    """Everything a run consists of, put together by ``run.py``, and the loop over it."""
+    """Everything a run consists of, put together by ``trainer.py``, and the loop over it."""
 
     train: TrainConfig
     task: Task
@@ -121,6 +129,8 @@ class Loop:
     checkpoints: Checkpoints
     reporter: Reporter
     ema: Ema | None = None
+    callbacks: Sequence[Callable[[StepRecord], None]] = ()
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     at: Position = field(default_factory=Position)
     saved: int | None = None
     """The step of the last checkpoint that was written or read, …"""
@@ -129,7 +139,7 @@ class Loop:
 
     def run(self) -> None:
         """From where it stands to ``train.steps``; raises Interrupted or Diverged when it does not get there."""
-        train, at, alone = self.train, self.at, self.group.alone
+        train, at, alone = self.train, self.at, not self.group.is_distributed
         ahead = Prefetch(self.task.batch, self.group.device, stride=self.group.world)
         with Signals(patient=not alone) as signals, ahead as prefetch:
             self.objective.train()
@@ -147,7 +157,13 @@ class Loop:
                 at.seconds += time.perf_counter() - started
                 self.reporter.step(at.step, loss=loss, lr=lr, grad_norm=norm, n_tokens=at.n_tokens)
                 at.begin_step()
-                improved = (self._due(train.eval_every) or at.step == train.steps) and self._evaluate()
+                evaluates = self._due(train.eval_every) or at.step == train.steps
+                improved = evaluates and self._evaluate()
+                if self.callbacks and self.group.is_main:
+                    metrics = self.metrics if evaluates else {}
+                    step = StepRecord(at.step, float(loss), lr, metrics, self.model)
+                    for callback in self.callbacks:
+                        callback(step)
                 last = at.step == train.steps or self._out_of_patience()
                 if self._due(train.save_every) or improved or last:
                     self._save()
@@ -236,10 +252,9 @@ class Loop:
             with self._as_shipped():
                 if self.group.is_main:
                     n_batches, n_examples = train.eval_batches, train.eval_examples
-                    asked = evaluate(self.task, self.model, self._loss, n_batches=n_batches, n_examples=n_examples)
-                    found = asked.metrics
+                    found = self.task.validate(self.model, self._loss, n_batches=n_batches, n_examples=n_examples)
                     shown = self.task.sample(self.model, train.samples) if train.samples else []
-            metrics = self.group.broadcast_object(found)
+            metrics = self.metrics = self.group.broadcast_object(found)
             self.reporter.evaluation(self.at.step, metrics)
             self.reporter.samples(self.at.step, shown)
         return self._remember(float(metrics[self.task.criterion]))

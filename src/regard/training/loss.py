@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..data.packing import IGNORE
 from ..models import Model
 from ..models.heads import TokenHead
 
@@ -60,13 +62,13 @@ def shifted(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
     return target[:, :-1].contiguous(), torch.where(wanted == pad_id, IGNORE, wanted)
 
 
-IGNORE = -100
-
 # Bytes of fp32 logits: up to this they are held whole, beyond it made in chunks of this size. Measured: with
 # larger chunks a CPU loses time to fresh memory; a GPU must be filled.
 _BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # fp16 has nothing between 0 and 6e-8: probabilities, at most 1, are lifted out of the way of that, exactly.
 _LIFT = 2.0**15
+_ROWS_AT_ONCE = {"cuda": 8192}  # of logits in ``token_losses``; 1024 elsewhere
+LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum over the batch's targets
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -241,22 +243,49 @@ _chunked.register_autograd(_backward, setup_context=_keep)
 
 
 class Objective(nn.Module):
-    """A batch → the sum of the loss over its targets. A sum: whoever averages knows over how many, on how many ranks.
+    """Model and loss as one module, so that it can be compiled, wrapped and sharded as one.
+
+    A batch → the sum of the loss over its targets; the caller divides by their number over all processes.
+    """
+
+    def __init__(self, model: Model, smoothing: float = 0.0, loss: LossFunction | None = None) -> None:
+        super().__init__()
+        self.model, self.smoothing, self.loss = model, smoothing, batch_loss if loss is None else loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.loss(self.model, batch, self.smoothing if self.training else 0.0)
+
+
+def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """The sum of the cross-entropy over a batch's targets.
 
     Token logits of a large vocabulary are never held whole: the head's matrix goes into the loss with the states.
     """
+    head = getattr(model, "head", None)
+    if not isinstance(head, TokenHead):
+        return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing)
+    states, weight = _states_and_weight(model, batch)
+    # Compiled, a number that differs from batch to batch would be compiled anew.
+    n_targets = None if torch.compiler.is_compiling() else batch.n_counted
+    return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, counted=n_targets)
 
-    def __init__(self, model: Model, smoothing: float = 0.0) -> None:
-        super().__init__()
-        self.model, self.smoothing = model, smoothing
 
-    def forward(self, batch: Batch) -> Tensor:
-        model, smoothing = self.model, self.smoothing if self.training else 0.0
-        head = getattr(model, "head", None)
-        if not isinstance(head, TokenHead):
-            return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing)
-        states = head.hidden(model.hidden(*batch.inputs, **batch.options))
-        weight = model.output_table if head.weight is None else head.weight
-        # Compiled, a number that differs from batch to batch would be compiled anew.
-        counted = None if torch.compiler.is_compiling() else batch.n_counted
-        return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, counted=counted)
+@torch.no_grad()
+def token_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """-log p of every target (n,) and the likeliest token in its place (n,), in the order of the batch."""
+    head, is_target = cast(TokenHead, model.head), batch.targets != IGNORE
+    states, weight = _states_and_weight(model, batch)
+    losses, likeliest = [], []
+    size = _ROWS_AT_ONCE.get(states.device.type, 1024)
+    for x, y in zip(states[is_target].split(size), batch.targets[is_target].split(size), strict=True):
+        logits = F.linear(x, weight, head.bias).float()
+        losses.append(F.cross_entropy(logits, y, reduction="none"))
+        likeliest.append(logits.argmax(-1))
+    return torch.cat(losses), torch.cat(likeliest)
+
+
+def _states_and_weight(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The states the output matrix is applied to (B, T, M), and that matrix (V, M)."""
+    head = cast(TokenHead, model.head)
+    states = head.hidden(model.hidden(*batch.inputs, **batch.options))
+    return states, model.output_table if head.weight is None else head.weight

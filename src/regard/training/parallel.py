@@ -60,12 +60,12 @@ class Group:
         return self.rank == 0
 
     @property
-    def alone(self) -> bool:
-        return self.world == 1
+    def is_distributed(self) -> bool:
+        return self.world > 1
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the processes; ``x`` stays as it is."""
-        if self.alone:
+        if not self.is_distributed:
             return x
         total = x.detach().clone()
         dist.all_reduce(total)
@@ -73,7 +73,7 @@ class Group:
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any process: a signal that reached one must stop all at the same step."""
-        return flag if self.alone else self._largest(int(flag)) > 0
+        return self._largest(int(flag)) > 0 if self.is_distributed else flag
 
     def barrier(self) -> None:
         """Wait until all are here."""
@@ -81,7 +81,7 @@ class Group:
 
     def broadcast_object(self, x: Any) -> Any:
         """The main process' object, on all."""
-        if self.alone:
+        if not self.is_distributed:
             return x
         held = [x]
         dist.broadcast_object_list(held, src=0)
@@ -89,7 +89,7 @@ class Group:
 
     def gather_objects(self, x: Any) -> list[Any]:
         """The object of every process, by rank, on all."""
-        if self.alone:
+        if not self.is_distributed:
             return [x]
         held = [None] * self.world
         dist.all_gather_object(held, x)
@@ -97,12 +97,12 @@ class Group:
 
     def close(self) -> None:
         """Part from the others; nothing more can be asked of the group."""
-        if not self.alone and dist.is_initialized():
+        if self.is_distributed and dist.is_initialized():
             dist.destroy_process_group()
 
     def _largest(self, x: int) -> int:
         held = torch.tensor(x)  # on the CPU, over gloo: no wait for what the GPU has still to do
-        if not self.alone:
+        if self.is_distributed:
             dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return int(held)
 
@@ -142,7 +142,7 @@ def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch
     """
     if kind not in ("ddp", "fsdp"):
         raise ValueError(f"parallel={kind!r} is unknown; there are 'ddp' and 'fsdp'")
-    if group.alone:
+    if not group.is_distributed:
         return objective
     if kind == "ddp":
         ids = [group.device.index] if group.device.type == "cuda" else None

@@ -115,7 +115,7 @@ class RunDirectory:
             return Tokenizer.read_native(path.read_bytes(), str(path)) if path.exists() else None
 
         source, target = tokenizer(ONE) or tokenizer(SOURCE), tokenizer(TARGET)
-        if self.config.task == "caption":
+        if self.config.model.source == "image":  # the only tokenizer is the decoder's
             source, target = None, source
         image = labels = None
         if (self.root / IMAGE).exists():
@@ -165,6 +165,20 @@ class RunDirectory:
             merge(model)
         model.processor = self.processor
         return model.eval()
+
+
+def find_run(path: str | Path, *, must_exist: bool = False) -> tuple[RunDirectory, int | None] | None:
+    """The run that RUN or RUN@STEP names, and the step; None where it names no run.
+
+    ``must_exist``: a name of the form RUN@STEP whose RUN is no run raises BadModelFile.
+    """
+    name, _, step = str(path).rpartition("@")
+    if name and step.isdecimal() and not Path(path).exists():
+        if (Path(name) / RUN_FILE).is_file():
+            return RunDirectory(Path(name)), int(step)
+        if must_exist:
+            raise BadModelFile(f"{path}: {name} is no run, so it has no step {step}")
+    return (RunDirectory(Path(path)), None) if (Path(path) / RUN_FILE).is_file() else None
 
 
 def _weights(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:

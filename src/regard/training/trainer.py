@@ -1,9 +1,9 @@
-"""``train`` and ``resume``: put a run together from its config, run the loop, leave a model to ship."""
+"""``train`` and ``resume``: config → task → run directory → model → loop → a model to ship."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,36 +12,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import RunConfig, TrainConfig
-from ..data.sources import Source, open_source
+from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from ..config.train_config import RESUMABLE
+from ..data.sources import Source
 from ..errors import RegardError
+from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
 from .averaging import Ema
-from .checkpoint import Checkpoint, Checkpoints
+from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, compile_objective, record
 from .console_display import Style
 from .finetuning import add_lora, freeze, start_from
-from .loop import Loop, seed_everything
+from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
 from .run_directory import RunDirectory, provenance
+from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
-from .tasks.language_modelling import Texts
-from .tasks.task import evaluate
 
-__all__ = ["TrainResult", "resume", "train"]
-
-
-RESUMABLE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
-"""What may be changed when a run goes on; anything else would make it another run."""
+Callback = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True)
@@ -50,107 +47,171 @@ class TrainResult:
 
     path: Path
     steps: int
-    seconds: float
-    """Of training: evaluations and saving not counted."""
+    seconds: float  # of training: evaluations and saving not counted
     metrics: dict[str, float | str] = field(default_factory=dict)
-    weights: str = ""
-    """Which weights the model in ``path/model`` has."""
+    weights: str = ""  # which weights the model in ``path/model`` has
     finished: bool = True
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
 
-    def table(self) -> str:
-        """As lines for people."""
+    def to_text(self) -> str:
         if not self.finished:
             return f"{self.path}: stopped at step {self.steps} after {self.seconds:.0f} s"
-        rows = [
-            f"  {name}  {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in self.metrics.items()
-        ]
+        values = {name: x if isinstance(x, str) else f"{x:.4g}" for name, x in self.metrics.items()}
         head = f"{self.path / 'model'}: {self.weights}, {self.steps} steps in {self.seconds:.0f} s"
-        return "\n".join([head, *rows])
+        return "\n".join([head, *(f"  {name}  {value}" for name, value in values.items())])
 
 
 def train(
-    config: RunConfig, *, style: Style = "auto", command: Sequence[str] = (), processor: Processor | None = None
+    config: RunConfig | str | Path | type[Task] | None = None,
+    *,
+    task: str | type[Task] | None = None,
+    data: str | Path | Mapping[str, Any] | DataConfig | Iterable[Any] | None = None,
+    model: str | Mapping[str, Any] | ModelConfig | Model | None = None,
+    train: Mapping[str, Any] | TrainConfig | None = None,
+    preset: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    style: Style = "auto",
+    command: Sequence[str] = (),
+    processor: Processor | None = None,
 ) -> TrainResult:
-    """Train as the config says, in a new directory; ``processor``: tokenizers made before, where runs share them."""
-    group = open_group(_device(config.train.device))
+    """Train in a new directory, as a RunConfig says or as ``regard train TASK`` would with the same fields.
+
+    config     a RunConfig, the name of a task ("translate"), the path of a JSON or TOML file, or a Task class
+    task       a Task class of one's own, for a config that names its data and defaults
+    data       a file or corpus, fields of DataConfig, or a Dataset or iterable of examples
+    model      the name of a preset, fields of ModelConfig, or a model whose weights are the start
+    train      fields of TrainConfig
+    callbacks  functions called after each step with a StepRecord
+    processor  tokenizers made before, where runs share them
+    """
+    inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
+    run_config = inputs.config
+    group = open_group(resolve_device(run_config.train.device, "train.device"))
     try:
-        source = open_source(config.data)
+        source, opened = open_run_source(inputs), None
         if group.is_main:
-            out = config.train.out or f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
-            seed_everything(config.train.seed, "weights")
-            task = open_task(config, source, processor)
-            config = config.with_(model=task.model_config, train=config.train.with_(out=out))
-            RunDirectory.create(Path(out), config, task.processor, provenance(source, command, group.world))
-        config = group.broadcast_object(config)
-        assert config.train.out is not None
-        run = RunDirectory(Path(config.train.out))
+            out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
+            seed_everything(run_config.train.seed, "weights")
+            processor = processor or inputs.processor
+            opened = open_task(run_config, source, processor, inputs.task_class)
+            run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
+            inputs.check_model(run_config.model)
+            RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
+        run_config = group.broadcast_object(run_config)
+        assert run_config.train.out is not None
+        run = RunDirectory(Path(run_config.train.out))
+        if opened is None:
+            opened = open_task(run_config, source, run.processor, inputs.task_class)
+        opened.config = run_config
         with run.lock() if group.is_main else nullcontext():
-            return _run(config, source, group, style, run)
+            return _run(run_config, opened, group, style, run, callbacks, inputs.model)
     finally:
         group.close()
 
 
-def resume(path: str | Path, *, style: Style = "auto", **changes: Any) -> TrainResult:
-    """Go on with a run from its last checkpoint, bit for bit as if it had never stopped; ``changes`` are fields of
-    TrainConfig that do not make it another run, such as more steps.
+def resume(
+    path: str | Path,
+    *,
+    style: Style = "auto",
+    task: type[Task] | None = None,
+    data: Iterable[Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    **changes: Any,
+) -> TrainResult:
+    """Continue a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    Bit for bit where it is not compiled: compiled, a CPU's sums differ in the last digit from process to process,
-    whether a run was stopped or not.
+    ``changes`` are fields of TrainConfig that do not make it another run, such as more steps. A run with a Task of
+    one's own, or with examples from memory, needs ``task`` and ``data`` again. Bit for bit where it is not compiled:
+    compiled, a CPU's sums differ in the last digit from process to process, whether a run was stopped or not.
     """
     run = RunDirectory.open(path)
     for name in changes:
         if name not in RESUMABLE:
             raise ValueError(f"train.{name} cannot change while a run goes on; {', '.join(RESUMABLE)} can")
-    changed = run.config.train.with_(**{"stop_at": None, **changes}, out=str(path))
-    config = run.config.with_(train=changed)
+    recipe = run.config.train.with_(**{"stop_at": None, **changes}, out=str(path))
+    config = run.config.with_(train=recipe)
     done = max(run.checkpoints().steps(), default=0)
-    if changed.steps < done:
-        raise ValueError(f"train.steps={changed.steps} is less than the {done} steps that {path} has done")
-    if changed.stop_at is not None and changed.stop_at <= done:
-        raise ValueError(f"train.stop_at={changed.stop_at} lies behind the {done} steps that {path} has done")
-    group = open_group(_device(changed.device))
+    if recipe.steps < done:
+        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
+    if recipe.stop_at is not None and recipe.stop_at <= done:
+        raise ValueError(f"train.stop_at={recipe.stop_at} lies behind the {done} steps that {path} has done")
+    group = open_group(resolve_device(recipe.device, "train.device"))
     try:
-        source = open_source(config.data)
-        if (known := run.facts["data"]["sha256"]) != source.sha256:
-            raise RegardError(
-                f"{config.data.source} has changed since the run began: its SHA-256 is {source.sha256[:12]}…, it was "
-                f"{known[:12]}…"
-            )
-        shared = config.with_(train=_shared(changed, run.facts["machine"]["processes"], group.world))
+        source = open_run_source(resolve_run(config, task=task, data=data))
+        _check_same_data(run, config, source)
+        shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
             if group.is_main:
                 run.tidy()
                 run.write(config)
-            return _run(shared, source, group, style, RunDirectory(run.root))
+            run = RunDirectory(run.root)
+            opened = open_task(shared, source, run.processor, task)
+            return _run(shared, opened, group, style, run, callbacks)
     finally:
         group.close()
 
 
-def _shared(recipe: TrainConfig, began_with: int, world: int) -> TrainConfig:
+def _check_same_data(run: RunDirectory, config: RunConfig, source: Source) -> None:
+    if (known := run.facts["data"]["sha256"]) != source.sha256:
+        raise RegardError(
+            f"{config.data.source} has changed since the run began: its SHA-256 is {source.sha256[:12]}…, it was "
+            f"{known[:12]}…"
+        )
+
+
+def _share_batches(recipe: TrainConfig, n_before: int, world: int) -> TrainConfig:
     """As many batches a step as the run began with, on whatever number of processes it goes on."""
-    batches = recipe.accumulate * began_with
+    batches = recipe.accumulate * n_before
     if batches % world:
         raise ValueError(
-            f"the run takes {batches} batches a step, train.accumulate={recipe.accumulate} on each of {began_with} "
+            f"the run takes {batches} batches a step, train.accumulate={recipe.accumulate} on each of {n_before} "
             f"processes, and {world} processes cannot share them evenly"
         )
     return recipe.with_(accumulate=batches // world)
 
 
-def _run(config: RunConfig, source: Source, group: Group, style: Style, run: RunDirectory) -> TrainResult:
+def _run(
+    config: RunConfig,
+    task: Task,
+    group: Group,
+    style: Style,
+    run: RunDirectory,
+    callbacks: Sequence[Callback],
+    start_model: Model | None = None,
+) -> TrainResult:
+    task.tokens_folder = run.root / "tokens"
     checkpoints = run.checkpoints(group)
-    found = checkpoints.latest()
-    loop, choice, facts, notes = _put_together(config, source, group, style, run, checkpoints, found)
+    checkpoint = checkpoints.latest()
+    first = _first_batch(task, group)
+    model, notes = _new_model(config, task, run, checkpoint, start_model)
+    model.to(group.device)
+    objective = Objective(model, config.train.label_smoothing, task.loss)
+    choice = _choose_precision(config, task, objective, group, run)
+    precision = Precision(choice.precision, group.device)
+    loop = Loop(
+        train=config.train,
+        task=task,
+        model=model,
+        objective=objective,
+        step_module=_step_module(config.train, task, objective, group, precision, choice),
+        optimiser=build_optimiser(model, config.train),
+        schedule=schedule_of(config.train, config.model.d_model),
+        precision=precision,
+        group=group,
+        checkpoints=checkpoints,
+        reporter=_new_reporter(config, run, group, precision, style, first, checkpoint),
+        ema=None if config.train.ema is None else Ema(model, config.train.ema),
+        callbacks=callbacks,
+    )
     with loop.reporter, loop.precision.settings():
-        loop.reporter.begin(facts)
-        for note in notes:
-            loop.reporter.note(note)
-        if found is not None:
-            loop.restore(found)
+        loop.reporter.begin(_facts(config, task, model, group, choice, run))
+        for note in (*notes, task.skipped.to_text()):
+            if note is not None:
+                loop.reporter.note(note)
+        if checkpoint is not None:
+            loop.restore(checkpoint)
         _compile(loop)
         try:
             loop.run()
@@ -158,77 +219,18 @@ def _run(config: RunConfig, source: Source, group: Group, style: Style, run: Run
             if stop.exit_code:
                 raise
             return TrainResult(run.root, loop.at.step, loop.at.seconds, finished=False)
-        if found is None:
-            _remember_compiling(loop, choice)
+        if checkpoint is None:
+            _record_compilation(loop, choice)
         if not group.is_main:
             return TrainResult(run.root, loop.at.step, loop.at.seconds)
         return _finish(run, loop)
 
 
-def _put_together(
-    config: RunConfig,
-    source: Source,
-    group: Group,
-    style: Style,
-    run: RunDirectory,
-    checkpoints: Checkpoints,
-    found: Checkpoint | None,
-) -> tuple[Loop, Choice, dict[str, Any], list[str]]:
-    recipe = config.train
-    task = open_task(config, source, run.processor)
-    if isinstance(task, Texts):
-        task.tokens_folder = run.root / "tokens"
-    first = _first_batch(task, group)
-    model, notes = _new_model(config, task, run, found is None)
-    model.to(group.device)
-    objective = Objective(model, recipe.label_smoothing)
-    choice = _choice(config, task, objective, group, run)
-    precision = Precision(choice.precision, group.device)
-    module: nn.Module = objective
-    if not group.alone:
-        module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
-    if choice.compile:
-        module = compile_objective(module, dynamic=task.ragged)
-    notes += [note for note in (task.left.text(),) if note is not None]
-    peak = peak_flops(group.device, precision.dtype)
-    reporter = Reporter(
-        run.root,
-        steps=recipe.steps,
-        log_every=recipe.log_every,
-        style=style if group.is_main else "off",
-        start_step=0 if found is None else found.step,
-        flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
-        peak_flops=None if peak is None else peak * group.world,
-    )
-    loop = Loop(
-        train=recipe,
-        task=task,
-        model=model,
-        objective=objective,
-        step_module=module,
-        optimiser=build_optimiser(model, recipe),
-        schedule=schedule_of(recipe, config.model.d_model),
-        precision=precision,
-        group=group,
-        checkpoints=checkpoints,
-        reporter=reporter,
-        ema=None if recipe.ema is None else Ema(model, recipe.ema),
-    )
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    facts = {
-        "task": config.task,
-        "data": f"{source.name}: {len(source.train):,} to train on, {len(source.valid):,} held out",
-        "model": f"{config.model.architecture}, {model.n_parameters:,} parameters, {n_trained:,} trained",
-        "batches": f"{task.batches_per_epoch:,} an epoch",
-        "device": str(group.device) if group.alone else f"{group.world} × {group.device.type}",
-        "numbers": choice.reason,
-        "out": str(run.root),
-    }
-    return loop, choice, facts, notes
+# ------------------------------------------------------------------------------------- the parts of a run
 
 
 def _first_batch(task: Task, group: Group) -> Batch:
-    """Made by the main process first: it writes the tokens that the others read. It also finds what is too long."""
+    """The main process first: it writes the tokens that the others read. This also finds examples that are too long."""
     if not group.is_main:
         group.barrier()
     batch = task.batch(0)
@@ -237,23 +239,25 @@ def _first_batch(task: Task, group: Group) -> Batch:
     return batch
 
 
-def _new_model(config: RunConfig, task: Task, run: RunDirectory, begins: bool) -> tuple[Model, list[str]]:
-    """The model with its first weights, and what is to be said about them; a run that goes on has its own."""
+def _new_model(
+    config: RunConfig, task: Task, run: RunDirectory, checkpoint: Checkpoint | None, start_model: Model | None
+) -> tuple[Model, list[str]]:
+    """The model with its first weights, and notes about them; a run that goes on reads its own afterwards."""
     recipe, notes = config.train, []
     seed_everything(recipe.seed, "weights")
-    model = build(config.model)
-    fresh: list[str] = []
+    model = build(config.model) if start_model is None else start_model
+    new_names: list[str] = []
     if recipe.init is not None:
         path = run.root / "started.json"
-        if begins:
+        if checkpoint is None:
             from ..io import load
 
             started = start_from(model, recipe.init, load, task.processor)
-            notes.append(started.text())
-            write_atomic(path, to_json({**started.document(), "unlearned": started.unlearned}))
-        fresh = parse_json(path.read_bytes(), path)["unlearned"]
+            notes.append(started.to_text())
+            write_atomic(path, to_json({**started.to_dict(), "unlearned": started.unlearned}))
+        new_names = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
-        add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=fresh)
+        add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
     if recipe.freeze:
         freeze(model, recipe.freeze)
     if recipe.checkpointing:
@@ -261,60 +265,76 @@ def _new_model(config: RunConfig, task: Task, run: RunDirectory, begins: bool) -
     return model, notes
 
 
-def _choice(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
-    """Precision and compilation: chosen once, at the start, then kept: another choice would round otherwise."""
+def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
+    """Precision and compilation: chosen once, at the start, then stored: another choice would round differently."""
     path = run.root / "choice.json"
     if path.exists():
         return Choice(**parse_json(path.read_bytes(), path))
-    chosen = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
-    chosen = group.broadcast_object(chosen)
+    choice = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
+    choice = group.broadcast_object(choice)
     if group.is_main:
-        write_atomic(path, to_json(asdict(chosen)))
+        write_atomic(path, to_json(asdict(choice)))
     group.barrier()
-    return chosen
+    return choice
+
+
+def _step_module(
+    recipe: TrainConfig, task: Task, objective: Objective, group: Group, precision: Precision, choice: Choice
+) -> nn.Module:
+    module: nn.Module = objective
+    if group.is_distributed:
+        module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
+    return compile_objective(module, dynamic=task.ragged) if choice.compile else module
+
+
+def _new_reporter(
+    config: RunConfig,
+    run: RunDirectory,
+    group: Group,
+    precision: Precision,
+    style: Style,
+    first: Batch,
+    checkpoint: Checkpoint | None,
+) -> Reporter:
+    peak = peak_flops(group.device, precision.dtype)
+    return Reporter(
+        run.root,
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        style=style if group.is_main else "off",
+        start_step=0 if checkpoint is None else checkpoint.step,
+        flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
+        peak_flops=None if peak is None else peak * group.world,
+    )
+
+
+def _facts(
+    config: RunConfig, task: Task, model: Model, group: Group, choice: Choice, run: RunDirectory
+) -> dict[str, Any]:
+    """What is printed before the first step."""
+    source = task.source
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "task": config.task,
+        "data": f"{source.name}: {len(source.train):,} to train on, {len(source.valid):,} held out",
+        "model": f"{config.model.architecture}, {model.n_parameters:,} parameters, {n_trained:,} trained",
+        "batches": f"{task.batches_per_epoch:,} an epoch",
+        "device": f"{group.world} × {group.device.type}" if group.is_distributed else str(group.device),
+        "numbers": choice.reason,
+        "out": str(run.root),
+    }
 
 
 def _compile(loop: Loop) -> None:
-    """Where it is compiled: now, with the first batch, wherever the run goes on from. The code is then the same."""
+    """With the first batch, wherever the run goes on from: the compiled code is then the same."""
     if isinstance(loop.step_module, Compiled):
         with loop.precision.forward():
             loop.step_module.prepare(loop.task.batch(0).to(loop.group.device))
         loop.at.seconds += loop.step_module.seconds or 0.0
 
 
-def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
-    """Choose the weights to ship, evaluate them on everything held out, save them as a model."""
-    recipe = loop.train
-    with loop.reporter.paused():
-        model, which = run.model()
-        model.to(loop.group.device)
-        objective = Objective(model).eval()
-
-        def loss_of(batch: Any) -> torch.Tensor:
-            with torch.no_grad(), loop.precision.forward():
-                return objective(batch.to(loop.group.device))
-
-        found = evaluate(loop.task, model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
-        model.save(run.model_folder)
-    result = TrainResult(run.root, loop.at.step, loop.at.seconds, found.metrics, which)
-    write_atomic(run.root / "evaluation.json", to_json(result.document()))
-    loop.reporter.evaluation(loop.at.step, found.metrics)
-    loop.reporter.finish(result.document())
-    return result
-
-
-def _device(name: str) -> torch.device:
-    """``auto`` is the best there is."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if not has[name]:
-        raise ValueError(f"train.device={name}: this machine, or this torch, has none")
-    return torch.device(name)
-
-
-def _remember_compiling(loop: Loop, choice: Choice) -> None:
-    """What compiling cost and brought in a whole run, for the next one to know."""
+def _record_compilation(loop: Loop, choice: Choice) -> None:
+    """What compiling cost and gained in a whole run, for the next one to know."""
     module = loop.step_module
     if not isinstance(module, Compiled):
         return
@@ -323,3 +343,24 @@ def _remember_compiling(loop: Loop, choice: Choice) -> None:
     elif module.seconds is not None and loop.at.step >= 20:
         passes = loop.at.step * loop.train.accumulate
         record(choice, module.seconds, None, 1e3 * (loop.at.seconds - module.seconds) / passes)
+
+
+def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
+    """Choose the weights to ship, evaluate them on all validation data, save them as a model."""
+    recipe = loop.train
+    with loop.reporter.paused():
+        model, weights = run.model()
+        model.to(loop.group.device)
+        objective = Objective(model, loss=loop.task.loss).eval()
+
+        def loss_of(batch: Batch) -> torch.Tensor:
+            with torch.no_grad(), loop.precision.forward():
+                return objective(batch.to(loop.group.device))
+
+        metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
+        model.save(run.model_folder)
+    result = TrainResult(run.root, loop.at.step, loop.at.seconds, metrics, weights)
+    write_atomic(run.root / "evaluation.json", to_json(result.to_dict()))
+    loop.reporter.evaluation(loop.at.step, metrics)
+    loop.reporter.finish(result.to_dict())
+    return result

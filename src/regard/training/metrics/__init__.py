@@ -1,6 +1,6 @@
 """How good the output is: translations, classes, captions, language models; and what to look at first.
 
-Every metric comes as a function (a small result with ``.text()`` and ``.document()``) and as ``*_statistics`` (what
+Every metric comes as a function (a small result with ``.text()`` and ``.to_dict()``) and as ``*_statistics`` (what
 each example adds to it), which the paired bootstrap resamples and ``worst_cases`` ranks.
 BLEU and chrF count from 0 to 100 as sacreBLEU does; accuracy, F1 and exact match are shares from 0 to 1.
 """
@@ -20,7 +20,7 @@ from .language_metrics import (
     strided_losses,
     strided_perplexity,
 )
-from .statistics import Case, Result, Statistics, mean_statistics, worst_cases
+from .statistics import MetricResult, Statistics, WorstCase, mean_statistics, worst_cases
 from .translation_metrics import (
     CaptionScores,
     TranslationScores,
@@ -50,8 +50,8 @@ __all__ = [
     "sentence_chrf",
     "strided_losses",
     "strided_perplexity",
-    "Case",
-    "Result",
+    "WorstCase",
+    "MetricResult",
     "Statistics",
     "worst_cases",
     "accuracy_statistics",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .statistics import Floats, Result, Statistics, mean_statistics, need_pairs, percent
+from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_pairs, percent
 
 
 @dataclass(frozen=True)
-class ClassScores(Result):
+class ClassScores(MetricResult):
     """One class. What is asked of nothing (the precision of a class never predicted) is 0."""
 
     label: str
@@ -25,7 +25,7 @@ class ClassScores(Result):
     n_true: int
     n_predicted: int
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         return (
             f"{self.label}: precision {percent(self.precision)}, recall {percent(self.recall)}, "
             f"F1 {percent(self.f1)}, {self.n_true} true, {self.n_predicted} predicted"
@@ -33,7 +33,7 @@ class ClassScores(Result):
 
 
 @dataclass(frozen=True)
-class ClassificationScores(Result):
+class ClassificationScores(MetricResult):
     """How well classes were told apart; shares from 0 to 1."""
 
     n: int
@@ -44,7 +44,7 @@ class ClassificationScores(Result):
     confusion: tuple[tuple[int, ...], ...]
     """confusion[i][j]: how often i was taken for j."""
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         return f"accuracy {percent(self.accuracy)}, macro F1 {percent(self.macro_f1)} ({self.n} examples)"
 
 

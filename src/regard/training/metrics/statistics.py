@@ -20,22 +20,22 @@ NOT_WRITTEN = {"written": False}
 
 
 @dataclass(frozen=True)
-class Result:
+class MetricResult:
     """A result that prints as one line and is written as JSON."""
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """One short line for a person."""
         raise NotImplementedError
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Names and values for JSON, without what is None; null where a number is not finite, which JSON cannot say."""
         written = ((field.name, getattr(self, field.name)) for field in fields(self) if field.metadata != NOT_WRITTEN)
         return {name: _plain(value) for name, value in written if value is not None}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Result):
-        return value.document()
+    if isinstance(value, MetricResult):
+        return value.to_dict()
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     if isinstance(value, float):
@@ -67,23 +67,23 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Case(Result):
+class WorstCase(MetricResult):
     """One example and its score."""
 
     index: int
     score: float
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         return f"#{self.index}: {self.score:.3f}"
 
 
-def worst_cases(statistics: Statistics, k: int) -> tuple[Case, ...]:
+def worst_cases(statistics: Statistics, k: int) -> tuple[WorstCase, ...]:
     """The k examples with the worst scores, worst first; among equals, the earlier one."""
     if k < 0:
         raise ValueError(f"k={k} is less than 0")
     scores = statistics.each()
     order = np.argsort(scores if statistics.higher_is_better else -scores, kind="stable")
-    return tuple(Case(int(i), float(scores[i])) for i in order[:k])
+    return tuple(WorstCase(int(i), float(scores[i])) for i in order[:k])
 
 
 def mean_statistics(
@@ -140,7 +140,7 @@ _DRAWS_AT_ONCE = 1 << 20  # numbers drawn at a time: memory stays small however 
 
 
 @dataclass(frozen=True)
-class Comparison(Result):
+class Comparison(MetricResult):
     """System b against system a over the same examples."""
 
     metric: str
@@ -165,7 +165,7 @@ class Comparison(Result):
         """p < 0.05."""
         return self.p_value < 0.05
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         return (
             f"{self.metric} {self.a:.4g} → {self.b:.4g}: {self.difference:+.4g} "
             f"[{self.low:+.4g}, {self.high:+.4g}], p = {self.p_value:.3g} ({self.samples} resamples of {self.n})"

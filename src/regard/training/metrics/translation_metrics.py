@@ -18,7 +18,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .statistics import NOT_WRITTEN, Floats, References, Result, Statistics, mean_statistics, percent, reference_lists
+from .statistics import (
+    NOT_WRITTEN,
+    Floats,
+    MetricResult,
+    References,
+    Statistics,
+    mean_statistics,
+    percent,
+    reference_lists,
+)
 
 Script = Literal["hangul", "han", "kana", "spaced"]
 
@@ -30,7 +39,7 @@ _MANY_TOKENISED = 100  # where sacreBLEU itself begins to warn
 
 
 @dataclass(frozen=True)
-class TranslationScores(Result):
+class TranslationScores(MetricResult):
     """How close translations are to their references; BLEU and chrF from 0 to 100, exact match from 0 to 1."""
 
     n: int
@@ -42,7 +51,7 @@ class TranslationScores(Result):
     note: str | None = None
     """A reason to distrust the numbers, where there is one."""
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         line = f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}, exact {percent(self.exact)}"
         return line if self.note is None else f"{line}; {self.note}"
 
@@ -148,7 +157,7 @@ _SIGMA = 6.0
 
 
 @dataclass(frozen=True)
-class CaptionScores(Result):
+class CaptionScores(MetricResult):
     """How close captions are to any of their references."""
 
     n: int
@@ -165,7 +174,7 @@ class CaptionScores(Result):
     """Of every caption by itself, from 0 to 1: its chrF against the closest reference, which puts bad ones in order
     where CIDEr-D is 0 for all of them. Not part of the document."""
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         bleu = f"{self.bleu_1:.1f} {self.bleu_2:.1f} {self.bleu_3:.1f} {self.bleu_4:.1f}"
         return f"BLEU-1..4 {bleu}, CIDEr-D {self.cider:.3f}, exact {percent(self.exact)} ({self.signature})"
 

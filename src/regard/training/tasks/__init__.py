@@ -1,34 +1,48 @@
-"""The tasks: what each makes of its data, and what it asks of a model. The loop knows none of them by name."""
+"""The tasks: what each makes of its data, and what it asks of a model. Nothing outside knows them by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...config import RunConfig
+from ...config import ModelConfig, RunConfig
 from ...data.sources import Source
 from ...text.processor import Processor
-from .captioning import Caption
+from .captioning import CaptionTask
 from .classification import Classify, ClassifyImages
-from .language_modelling import LanguageModel, MaskedLanguageModel
-from .task import Evaluation, Row, Task
+from .language_modelling import LanguageModel, MaskedLanguageModel, TextTask
+from .task import ExampleResult, Scores, Task
 from .translation import Translate
 
-__all__ = ["TASKS", "Evaluation", "Row", "Task", "open_task"]
+__all__ = ["TASKS", "ExampleResult", "Scores", "Task", "TextTask", "open_task", "task_class_of"]
 
-TASKS: Mapping[str, type[Task]] = {
-    "translate": Translate,
-    "lm": LanguageModel,
-    "mlm": MaskedLanguageModel,
-    "classify": Classify,
-    "classify-images": ClassifyImages,
-    "caption": Caption,
-}
+_CLASSES: tuple[type[Task], ...] = (
+    Translate,
+    LanguageModel,
+    MaskedLanguageModel,
+    Classify,
+    ClassifyImages,
+    CaptionTask,
+)
+TASKS: Mapping[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 
-def open_task(config: RunConfig, source: Source, processor: Processor | None = None) -> Task:
-    """The task of a run: with the tokenizers of ``processor`` where there is one, else with new ones."""
-    kind = TASKS[config.task]
-    if source.kind not in kind.kinds:
-        wanted = " or ".join(kind.kinds)
+def open_task(
+    config: RunConfig, source: Source, processor: Processor | None = None, task_class: type[Task] | None = None
+) -> Task:
+    """The task of a run, with the tokenizers of ``processor`` where there is one, else with new ones."""
+    task_class = task_class or TASKS[config.task]
+    if source.kind not in task_class.kinds:
+        wanted = " or ".join(task_class.kinds)
         raise ValueError(f"{source.name} holds {source.kind}, but task {config.task!r} learns from {wanted}")
-    return kind(config, source, processor)
+    return task_class(config, source, processor)
+
+
+def task_class_of(model_name: str, model: ModelConfig) -> type[Task]:
+    """The task a model was made for, from what it reads and what it puts out."""
+    for task_class in TASKS.values():
+        if task_class.accepts(model):
+            return task_class
+    raise ValueError(
+        f"{model_name} is a model with architecture={model.architecture!r}, source={model.source!r} and "
+        f"head={model.head!r}, which no task is evaluated with"
+    )

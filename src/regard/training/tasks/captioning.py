@@ -10,34 +10,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...config import ModelConfig
+from ...config import DataConfig, ModelConfig
 from ...data.batching import BatchPlan
 from ...data.examples import Example, ImageExample
-from ...data.images import image_batch
 from ...generation import GenerateConfig, generate
 from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
 from .. import metrics
 from ..loss import Batch, shifted
-from .classification import _image_processor, images_at_once, shown_image
-from .task import Left, Row, Task, shortened
+from ..metrics.statistics import Statistics
+from .classification import image_name, image_pixels, images_per_batch, new_image_processor
+from .task import ExampleResult, SkippedExamples, Task, truncate
 
-__all__ = ["Caption"]
 
-
-class Caption(Task):
+class CaptionTask(Task):
     """An encoder over patches, a decoder over words (Xu et al. 2015, with a ViT for the convolutions).
 
     Each epoch shows each image once, with one of its captions in turn.
     """
 
+    name = "caption"
     kinds = ("captions",)
     template = "eos"
+    evaluation_options = ("beam", "length_penalty")
+    processor_parts = ("target", "image")
+
+    @classmethod
+    def accepts(cls, model: ModelConfig) -> bool:
+        return (model.architecture, model.source, model.head) == ("encoder-decoder", "image", "lm")
+
+    @classmethod
+    def data_defaults(cls, model: ModelConfig) -> DataConfig:
+        longest = model.max_target_len or model.max_len
+        return DataConfig(max_len=longest, max_target_len=longest)
 
     def _new_processor(self) -> Processor:
-        texts = [text for x in self._first(self.source.train, 40_000) for text in cast(ImageExample, x).captions]
-        return Processor(target=self._tokenizer(texts), image=_image_processor(self.config.model))
+        texts = [text for x in self.first(self.source.train, 40_000) for text in cast(ImageExample, x).captions]
+        return Processor(target=self._new_tokenizer(texts), image=new_image_processor(self.config.model))
 
     @property
     def _tokens(self) -> Tokenizer:
@@ -51,12 +61,12 @@ class Caption(Task):
     def model_config(self) -> ModelConfig:
         model = self.config.model
         longest = max(self._most, model.max_target_len or model.max_len)
-        return model.with_(vocab_size=self._tokens.size, max_target_len=longest, **self._ids)
+        return model.with_(vocab_size=self._tokens.size, max_target_len=longest, **self._special_ids)
 
     @cached_property
     def _order(self) -> BatchPlan:
         train = self.config.train
-        at_once = images_at_once(self.config.model, train.batch_tokens, train.batch_size)
+        at_once = images_per_batch(self.config.model, train.batch_tokens, train.batch_size)
         return BatchPlan.by_examples(len(self._kept), at_once, seed=train.seed)
 
     @cached_property
@@ -66,7 +76,7 @@ class Caption(Task):
         if self.config.data.too_long != "drop":
             return [(i, x.captions) for i, x in enumerate(examples)]
         fits = [[len(row) <= self._most for row in self._tokens.encode_all(x.captions)] for x in examples]
-        self.left = Left(n_dropped=sum(not one for some in fits for one in some), max_len=self._most)
+        self.skipped = SkippedExamples(n_dropped=sum(not one for some in fits for one in some), max_len=self._most)
         kept = [
             [text for text, one in zip(x.captions, some, strict=True) if one]
             for x, some in zip(examples, fits, strict=True)
@@ -83,40 +93,36 @@ class Caption(Task):
         examples, index = cast(Sequence[ImageExample], self.source.train), [i for i, _ in chosen]
         captions = [texts[(epoch + i) % len(texts)] for i, texts in chosen]
         seed = self.config.train.seed
-        pixels = self._pixels(examples, index, shift=data.shift, flip=data.flip, seed=seed, epoch=epoch)
+        pixels = image_pixels(
+            self.processor, self.config.model, examples, index, shift=data.shift, flip=data.flip, seed=seed, epoch=epoch
+        )
         return self._collate(pixels, captions)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         """Every caption of every image."""
-        before, self.left = self.left, Left()
+        before, self.skipped = self.skipped, SkippedExamples()
         known = cast(Sequence[ImageExample], examples)
         for first in range(0, len(known), 64):
             group = known[first : first + 64]
-            pixels = self._pixels(group, range(len(group)))
+            pixels = image_pixels(self.processor, self.config.model, group, range(len(group)))
             which = torch.tensor([place for place, x in enumerate(group) for _ in x.captions])
             batch = self._collate(pixels[which], [text for x in group for text in x.captions])
             yield (which + first).tolist(), batch
-        self.held_out_cut, self.left = self.left.n_cut, before  # what is said of left-out examples is about training
-
-    def _pixels(self, examples: Sequence[ImageExample], index: Sequence[int], **augmented: Any) -> Tensor:
-        image, model = self.processor.image, self.config.model
-        assert image is not None
-        size, channels = model.image_size, model.n_channels
-        return image_batch(examples, index, size=size, channels=channels, mean=image.mean, std=image.std, **augmented)
+        self.n_held_out_cut, self.skipped = self.skipped.n_cut, before  # ``skipped`` is about training
 
     def _collate(self, pixels: Tensor, captions: Sequence[str]) -> Batch:
-        rows, longer = shortened(self._tokens.encode_all(captions), self._most)
+        rows, longer = truncate(self._tokens.encode_all(captions), self._most)
         if longer:
-            self.left = Left(n_cut=self.left.n_cut + longer, max_len=self._most)
+            self.skipped = SkippedExamples(n_cut=self.skipped.n_cut + longer, max_len=self._most)
         model, pad_id = self.config.model, self._tokens.pad_id
-        said = self._padded(rows, pad_id, max(self._most, model.max_target_len or model.max_len))
+        said = self._pad(rows, pad_id, max(self._most, model.max_target_len or model.max_len))
         read, wanted = shifted(F.pad(said, (1, 0), value=self._tokens.bos_id), pad_id)
         patches = len(rows) * (model.image_size // model.patch_size) ** 2
         return Batch((pixels, read), wanted, n_tokens=patches + sum(len(row) + 1 for row in rows))
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
-    ) -> tuple[dict[str, float | str], list[Row]]:
+    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
         known = cast(Sequence[ImageExample], examples)
         if not known:
             return {}, []
@@ -124,12 +130,16 @@ class Caption(Task):
         config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=self._most)
         for first in range(0, len(known), 128):
             group = range(first, min(first + 128, len(known)))
-            pixels = self._pixels(known, group).to(model.device)
+            pixels = image_pixels(self.processor, self.config.model, known, group).to(model.device)
             outputs += [self._tokens.decode(tokens) for tokens in generate(model, pixels, config).tokens]
         references = [list(x.captions) for x in known]
         found = metrics.captions(outputs, references)
         rows = [
-            Row(shown_image(x), texts, output, score)
+            ExampleResult(image_name(x), texts, output, score)
             for x, texts, output, score in zip(known, references, outputs, found.scores, strict=True)
         ]
-        return dict(found.document()), rows
+        return dict(found.to_dict()), rows
+
+    def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
+        kinds = (metrics.bleu_n_statistics, metrics.cider_statistics, metrics.exact_statistics)
+        return [kind(outputs, references) for kind in kinds]

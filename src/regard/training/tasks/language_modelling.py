@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ...config import ModelConfig
+from ...config import DataConfig, ModelConfig
 from ...data.batching import BatchPlan, mask_tokens
 from ...data.examples import Example, Text
 from ...data.packing import PackedRow, PackedRows, TokenBlocks
 from ...data.token_files import TokenFile, cached_tokens
+from ...errors import BadData
 from ...generation import generate
-from ...models import Model
+from ...models import Decoder, Model
 from ...text.processor import Processor
 from ...text.tokenizer import EOS, MASK, Tokenizer
-from ..loss import IGNORE, Batch
-from .task import Task, uneven
+from ..loss import IGNORE, Batch, token_losses
+from ..metrics.language_metrics import TextLosses, paired_texts
+from ..precision import Precision
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, StatisticsPair, Task, has_partial_batch
 
-__all__ = ["LanguageModel", "MaskedLanguageModel", "Texts"]
+_MAX_CONTEXT = 1024  # of a model that can read more and does not say what it was trained with
+_SHOWN_BEFORE = 32  # tokens shown before a passage
 
 
-class Texts(Task):
+class TextTask(Task):
     """Documents as one long row of tokens."""
 
     kinds = ("text",)
-    tokens_folder: Path | None = None
-    """Where tokens are kept, mapped into memory; None: they are held."""
+    needs_positions = True
 
     def _new_processor(self) -> Processor:
-        texts = [cast(Text, x).text for x in self._first(self.source.train, 200_000)]
-        return Processor(source=self._tokenizer(texts))
+        texts = [cast(Text, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
+        return Processor(source=self._new_tokenizer(texts))
 
     @property
     def _tokens(self) -> Tokenizer:
@@ -46,7 +51,9 @@ class Texts(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        ids = {**self._ids, "bos_id": EOS} if self._separated else {**self._ids, "bos_id": None, "eos_id": None}
+        ids: dict[str, int | None] = {**self._special_ids, "bos_id": EOS}
+        if not self._separated:
+            ids |= {"bos_id": None, "eos_id": None}
         return self.config.model.with_(
             vocab_size=self._tokens.size, max_len=max(self.context, self.config.model.max_len), **ids
         )
@@ -92,7 +99,7 @@ class Texts(Task):
 
     @property
     def ragged(self) -> bool:
-        return uneven(len(self._packed), self._rows)
+        return has_partial_batch(len(self._packed), self._rows)
 
     @cached_property
     def _order(self) -> BatchPlan:
@@ -103,9 +110,99 @@ class Texts(Task):
         index = self._order.batch(epoch, place)
         return epoch, index, self._packed.batch(epoch, index)
 
+    def score(
+        self,
+        model: Model,
+        examples: Sequence[Example],
+        precision: Precision,
+        *,
+        beam: int = 1,
+        length_penalty: float = 1.0,
+        stride: int | None = None,
+    ) -> Scores:
+        """Every token as validation scores it and, with a ``stride``, also with a long context before each."""
+        file = self.token_file(examples)
+        if len(file.tokens) < 2:
+            name = self.source.name
+            raise BadData(f"{name} has nothing held out to evaluate on; data.source=FILE names other examples")
+        losses, predictions = np.full(len(file.tokens), np.nan), np.full(len(file.tokens), -1, dtype=np.int64)
+        texts = [cast(Text, x).text for x in examples]
+        text_losses = TextLosses(self._tokens, texts, file.tokens, file.starts, losses, predictions)
+        n_tokens, inputs, start = 0, np.array(file.tokens, dtype=np.int64), time.perf_counter()
+        width = self._scored_width(len(file.tokens))
+        for index, batch in self.valid_groups(examples):
+            with precision.forward():
+                batch_losses, likeliest = token_losses(model, batch.to(model.device))
+            row, column = (x.numpy() for x in torch.nonzero(batch.targets != IGNORE, as_tuple=True))
+            places = np.asarray(index)[row] * width + column + self._target_offset
+            losses[places], predictions[places] = batch_losses.cpu().double().numpy(), likeliest.cpu().numpy()
+            inputs[places - self._target_offset] = batch.inputs[0].numpy()[row, column]
+            n_tokens += batch.n_tokens
+        seconds = time.perf_counter() - start
+        scores = text_losses.scores()
+        self.check_finite(scores.loss)
+        values: dict[str, Any] = {"loss": scores.loss, "perplexity": scores.perplexity}
+        values |= self._text_metrics(text_losses)
+        rows = list(self._passage_results(text_losses, inputs))
+        if stride is not None:
+            with precision.forward():
+                text_losses = text_losses.with_stride(cast(Decoder, model), self.context, stride)
+            strided = text_losses.scores()  # the better measure, so it is also what is compared
+            values |= {
+                "strided_loss": strided.loss,
+                "strided_perplexity": strided.perplexity,
+                "strided_bits_per_character": strided.bits_per_character,
+            }
+        values["n_targets"] = scores.n_tokens
+        return Scores(len(texts), values, rows, n_tokens, seconds, texts=text_losses)
 
-class LanguageModel(Texts):
+    _target_offset: ClassVar[int] = 0  # a target's place in the text is that of its input plus this
+
+    def _scored_width(self, n_tokens: int) -> int:
+        """Tokens that one row of ``valid_groups`` advances."""
+        return self.context
+
+    def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
+        return {}
+
+    def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
+        return iter(())
+
+
+class LanguageModel(TextTask):
     """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
+
+    name = "lm"
+    evaluation_options = ("stride",)
+    _target_offset = 1
+
+    @classmethod
+    def accepts(cls, model: ModelConfig) -> bool:
+        return model.architecture == "decoder" and model.head == "lm"
+
+    @classmethod
+    def data_defaults(cls, model: ModelConfig) -> DataConfig:
+        return DataConfig(max_len=min(model.max_len, _MAX_CONTEXT))
+
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[StatisticsPair]:
+        return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts))
+
+    def _scored_width(self, n_tokens: int) -> int:
+        return self.context if self._separated else min(self.context, n_tokens - 1)
+
+    def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
+        return {"bits_per_character": text_losses.scores().bits_per_character}
+
+    def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
+        """Passages: the tokens before, the passage, and the likeliest token at each of its places."""
+        decode, scored, starts = self._tokens.decode, text_losses.scored, text_losses.starts
+        for place in text_losses.passages():
+            if (targets := scored[place]).any():
+                loss = float(text_losses.losses[place][targets].mean())
+                document_start = int(starts[np.searchsorted(starts, place.start, side="right") - 1])
+                before = decode(text_losses.tokens[max(document_start, place.start - _SHOWN_BEFORE) : place.start])
+                likeliest = decode(text_losses.predictions[place][targets])
+                yield ExampleResult(before, decode(text_losses.tokens[place]), likeliest, math.exp(-loss), loss)
 
     @cached_property
     def _blocks(self) -> TokenBlocks:
@@ -145,7 +242,7 @@ class LanguageModel(Texts):
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """Continuations of what held-out texts begin with."""
         shown: list[dict[str, str]] = []
-        for example in self._first(self.source.valid, n):
+        for example in self.first(self.source.valid, n):
             ids = self._tokens.encode(cast(Text, example).text[:2000], special=False)[:12]
             if not ids:
                 continue
@@ -155,8 +252,33 @@ class LanguageModel(Texts):
         return shown
 
 
-class MaskedLanguageModel(Texts):
+class MaskedLanguageModel(TextTask):
     """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
+
+    name = "mlm"
+    needs_native_mask = True
+
+    @classmethod
+    def accepts(cls, model: ModelConfig) -> bool:
+        return (model.architecture, model.source, model.head) == ("encoder", "text", "masked-lm")
+
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[StatisticsPair]:
+        return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts), masked=True)
+
+    def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
+        hits = text_losses.predictions == text_losses.tokens
+        return {"accuracy": float(hits[text_losses.scored].mean())}
+
+    def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
+        """Rows as the model saw them, as they were, and as it filled them in."""
+        scored, decode, tokens = text_losses.scored, self._tokens.decode, text_losses.tokens
+        completed = np.where(scored, text_losses.predictions, tokens)
+        for first in range(0, len(tokens), self.context):
+            place = slice(first, min(first + self.context, len(tokens)))
+            if (targets := scored[place]).any():
+                loss = float(text_losses.losses[place][targets].mean())
+                masked = "".join(self._tokens.span_texts(inputs[place].tolist()))
+                yield ExampleResult(masked, decode(tokens[place]), decode(completed[place]), math.exp(-loss), loss)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -205,6 +327,3 @@ def _next_token(packed: PackedRow) -> Batch:
     if bool((documents == documents[:, :1]).all()):  # each row within one document: nothing to keep apart
         return Batch((tokens,), targets, n_tokens=n_tokens)
     return Batch((tokens,), targets, {"documents": documents, "positions": positions}, n_tokens)
-
-
-assert IGNORE == -100  # what data/packing.py and data/batching.py write where nothing is asked

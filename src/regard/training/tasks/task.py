@@ -1,39 +1,45 @@
-"""What all tasks have in common."""
+"""What every task provides: batches, a loss, metrics, samples, and how a trained model of its kind is scored."""
 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from ...config import Kind, ModelConfig, RunConfig
+from ...config import DataConfig, Kind, ModelConfig, RunConfig
 from ...config.data_config import TokenizerKind
 from ...data.batching import BatchPlan, pad
 from ...data.examples import Example
 from ...data.hashing import stable_key, uniform
 from ...data.sources import Source
-from ...errors import BadData
+from ...errors import BadData, RegardError
 from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
-from ..loss import Batch
+from .. import metrics
+from ..loss import IGNORE, Batch, batch_loss, token_losses
+from ..metrics.language_metrics import TextLosses
+from ..metrics.statistics import Floats, Statistics
+from ..precision import Precision
 
-__all__ = ["Evaluation", "Left", "Row", "Task"]
-
-_MOST_TRAINED_ON = 200_000
-"""Texts a tokenizer is made from: more teach it nothing."""
+MAX_TOKENIZER_TEXTS = 200_000  # a tokenizer learns nothing from more
+StatisticsPair = tuple[Statistics, Statistics]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One example of an evaluation: what was asked, what was expected, what came out, and how good that is (≤ 1)."""
+class ExampleResult:
+    """One evaluated example: what was asked, expected and produced, and how good that is (at most 1)."""
 
     source: str
     target: str | list[str]
@@ -41,27 +47,41 @@ class Row:
     score: float
     loss: float | None = None
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
+    @property
+    def is_correct(self) -> bool:
+        return self.output == self.target or (isinstance(self.target, list) and self.output in self.target)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A model's results on one set of examples."""
+
+    n: int
+    metrics: dict[str, Any]
+    rows: list[ExampleResult]
+    n_tokens: int
+    seconds: float  # of the pass that computes the loss
+    details: dict[str, Any] = field(default_factory=dict)
+    statistics: Callable[[], list[Statistics]] = list  # what a comparison resamples; the loss comes last
+    texts: TextLosses | None = None  # of a language model: the loss of every token
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.n_tokens / max(self.seconds, 1e-9)
+
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What held-out data says about a model."""
-
-    metrics: dict[str, float | str]
-    rows: list[Row] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Left:
-    """Examples that are not trained on as they are, and why."""
+class SkippedExamples:
+    """Training examples that were dropped or cut because they are too long."""
 
     n_dropped: int = 0
     n_cut: int = 0
     max_len: int = 0
 
-    def text(self) -> str | None:
+    def to_text(self) -> str | None:
         dropped, cut = (f"{n:,} example{'s' * (n != 1)}" for n in (self.n_dropped, self.n_cut))
         if self.n_dropped:
             return f"{dropped} longer than max_len={self.max_len} left out"
@@ -69,23 +89,31 @@ class Left:
 
 
 class Task(ABC):
-    """Data → batches, and a model's answers → metrics. Batches are a pure function of their number."""
+    """Data → batches → loss, and a model's answers → metrics. A batch is a pure function of its number."""
 
-    kinds: ClassVar[tuple[Kind, ...]]
-    """Sources it can learn from."""
+    name: ClassVar[str]  # of the RunConfig; a subclass of one's own keeps that of the task whose defaults it uses
+    kinds: ClassVar[tuple[Kind, ...]]  # sources it can learn from
     template: ClassVar[Template] = "none"
-    tokenizer_kind: ClassVar[TokenizerKind] = "bpe"
-    """What ``data.tokenizer=auto`` means."""
-    criterion: ClassVar[str] = "valid_loss"
-    """The metric that says which checkpoint is best; losses are better when smaller."""
+    tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # what data.tokenizer=auto means
+    criterion: ClassVar[str] = "valid_loss"  # the metric that picks the best checkpoint; smaller is better for losses
+    reports_perplexity: ClassVar[bool] = True
+    evaluation_options: ClassVar[tuple[str, ...]] = ()  # which of beam, length_penalty, stride mean something
+    processor_parts: ClassVar[tuple[str, ...]] = ("source",)  # what a model directory must bring
+    has_labels: ClassVar[bool] = False
+    needs_native_mask: ClassVar[bool] = False  # whether the tokenizer must know its mask token
+    needs_positions: ClassVar[bool] = False  # whether data.max_len may not exceed a table of learned positions
 
-    left: Left = Left()
-    held_out_cut: int = 0
-    """Held-out texts that ``valid_groups`` last had to cut to what the model can read."""
+    skipped: SkippedExamples = SkippedExamples()
+    n_held_out_cut: int = 0  # held-out texts that ``valid_groups`` last cut to what the model can read
+    tokens_folder: Path | None = None  # where encoded training texts are stored; None: in memory
+
+    loss = staticmethod(batch_loss)  # (model, batch, smoothing) → the sum of the loss over the batch's targets
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         self.config, self.source = config, source
         self.processor = processor if processor is not None else self._new_processor()
+
+    # What a task must define.
 
     @property
     @abstractmethod
@@ -94,7 +122,7 @@ class Task(ABC):
 
     @abstractmethod
     def _new_processor(self) -> Processor:
-        """Tokenizers and such, made from the training data."""
+        """Tokenizers, image processor and labels, made from the training data."""
 
     @abstractmethod
     def batch(self, number: int) -> Batch:
@@ -102,10 +130,9 @@ class Task(ABC):
 
     @abstractmethod
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        """All of some held-out examples, once: batches, and which example each row is of (of texts: which row)."""
+        """Held-out examples once each: batches, and which example each row belongs to (of texts: which row)."""
 
     def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        """The batches alone."""
         return (batch for _, batch in self.valid_groups(examples))
 
     @property
@@ -117,127 +144,186 @@ class Task(ABC):
         """Whether batches differ in shape."""
         return True
 
+    # A model without a run directory.
+
+    @classmethod
+    def accepts(cls, model: ModelConfig) -> bool:
+        """Whether a model of this config was made for the task."""
+        return False
+
+    @classmethod
+    def data_defaults(cls, model: ModelConfig) -> DataConfig:
+        """How a model read its data, where only its config says so."""
+        return DataConfig(max_len=model.max_len, max_target_len=model.max_target_len or model.max_len)
+
+    def check_model(self, model_name: str, model: ModelConfig) -> None:
+        """Raise ValueError where the examples do not fit a trained model."""
+        max_len = self.config.data.max_len
+        if self.needs_positions and model.positions == "learned" and max_len > model.max_len:
+            raise ValueError(f"max_len={max_len}, but the positions of {model_name} end at {model.max_len}")
+
+    # Evaluation.
+
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
-    ) -> tuple[dict[str, float | str], list[Row]]:
-        """What the model says of some examples, beside the loss; nothing where the loss says it all."""
+    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+        """Metrics beside the loss, and the model's output for each example; nothing where the loss is all there is."""
         return {}, []
 
-    def sample(self, model: Model, n: int) -> list[dict[str, str]]:
-        """Some examples as they stand now, for people to look at."""
-        _, rows = self.answers(model, self._first(self.source.valid, n), beam=1, length_penalty=1.0)
-        return [{"source": row.source, "target": _one(row.target), "output": row.output} for row in rows]
+    def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
+        """What each answer contributes to every metric, for paired comparisons."""
+        return []
 
-    def examples(self, split: str = "valid", n: int | None = None) -> Sequence[Example]:
-        """A held-out set: valid, or one more that the source brings."""
-        held = {"valid": self.source.valid, **self.source.others}
-        if split not in held:
-            raise ValueError(f"split={split!r} is none of {', '.join(held)}")
-        return self._first(held[split], n)
+    def sample(self, model: Model, n: int) -> list[dict[str, str]]:
+        """The first held-out examples with the model's output, to be shown during training."""
+        _, rows = self.answers(model, self.first(self.source.valid, n), beam=1, length_penalty=1.0)
+        targets = [row.target if isinstance(row.target, str) else row.target[0] for row in rows]
+        return [{"source": x.source, "target": y, "output": x.output} for x, y in zip(rows, targets, strict=True)]
+
+    def validate(
+        self,
+        model: Model,
+        loss_of: Callable[[Batch], Tensor],
+        *,
+        n_batches: int | None = None,
+        n_examples: int | None = None,
+        beam: int = 1,
+        length_penalty: float = 1.0,
+    ) -> dict[str, float | str]:
+        """Metrics on the validation set, as a run records them. ``loss_of(batch)`` sums over a batch's targets."""
+        total, count = 0.0, 0
+        for index, (_, batch) in enumerate(self.valid_groups(self.first(self.source.valid))):
+            if index == n_batches:
+                break
+            total += float(loss_of(batch))
+            count += batch.n_targets
+        if not count:
+            raise BadData(f"{self.source.name} has nothing held out to evaluate on")
+        loss = total / count
+        found: dict[str, float | str] = {"valid_loss": loss}
+        if self.reports_perplexity:
+            found["perplexity"] = math.exp(min(loss, 700))
+        examples = self.first(self.source.valid, n_examples)
+        return {**found, **self.answers(model, examples, beam=beam, length_penalty=length_penalty)[0]}
+
+    def score(
+        self,
+        model: Model,
+        examples: Sequence[Example],
+        precision: Precision,
+        *,
+        beam: int = 1,
+        length_penalty: float = 1.0,
+        stride: int | None = None,
+    ) -> Scores:
+        """Loss and answer of every example. ``precision`` is that of the loss; generation uses the weights as is."""
+        sums, counts, n_tokens, seconds = self._losses(model, examples, precision)
+        loss = self.check_finite(float(sums.sum() / counts.sum()))
+        answered, rows = self.answers(model, examples, beam=beam, length_penalty=length_penalty)
+        rows = [replace(row, loss=float(each)) for row, each in zip(rows, sums / counts, strict=True)]
+        found: dict[str, Any] = {"loss": loss, "perplexity": metrics.perplexity(loss), **answered}
+        found.pop("n", None)
+
+        def statistics() -> list[Statistics]:
+            outputs, references = [row.output for row in rows], [row.target for row in rows]
+            return [*self.answer_statistics(outputs, references), metrics.loss_statistics(sums, counts)]
+
+        return Scores(len(examples), found, rows, n_tokens, seconds, statistics=statistics)
+
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[StatisticsPair]:
+        """The statistics of every metric that two models on the same examples can be compared by."""
+        pairs = list(zip(ours.statistics(), theirs.statistics(), strict=True))
+        return pairs if same_tokens else pairs[:-1]  # a mean loss over other tokens is another quantity
+
+    def _losses(
+        self, model: Model, examples: Sequence[Example], precision: Precision
+    ) -> tuple[Floats, NDArray[np.int64], int, float]:
+        """The summed loss of every example, its number of targets, tokens read, seconds."""
+        sums, counts = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
+        n_tokens, start = 0, time.perf_counter()
+        for index, batch in self.valid_groups(examples):
+            with precision.forward():
+                losses, _ = token_losses(model, batch.to(model.device))
+            row_of_target = torch.nonzero(batch.targets != IGNORE)[:, 0].numpy()
+            which = np.asarray(index)[row_of_target]
+            np.add.at(sums, which, losses.cpu().double().numpy())
+            np.add.at(counts, which, 1)
+            n_tokens += batch.n_tokens
+        return sums, counts, n_tokens, time.perf_counter() - start
+
+    def check_finite(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            name = self.source.name
+            raise RegardError(f"the loss on {name} is {loss}: the weights, or what they make of it, are broken")
+        return loss
+
+    def examples(self, split: str = "valid", n: int | None = None) -> list[Example]:
+        """The first examples of a set: train, valid, or another one the source holds out."""
+        sets = {"valid": self.source.valid, **self.source.others, "train": self.source.train}
+        if split not in sets:
+            raise ValueError(f"split={split!r} is none of {', '.join(sets)}")
+        return self.first(sets[split], n)
+
+    # Helpers for subclasses.
 
     @staticmethod
-    def _first(examples: Sequence[Example], n: int | None) -> list[Example]:
+    def first(examples: Sequence[Example], n: int | None = None) -> list[Example]:
         return [examples[index] for index in range(len(examples) if n is None else min(n, len(examples)))]
 
-    # What tasks with texts share.
-
-    def _tokenizer(self, texts: Sequence[str], template: Template | None = None) -> Tokenizer:
-        """The one the config names, made from these texts unless it is a file."""
+    def _new_tokenizer(self, texts: Sequence[str], template: Template | None = None) -> Tokenizer:
+        """The tokenizer the config names: read from its file, else trained on these texts."""
         data = self.config.data
         kind = self.tokenizer_kind if data.tokenizer == "auto" else data.tokenizer
         if kind not in TOKENIZER_KINDS:
             if not kind.endswith(".json"):
-                kinds = ", ".join(TOKENIZER_KINDS)
-                raise ValueError(f"data.tokenizer={kind!r} is none of {kinds}, nor a tokenizer.json")
+                raise ValueError(
+                    f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json"
+                )
             return Tokenizer.load(kind)
         size = data.vocab_size if kind in ("bpe", "unigram") else None
-        return train_tokenizer(texts[:_MOST_TRAINED_ON], cast(TokenizerKind, kind), size, template or self.template)
+        return train_tokenizer(texts[:MAX_TOKENIZER_TEXTS], cast(TokenizerKind, kind), size, template or self.template)
 
-    def _plan(self, lengths: Any, *, shuffle: bool = True, max_len: int | None = None) -> BatchPlan:
+    def _plan(self, lengths: Any, *, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
         return BatchPlan(
-            lengths,
-            train.batch_tokens,
-            seed=train.seed,
-            max_len=max_len,
-            shuffle=shuffle,
-            max_examples=train.batch_size,
+            lengths, train.batch_tokens, seed=train.seed, max_len=max_len, shuffle=True, max_examples=train.batch_size
         )
 
-    def _padded(self, rows: Sequence[Sequence[int]], pad_id: int, most: int) -> torch.Tensor:
-        """tokens (B, T). T is a round number, which makes for fewer shapes, unless the model's positions end before.
+    def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> torch.Tensor:
+        """tokens (B, T), T rounded up for fewer distinct shapes, unless the model's positions end before.
 
-        A GPU takes eight columns as quickly as one; a processor pays for each, and of short texts they are a quarter.
+        A GPU computes eight columns as fast as one; on a CPU every column costs, and short texts have few.
         """
         device = self.config.train.device
         multiple = 2 if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else 8
         longest = max(map(len, rows))
-        width = max(longest, min(-(-longest // multiple) * multiple, most))
+        width = max(longest, min(-(-longest // multiple) * multiple, max_width))
         return pad([*rows, [pad_id] * width], pad_id)[:-1]
 
-    def _cut(self, rows: list[list[int]], max_len: int) -> list[list[int]]:
-        """Rows of at most max_len tokens; what was cut keeps its last token, which ends it."""
-        self.left = Left(n_cut=sum(len(row) > max_len for row in rows), max_len=max_len)
-        return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows]
-
-    def _hidden(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
+    def _hide_tokens(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
         """Training rows with ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), special ones apart."""
         rate = self.config.data.hide_rate
         if not rate:
             return rows
         seed, out = self.config.train.seed, []
         for row, which in zip(rows, index, strict=True):
-            gone = uniform(stable_key("hide", seed, epoch, int(which)), np.arange(len(row))) < rate
-            out.append(
-                [MASK if lost and token >= len(SPECIAL) else token for token, lost in zip(row, gone, strict=True)]
-            )
+            hidden = uniform(stable_key("hide", seed, epoch, int(which)), np.arange(len(row))) < rate
+            pairs = zip(row, hidden, strict=True)
+            out.append([MASK if is_hidden and token >= len(SPECIAL) else token for token, is_hidden in pairs])
         return out
 
     @cached_property
-    def _ids(self) -> dict[str, int]:
-        """The special tokens of every tokenizer made here."""
+    def _special_ids(self) -> dict[str, int]:
+        """The special tokens of every tokenizer trained here."""
         return {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
 
 
-def evaluate(
-    task: Task,
-    model: Model,
-    loss_of: Any,
-    *,
-    split: str = "valid",
-    n_batches: int | None = None,
-    n_examples: int | None = None,
-    beam: int = 1,
-    length_penalty: float = 1.0,
-) -> Evaluation:
-    """Loss over a held-out set, and what the model answers there. ``loss_of(batch)`` sums over a batch's targets."""
-    examples = task.examples(split)
-    total, count = 0.0, 0
-    for index, batch in enumerate(task.valid_batches(examples)):
-        if index == n_batches:
-            break
-        total += float(loss_of(batch))
-        count += batch.n_targets
-    if not count:
-        raise BadData(f"{task.source.name} has nothing held out to evaluate on")
-    loss = total / count
-    metrics: dict[str, float | str] = {f"{split}_loss": loss}
-    if task.config.task in ("translate", "lm", "mlm", "caption"):
-        metrics["perplexity"] = math.exp(min(loss, 700))
-    answered, rows = task.answers(model, task._first(examples, n_examples), beam=beam, length_penalty=length_penalty)
-    return Evaluation({**metrics, **answered}, rows)
-
-
-def _one(target: str | list[str]) -> str:
-    return target if isinstance(target, str) else target[0]
-
-
-def by_length(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Indices in groups of similar length, each of at most ``most`` tokens: for generating and scoring."""
+def group_by_length(sizes: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices in groups of similar length, longest first, each of at most ``max_tokens``."""
     order = np.argsort(np.asarray(sizes), kind="stable")[::-1].tolist()
     group: list[int] = []
     for index in order:
-        if group and (len(group) + 1) * sizes[group[0]] > most:
+        if group and (len(group) + 1) * sizes[group[0]] > max_tokens:
             yield group
             group = []
         group.append(index)
@@ -245,17 +331,12 @@ def by_length(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         yield group
 
 
-def shortened(rows: list[list[int]], most: int) -> tuple[list[list[int]], int]:
-    """Rows of at most ``most`` tokens, the last one of each kept as it ends the text, and how many had to be cut."""
-    n_longer = sum(len(row) > most for row in rows)
-    return [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in rows], n_longer
+def truncate(rows: list[list[int]], max_len: int) -> tuple[list[list[int]], int]:
+    """Rows of at most ``max_len`` tokens, each keeping its last token, which ends it; and how many were cut."""
+    n_longer = sum(len(row) > max_len for row in rows)
+    return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows], n_longer
 
 
-def uneven(n_rows: int, at_once: int) -> bool:
+def has_partial_batch(n_rows: int, batch_size: int) -> bool:
     """Whether the last batch of an epoch is smaller than the others."""
-    return n_rows > at_once and n_rows % at_once > 0
-
-
-def arange_mask(lengths: Sequence[int], width: int) -> torch.Tensor:
-    """(B, T) booleans, True for the first lengths[b] places."""
-    return torch.arange(width)[None] < torch.tensor(list(lengths))[:, None]
+    return n_rows > batch_size and n_rows % batch_size > 0

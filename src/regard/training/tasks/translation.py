@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch.nn.functional as F
@@ -19,25 +19,31 @@ from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
 from .. import metrics
 from ..loss import Batch, shifted
-from .task import Left, Row, Task, by_length, shortened
-
-__all__ = ["Translate"]
+from ..metrics.statistics import Statistics
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
 
 
 class Translate(Task):
     """Encoder-decoders and recurrent models: teacher forcing on the target (Sutskever et al. 2014)."""
 
+    name = "translate"
     kinds = ("pairs",)
     template = "eos"
+    evaluation_options = ("beam", "length_penalty")
+
+    @classmethod
+    def accepts(cls, model: ModelConfig) -> bool:
+        architectures = ("encoder-decoder", "recurrent")
+        return model.architecture in architectures and model.source == "text" and model.head == "lm"
 
     def _new_processor(self) -> Processor:
-        train = [cast(Pair, x) for x in self._first(self.source.train, 200_000)]
+        train = [cast(Pair, x) for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
         source, target = [x.source for x in train], [x.target for x in train]
         if self.config.data.joint_vocab:
             return Processor(
-                source=self._tokenizer([text for pair in zip(source, target, strict=True) for text in pair])
+                source=self._new_tokenizer([text for pair in zip(source, target, strict=True) for text in pair])
             )
-        return Processor(source=self._tokenizer(source), target=self._tokenizer(target))
+        return Processor(source=self._new_tokenizer(source), target=self._new_tokenizer(target))
 
     @property
     def _source(self) -> Tokenizer:
@@ -55,11 +61,11 @@ class Translate(Task):
             "target_vocab_size": None if self.processor.target is None else self._target.size,
             "max_len": max(data.max_len, self.config.model.max_len),
         }
-        return self.config.model.with_(**sizes, **self._ids)
+        return self.config.model.with_(**sizes, **self._special_ids)
 
     @cached_property
     def _encoded(self) -> tuple[list[list[int]], list[list[int]]]:
-        return self._encode(self._first(self.source.train, None))
+        return self._encode(self.first(self.source.train))
 
     def _encode(self, examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]]]:
         """Sources end with <eos>; targets also begin with <bos>."""
@@ -76,9 +82,9 @@ class Translate(Task):
         most = np.asarray([data.max_len, data.max_target_len or data.max_len])
         longer = np.any(lengths > most, axis=1)
         if data.too_long == "truncate":
-            self.left = Left(n_cut=int(longer.sum()), max_len=data.max_len)
+            self.skipped = SkippedExamples(n_cut=int(longer.sum()), max_len=data.max_len)
             return self._plan(np.minimum(lengths, most))
-        self.left = Left(n_dropped=int(longer.sum()), max_len=data.max_len)
+        self.skipped = SkippedExamples(n_dropped=int(longer.sum()), max_len=data.max_len)
         # The plan knows one limit for both sides, so what is too long on its own side is made too long for that.
         return self._plan(np.where(longer[:, None], most.max() + 1, lengths), max_len=int(most.max()))
 
@@ -90,17 +96,16 @@ class Translate(Task):
         epoch, place = self._batches.at(number)
         index = self._batches.batch(epoch, place).tolist()
         sources, targets = self._encoded
-        return self._collate(self._hidden([sources[i] for i in index], epoch, index), [targets[i] for i in index])
+        return self._collate(self._hide_tokens([sources[i] for i in index], epoch, index), [targets[i] for i in index])
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         sources, targets = self._encode(examples)
         most_source, most_target = self._readable
-        (sources, n_sources), (targets, n_targets) = (
-            shortened(sources, most_source),
-            shortened(targets, most_target + 1),
-        )
-        self.held_out_cut = n_sources + n_targets
-        for group in by_length([max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], self._at_once):
+        sources, n_sources = truncate(sources, most_source)
+        targets, n_targets = truncate(targets, most_target + 1)
+        self.n_held_out_cut = n_sources + n_targets
+        lengths = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
+        for group in group_by_length(lengths, max(self.config.train.batch_tokens, 4096)):
             yield group, self._collate([sources[i] for i in group], [targets[i] for i in group])
 
     @property
@@ -109,27 +114,22 @@ class Translate(Task):
         most = max(self.config.data.max_len, self.config.model.max_len)
         return most, self.config.model.max_target_len or most
 
-    @property
-    def _at_once(self) -> int:
-        return max(self.config.train.batch_tokens, 4096)
-
     def _collate(self, sources: list[list[int]], targets: list[list[int]]) -> Batch:
         data = self.config.data
         if data.too_long == "truncate":
             most = data.max_target_len or data.max_len
-            sources = [row if len(row) <= data.max_len else [*row[: data.max_len - 1], row[-1]] for row in sources]
-            targets = [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in targets]
+            sources, targets = truncate(sources, data.max_len)[0], truncate(targets, most)[0]
         most_source, most_target = self._readable
-        source = self._padded(sources, self._source.pad_id, most_source)
+        source = self._pad(sources, self._source.pad_id, most_source)
         # <bos> apart: the decoder reads all but the last token, so that is what has a width to choose.
-        said = self._padded([row[1:] for row in targets], self._target.pad_id, most_target)
+        said = self._pad([row[1:] for row in targets], self._target.pad_id, most_target)
         read, wanted = shifted(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
         return Batch((source, read), wanted, {"source_keep": source != self._source.pad_id}, n_tokens)
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
-    ) -> tuple[dict[str, float | str], list[Row]]:
+    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
         pairs = cast(Sequence[Pair], examples)
         if not pairs:
             return {}, []
@@ -137,16 +137,20 @@ class Translate(Task):
         references = [x.target for x in pairs]
         scores = metrics.sentence_chrf(outputs, references)
         rows = [
-            Row(x.source, x.target, output, score / 100)
+            ExampleResult(x.source, x.target, output, score / 100)
             for x, output, score in zip(pairs, outputs, scores, strict=True)
         ]
-        return dict(metrics.translation(outputs, references).document()), rows
+        return dict(metrics.translation(outputs, references).to_dict()), rows
+
+    def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
+        kinds = (metrics.bleu_statistics, metrics.chrf_statistics, metrics.exact_statistics)
+        return [kind(outputs, references) for kind in kinds]
 
     def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
         """The model's translations, longest sources first so that groups are of similar length."""
         ids = [row[: model.config.max_len] for row in self._source.encode_all(texts)]
         outputs = [""] * len(ids)
-        for group in by_length([len(row) for row in ids], max(512, 16384 // beam)):
+        for group in group_by_length([len(row) for row in ids], max(512, 16384 // beam)):
             longest = max(len(ids[i]) for i in group)
             limit = default_output_length(model.config, longest, multiple=1)
             config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=limit)

@@ -1,0 +1,202 @@
+"""``evaluate``: how good a trained model is on held-out data, and whether it is better than another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import DataConfig
+from ..data.corpora import CORPORA
+from ..data.sources import Source
+from ..errors import BadData
+from ..foundation.checks import check_positive
+from ..foundation.device import resolve_device
+from ..models import Model
+from .evaluation_report import EvaluationReport, SplitReport, check_replaceable, write_evaluation
+from .metrics.statistics import paired_bootstrap
+from .precision import Precision, PrecisionName
+from .predictors import ALL_OF_IT, Predictor, data_config_for, open_examples, open_predictor, task_for
+from .tasks import Scores, Task
+
+WHOLE = "whole"  # the name of the only set of a file that is evaluated from its first to its last example
+
+
+def evaluate(
+    path: str | Path | Model,
+    data: Mapping[str, Any] | DataConfig | str | Path | None = None,
+    *,
+    against: str | Path | Model | None = None,
+    out: str | Path | None = None,
+    split: str = "valid",
+    beam: int | None = None,
+    length_penalty: float | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    device: str = "auto",
+    precision: PrecisionName = "fp32",
+) -> EvaluationReport:
+    """How good a run (RUN, RUN@1200), a model directory or a model is on examples it was not trained on.
+
+    data       a file or corpus, or fields of DataConfig over the run's own. A file given here is evaluated whole; a
+               model directory has no data of its own, so needs one
+    against    another run or model on the same examples: every metric's difference with its interval (paired bootstrap)
+    out        a directory for outputs.jsonl, worst.md and report.json; it may replace one written here, nothing else
+    split      valid, another set the source holds out, "all" of those, or "train"
+    stride     of a language model: also perplexity with windows that move by so many tokens
+    limit      only the first so many examples of each set
+    precision  of the matrix products of the loss
+    """
+    check_positive(stride=stride, limit=limit, beam=beam)
+    if out is not None:
+        check_replaceable(Path(out))
+    place, fields = resolve_device(device), _data_fields(data)
+    predictor = open_predictor(path, place)
+    task_class, recipe = predictor.task_class, predictor.config.train
+    if stride is not None and "stride" not in task_class.evaluation_options:
+        raise ValueError(f"stride={stride} is for language models, but {path} is for the task {task_class.name!r}")
+    other = None if against is None else _open_other(predictor, against, place)
+    setup = _prepare(predictor, other, fields)
+    options: dict[str, Any] = {
+        "beam": recipe.beam if beam is None else beam,
+        "length_penalty": recipe.length_penalty if length_penalty is None else length_penalty,
+        "stride": stride,
+    }
+    reports, notes = [], list(setup.notes)
+    for name in _split_names(setup.source, split):
+        scores = [
+            _score(task, each, name, limit, Precision(precision, place), options)
+            for each, task in zip(setup.predictors, setup.tasks, strict=True)
+        ]
+        reports.append(_split_report(name, setup, scores))
+        for each, task in zip(setup.predictors, setup.tasks, strict=True):
+            if task.n_held_out_cut:
+                notes.append(f"{task.n_held_out_cut:,} texts of {name} were cut to what {each.name} can read")
+    source = setup.source
+    reported = {name: value for name, value in options.items() if name in task_class.evaluation_options}
+    report = EvaluationReport(
+        path=predictor.name,
+        task=task_class.name,
+        weights=predictor.weights,
+        data={"source": source.name, "held_out": source.split.how, "sha256": source.sha256},
+        options={"limit": limit, **reported, "precision": precision, "device": str(place)},
+        splits=tuple(reports),
+        against=None if other is None else other.name,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+    if out is not None:
+        write_evaluation(Path(out), report)
+    return report
+
+
+def _data_fields(data: Mapping[str, Any] | DataConfig | str | Path | None) -> dict[str, Any]:
+    if isinstance(data, DataConfig):
+        return {name: getattr(data, name) for name in data.model_fields_set}
+    fields = {"source": str(data)} if isinstance(data, str | Path) else dict(data or {})
+    DataConfig(**fields)  # refuses unknown fields
+    return fields
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """One predictor or two, each with its task over the same examples."""
+
+    predictors: list[Predictor]
+    tasks: list[Task]
+    source: Source
+    notes: list[str]
+
+
+def _prepare(predictor: Predictor, other: Predictor | None, fields: Mapping[str, Any]) -> _Setup:
+    """Masked tokens are drawn with the first predictor's seed, so that both are asked the same."""
+    data, whole = data_config_for(predictor, fields)
+    source, seed = open_examples(data, whole, predictor), predictor.config.train.seed
+    notes = _changed_data_note(predictor, source, fields)
+    task = task_for(predictor, source, data, fields, seed)
+    if other is None:
+        return _Setup([predictor], [task], source, notes)
+    if not fields.keys() & {"source", "valid"}:
+        _check_same_held_out(predictor, other, source, data)
+    # Classes are numbered as each model numbers them.
+    same_labels = other.labels == predictor.labels
+    other_source = source if same_labels else open_examples(data.with_(labels=None), whole, other)
+    other_task = task_for(other, other_source, data, fields, seed)
+    return _Setup([predictor, other], [task, other_task], source, notes)
+
+
+def _score(
+    task: Task,
+    predictor: Predictor,
+    split: str,
+    limit: int | None,
+    precision: Precision,
+    options: Mapping[str, Any],
+) -> Scores:
+    examples = task.examples("valid" if split == WHOLE else split, limit)
+    if not examples:
+        name = task.source.name
+        raise BadData(f"{name} has nothing held out to evaluate on; data.source=FILE names other examples")
+    return task.score(predictor.model, examples, precision, **options)
+
+
+def _split_report(name: str, setup: _Setup, scores: list[Scores]) -> SplitReport:
+    ours = scores[0]
+    values = {**ours.metrics, "tokens_per_second": round(ours.tokens_per_second, 1)}
+    report = SplitReport(name, ours.n, values, ours.details, tuple(ours.rows), passages=ours.texts is not None)
+    if len(scores) == 1:
+        return report
+    (predictor, other), theirs = setup.predictors, scores[1]
+    asked_ours, asked_theirs = ([(row.source, row.target) for row in each.rows] for each in scores)
+    if ours.texts is None and asked_ours != asked_theirs:
+        names = f"{predictor.name} and {other.name}"
+        raise ValueError(f"{names} were asked different examples, so they cannot be compared")
+    same_tokens = predictor.tokens_sha256 == other.tokens_sha256
+    pairs = setup.tasks[0].paired_statistics(ours, theirs, same_tokens)
+    comparisons = tuple(paired_bootstrap(their, our) for our, their in pairs)
+    return replace(report, comparisons=comparisons, other=theirs.metrics, other_rows=tuple(theirs.rows))
+
+
+def _split_names(source: Source, split: str) -> list[str]:
+    held_out = ["valid", *source.others]
+    if split not in (*held_out, "all", "train"):
+        raise ValueError(f"split={split!r} is none of {', '.join([*held_out, 'all', 'train'])} of {source.name}")
+    if source.split.how == ALL_OF_IT:
+        return [WHOLE]
+    return held_out if split == "all" else [split]
+
+
+# ------------------------------------------------------------------------------------- whether two can be compared
+
+
+def _open_other(predictor: Predictor, path: str | Path | Model, device: torch.device) -> Predictor:
+    other = open_predictor(path, device)
+    names = f"{predictor.name} and {other.name}"
+    if other.task_class is not predictor.task_class:
+        tasks = f"{predictor.config.task!r} and {other.config.task!r}"
+        raise ValueError(f"{names} are for the tasks {tasks}, so they cannot be compared")
+    labels, theirs = predictor.labels, other.labels
+    if labels is not None and theirs is not None and set(labels) != set(theirs):
+        raise ValueError(f"{names} tell apart {', '.join(labels)} and {', '.join(theirs)}, so they cannot be compared")
+    return other
+
+
+def _check_same_held_out(predictor: Predictor, other: Predictor, source: Source, data: DataConfig) -> None:
+    """Another run may have trained on what this one held out; not so in a corpus, which holds out by composition."""
+    if other.run is None:
+        return
+    if data.source in CORPORA and other.config.data.source == data.source:
+        return
+    if other.run.facts["data"]["split"]["valid_sha256"] != source.split.valid_sha256:
+        raise ValueError(
+            f"{other.name} held out other examples than {predictor.name} and may have been trained on these; "
+            "data.source=FILE evaluates both on a file of its own"
+        )
+
+
+def _changed_data_note(predictor: Predictor, source: Source, fields: Mapping[str, Any]) -> list[str]:
+    if predictor.run is None or fields or predictor.run.facts["data"]["sha256"] == source.sha256:
+        return []
+    return [f"{source.name} is not what it was when {predictor.name} was trained"]

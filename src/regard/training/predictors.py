@@ -1,0 +1,182 @@
+"""What is evaluated: a trained model, the task it was made for, and the examples it is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ..config import DataConfig, ModelConfig, RunConfig
+from ..config import Task as TaskName
+from ..data.corpora import CORPORA
+from ..data.sources import Source, open_source
+from ..errors import BadModelFile
+from ..models import Model
+from ..text.processor import Processor
+from ..text.tokenizer import Tokenizer
+from .run_directory import RunDirectory, find_run
+from .tasks import TASKS, Task, open_task, task_class_of
+
+# Fields that say which examples there are. The others say how a model reads them, and stay the model's own.
+EXAMPLE_FIELDS = (
+    *("source", "valid", "format", "valid_fraction", "valid_rows", "split_seed", "deduplicated", "epoch_examples"),
+    *("kind", "columns", "header", "labels", "images", "documents", "bad_lines", "normalise"),
+    *("max_chars", "max_pixels", "check_images"),
+)
+# Of those, what another file does not take over from the one a run learned from.
+_FILE_FIELDS = ("source", "valid", "format", "valid_fraction", "valid_rows", "split_seed", "deduplicated")
+_SPLIT_FIELDS = ("valid", "valid_fraction", "valid_rows")
+ALL_OF_IT = "all of it"
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model with everything needed to evaluate it."""
+
+    name: str
+    model: Model
+    weights: str  # which weights of a run these are
+    config: RunConfig
+    processor: Processor
+    run: RunDirectory | None = None
+
+    @property
+    def task_class(self) -> type[Task]:
+        return TASKS[self.config.task]
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        return self.processor.labels if self.task_class.has_labels else None
+
+    @property
+    def tokens_sha256(self) -> tuple[str, ...]:
+        """Identifies its tokenizers."""
+        return tuple(side.sha256 for side in (self.processor.source, self.processor.target) if side is not None)
+
+
+def open_predictor(path: str | Path | Model, device: torch.device) -> Predictor:
+    """A run, RUN@STEP, a directory that ``model.save`` or transformers wrote, or a model in memory."""
+    if isinstance(path, Model):
+        return _from_model("model", path.to(device))
+    from ..io import load
+
+    found = find_run(path, must_exist=True)
+    if found is None:
+        if not Path(path).exists():
+            raise BadModelFile(f"there is no run and no model directory {path}")
+        return _from_model(str(path), load(path, device=device))
+    run, step = found
+    if step is None and run.model_folder.is_dir():
+        model, weights = load(run.model_folder, device=device), _saved_weights(run)
+    else:
+        model, weights = run.model(step)
+    return Predictor(str(path), model.to(device).eval(), weights, run.config, run.processor, run)
+
+
+def _saved_weights(run: RunDirectory) -> str:
+    """What the run says about the model it ended with."""
+    try:
+        return str(json.loads((run.root / "evaluation.json").read_bytes())["weights"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "as saved at the end of the run"
+
+
+def _from_model(name: str, model: Model) -> Predictor:
+    """Without a run, the task follows from the model's config, and its lengths are the model's own."""
+    task_class = task_class_of(name, model.config)
+    config = RunConfig(
+        task=cast(TaskName, task_class.name), data=task_class.data_defaults(model.config), model=model.config
+    )
+    return Predictor(name, model.eval(), "as saved", config, _checked_processor(name, task_class, model))
+
+
+def _checked_processor(name: str, task_class: type[Task], model: Model) -> Processor:
+    """The processor a model came with, its tokenizers with the special ids that tasks need."""
+    processor: Processor = model.processor or Processor()
+    for part in task_class.processor_parts:
+        if getattr(processor, part) is None:
+            what = "preprocessor_config.json" if part == "image" else "tokenizer"
+            raise BadModelFile(f"{name} has no {what}, which the task {task_class.name!r} needs")
+    if task_class.needs_native_mask and "mask" not in getattr(processor.source, "special_ids", ()):
+        raise ValueError(f"{name} has a tokenizer that was not made here: what hides its tokens is not known")
+    source, target = (_with_ids(side, model.config) for side in (processor.source, processor.target))
+    return replace(processor, source=source, target=target)
+
+
+def _with_ids(tokenizer: Tokenizer | None, config: ModelConfig) -> Tokenizer | None:
+    """A foreign tokenizer with the special ids of its model."""
+    if tokenizer is None or tokenizer.is_native:
+        return tokenizer
+    bos_id = config.pad_id if config.bos_id is None else config.bos_id
+    eos_id = bos_id if config.eos_id is None else config.eos_id
+    return tokenizer.with_special_ids(pad=config.pad_id, bos=bos_id, eos=eos_id)
+
+
+# ------------------------------------------------------------------------------------- the examples
+
+
+def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[DataConfig, bool]:
+    """Where the examples come from, and whether all of them are meant.
+
+    Without a source in ``fields``, those the run held out. A given file is taken whole, unless ``fields`` say what of
+    it is held out; a given corpus has held-out sets of its own.
+    """
+    known = _changed_fields(predictor.config.data)
+    if "source" not in fields:
+        if predictor.run is None:
+            raise ValueError(f"{predictor.name} is a model directory: data.source=… must say what to evaluate it on")
+        return DataConfig(**{**known, **fields}), False
+    if fields["source"] in CORPORA:
+        own = {name: value for name, value in known.items() if name not in EXAMPLE_FIELDS}
+        return DataConfig(**{**own, **fields}), False
+    own = {name: value for name, value in known.items() if name not in _FILE_FIELDS}
+    whole = not any(name in fields for name in _SPLIT_FIELDS)
+    return DataConfig(**{**own, **({"valid_fraction": 0.0} if whole else {}), **fields}), whole
+
+
+def _changed_fields(data: DataConfig) -> dict[str, Any]:
+    """The fields that differ from their defaults: a run's file holds all of them, and a corpus refuses some."""
+    defaults = {name: field.default for name, field in DataConfig.model_fields.items()}
+    return {name: getattr(data, name) for name in defaults if getattr(data, name) != defaults[name]}
+
+
+def open_examples(data: DataConfig, whole: bool, predictor: Predictor) -> Source:
+    """The examples, classes numbered as the model numbers them."""
+    labels = predictor.labels
+    if labels is not None and data.source not in CORPORA:
+        if data.labels is not None and set(data.labels) != set(labels):
+            raise ValueError(f"labels={','.join(data.labels)}, but {predictor.name} tells apart {', '.join(labels)}")
+        data = data.with_(labels=labels)
+    source = open_source(data)
+    if whole and not len(source.valid):
+        split = replace(source.split, how=ALL_OF_IT, valid_sha256=source.split.train_sha256)
+        source = replace(source, valid=source.train, split=split)
+    return source
+
+
+def task_for(predictor: Predictor, source: Source, data: DataConfig, given: Mapping[str, Any], seed: int) -> Task:
+    """The predictor's task on these examples: read as it read its own, unless ``given`` fields say otherwise."""
+    fields = {n: value for n, value in _changed_fields(predictor.config.data).items() if n not in EXAMPLE_FIELDS}
+    fields |= {name: value for name, value in _changed_fields(data).items() if name in EXAMPLE_FIELDS}
+    fields |= {name: value for name, value in given.items() if name not in EXAMPLE_FIELDS}
+    if fields.get("packing", "auto") == "auto":
+        # The number of documents here says nothing about how the model was taught to tell them apart.
+        tokenizer, model = predictor.processor.source, predictor.config.model
+        is_native = tokenizer is not None and tokenizer.is_native
+        fields["packing"] = "documents" if is_native and model.eos_id is not None else "blocks"
+    config = predictor.config.with_(data=DataConfig(**fields), train=predictor.config.train.with_(seed=seed))
+    task = open_task(config, source, predictor.processor)
+    task.check_model(predictor.name, predictor.config.model)
+    return task
+
+
+def open_validation_task(run: str | Path, device: torch.device) -> tuple[Predictor, Task]:
+    """A run's model and its task on the run's own data."""
+    predictor = open_predictor(run, device)
+    data, whole = data_config_for(predictor, {})
+    source = open_examples(data, whole, predictor)
+    return predictor, task_for(predictor, source, data, {}, predictor.config.train.seed)

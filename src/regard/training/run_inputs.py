@@ -1,0 +1,133 @@
+"""From what people pass to ``regard.train`` to the RunConfig, the examples and the model of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ..config import DataConfig, ModelConfig, RunConfig
+from ..data.examples import Example, ImageExample, Labelled, Pair, Text
+from ..data.sources import Source, open_source
+from ..data.splits import Split, held_out_mask, sha256_of, split_tail
+from ..errors import BadData, UsageError
+from ..models import Model
+from ..models.build import build
+from ..recipes import run_config
+from ..text.processor import Processor
+from .tasks import TASKS, Task
+
+_CONFIG_FILES = (".json", ".toml", ".yaml", ".yml")
+IN_MEMORY = "memory"  # data.source of examples that come from no file
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A resolved config, and what a config cannot hold."""
+
+    config: RunConfig
+    task_class: type[Task]
+    examples: list[Example] | None = None
+    labels: tuple[str, ...] | None = None
+    model: Model | None = None
+
+    @property
+    def processor(self) -> Processor | None:
+        """A model that was trained before brings its tokenizers."""
+        return None if self.model is None else self.model.processor
+
+    def check_model(self, resolved: ModelConfig) -> None:
+        if self.model is None or resolved == self.model.config:
+            return
+        mine, data = self.model.config.model_dump(), resolved.model_dump()
+        pairs = ", ".join(f"{n}={mine[n]!r} (the data needs {data[n]!r})" for n in mine if mine[n] != data[n])
+        raise ValueError(f"the given model does not fit the data: {pairs}")
+
+
+def resolve_run(
+    config: RunConfig | str | Path | type[Task] | None,
+    *,
+    task: str | type[Task] | None = None,
+    data: Any = None,
+    model: Any = None,
+    train: Any = None,
+    preset: str | None = None,
+) -> RunInputs:
+    """Check and complete what was given, as the command line does with typed words."""
+    task_class = next((x for x in (task, config) if isinstance(x, type)), None)
+    module = _given_model(model)
+    fields: dict[str, Any] = {"model": model if module is None else module.config.model_dump(), "train": train}
+    in_memory = data is not None and not isinstance(data, str | Path | Mapping | DataConfig)
+    if not isinstance(config, RunConfig):
+        fields["data"] = {"source": IN_MEMORY} if in_memory else data
+        name = task_class.name if task_class is not None else config if task is None else task
+        is_file = isinstance(name, Path) or (isinstance(name, str) and Path(name).suffix in _CONFIG_FILES)
+        if is_file:
+            config = run_config(preset=preset, config_file=cast(str | Path, name), **fields)
+        else:
+            config = run_config(cast(str | None, name), preset=preset, **fields)
+    elif preset is not None or model is not None or train is not None or (data is not None and not in_memory):
+        raise UsageError("a RunConfig holds data, model and train already: change them with config.with_(…)")
+    task_class = task_class or TASKS[config.task]
+    if not in_memory:
+        return RunInputs(config, task_class, model=module)
+    examples, labels = _examples_of(data, task_class)
+    return RunInputs(config, task_class, examples, labels, module)
+
+
+def _given_model(model: Any) -> Model | None:
+    if not isinstance(model, Model):
+        return None
+    if type(model) is not type(build(model.config, device="meta")):
+        raise UsageError(f"model is a {type(model).__name__}: a run can be resumed only with models of regard.build")
+    return model
+
+
+# ------------------------------------------------------------------------------------- examples in memory
+
+
+def open_run_source(inputs: RunInputs) -> Source:
+    """The examples of a run: from the config's source, or those given in memory, held out by the same rules."""
+    data, examples = inputs.config.data, inputs.examples
+    if examples is None:
+        if data.source == IN_MEMORY:
+            raise UsageError("the run was trained on examples in memory: data=… must give them again")
+        return open_source(data)
+    if not examples:
+        raise BadData("data has no example")
+    how = "nothing held out"
+    train: list[Example] = examples
+    valid: list[Example] = []
+    match examples:
+        case [Text(text)]:
+            head, tail = split_tail(text, data.valid_fraction)
+            train, valid, how = [Text(head)], [Text(tail)], f"the last {data.valid_fraction:g} of the text"
+        case _ if data.valid_fraction or data.valid_rows:
+            mask = held_out_mask(examples, data)
+            train = [x for x, out in zip(examples, mask, strict=True) if not out]
+            valid = [x for x, out in zip(examples, mask, strict=True) if out]
+            how = "by hash of the source side"
+    split = Split(how, sha256_of(train), sha256_of(valid))
+    return Source(IN_MEMORY, inputs.task_class.kinds[0], train, valid, split, inputs.labels)
+
+
+def _examples_of(data: Iterable[Any], task_class: type[Task]) -> tuple[list[Example], tuple[str, ...] | None]:
+    """A Dataset or iterable of texts, pairs or Examples as the task reads them, and the labels of classes."""
+    rows = [data[i] for i in range(len(data))] if hasattr(data, "__getitem__") and hasattr(data, "__len__") else data  # type: ignore[arg-type]  # a map-style Dataset has no __iter__
+    rows, kind = list(rows), task_class.kinds[0]
+    labels: tuple[str, ...] | None = None
+    if task_class.has_labels:
+        names = {x.label if isinstance(x, Labelled | ImageExample) else x[1] for x in rows}
+        labels = tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
+    makers: dict[str, Any] = {
+        "text": lambda x: Text(x),
+        "pairs": lambda x: Pair(*x),
+        "labelled": lambda x: Labelled(x[0], labels.index(str(x[1])) if labels else 0),
+        "images": lambda x: ImageExample(x[0], label=labels.index(str(x[1])) if labels else 0),
+        "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
+    }
+    try:
+        return [x if isinstance(x, Example) else makers[kind](x) for x in rows], labels
+    except (TypeError, IndexError, ValueError) as error:
+        raise BadData(f"an example in data is not one of {kind}: {error}") from None
