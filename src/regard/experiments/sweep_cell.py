@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import RunConfig
+from ..data.packing import IGNORE
 from ..data.sources import open_source
 from ..errors import BadModelFile, Diverged, RegardError
 from ..foundation.files import file_lock, write_atomic
@@ -32,7 +33,7 @@ from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
 from ..training.evaluation import evaluate
-from ..training.loss import IGNORE, Batch
+from ..training.loss import Batch
 from ..training.predictors import open_validation_task
 from ..training.reporter import peak_memory_mib
 from ..training.run_directory import RUN_FILE, RunDirectory, provenance

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from ...config import DataConfig, ModelConfig
 from ...data.batching import BatchPlan, mask_tokens
 from ...data.examples import Example, Text
-from ...data.packing import PackedRow, PackedRows, TokenBlocks
+from ...data.packing import IGNORE, PackedRow, PackedRows, TokenBlocks
 from ...data.token_files import TokenFile, cached_tokens
 from ...errors import BadData
 from ...generation import generate
 from ...models import Decoder, Model
 from ...text.processor import Processor
 from ...text.tokenizer import EOS, MASK, Tokenizer
-from ..loss import IGNORE, Batch, token_losses
+from ..loss import Batch, token_losses
 from ..metrics.language_metrics import TextLosses, paired_texts
 from ..precision import Precision
 from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, StatisticsPair, Task, has_partial_batch

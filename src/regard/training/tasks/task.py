@@ -21,6 +21,7 @@ from ...config.data_config import TokenizerKind
 from ...data.batching import BatchPlan, pad
 from ...data.examples import Example
 from ...data.hashing import stable_key, uniform
+from ...data.packing import IGNORE
 from ...data.sources import Source
 from ...errors import BadData, RegardError
 from ...models import Model
@@ -28,7 +29,7 @@ from ...text.processor import Processor
 from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
 from .. import metrics
-from ..loss import IGNORE, Batch, batch_loss, token_losses
+from ..loss import Batch, batch_loss, token_losses
 from ..metrics.language_metrics import TextLosses
 from ..metrics.statistics import Floats, Statistics
 from ..precision import Precision

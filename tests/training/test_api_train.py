@@ -1,0 +1,120 @@
+"""``regard.train`` from Python: task names, sections as dicts, examples in memory, own tasks, callbacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import regard
+from regard.errors import UsageError
+from regard.recipes import run_config
+from regard.training import StepRecord
+from regard.training.loss import Batch, batch_loss
+from regard.training.tasks.translation import Translate
+
+from .runs import write_data
+
+SMALL = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "max_len": 32}
+PAIRS = [(f"a{i % 7} b{i % 5} c{i}", f"C{i} B{i % 5} A{i % 7}") for i in range(60)]
+
+
+def fields(out: Path, **more: Any) -> dict[str, Any]:
+    quick = {"steps": 2, "precision": "fp32", "compile": "off", "device": "cpu", "eval_every": 0, "samples": 0}
+    return {**quick, "out": str(out), **more}
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [line["loss"] for line in lines if "loss_mean" in line]
+
+
+def test_a_task_and_sections_are_the_config_the_command_line_makes(tmp_path: Path) -> None:
+    data = write_data("translate", tmp_path)
+    done = regard.train(
+        "translate",
+        data={"source": str(data), "vocab_size": 300},
+        model=SMALL,
+        train=fields(tmp_path / "a", log_every=1),
+        style="quiet",
+    )
+    words = [f"data.source={data}", "data.vocab_size=300", *(f"model.{name}={value}" for name, value in SMALL.items())]
+    typed = fields(tmp_path / "b", log_every=1)
+    config = run_config("translate", [*words, *(f"train.{name}={value}" for name, value in typed.items())])
+    regard.train(config, style="quiet")
+    assert done.finished
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_unknown_fields_offer_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="steps"):
+        regard.train("translate", data="en-ko", train={"stepz": 3})
+    with pytest.raises(UsageError, match="translate"):
+        regard.train("translat", data="en-ko")
+    with pytest.raises(UsageError, match="with_"):
+        regard.train(run_config("translate", ["data=en-ko"]), train={"steps": 3})
+
+
+class Rows(Dataset[tuple[str, str]]):
+    def __len__(self) -> int:
+        return len(PAIRS)
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        return PAIRS[index]
+
+
+@pytest.mark.parametrize("examples", [PAIRS, Rows(), (pair for pair in PAIRS)], ids=["list", "dataset", "generator"])
+def test_examples_in_memory_and_callbacks(examples: Any, tmp_path: Path) -> None:
+    seen: list[StepRecord] = []
+    train = fields(tmp_path / "run", eval_every=2)
+    done = regard.train("translate", data=examples, model=SMALL, train=train, callbacks=[seen.append], style="quiet")
+    assert [record.step for record in seen] == [1, 2]
+    assert seen[0].metrics == {}
+    assert seen[1].metrics["valid_loss"] > 0
+    assert seen[0].loss > 0
+    assert seen[0].model.n_parameters > 0
+    with pytest.raises(UsageError, match="again"):
+        regard.resume(done.path, steps=3, style="quiet")
+    assert regard.resume(done.path, steps=3, data=PAIRS, style="quiet").steps == 3
+
+
+def test_labels_in_memory(tmp_path: Path) -> None:
+    rows = [(f"good {i}", "yes") if i % 2 else (f"bad {i}", "no") for i in range(40)]
+    done = regard.train("classify", data=rows, model=SMALL, train=fields(tmp_path / "run"), style="quiet")
+    assert regard.load(done.path).processor.labels == ("no", "yes")  # type: ignore[union-attr]  # a run brings one
+
+
+class ScaledLoss(Translate):
+    """Twice the loss, and one metric more."""
+
+    @staticmethod
+    def loss(model: Any, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return 2 * batch_loss(model, batch, smoothing)
+
+    def answers(self, model: Any, examples: Any, **options: Any) -> Any:
+        found, rows = super().answers(model, examples, **options)
+        return {**found, "n_outputs": float(len(rows))}, rows
+
+
+def test_a_task_of_ones_own_brings_loss_and_metric(tmp_path: Path) -> None:
+    plain = regard.train("translate", data=PAIRS, model=SMALL, train=fields(tmp_path / "a", lr=0.0), style="quiet")
+    own = regard.train(task=ScaledLoss, data=PAIRS, model=SMALL, train=fields(tmp_path / "b", lr=0.0), style="quiet")
+    assert own.metrics["valid_loss"] == pytest.approx(2 * float(plain.metrics["valid_loss"]), rel=1e-6)
+    assert float(own.metrics["n_outputs"]) > 0
+    assert losses(tmp_path / "b")[0] == pytest.approx(2 * losses(tmp_path / "a")[0], rel=1e-5)
+
+
+def test_a_model_is_the_start_and_can_be_evaluated(tmp_path: Path) -> None:
+    first = regard.train("translate", data=PAIRS, model=SMALL, train=fields(tmp_path / "a"), style="quiet")
+    model = regard.load(first.path)
+    again = regard.train("translate", data=PAIRS, model=model, train=fields(tmp_path / "b", lr=0.0), style="quiet")
+    assert float(again.metrics["valid_loss"]) == pytest.approx(float(first.metrics["valid_loss"]), rel=1e-5)
+    file = tmp_path / "pairs.tsv"
+    file.write_text("".join(f"{a}\t{b}\n" for a, b in PAIRS[:10]), encoding="utf-8")
+    report = regard.evaluate(model, file, device="cpu")
+    assert report.path == "model"
+    assert report["whole"].n == 10
