@@ -17,10 +17,8 @@ from regard.training import StepRecord
 from regard.training.loss import Batch, batch_loss
 from regard.training.tasks.translation import Translate
 
-from .runs import write_data
-
 SMALL = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "max_len": 32}
-PAIRS = [(f"a{i % 7} b{i % 5} c{i}", f"C{i} B{i % 5} A{i % 7}") for i in range(60)]
+PAIRS = [(f"a{i % 7} b{i % 5} c{i}", f"C{i} B{i % 5} A{i % 7}") for i in range(200)]
 
 
 def fields(out: Path, **more: Any) -> dict[str, Any]:
@@ -34,7 +32,8 @@ def losses(out: Path) -> list[float]:
 
 
 def test_a_task_and_sections_are_the_config_the_command_line_makes(tmp_path: Path) -> None:
-    data = write_data("translate", tmp_path)
+    data = tmp_path / "pairs.tsv"
+    data.write_text("".join(f"{a}\t{b}\n" for a, b in PAIRS), encoding="utf-8")
     done = regard.train(
         "translate",
         data={"source": str(data), "vocab_size": 300},
