@@ -144,11 +144,11 @@ def batch_of(config: ModelConfig, setting: Setting, device: torch.device) -> Bat
         places = source_places(config, setting.length, setting.source_length)
         inputs = (torch.rand(setting.batch, places, config.d_region + config.d_box), text)
     elif config.architecture == "encoder":
-        inputs, options = (text,), {"keep": torch.ones(shape, dtype=torch.bool)}
+        inputs, options = (text,), {"padding_mask": torch.ones(shape, dtype=torch.bool)}
     else:
         length = source_places(config, setting.length, setting.source_length)
         source = torch.randint(3, config.vocab_size, (setting.batch, length))
-        inputs, options = (source, text), {"source_keep": torch.ones(source.shape, dtype=torch.bool)}
+        inputs, options = (source, text), {"source_padding_mask": torch.ones(source.shape, dtype=torch.bool)}
     return Batch(inputs, targets, options).to(device)
 
 

@@ -229,7 +229,7 @@ def test_the_loss_token_by_token_is_the_ordinary_one_where_the_future_is_hidden(
     source, target = torch.randint(3, 30, (3, 7)), torch.randint(3, 30, (3, 6))
     target[1, 4:] = 0
     read, wanted = shifted(target, 0)
-    batch = Batch((source, read), wanted, {"source_keep": source != 0})
+    batch = Batch((source, read), wanted, {"source_padding_mask": source != 0})
     with torch.no_grad():
         whole = float(Objective(model).eval()(batch))
         total, count = token_by_token_loss(model, batch)

@@ -225,7 +225,7 @@ def test_what_autograd_keeps(changes: dict[str, Any], how: dict[str, Any]) -> No
     source = torch.ones(4, setting.source_length or 64, dtype=torch.long)
     text = torch.ones(4, 64, dtype=torch.long)
     two = config.architecture == "encoder-decoder"
-    options = {"source_keep": torch.ones_like(source, dtype=torch.bool)} if two else {}
+    options = {"source_padding_mask": torch.ones_like(source, dtype=torch.bool)} if two else {}
     batch = Batch((source, text) if two else (text,), text, options, n_counted=256)
     objective = Objective(model)
     known = [*model.parameters(), *model.buffers(), source, text, *options.values()]

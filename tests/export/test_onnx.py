@@ -139,7 +139,7 @@ def difference(model: Model, graph: OnnxModel, draw: random.Random) -> float:
     batch, config = draw.randint(1, 4), model.config
     if config.architecture == "encoder":
         given, keep = source(draw, config, batch)
-        return worst(graph(given, keep=keep), model(given, keep=keep))
+        return worst(graph(given, padding_mask=keep), model(given, padding_mask=keep))
     past, new = draw.choice([0, 0, *range(1, 9)]), draw.randint(1, 7)
     tokens = torch.randint(3, config.output_vocab_size, (batch, past + new), generator=seeded(draw))
     keep = ragged(draw, batch, past + new)
@@ -158,7 +158,7 @@ def pass_through(
         return [model(tokens[:, at], positions=positions[:, at], cache=cache) for at in spans]
     assert isinstance(model, EncoderDecoder | Recurrent)
     assert read is not None
-    memory = model.encode(read[0], keep=read[1])
+    memory = model.encode(read[0], padding_mask=read[1])
     states = [model.decode(tokens[:, at], memory, positions=positions[:, at], cache=cache) for at in spans]
     assert model.head is not None
     return [model.head(x, model.output_table) for x in states]
@@ -182,7 +182,9 @@ def test_padding_without_a_cache_takes_up_places() -> None:
     tokens = source_of(model.config)
     keep = torch.ones_like(tokens, dtype=torch.bool)
     keep[1, 5:] = keep[2, :3] = False
-    torch.testing.assert_close(graph(tokens, keep=keep)[keep], model(tokens, keep=keep)[keep], atol=BOUND, rtol=0)
+    torch.testing.assert_close(
+        graph(tokens, padding_mask=keep)[keep], model(tokens, padding_mask=keep)[keep], atol=BOUND, rtol=0
+    )
 
 
 @pytest.mark.slow
@@ -269,19 +271,19 @@ def test_a_cache_that_cannot_be_preallocated_says_so() -> None:
 def test_the_maps_are_those_of_the_model(name: str) -> None:
     """At every row that is no padding of a text that is written; of a source at every row."""
     model, graph = both(name)
-    inputs, (keep, target_keep) = inputs_of(model.config), (None, None)
+    inputs, (keep, target_padding_mask) = inputs_of(model.config), (None, None)
     real = torch.ones(inputs[-1].shape[:2], dtype=torch.bool)
     real[0, 5:] = real[1, :2] = False
     if len(inputs) == 2:
-        target_keep = real
+        target_padding_mask = real
     if model.config.source != "image" and (len(inputs) == 2 or isinstance(model, Decoder)):
         keep = real if len(inputs) == 1 else torch.ones(inputs[0].shape[:2], dtype=torch.bool)
     if len(inputs) == 2 and keep is not None:
         keep[1, 4:] = keep[2] = False
-    names = ("keep",) if len(inputs) == 1 else ("source_keep", "target_keep")
+    names = ("padding_mask",) if len(inputs) == 1 else ("source_padding_mask", "target_padding_mask")
     with record(model) as seen:
-        model(*inputs, **dict(zip(names, (keep, target_keep), strict=False)))
-    found = graph.maps(*inputs, keep=keep, target_keep=target_keep)
+        model(*inputs, **dict(zip(names, (keep, target_padding_mask), strict=False)))
+    found = graph.maps(*inputs, padding_mask=keep, target_padding_mask=target_padding_mask)
     assert set(found) == set(seen.attentions)
     for place, weights in found.items():
         rows = real[:, None, :, None] if place.startswith("decoder") else torch.tensor(True)

@@ -55,7 +55,7 @@ def learned() -> Model:
     said = torch.tensor([b + [0] * (height - len(b)) for _, b in rows])
     optimiser = torch.optim.Adam(model.parameters(), lr=4e-3)
     for _ in range(400):
-        logits = model(read, said[:, :-1], source_keep=read != 0)
+        logits = model(read, said[:, :-1], source_padding_mask=read != 0)
         loss = F.cross_entropy(logits.flatten(0, 1), said[:, 1:].flatten(), ignore_index=0)
         optimiser.zero_grad()
         loss.backward()

@@ -253,4 +253,6 @@ def test_a_padded_tensor_with_keep_is_a_list(name: str) -> None:
         keep = torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]
     else:
         ids, keep = padded_tensor(items)
-    assert texts(generate(model, ids, keep=keep, max_new_tokens=5)) == texts(generate(model, items, max_new_tokens=5))
+    assert texts(generate(model, ids, padding_mask=keep, max_new_tokens=5)) == texts(
+        generate(model, items, max_new_tokens=5)
+    )

@@ -453,7 +453,7 @@ def test_classes_of_images(tmp_path: Path) -> None:
         ("the", {"stop": ""}, "stop='' holds an empty string"),
         ("the", {"stopp": "x"}, "GenerateConfig has no field 'stopp'; did you mean 'stop'?"),
         ("the", {"target": "x"}, "target is for models with an encoder"),
-        ("the", {"keep": torch.ones(1, 1)}, "keep goes with token ids as a tensor"),
+        ("the", {"padding_mask": torch.ones(1, 1)}, "padding_mask goes with token ids as a tensor"),
     ],
 )
 def test_bad_input_of_a_language_model(speaker: Model, prompt: Any, fields: dict[str, Any], said: str) -> None:

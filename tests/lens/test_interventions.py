@@ -227,8 +227,8 @@ def test_padding_stays_hidden_without_the_causal_mask() -> None:
     keep = torch.ones(tokens.shape, dtype=torch.bool)
     keep[:, 6:] = False
     with no_causal_mask(model), torch.no_grad():
-        a = model(tokens, keep=keep)[:, :6]
-        b = model(torch.where(keep, tokens, 5), keep=keep)[:, :6]
+        a = model(tokens, padding_mask=keep)[:, :6]
+        b = model(torch.where(keep, tokens, 5), padding_mask=keep)[:, :6]
     assert torch.equal(a, b)
 
 

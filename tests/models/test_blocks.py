@@ -426,7 +426,7 @@ def test_pooling_ignores_padding(pooling: str, pooler: str) -> None:
     model = model_of(architecture="encoder", head="classify", pooling=pooling, pooler=pooler, n_classes=3)
     tokens = source_of(model.config)
     keep = torch.arange(9) < torch.tensor([9, 4, 1])[:, None]
-    got = model(tokens, keep=keep)
+    got = model(tokens, padding_mask=keep)
     for row, length in enumerate((9, 4, 1)):
         close(got[row], model(tokens[row : row + 1, :length])[0])
     assert got.shape == (3, 3)

@@ -112,8 +112,10 @@ def test_padding_and_another_length_are_one_graph_each() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for length in (9, 6):
         keep = torch.arange(length) < torch.tensor([length, 4, 1])[:, None]
-        plain = model(tokens[:, :length], keep=keep)
-        torch.testing.assert_close(compiled(tokens[:, :length], keep=keep)[keep], plain[keep], atol=1e-5, rtol=1e-5)
+        plain = model(tokens[:, :length], padding_mask=keep)
+        torch.testing.assert_close(
+            compiled(tokens[:, :length], padding_mask=keep)[keep], plain[keep], atol=1e-5, rtol=1e-5
+        )
 
 
 @torch.no_grad()

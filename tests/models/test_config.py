@@ -205,9 +205,9 @@ def test_whatever_is_accepted_runs(architecture: str, **fields: Any) -> None:
     tokens = torch.tensor([[3, 4, 5, 6, 1], [3, 4, 0, 0, 0]])
     model, keep = build(config), tokens > 0
     if architecture == "encoder-decoder":
-        out = model(tokens, tokens, source_keep=keep, target_keep=keep)
+        out = model(tokens, tokens, source_padding_mask=keep, target_padding_mask=keep)
     else:
-        out = model(tokens, keep=keep)
+        out = model(tokens, padding_mask=keep)
     assert out.isfinite().all()
     out.sum().backward()
 

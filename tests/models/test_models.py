@@ -100,16 +100,16 @@ def test_padding_changes_nothing(name: str, left: bool) -> None:
     positions = torch.where(keep, keep.long().cumsum(-1) - 1, -1) if left else None
     padded = torch.cat(parts, dim=1)
     if isinstance(model, Decoder):
-        named: dict[str, Any] = {"positions": positions} if left else {"keep": keep}
+        named: dict[str, Any] = {"positions": positions} if left else {"padding_mask": keep}
         close(model(padded, **named)[keep], model(source)[0])
     elif isinstance(model, Encoder):
-        states = model.hidden(padded, keep=keep, positions=positions)
+        states = model.hidden(padded, padding_mask=keep, positions=positions)
         close(states[keep], model.hidden(source)[0])
         if model.classifier is not None and model.config.pooling != "first":
-            close(model(padded, keep=keep, positions=positions), model(source))
+            close(model(padded, padding_mask=keep, positions=positions), model(source))
     else:
         target = target_of(model.config, 1)
-        close(model(padded, target, source_keep=keep, source_positions=positions), model(source, target))
+        close(model(padded, target, source_padding_mask=keep, source_positions=positions), model(source, target))
 
 
 def test_checkpointing_is_switched_from_outside_and_changes_no_gradient() -> None:
@@ -217,7 +217,7 @@ def test_thirty_six_regions_of_2048() -> None:
     assert model(regions, tokens).shape == (2, 5, 50)
     keep = torch.ones(2, 36, dtype=torch.bool)
     keep[:, 20:] = False
-    close(model(regions, tokens, source_keep=keep), model(regions[:, :20], tokens))
+    close(model(regions, tokens, source_padding_mask=keep), model(regions[:, :20], tokens))
 
 
 @torch.no_grad()

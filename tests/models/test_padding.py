@@ -32,7 +32,7 @@ def test_a_padded_prompt_decodes_as_if_it_stood_alone(name: str, left: bool, pre
     prompt, keep = padded(6, 2, left)
     steps = torch.randint(3, 31, (2, 4))
     cache = model.new_cache(2, 12) if preallocated else model.new_cache()
-    first = model(prompt, keep=keep, cache=cache)
+    first = model(prompt, padding_mask=keep, cache=cache)
     rest = torch.cat([model(steps[:, i : i + 1], cache=cache) for i in range(4)], dim=1)
     for row in range(2):
         alone = torch.cat([prompt[row][keep[row]], steps[row]])[None]
@@ -49,7 +49,7 @@ def test_what_stands_in_the_padding_does_not_matter(mixer: str, pooling: Any) ->
     tokens, keep = padded(7, 3, left=False)
     other = torch.where(keep, tokens, (tokens + 5) % 31)
     assert not torch.equal(tokens, other)
-    torch.testing.assert_close(model(tokens, keep=keep), model(other, keep=keep), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(model(tokens, padding_mask=keep), model(other, padding_mask=keep), atol=1e-6, rtol=1e-6)
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def test_pooling_of_a_headless_encoder_leaves_padding_out() -> None:
     model = small("bert-base", pooling="mean")
     assert isinstance(model, Encoder)
     tokens, keep = padded(7, 3, left=False)
-    states = model.hidden(tokens, keep=keep)
+    states = model.hidden(tokens, padding_mask=keep)
     other = states.masked_fill(~keep[..., None], 9.0)
     torch.testing.assert_close(model.pooled(states, keep), model.pooled(other, keep))
     assert not torch.allclose(model.pooled(states), model.pooled(other))

@@ -161,7 +161,7 @@ def test_logits_and_recorded_weights_are_those_of_the_papers(
     source, target, lengths = tokens(3, 5), tokens(3, 4, 1), [5, 2, 3]
     keep = lengths_to_keep(lengths, 5)
     with record(model) as seen:
-        logits = model(source, target, source_keep=keep)
+        logits = model(source, target, source_padding_mask=keep)
     weights = seen.map(PLACE).tile()
     assert weights.shape == (3, 1, 4, 5)
     for b, length in enumerate(lengths):
@@ -207,19 +207,19 @@ def test_padding_anywhere_changes_nothing(cell: str, alignment: str, feeds: bool
         length = data.draw(st.integers(1, 6), f"{name} length")
         bits = st.lists(st.booleans(), min_size=length, max_size=length).filter(any)
         masks.append(torch.tensor(data.draw(st.lists(bits, min_size=rows, max_size=rows), f"{name} keep")))
-    keep, target_keep = masks
-    source, target = tokens(*keep.shape), tokens(*target_keep.shape, 1)
-    logits = model(source, target, source_keep=keep, target_keep=target_keep)
+    keep, target_padding_mask = masks
+    source, target = tokens(*keep.shape), tokens(*target_padding_mask.shape, 1)
+    logits = model(source, target, source_padding_mask=keep, target_padding_mask=target_padding_mask)
     again = model(
         torch.where(keep, source, 0),
-        torch.where(target_keep, target, 0),
+        torch.where(target_padding_mask, target, 0),
         source_positions=torch.where(keep, 0, -1),
-        target_positions=torch.where(target_keep, 0, -1),
+        target_positions=torch.where(target_padding_mask, 0, -1),
     )
     for b in range(rows):
-        alone = model(source[b][keep[b]][None], target[b][target_keep[b]][None])
-        close(logits[b][target_keep[b]], alone[0])
-        close(again[b][target_keep[b]], alone[0])
+        alone = model(source[b][keep[b]][None], target[b][target_padding_mask[b]][None])
+        close(logits[b][target_padding_mask[b]], alone[0])
+        close(again[b][target_padding_mask[b]], alone[0])
 
 
 @pytest.mark.parametrize("alignment", ["none", "additive", "dot"])
@@ -227,7 +227,7 @@ def test_a_source_of_padding_alone_gives_numbers_and_no_attention(alignment: str
     model = tiny(alignment=alignment)
     keep = lengths_to_keep([0, 4], 4)
     with record(model) as seen:
-        logits = model(tokens(2, 4), tokens(2, 3), source_keep=keep)
+        logits = model(tokens(2, 4), tokens(2, 3), source_padding_mask=keep)
     logits.sum().backward()
     assert logits.isfinite().all()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -243,7 +243,7 @@ def test_a_source_of_padding_alone_gives_numbers_and_no_attention(alignment: str
 def test_no_loop_over_time_where_none_is_needed(alignment: str, feeds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(alignment=alignment, input_feeding=feeds)
     monkeypatch.setattr(model.decoder, "step", lambda *_: pytest.fail("went step by step"))
-    model(tokens(2, 4), tokens(2, 5), source_keep=lengths_to_keep([4, 2], 4)).sum().backward()
+    model(tokens(2, 4), tokens(2, 5), source_padding_mask=lengths_to_keep([4, 2], 4)).sum().backward()
 
 
 @each_cell
@@ -252,7 +252,7 @@ def test_every_parameter_learns(cell: str, alignment: str, feeds: bool) -> None:
     model = tiny(cell=cell, alignment=alignment, input_feeding=feeds, target_vocab_size=11, d_embed=6).train()
     target = torch.randint(3, 11, (2, 5))
     keep = lengths_to_keep([4, 2], 4)
-    (model(tokens(2, 4), target, source_keep=keep) * torch.randn(2, 5, 11)).sum().backward()
+    (model(tokens(2, 4), target, source_padding_mask=keep) * torch.randn(2, 5, 11)).sum().backward()
     still = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not still
 
@@ -264,7 +264,7 @@ def test_it_compiles_whole_and_can_still_be_looked_into(cell: str, alignment: st
     torch.compiler.reset()
     model = tiny(cell=cell, alignment=alignment, input_feeding=feeds, n_layers=1)
     source, target = tokens(2, 3), tokens(2, 2, 1)
-    keeps = {"source_keep": lengths_to_keep([3, 2], 3), "target_keep": lengths_to_keep([1, 2], 2)}
+    keeps = {"source_padding_mask": lengths_to_keep([3, 2], 3), "target_padding_mask": lengths_to_keep([1, 2], 2)}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with record(model) as seen:
         expected = model(source, target, **keeps)
@@ -309,10 +309,10 @@ def test_dropout_acts_while_training_only(name: str, alignment: str, feeds: bool
     model = tiny(alignment=alignment, input_feeding=feeds, **{name: 0.5})
     source, target = tokens(2, 4), tokens(2, 5)
     keep = lengths_to_keep([4, 2], 4)
-    expected = tiny(alignment=alignment, input_feeding=feeds)(source, target, source_keep=keep)
-    assert torch.equal(model(source, target, source_keep=keep), expected)
+    expected = tiny(alignment=alignment, input_feeding=feeds)(source, target, source_padding_mask=keep)
+    assert torch.equal(model(source, target, source_padding_mask=keep), expected)
     model.train()
-    drawn = [model(source, target, source_keep=keep) for _ in range(2)]
+    drawn = [model(source, target, source_padding_mask=keep) for _ in range(2)]
     assert not torch.allclose(drawn[0], drawn[1])
 
 
@@ -320,14 +320,14 @@ def test_dropout_acts_while_training_only(name: str, alignment: str, feeds: bool
 def test_half_precision_and_autocast(alignment: str, feeds: bool) -> None:
     model = tiny(alignment=alignment, input_feeding=feeds)
     source, target, keep = tokens(2, 4), tokens(2, 5), lengths_to_keep([4, 2], 4)
-    expected = model(source, target, source_keep=keep)
+    expected = model(source, target, source_padding_mask=keep)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = model(source, target, source_keep=keep)
+        mixed = model(source, target, source_padding_mask=keep)
         mixed.float().sum().backward()
         cache = model.new_cache()
-        memory = model.encode(source, keep=keep)
+        memory = model.encode(source, padding_mask=keep)
         cached = model.head(step_by_step(model, target, memory, cache, [1] * 5), model.output_table)
-    half = model.bfloat16()(source, target, source_keep=keep)
+    half = model.bfloat16()(source, target, source_padding_mask=keep)
     assert half.dtype == torch.bfloat16
     for logits in (mixed, cached, half):
         torch.testing.assert_close(logits.float(), expected, atol=0.25, rtol=0.1)
@@ -359,7 +359,7 @@ def test_it_learns_to_copy_and_to_reverse_by_looking_at_the_right_place(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
     for _ in range(steps):
         source, keep, target, answer = sentences(32, reverse, dice)
-        loss = F.cross_entropy(model(source, target, source_keep=keep)[keep], answer[keep])
+        loss = F.cross_entropy(model(source, target, source_padding_mask=keep)[keep], answer[keep])
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -367,7 +367,7 @@ def test_it_learns_to_copy_and_to_reverse_by_looking_at_the_right_place(
         schedule.step()
     source, keep, target, answer = sentences(200, reverse, dice)
     with torch.no_grad(), record(model) as seen:
-        right = (model(source, target, source_keep=keep).argmax(-1) == answer)[keep].float().mean()
+        right = (model(source, target, source_padding_mask=keep).argmax(-1) == answer)[keep].float().mean()
     assert right > 0.95
     looked_at = seen.map(PLACE).top(1).indices[:, 0, :, 0]
     meant = keep.sum(1, keepdim=True) - 1 - torch.arange(9) if reverse else torch.arange(9).expand_as(keep)
@@ -414,8 +414,8 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
         model(source[:, :0], target)
     with pytest.raises(ValueError, match=r"target must be \(batch, length\) with at least one token, got shape \(3,\)"):
         model(source, target[0])
-    with pytest.raises(ValueError, match=r"source keep has shape \(2, 3\), but source has \(2, 4\)"):
-        model(source, target, source_keep=torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"source padding_mask has shape \(2, 3\), but source has \(2, 4\)"):
+        model(source, target, source_padding_mask=torch.ones(2, 3))
     with pytest.raises(ValueError, match="target has batch size 1 but memory has 2"):
         model.decode(target[:1], model.encode(source))
     with pytest.raises(TypeError, match="memory must come from encode"):

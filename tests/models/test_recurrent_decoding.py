@@ -19,13 +19,13 @@ def test_decoding_with_a_cache_is_the_forward_pass(cell: str, alignment: str, fe
     model = tiny(cell=cell, alignment=alignment, input_feeding=feeds)
     source, target, keep = tokens(3, 5), tokens(3, 6, 1), lengths_to_keep([5, 2, 3], 5)
     with record(model) as whole:
-        expected = model.decode(target, model.encode(source, keep=keep))
+        expected = model.decode(target, model.encode(source, padding_mask=keep))
     cache = model.new_cache(3, 16) if fixed else model.new_cache()
     for sizes in ([1] * 6, [3, 1, 2]):
         cache.reset()
         assert cache.length == 0
         with record(model) as steps:
-            close(step_by_step(model, target, model.encode(source, keep=keep), cache, sizes), expected)
+            close(step_by_step(model, target, model.encode(source, padding_mask=keep), cache, sizes), expected)
         assert cache.length == 6
         assert cache.next_positions(2).tolist() == [[6, 7]] * 3
         if alignment != "none":
@@ -42,11 +42,11 @@ def test_ragged_prompts_do_not_see_each_other(cell: str, alignment: str) -> None
     keep = torch.tensor([[False, False, True, True], [True, True, False, False], [True, True, True, True]])
     cache, new = model.new_cache(), tokens(3, 2, 2)
     memory = model.encode(source)
-    prompt = model.decode(target, memory, keep=keep, cache=cache)
+    prompt = model.decode(target, memory, padding_mask=keep, cache=cache)
     assert cache.lengths.tolist() == [2, 2, 4]
     everything = torch.cat([keep, torch.ones(3, 1, dtype=torch.bool)], dim=1)  # a mask over the whole text will do
     after = [
-        model.decode(new[:, :1], memory, keep=everything, cache=cache),
+        model.decode(new[:, :1], memory, padding_mask=everything, cache=cache),
         model.decode(new[:, 1:], None, cache=cache),
     ]
     for b in range(3):
@@ -63,7 +63,7 @@ def test_beams_go_on_from_their_parents(cell: str, alignment: str, feeds: bool, 
     model = tiny(cell=cell, alignment=alignment, input_feeding=feeds)
     source, keep, target = tokens(2, 5), lengths_to_keep([5, 3], 5), tokens(4, 5, 1)
     cache = model.new_cache(2, 16) if fixed else model.new_cache()
-    memory = model.encode(source, keep=keep)
+    memory = model.encode(source, padding_mask=keep)
     model.decode(torch.ones(2, 1, dtype=torch.long), memory, cache=cache)
     cache.reorder(torch.tensor([0, 0, 1, 1]))  # two beams a sentence
     model.decode(target[:, :2], None, cache=cache)

@@ -81,7 +81,7 @@ def _told(answer: object) -> Tensor:
 def compare_padded(ours: Decoder, theirs: PreTrainedModel, left: bool) -> None:
     """Padding takes up places: both sides only mask it."""
     tokens, keep = padded(LENGTHS, ours.config.vocab_size, ours.config.pad_id, left)
-    close(ours(tokens, keep=keep), _told(theirs(input_ids=tokens, attention_mask=keep.long())), keep)
+    close(ours(tokens, padding_mask=keep), _told(theirs(input_ids=tokens, attention_mask=keep.long())), keep)
 
 
 @torch.no_grad()
@@ -146,25 +146,29 @@ def _logits(ours: EncoderDecoder, states: Tensor) -> Tensor:
 @torch.no_grad()
 def compare_translation(ours: EncoderDecoder, theirs: PreTrainedModel, left: bool) -> None:
     """States of the encoder and logits of the decoder, with padding in source and target."""
-    (source, source_keep), (target, target_keep) = _source(ours, left), _target(ours, left)
+    (source, source_padding_mask), (target, target_padding_mask) = _source(ours, left), _target(ours, left)
     told = theirs(
         input_ids=source,
-        attention_mask=source_keep.long(),
+        attention_mask=source_padding_mask.long(),
         decoder_input_ids=target,
-        decoder_attention_mask=target_keep.long(),
+        decoder_attention_mask=target_padding_mask.long(),
     )
-    close(ours.encode(source, keep=source_keep).states, told.encoder_last_hidden_state, source_keep)
-    got = ours(source, target, source_keep=source_keep, target_keep=target_keep)
-    close(got, _told(told), target_keep)
+    close(
+        ours.encode(source, padding_mask=source_padding_mask).states,
+        told.encoder_last_hidden_state,
+        source_padding_mask,
+    )
+    got = ours(source, target, source_padding_mask=source_padding_mask, target_padding_mask=target_padding_mask)
+    close(got, _told(told), target_padding_mask)
 
 
 @torch.no_grad()
 def compare_cached_translation(ours: EncoderDecoder, theirs: PreTrainedModel) -> None:
     """Step by step against their whole text: unpadded targets, then left-padded ones against each alone."""
-    source, source_keep = _source(ours, left=False)
+    source, source_padding_mask = _source(ours, left=False)
     target, _ = _target(ours, left=False, lengths=(LENGTHS[0],) * len(LENGTHS))
-    told = _told(theirs(input_ids=source, attention_mask=source_keep.long(), decoder_input_ids=target))
-    memory = ours.encode(source, keep=source_keep)
+    told = _told(theirs(input_ids=source, attention_mask=source_padding_mask.long(), decoder_input_ids=target))
+    memory = ours.encode(source, padding_mask=source_padding_mask)
     for cache in caches(ours, *target.shape):
         parts = [_logits(ours, ours.decode(target[:, at], memory, cache=cache)) for at in steps(target.shape[1])]
         close(torch.cat(parts, dim=1), told)
@@ -179,7 +183,7 @@ def compare_cached_translation(ours: EncoderDecoder, theirs: PreTrainedModel) ->
         got = torch.cat(parts, dim=1)
         for row in range(len(LENGTHS)):
             alone = {
-                "input_ids": source[row][source_keep[row]][None],
+                "input_ids": source[row][source_padding_mask[row]][None],
                 "decoder_input_ids": target[row][keep[row]][None],
             }
             close(got[row][keep[row]][None], _told(theirs(**alone)))

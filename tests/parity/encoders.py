@@ -32,17 +32,17 @@ def compare(ours: Model, theirs: PreTrainedModel, left: bool) -> None:
     tokens, keep, segments = inputs(ours, left)
     named = {} if segments is None else {"token_type_ids": segments}
     told = theirs(input_ids=tokens, attention_mask=keep.long(), output_hidden_states=True, **named)
-    states = ours.hidden(tokens, keep=keep, segments=segments)
+    states = ours.hidden(tokens, padding_mask=keep, segments=segments)
     close(states, told.hidden_states[-1], keep)
     if ours.head is not None:
-        close(ours(tokens, keep=keep, segments=segments), told.logits, keep)
+        close(ours(tokens, padding_mask=keep, segments=segments), told.logits, keep)
         return
     # Padded left, the first place is padding: what a pooler reads there is nobody's, and RoBERTa's is ours no more.
     first_is_real = keep[:, 0] if ours.config.positions_skip_padding else torch.ones_like(keep[:, 0])
     if ours.classifier is not None:
-        close(ours(tokens, keep=keep, segments=segments), told.logits, first_is_real)
+        close(ours(tokens, padding_mask=keep, segments=segments), told.logits, first_is_real)
     else:
-        close(ours(tokens, keep=keep, segments=segments), told.last_hidden_state, keep)
+        close(ours(tokens, padding_mask=keep, segments=segments), told.last_hidden_state, keep)
     if ours.pooler is not None:
         close(ours.pooled(states), told.pooler_output, first_is_real)
 
@@ -84,7 +84,7 @@ def check_counts(model: Model) -> None:
     tokens, keep, segments = inputs(model, left=False)
 
     def run() -> Tensor:
-        out = model(tokens, keep=keep, segments=segments)
+        out = model(tokens, padding_mask=keep, segments=segments)
         return out if model.pooler is None else torch.cat((out[:, 0], model.pooled(out)))
 
     check_every_tensor_counts(model, run)

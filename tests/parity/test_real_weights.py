@@ -107,7 +107,7 @@ def test_the_nearest_sentence_is_the_paraphrase(find: Find) -> None:
     def embed(states: Tensor) -> Tensor:
         return F.normalize((states * keep[..., None]).sum(1) / keep.sum(1, keepdim=True), dim=-1)
 
-    states, told = ours(tokens, keep=keep), theirs(tokens, attention_mask=keep)
+    states, told = ours(tokens, padding_mask=keep), theirs(tokens, attention_mask=keep)
     mine = embed(states)
     torch.testing.assert_close(mine, embed(told.last_hidden_state), atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.pooled(states), told.pooler_output, atol=1e-5, rtol=0)
@@ -149,7 +149,7 @@ def test_reactions_of_a_kind_have_one_class(find: Find, tmp_path: Path) -> None:
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     keep = tokens != 0
-    mine, told = ours(tokens, keep=keep), theirs(tokens, attention_mask=keep.long()).logits
+    mine, told = ours(tokens, padding_mask=keep), theirs(tokens, attention_mask=keep.long()).logits
     torch.testing.assert_close(mine, told, atol=1e-4, rtol=0)
     classes = mine.argmax(-1).view(-1, 2)
     assert torch.equal(classes[:, 0], classes[:, 1])

@@ -79,7 +79,7 @@ def test_positions_go_by_the_token_and_not_by_the_mask(tmp_path: Path) -> None:
     tokens, keep, _ = inputs(pair.ours, left=False)
     keep = keep.clone()
     keep[0, 2] = keep[1, 1] = False
-    close(pair.ours(tokens, keep=keep), pair.theirs(tokens, attention_mask=keep.long()).logits, keep)
+    close(pair.ours(tokens, padding_mask=keep), pair.theirs(tokens, attention_mask=keep.long()).logits, keep)
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def test_encoder_alone(tmp_path: Path) -> None:
             tokens, keep = padded((9, 4, 1), 41, 0, left)
             with torch.no_grad():
                 told = other(input_ids=tokens, attention_mask=keep.long()).last_hidden_state
-                close(pair.ours(tokens, keep=keep), told, keep)
+                close(pair.ours(tokens, padding_mask=keep), told, keep)
 
 
 def test_one_point_one_in_every_version_of_its_config(tmp_path: Path) -> None:

@@ -264,7 +264,9 @@ def test_hidden_tokens_are_guessed(house: House) -> None:
         filled = np.array([*whole, *[0] * (24 - len(whole))])
         hidden = mask_tokens(filled, vocab_size=tokenizer.size, mask_id=4, seed=0, epoch=-1, index=index)
         with torch.no_grad():
-            logits = model(torch.tensor(hidden.inputs[None]), keep=torch.tensor([[n < len(whole) for n in range(24)]]))
+            logits = model(
+                torch.tensor(hidden.inputs[None]), padding_mask=torch.tensor([[n < len(whole) for n in range(24)]])
+            )
         asked = hidden.targets >= 0
         own = F.cross_entropy(logits[0][asked], torch.tensor(hidden.targets[asked]), reduction="none")
         said = logits[0].argmax(-1).numpy()

@@ -117,12 +117,14 @@ def test_recomputed_layers_give_the_same_gradients(tmp_path: Path) -> None:
 
 
 def test_batches_know_their_targets_before_they_go_to_a_device() -> None:
-    made = Batch((torch.zeros(2, 3),), torch.tensor([[1, 2, IGNORE], [3, IGNORE, IGNORE]]), {"keep": torch.ones(2)})
+    made = Batch(
+        (torch.zeros(2, 3),), torch.tensor([[1, 2, IGNORE], [3, IGNORE, IGNORE]]), {"padding_mask": torch.ones(2)}
+    )
     moved = made.to(torch.device("meta"))
     assert (made.n_counted, moved.n_counted, moved.n_targets) == (None, 3, 3)
     assert moved.targets.is_meta
     assert moved.inputs[0].is_meta
-    assert moved.options["keep"].is_meta
+    assert moved.options["padding_mask"].is_meta
     with Prefetch(lambda number: made, torch.device("cpu")) as prefetch:
         assert prefetch.batch(5).n_counted == 3
 

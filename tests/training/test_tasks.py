@@ -127,10 +127,12 @@ def test_pairs_are_asked_for_once_an_epoch_each_token_after_those_before_it(tmp_
         seen: Counter[tuple[str, str]] = Counter()
         for batch in epoch_of(task, epoch):
             tokens, read = batch.inputs
-            assert torch.equal(batch.options["source_keep"], tokens != source.pad_id)
+            assert torch.equal(batch.options["source_padding_mask"], tokens != source.pad_id)
             assert bool((read[:, 0] == target.bos_id).all())
             counted = 0
-            for row, kept, wanted, given in zip(tokens, batch.options["source_keep"], batch.targets, read, strict=True):
+            for row, kept, wanted, given in zip(
+                tokens, batch.options["source_padding_mask"], batch.targets, read, strict=True
+            ):
                 asked = wanted[wanted != IGNORE]
                 length = len(asked)
                 counted += length + int(kept.sum()) + 1  # <bos> is read, too
@@ -219,7 +221,7 @@ def test_masked_texts_ask_for_what_was_hidden_and_nothing_else(tmp_path: Path) -
         assert torch.equal(batch.targets[hidden], original[hidden])
         assert torch.equal(batch.inputs[0][~hidden], original[~hidden])
         assert not bool((original[hidden] < len(SPECIAL)).any()), "special tokens are never asked for"
-        assert torch.equal(batch.options["keep"], plain.batch(number).options["documents"] >= 0)
+        assert torch.equal(batch.options["padding_mask"], plain.batch(number).options["documents"] >= 0)
         asked += int(hidden.sum())
         masked += int((batch.inputs[0][hidden] == MASK).sum())
         same += int((batch.inputs[0][hidden] == original[hidden]).sum())
@@ -238,7 +240,7 @@ def test_texts_and_their_classes(tmp_path: Path) -> None:
     seen: Counter[tuple[str, int]] = Counter()
     for batch in epoch_of(task):
         (tokens,) = batch.inputs
-        keep = batch.options["keep"]
+        keep = batch.options["padding_mask"]
         assert torch.equal(keep, tokens != tokenizer.pad_id)
         assert batch.n_tokens == int(keep.sum())
         assert batch.n_targets == len(tokens) == len(batch.targets)
@@ -331,7 +333,7 @@ def test_pairs_that_are_too_long_are_counted_and_dropped_or_cut(fate: str, tmp_p
     assert rows == (len(pairs) if fate == "truncate" else len(pairs) - longer)
     done = "cut short" if fate == "truncate" else "left out"
     assert task.skipped.to_text() == f"{longer} examples longer than max_len=7 {done}"
-    assert all(int(batch.options["source_keep"].sum(1).max()) <= 7 for batch in batches)
+    assert all(int(batch.options["source_padding_mask"].sum(1).max()) <= 7 for batch in batches)
     ends = [row[row != IGNORE][-1] for batch in batches for row in batch.targets]
     assert {int(end) for end in ends} == {target.eos_id}
 
@@ -344,7 +346,7 @@ def test_texts_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     longer = sum(len(tokenizer.encode(x.text)) > 6 for x in task.source.train if isinstance(x, Labelled))
     assert task.skipped.to_text() == f"{longer} examples longer than max_len=6 cut short"
     assert sum(len(batch.targets) for batch in batches) == len(task.source.train)
-    assert max(int(batch.options["keep"].sum(1).max()) for batch in batches) == 6
+    assert max(int(batch.options["padding_mask"].sum(1).max()) for batch in batches) == 6
 
 
 @pytest.mark.parametrize("name", ["classify", "caption"])

@@ -44,7 +44,7 @@ def step_cost(question: tuple[str, str]) -> dict[str, Any]:
     model = build(config.model).to(device).train()
     rows = max(1, config.train.batch_tokens // config.data.max_len)
     tokens = torch.randint(3, config.model.vocab_size, (rows, config.data.max_len), device=device)
-    options = {"keep": torch.ones_like(tokens, dtype=torch.bool)} if config.model.head == "masked-lm" else {}
+    options = {"padding_mask": torch.ones_like(tokens, dtype=torch.bool)} if config.model.head == "masked-lm" else {}
     precision = Precision("fp32" if config.train.precision == "auto" else config.train.precision, device)
 
     def step() -> None:

@@ -169,9 +169,9 @@ Compute = Callable[[Model, ParityCase], Tensor]
 def plain(model: Model, case: ParityCase) -> Tensor:
     """Logits of every real place, all rows one after the other (N, V); class logits (B, C)."""
     if case.target is None:
-        options = {} if case.keep is None else {"keep": case.keep}
+        options = {} if case.padding_mask is None else {"padding_mask": case.padding_mask}
         return case.real(model(case.source, **options))
-    return case.real(model(case.source, case.target, source_keep=case.keep))
+    return case.real(model(case.source, case.target, source_padding_mask=case.padding_mask))
 
 
 def cached(model: Model, case: ParityCase) -> Tensor:
@@ -182,7 +182,7 @@ def cached(model: Model, case: ParityCase) -> Tensor:
         out = [model(tokens[:, at : at + 1], cache=cache) for at in range(tokens.shape[1])]
         return case.real(torch.cat(out, 1))
     assert case.target is not None
-    memory = model.encode(case.source, keep=case.keep)
+    memory = model.encode(case.source, padding_mask=case.padding_mask)
     steps = [model.decode(case.target[:, at : at + 1], memory, cache=cache) for at in range(case.target.shape[1])]
     states = torch.cat(steps, 1)
     return case.real(states if model.head is None else model.head(states, model.output_table))

@@ -58,7 +58,7 @@ class Engine(ABC):
         given = [list(row) for row in rows]
         return self._write(self._checked(given, config), config) if given else []
 
-    def token_logits(self, source: Tensor, target: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+    def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
         """Logits of every place, or of the classes; TypeError where the engine shows none."""
         raise TypeError(f"the {self.name} engine shows no logits")
 
@@ -167,10 +167,10 @@ class TorchEngine(Engine):
         return generate(self.model, rows, config).tokens
 
     @torch.no_grad()
-    def token_logits(self, source: Tensor, target: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+    def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
         if target is not None:
-            return self.model(source, target, source_keep=keep)
-        return self.model(source) if keep is None else self.model(source, keep=keep)
+            return self.model(source, target, source_padding_mask=padding_mask)
+        return self.model(source) if padding_mask is None else self.model(source, padding_mask=padding_mask)
 
 
 class Ct2Engine(Engine):

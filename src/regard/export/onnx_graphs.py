@@ -5,8 +5,8 @@
     decoder   new tokens and the cache → logits of those wanted, the longer cache     any past, 0 included
 
 For recurrent models the encoder graph gives the initial state and the memory that attention reads, and the decoder
-graph is one step. ``keep`` is True for what is real in a source; a target token at position -1 is padding. A row that
-sees nothing is 0, in the graph as in torch.
+graph is one step. The input ``keep`` is the padding mask of the source; a target token at position -1 is padding. A row that sees
+nothing is 0, in the graph as in torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..attention.frame import Span
 from ..attention.mechanisms import Operands
 from ..config import ModelConfig
 from ..models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, Recurrent, Stack
-from ..models.base_model import DecoderShape, padding_mask
+from ..models.base_model import DecoderShape, mask_from_padding
 from ..models.heads import TokenHead
 from ..models.recurrent_cells import Alignment, MemoryView, State, StateCache
 
@@ -94,13 +94,13 @@ class RecurrentEncoderGraph(Graph):
 
     def __init__(self, model: Recurrent) -> None:
         axes = {0: "batch", 1: "source"}
-        keep = torch.ones(B, S, dtype=torch.bool)
-        keep[1, S // 2 :] = False
-        super().__init__({"source": (tokens_like(model.config.vocab_size, B, S), axes), "keep": (keep, axes)})
+        padding_mask = torch.ones(B, S, dtype=torch.bool)
+        padding_mask[1, S // 2 :] = False
+        super().__init__({"source": (tokens_like(model.config.vocab_size, B, S), axes), "keep": (padding_mask, axes)})
         self.model = model
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        memory = self.model.encode(given["source"], keep=given["keep"])
+        memory = self.model.encode(given["source"], padding_mask=given["keep"])
         view, state = self.model._start(memory, given["source"].shape[0])
         out = {f"state_{i}": part for i, part in enumerate(state)}
         if view is None:
@@ -255,12 +255,12 @@ def source_inputs(config: ModelConfig) -> dict[str, tuple[Tensor, Axes]]:
     if config.source == "image":
         size = (B, config.n_channels, config.image_size, config.image_size)
         return {"source": (example_of(*size), {0: "batch"})}
-    keep = torch.ones(B, S, dtype=torch.bool)
-    keep[1, S // 2 :] = False
+    padding_mask = torch.ones(B, S, dtype=torch.bool)
+    padding_mask[1, S // 2 :] = False
     axes = {0: "batch", 1: "source"}
     if config.source == "regions":
-        return {"source": (example_of(B, S, config.d_region + config.d_box), axes), "keep": (keep, axes)}
-    return {"source": (tokens_like(config.vocab_size, B, S), axes), "keep": (keep, axes)}
+        return {"source": (example_of(B, S, config.d_region + config.d_box), axes), "keep": (padding_mask, axes)}
+    return {"source": (tokens_like(config.vocab_size, B, S), axes), "keep": (padding_mask, axes)}
 
 
 class WholeGraph(Graph):
@@ -277,11 +277,11 @@ class WholeGraph(Graph):
             watch(attentions_of(model.encoder), self.notes)
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        keep, self.notes.pages = given.get("keep"), []
-        out = self.model(given["source"], keep=keep, segments=given.get("segments"))
+        padding_mask, self.notes.pages = given.get("keep"), []
+        out = self.model(given["source"], padding_mask=padding_mask, segments=given.get("segments"))
         if self.model.config.head != "none":
             return {"logits": out, **self.notes.named("q", "k")}
-        pooled = {} if self.model.pooler is None else {"pooled": self.model.pooled(out, keep)}
+        pooled = {} if self.model.pooler is None else {"pooled": self.model.pooled(out, padding_mask)}
         return {"states": out, **pooled, **self.notes.named("q", "k")}
 
 
@@ -297,7 +297,7 @@ class SourceGraph(Graph):
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         self.notes.pages = []
-        states = self.model.encode(given["source"], keep=given.get("keep")).states
+        states = self.model.encode(given["source"], padding_mask=given.get("keep")).states
         out = {}
         for layer, attention in enumerate(attentions_of(self.model.decoder, cross=True)):
             cache = CrossCache()
@@ -381,7 +381,7 @@ class TargetGraph(StepGraph):
         self.model = model
 
     def logits(self, given: dict[str, Tensor], past: list[PastCache], wanted: Tensor) -> dict[str, Tensor]:
-        memory = Memory(given["cross_k_0"][:, 0, :0], padding_mask(given.get("keep")))  # the states are not needed
+        memory = Memory(given["cross_k_0"][:, 0, :0], mask_from_padding(given.get("keep")))  # the states are not needed
         cache = ModelCache(past, list(self._filled(given, len(past))))
         states = self.model.decode(given["tokens"], memory, positions=given["positions"], cache=cache)
         return answer(self.model.head, self.model.output_table, states.index_select(1, wanted))

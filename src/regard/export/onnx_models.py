@@ -13,7 +13,7 @@ from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..config import ModelConfig
 from ..models import Decoder, Encoder, EncoderDecoder, Memory, Recurrent
-from ..models.base_model import padding_mask
+from ..models.base_model import mask_from_padding
 from ..models.recurrent import RecurrentMemory
 from ..models.recurrent_cells import MemoryCache, MemoryView, StateCache
 from .onnx_runtime import (
@@ -41,9 +41,11 @@ class OnnxEncoder(OnnxModel, Encoder):
             Encoder.__init__(self, config)
         self._open(sessions)
 
-    def run(self, source: Tensor, keep: Tensor | None = None, segments: Tensor | None = None) -> dict[str, Tensor]:
+    def run(
+        self, source: Tensor, padding_mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """All outputs by name: logits, or states and the pooled vector; queries and keys where they were exported."""
-        return self.sessions["model"].run(source_inputs(self.config, source, keep, segments))
+        return self.sessions["model"].run(source_inputs(self.config, source, padding_mask, segments))
 
     def hidden(self, source: Tensor, **options: Any) -> Tensor:
         """The last layer's states, of a model without a head; with one, only the graph has them."""
@@ -55,22 +57,22 @@ class OnnxEncoder(OnnxModel, Encoder):
         self,
         source: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
         if positions is not None:
             raise ValueError("positions cannot be given: in an encoder's ONNX graph tokens stand at 0, 1, 2 …")
         name = "states" if self.config.head == "none" else "logits"
-        return self.sessions["model"].run(source_inputs(self.config, source, keep, segments), [name])[name]
+        return self.sessions["model"].run(source_inputs(self.config, source, padding_mask, segments), [name])[name]
 
-    def pooled(self, states: Tensor, keep: Tensor | None = None) -> Tensor:
+    def pooled(self, states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         raise ValueError("the pooled vector comes out of the ONNX graph with the states: run(source)['pooled']")
 
     def _maps(
-        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
     ) -> dict[str, AttentionMap]:
-        return stack_maps("encoder", self.encoder, self.run(source, keep), keep)
+        return stack_maps("encoder", self.encoder, self.run(source, padding_mask), padding_mask)
 
 
 class OnnxDecoder(OnnxModel, Decoder):
@@ -93,31 +95,33 @@ class OnnxDecoder(OnnxModel, Decoder):
         self,
         tokens: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """What stands for states before the (empty) head: logits, (B, T, V); of a prompt, which fills an empty cache,
         those of its last token alone, (B, 1, V), as nothing else is ever asked of it."""
-        return self._run(tokens, keep, positions, documents, cache, all_logits=cache is None or cache.length > 0)
+        return self._run(
+            tokens, padding_mask, positions, documents, cache, all_logits=cache is None or cache.length > 0
+        )
 
     def forward(
         self,
         tokens: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """tokens (B, T) → logits (B, T, V). What comes out at padding means nothing."""
-        return self._run(tokens, keep, positions, documents, cache, all_logits=True)
+        return self._run(tokens, padding_mask, positions, documents, cache, all_logits=True)
 
     def _run(
         self,
         tokens: Tensor,
-        keep: Tensor | None,
+        padding_mask: Tensor | None,
         positions: Tensor | None,
         documents: Tensor | None,
         cache: ModelCache | None,
@@ -125,14 +129,14 @@ class OnnxDecoder(OnnxModel, Decoder):
     ) -> Tensor:
         if documents is not None:
             raise ValueError("documents cannot be packed into one row of an ONNX graph's input")
-        at = places(tokens, keep, positions, cache)
+        at = places(tokens, padding_mask, positions, cache)
         cache = self.new_cache() if cache is None else cache
         return first_of(step(self.sessions["decoder"], self.config, tokens, at, cache, {}, all_logits))
 
     def _maps(
-        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
     ) -> dict[str, AttentionMap]:
-        at = places(source, keep, None, None)
+        at = places(source, padding_mask, None, None)
         names = [name for name in self.sessions["decoder"].outputs if name.startswith("q_")]
         out = step(self.sessions["decoder"], self.config, source, at, self.new_cache(), {}, False, names)
         return stack_maps("decoder", self.decoder, out, None, at)
@@ -145,8 +149,8 @@ class OnnxMemory(Memory):
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: dict[str, Tensor], keep: Tensor | None, n_batch: int, width: int) -> OnnxMemory:
-        return cls(torch.zeros(n_batch, 0, width), padding_mask(keep), tensors)
+    def of(cls, tensors: dict[str, Tensor], padding_mask: Tensor | None, n_batch: int, width: int) -> OnnxMemory:
+        return cls(torch.zeros(n_batch, 0, width), mask_from_padding(padding_mask), tensors)
 
 
 class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
@@ -165,36 +169,36 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
     ) -> ModelCache:
         return new_cache(self.config, batch, max_len)
 
-    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:
+    def encode(self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None) -> Memory:
         if positions is not None:
             raise ValueError("positions cannot be given: in an encoder's ONNX graph tokens stand at 0, 1, 2 …")
         graph = self.sessions["encoder"]
         names = [name for name in graph.outputs if name.startswith("cross_")]
-        out = graph.run(source_inputs(self.config, source, keep), names)
-        return OnnxMemory.of(out, keep, len(source), self.config.d_model)
+        out = graph.run(source_inputs(self.config, source, padding_mask), names)
+        return OnnxMemory.of(out, padding_mask, len(source), self.config.d_model)
 
     def decode(
         self,
         target: Tensor,
         memory: Memory,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """What stands for states before the (empty) head: logits (B, T, V)."""
-        return first_of(self._step(target, memory, keep, positions, cache)[0])
+        return first_of(self._step(target, memory, padding_mask, positions, cache)[0])
 
     def _step(
         self,
         target: Tensor,
         memory: Memory,
-        keep: Tensor | None,
+        padding_mask: Tensor | None,
         positions: Tensor | None,
         cache: ModelCache | None,
         also: list[str] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        stand = places(target, keep, positions, cache)
+        stand = places(target, padding_mask, positions, cache)
         cache = self.new_cache() if cache is None else cache
         n_blocks = len(self.decoder.blocks)
         if not cache.cross[0].filled:
@@ -210,15 +214,15 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         return step(self.sessions["decoder"], self.config, target, stand, cache, more, True, also), stand
 
     def _maps(
-        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
     ) -> dict[str, AttentionMap]:
-        encoder = self.sessions["encoder"].run(source_inputs(self.config, source, keep))
+        encoder = self.sessions["encoder"].run(source_inputs(self.config, source, padding_mask))
         names = [name for name in self.sessions["decoder"].outputs if name.startswith(("q_", "cross_q_"))]
-        memory = OnnxMemory.of(encoder, keep, len(source), self.config.d_model)
-        out, at = self._step(target, memory, target_keep, None, None, names)
+        memory = OnnxMemory.of(encoder, padding_mask, len(source), self.config.d_model)
+        out, at = self._step(target, memory, target_padding_mask, None, None, names)
         seen = {name: x for name, x in encoder.items() if name.startswith("cross_k_")}
-        return stack_maps("encoder", self.encoder, encoder, keep) | stack_maps(
-            "decoder", self.decoder, out | seen, keep, at
+        return stack_maps("encoder", self.encoder, encoder, padding_mask) | stack_maps(
+            "decoder", self.decoder, out | seen, padding_mask, at
         )
 
 
@@ -246,31 +250,33 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         new_cache(self.config, batch, max_len)  # refuses to preallocate
         return ModelCache([StateCache()], [MemoryCache()])
 
-    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> RecurrentMemory:
-        if keep is None and positions is not None:
-            keep = positions.expand(source.shape) >= 0
-        out = self.sessions["encoder"].run(source_inputs(self.config, source, keep))
+    def encode(
+        self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> RecurrentMemory:
+        if padding_mask is None and positions is not None:
+            padding_mask = positions.expand(source.shape) >= 0
+        out = self.sessions["encoder"].run(source_inputs(self.config, source, padding_mask))
         state = tuple(out[name] for name in out if name.startswith("state_"))
         v = out.get("memory_v", torch.zeros(len(source), 1, source.shape[1], 0))
-        return OnnxRecurrentMemory(v[:, 0], padding_mask(keep), state, out.get("memory_k", v))
+        return OnnxRecurrentMemory(v[:, 0], mask_from_padding(padding_mask), state, out.get("memory_k", v))
 
     def decode(
         self,
         target: Tensor,
         memory: Memory | None,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """What stands for states before the (empty) head: logits (B, T, V)."""
-        return first_of(self._walk(target, memory, keep, positions, cache))
+        return first_of(self._walk(target, memory, padding_mask, positions, cache))
 
     def _walk(
         self,
         target: Tensor,
         memory: Memory | None,
-        keep: Tensor | None,
+        padding_mask: Tensor | None,
         positions: Tensor | None,
         cache: ModelCache | None,
     ) -> dict[str, Tensor]:
@@ -283,7 +289,11 @@ class OnnxRecurrent(OnnxModel, Recurrent):
             states.start(memory.final)
             v = memory.states[:, None]
             seen.fill(MemoryView(memory.keys, v, keep_of(memory, len(v), v.shape[2])))
-        real = torch.ones(target.shape, dtype=torch.bool) if keep is None else keep.bool()[:, -target.shape[1] :]
+        real = (
+            torch.ones(target.shape, dtype=torch.bool)
+            if padding_mask is None
+            else padding_mask.bool()[:, -target.shape[1] :]
+        )
         real = real if positions is None else real & (positions.expand(target.shape) >= 0)
         steps = [self._one(target[:, t : t + 1], real[:, t : t + 1], states, seen) for t in range(target.shape[1])]
         return {name: torch.cat([s[name] for s in steps], dim=2 if name == "cross_q_0" else 1) for name in steps[0]}
@@ -299,12 +309,12 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         return out
 
     def _maps(
-        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
     ) -> dict[str, AttentionMap]:
         attention = self.decoder.cross_attention
         if attention is None:
             return {}
-        memory = self.encode(source, keep=keep)
+        memory = self.encode(source, padding_mask=padding_mask)
         assert isinstance(memory, OnnxRecurrentMemory)
-        q = self._walk(target, memory, target_keep, None, None)["cross_q_0"]
-        return {"decoder.cross_attention": recurrent_map(q, memory.keys, keep, attention.mechanism)}
+        q = self._walk(target, memory, target_padding_mask, None, None)["cross_q_0"]
+        return {"decoder.cross_attention": recurrent_map(q, memory.keys, padding_mask, attention.mechanism)}

@@ -25,7 +25,7 @@ from ..errors import BadModelFile, RegardError
 from ..generation import GenerateConfig, Generated, generate
 from ..generation.prompts import Rows
 from ..models import Block, Memory, Model, Stack
-from ..models.base_model import padding_mask
+from ..models.base_model import mask_from_padding
 from ..models.heads import TokenHead
 from .onnx_graphs import kv_shape
 
@@ -84,11 +84,15 @@ def weighing_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def stack_maps(
-    name: str, stack: Stack, found: dict[str, Tensor], source_keep: Tensor | None, positions: Tensor | None = None
+    name: str,
+    stack: Stack,
+    found: dict[str, Tensor],
+    source_padding_mask: Tensor | None,
+    positions: Tensor | None = None,
 ) -> dict[str, AttentionMap]:
     """The maps of a stack's layers. An encoder's keys are k_0 …; a decoder, which has ``positions``, caches its own.
 
-    ``source_keep`` says what an encoder's source is padded with, for its own attention and for the decoder's to it.
+    ``source_padding_mask`` is that of the encoder's source, for its self-attention and the decoder's cross-attention.
     """
     out = {}
     for layer in range(stack.n_layers):
@@ -98,7 +102,7 @@ def stack_maps(
         if f"q_{layer}" in found and isinstance(block.attention, MultiHeadAttention):
             q = found[f"q_{layer}"]
             if positions is None:
-                k, mask, frame = found[f"k_{layer}"], padding_mask(source_keep), None
+                k, mask, frame = found[f"k_{layer}"], mask_from_padding(source_padding_mask), None
             else:
                 k, mask, frame = found[f"present_k_{layer}"], None, Frame(q.shape[0], q.shape[1], positions, positions)
             bias = block.attention.position_bias if stack.position_bias is None else stack.position_bias
@@ -108,13 +112,15 @@ def stack_maps(
         if f"cross_q_{layer}" in found and block.cross_attention is not None:
             q, k = found[f"cross_q_{layer}"], found[f"cross_k_{layer % len(stack.blocks)}"]
             mechanism = block.cross_attention.mechanism
-            out[f"{place}.cross_attention"] = AttentionMap(q, k, padding_mask(source_keep), mechanism=mechanism)
+            out[f"{place}.cross_attention"] = AttentionMap(
+                q, k, mask_from_padding(source_padding_mask), mechanism=mechanism
+            )
     return out
 
 
-def recurrent_map(q: Tensor, k: Tensor, source_keep: Tensor | None, mechanism: Mechanism) -> AttentionMap:
+def recurrent_map(q: Tensor, k: Tensor, source_padding_mask: Tensor | None, mechanism: Mechanism) -> AttentionMap:
     """A recurrent decoder's looks, q (B, 1, T, D) and k (B, 1, S, D) as they are scored."""
-    return AttentionMap.of(ScoreMatrix(q, k, padding_mask(source_keep), None, mechanism, Frame.of(q, k)))
+    return AttentionMap.of(ScoreMatrix(q, k, mask_from_padding(source_padding_mask), None, mechanism, Frame.of(q, k)))
 
 
 def _all_of(*some: Mask | None) -> Mask | None:
@@ -152,23 +158,23 @@ class OnnxModel(Model):
         source: Tensor,
         target: Tensor | None = None,
         *,
-        keep: Tensor | None = None,
-        target_keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        target_padding_mask: Tensor | None = None,
     ) -> dict[str, AttentionMap]:
         """Every attention of one pass, by its place: "encoder.blocks.0.attention", "decoder.blocks.1.cross_attention".
 
         source, target  as the model is called, or the tokens of a language model
-        keep            what of the source (or of the tokens) is no padding; target_keep the same of the target
+        padding_mask    what of the source (or of the tokens) is no padding; target_padding_mask the same of the target
         Where layers share their weights the number is the layer's.
         """
         if not self.has_maps:
             raise ValueError("this model was exported without its queries and keys; export it with maps=True")
         if (target is None) != (len(self.graph_names) == 1):
             raise ValueError("a target goes with a model that has an encoder and a decoder, and with no other")
-        return self._maps(source, source if target is None else target, keep, target_keep)
+        return self._maps(source, source if target is None else target, padding_mask, target_padding_mask)
 
     def _maps(
-        self, source: Tensor, target: Tensor, keep: Tensor | None, target_keep: Tensor | None
+        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
     ) -> dict[str, AttentionMap]:
         raise NotImplementedError  # which stacks there are is what makes a kind of model
 
@@ -253,7 +259,7 @@ def step(
     return out
 
 
-def places(tokens: Tensor, keep: Tensor | None, positions: Tensor | None, cache: ModelCache | None) -> Tensor:
+def places(tokens: Tensor, padding_mask: Tensor | None, positions: Tensor | None, cache: ModelCache | None) -> Tensor:
     """Where new tokens stand, (B, T), -1 for padding: after those in the cache unless ``positions`` says otherwise.
 
     As in the models themselves, padding takes up places where there is no cache, and is passed over where there is.
@@ -262,9 +268,9 @@ def places(tokens: Tensor, keep: Tensor | None, positions: Tensor | None, cache:
         return positions.expand(tokens.shape).long()
     start = torch.zeros(1, dtype=torch.int64) if cache is None else cache.lengths
     all_along = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    if keep is None:
+    if padding_mask is None:
         return start[:, None] + all_along
-    real = keep.bool()[:, -tokens.shape[1] :]
+    real = padding_mask.bool()[:, -tokens.shape[1] :]
     return torch.where(real, start[:, None] + (all_along if cache is None else real.long().cumsum(-1) - 1), -1)
 
 
@@ -273,14 +279,18 @@ def first_of(out: dict[str, Tensor]) -> Tensor:
 
 
 def source_inputs(
-    config: ModelConfig, source: Tensor, keep: Tensor | None, segments: Tensor | None = None
+    config: ModelConfig, source: Tensor, padding_mask: Tensor | None, segments: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The inputs of an encoder's graph; without a mask everything is real."""
     if config.source == "image":
         return {"source": source.float()}
-    keep = torch.ones(source.shape[:2], dtype=torch.bool) if keep is None else keep.bool()
+    padding_mask = torch.ones(source.shape[:2], dtype=torch.bool) if padding_mask is None else padding_mask.bool()
     segments = torch.zeros(source.shape[:2], dtype=torch.int64) if segments is None else segments.long()
-    return {"source": source.long() if config.source == "text" else source.float(), "keep": keep, "segments": segments}
+    return {
+        "source": source.long() if config.source == "text" else source.float(),
+        "keep": padding_mask,
+        "segments": segments,
+    }
 
 
 def keep_of(memory: Memory | None, n_batch: int, n_keys: int) -> Tensor:

@@ -30,10 +30,10 @@ _LONGEST = 24
 
 @dataclass(frozen=True, eq=False)
 class ParityCase:
-    """One batch. Rows are ragged: ``keep`` says what of the source is real, ``lengths`` how much of each output row."""
+    """One ragged batch: ``padding_mask`` of the source, ``lengths`` of the output rows."""
 
     source: Tensor  # (B, S) ids, (B, C, height, width) pixels, (B, R, d) regions
-    keep: Tensor | None  # (B, S)
+    padding_mask: Tensor | None  # (B, S)
     target: Tensor | None  # (B, T) ids, beside an encoder
     lengths: list[int] | None  # of the rows that come out; None: one vector a row
 
@@ -50,9 +50,9 @@ class ParityCase:
 
     def sources(self) -> list[list[int]]:
         """The sources without padding."""
-        if self.keep is None:
+        if self.padding_mask is None:
             return self.source.tolist()
-        return [row[real].tolist() for row, real in zip(self.source, self.keep, strict=True)]
+        return [row[real].tolist() for row, real in zip(self.source, self.padding_mask, strict=True)]
 
     def first(self) -> list[int]:
         """The first source; of a language model, the first half of the first text, as a prompt."""
@@ -92,28 +92,28 @@ def make_cases(config: ModelConfig, count: int, seed: int) -> list[ParityCase]:
 
 def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
     n_rows = _between(1, _MOST_ROWS, generator)
-    keep = None
+    padding_mask = None
     if config.source == "image":
         shape = (n_rows, config.n_channels, config.image_size, config.image_size)
         source, lengths = torch.randn(shape, generator=generator), None
     else:
         lengths = [_between(1, min(_LONGEST, config.max_len - 1), generator) for _ in range(n_rows)]
         places = torch.arange(max(lengths))
-        keep = places < torch.tensor(lengths)[:, None]
+        padding_mask = places < torch.tensor(lengths)[:, None]
         if config.source == "regions":
             source = torch.randn(n_rows, max(lengths), config.d_region + config.d_box, generator=generator)
         else:
             source = _ids(config, config.vocab_size, (n_rows, max(lengths)), generator)
-            source = source.masked_fill(~keep, config.pad_id)
+            source = source.masked_fill(~padding_mask, config.pad_id)
     if config.architecture in ("decoder", "encoder"):
         pooled = config.head == "classify"
-        return ParityCase(source, keep, None, None if pooled else lengths)
+        return ParityCase(source, padding_mask, None, None if pooled else lengths)
     most = min(_LONGEST, (config.max_target_len or config.max_len) - 1)
     lengths = [_between(1, most, generator) for _ in range(n_rows)]
     target = _ids(config, config.output_vocab_size, (n_rows, max(lengths)), generator)
     if config.bos_id is not None:
         target[:, 0] = config.bos_id
-    return ParityCase(source, keep, target, lengths)
+    return ParityCase(source, padding_mask, target, lengths)
 
 
 def _between(least: int, most: int, generator: torch.Generator) -> int:
@@ -249,8 +249,8 @@ def classify(engine: Engine, texts: list[str]) -> list[int]:
     for start in range(0, len(rows), _AT_ONCE):
         group = rows[start : start + _AT_ONCE]
         source = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=engine.config.pad_id)
-        keep = torch.arange(source.shape[1]) < torch.tensor([len(row) for row in group])[:, None]
-        out += engine.token_logits(source, keep=keep).argmax(-1).tolist()
+        padding_mask = torch.arange(source.shape[1]) < torch.tensor([len(row) for row in group])[:, None]
+        out += engine.token_logits(source, padding_mask=padding_mask).argmax(-1).tolist()
     return out
 
 

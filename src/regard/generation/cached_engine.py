@@ -19,7 +19,7 @@ from torch import Tensor
 from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
-from ..models.base_model import padding_mask
+from ..models.base_model import mask_from_padding
 from ..models.recurrent import RecurrentMemory
 from .prompts import Prompts, Sources, max_text_length
 
@@ -122,7 +122,7 @@ class EncoderDecoderEngine(DecodingEngine):
     def __init__(self, model: EncoderDecoder | Recurrent, sources: Sources, cache: CacheName = "growing") -> None:
         super().__init__(model, cache)
         self.model, self._padding_mask = model, sources.padding_mask
-        self._memory: Memory = model.encode(sources.values, keep=sources.padding_mask)
+        self._memory: Memory = model.encode(sources.values, padding_mask=sources.padding_mask)
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         states = self.model.decode(tokens, self._memory, positions=positions, cache=self._cache)
@@ -136,7 +136,7 @@ class EncoderDecoderEngine(DecodingEngine):
         super().select(rows)
         if self._padding_mask is not None:
             self._padding_mask = self._padding_mask.index_select(0, rows)
-            self._memory = Memory(self._memory.states, padding_mask(self._padding_mask))
+            self._memory = Memory(self._memory.states, mask_from_padding(self._padding_mask))
 
     def _repeat_source(self, rows: Tensor) -> None:
         memory = self._memory
@@ -145,7 +145,7 @@ class EncoderDecoderEngine(DecodingEngine):
         if isinstance(memory, RecurrentMemory):
             self._memory = memory.rows(rows)
         else:
-            self._memory = Memory(memory.states.index_select(0, rows), padding_mask(self._padding_mask))
+            self._memory = Memory(memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
 
 
 def engine_for(model: Model, sources: Sources | None, cache: CacheName = "growing") -> DecodingEngine:

@@ -86,7 +86,7 @@ def generate(
     config: GenerateConfig | None = None,
     *,
     target: Rows | None = None,
-    keep: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     strings: StopStrings | None = None,
     draft: Model | None = None,
     draft_tokens: int = 4,
@@ -96,7 +96,7 @@ def generate(
 
     inputs  token ids, a list or tensor, or several; pixels (B, C, height, width) or regions (B, R, d_region) where
             the encoder reads those
-    keep    (B, T), which ids of a padded tensor are real; lists are simply of different lengths
+    padding_mask    (B, T), which ids of a padded tensor are real; lists are simply of different lengths
     target  beside an encoder: how the texts begin after bos_id, one for all or one for each source
     strings strings that end a text
     draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
@@ -107,7 +107,7 @@ def generate(
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
     with inference(model, *([] if draft is None else [draft])):
-        checked = read_inputs(model, inputs, config, target=target, keep=keep)
+        checked = read_inputs(model, inputs, config, target=target, padding_mask=padding_mask)
         n_prompts = len(checked.rows)
         groups = _independent_groups(model, checked) if draft is None else [[index] for index in range(n_prompts)]
         parts = []

@@ -72,7 +72,12 @@ class ModelInputs:
 
 
 def read_inputs(
-    model: Model, inputs: Rows, config: GenerateConfig, *, target: Rows | None = None, keep: Tensor | None = None
+    model: Model,
+    inputs: Rows,
+    config: GenerateConfig,
+    *,
+    target: Rows | None = None,
+    padding_mask: Tensor | None = None,
 ) -> ModelInputs:
     """Check prompts, or sources and the beginnings of their targets, against the model and the config."""
     ours = model.config
@@ -80,10 +85,10 @@ def read_inputs(
     if model.is_decoder_only:
         if target is not None:
             raise ValueError("target is for models with an encoder; a decoder's prompt is all there is")
-        return ModelInputs(add_bos(token_rows(inputs, keep), ours.bos_id, "prompt"), None)
+        return ModelInputs(add_bos(token_rows(inputs, padding_mask), ours.bos_id, "prompt"), None)
     if ours.architecture == "encoder":
         raise TypeError("a model with architecture='encoder' writes no text")
-    sources = source_tensors(inputs, keep, ours, config.truncate)
+    sources = source_tensors(inputs, padding_mask, ours, config.truncate)
     rows = add_bos([[]] if target is None else token_rows(target, name="target"), ours.bos_id, "target")
     rows = [row if ours.bos_id in (None, row[0]) else [ours.bos_id, *row] for row in rows]
     rows = rows * len(sources) if len(rows) == 1 else rows
@@ -130,22 +135,24 @@ def check_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateCon
     return rows
 
 
-def token_rows(inputs: Rows, keep: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
-    """One text or several as lists of ids; ``keep`` (B, T) says which ids of a padded tensor are real."""
+def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
+    """One text or several as lists of ids; ``padding_mask`` (B, T) says which ids of a padded tensor are real."""
     if isinstance(inputs, str) or (isinstance(inputs, Sequence) and any(isinstance(row, str) for row in inputs)):
         raise TypeError(f"{name} is text, but token ids are needed: encode it with the model's tokenizer first")
     if isinstance(inputs, Tensor):
         if inputs.dim() not in (1, 2) or inputs.is_floating_point():
             got = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
             raise TypeError(f"{name} must be whole numbers of shape (length,) or (batch, length), got {got}")
-        if keep is not None:
-            if keep.shape != inputs.shape:
-                raise ValueError(f"keep has shape {tuple(keep.shape)}, but {name} has {tuple(inputs.shape)}")
-            pairs = zip(torch.atleast_2d(inputs), torch.atleast_2d(keep.bool()), strict=True)
+        if padding_mask is not None:
+            if padding_mask.shape != inputs.shape:
+                raise ValueError(
+                    f"padding_mask has shape {tuple(padding_mask.shape)}, but {name} has {tuple(inputs.shape)}"
+                )
+            pairs = zip(torch.atleast_2d(inputs), torch.atleast_2d(padding_mask.bool()), strict=True)
             return [row[real].tolist() for row, real in pairs]
         return torch.atleast_2d(inputs).tolist()
-    if keep is not None:
-        raise ValueError(f"keep goes with {name} as a tensor; rows of a list are as long as they are")
+    if padding_mask is not None:
+        raise ValueError(f"padding_mask goes with {name} as a tensor; rows of a list are as long as they are")
     several = any(isinstance(row, Sequence | Tensor) for row in inputs)
     rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in inputs] if several else [list(inputs)]
     try:
@@ -154,11 +161,12 @@ def token_rows(inputs: Rows, keep: Tensor | None = None, name: str = "prompt") -
         raise TypeError(f"{name} must hold token ids, whole numbers; got {inputs!r:.80}") from None
 
 
-def source_tensors(source: Rows, keep: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
+def source_tensors(source: Rows, padding_mask: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
     """What the encoder reads, one tensor a source: ids, an image (C, height, width), or regions (R, d_region)."""
     if model.source == "text":
         rows = [
-            _check_source(index, row, model, truncate) for index, row in enumerate(token_rows(source, keep, "source"))
+            _check_source(index, row, model, truncate)
+            for index, row in enumerate(token_rows(source, padding_mask, "source"))
         ]
         items = [torch.tensor(row) for row in rows]
     else:
@@ -168,8 +176,8 @@ def source_tensors(source: Rows, keep: Tensor | None, model: ModelConfig, trunca
             raise ValueError(
                 f"source={model.source!r} takes floating-point tensors {shape}, one or several, none empty"
             )
-        if keep is not None:
-            items = _drop_padding(items, keep, model.source)
+        if padding_mask is not None:
+            items = _drop_padding(items, padding_mask, model.source)
     if not items:
         raise ValueError("there is no source: the batch is empty")
     return items
@@ -266,13 +274,15 @@ def _truncate_prompt(row: list[int], max_len: int, bos_id: int | None, max_new_t
     return start + row[len(row) - length + len(start) :]
 
 
-def _drop_padding(items: list[Tensor], keep: Tensor, source: str) -> list[Tensor]:
+def _drop_padding(items: list[Tensor], padding_mask: Tensor, source: str) -> list[Tensor]:
     """The regions that are real."""
-    keep = torch.atleast_2d(keep.bool()).to(items[0].device)
-    if source == "image" or keep.shape != (len(items), *{len(item) for item in items}):
+    padding_mask = torch.atleast_2d(padding_mask.bool()).to(items[0].device)
+    if source == "image" or padding_mask.shape != (len(items), *{len(item) for item in items}):
         shapes = [tuple(item.shape) for item in items]
-        raise ValueError(f"keep of shape {tuple(keep.shape)} does not go with {source} sources of shapes {shapes}")
-    return [item[real] for item, real in zip(items, keep, strict=True)]
+        raise ValueError(
+            f"padding_mask of shape {tuple(padding_mask.shape)} does not go with {source} sources of shapes {shapes}"
+        )
+    return [item[real] for item, real in zip(items, padding_mask, strict=True)]
 
 
 def _is_filled(item: Any, n_dims: int) -> bool:

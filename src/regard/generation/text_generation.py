@@ -88,7 +88,7 @@ def generate(
     config: GenerateConfig | None = None,
     *,
     target: str | Rows | None = None,
-    keep: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     draft: Model | None = None,
     draft_tokens: int = 4,
     **fields: Any,
@@ -98,7 +98,7 @@ def generate(
     inputs  text or token ids, or a list of either: text gives ``GeneratedTexts``, token ids alone give ``Generated``;
             pixels (B, C, height, width) or regions (B, R, d_region) where the encoder reads those
     target  beside an encoder: how the texts begin
-    keep    (B, T), which ids of a padded tensor are real
+    padding_mask    (B, T), which ids of a padded tensor are real
     draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
     fields  those of GenerateConfig, instead of a config or on top of it; here ``stop`` may be a string or a list of
             them, ``prefix`` a string, and ``logit_bias`` may name tokens as they are written
@@ -110,9 +110,11 @@ def generate(
     if not is_text(inputs):
         config, strings = resolve_config(model, config, fields)
         target = ModelTokenizers(model).encode_beginning(target) if isinstance(target, str) else target
-        return generate_tokens(model, inputs, config, target=target, keep=keep, strings=strings, **options)
-    if keep is not None:
-        raise ValueError("keep goes with token ids as a tensor; texts are as long as they are")
+        return generate_tokens(
+            model, inputs, config, target=target, padding_mask=padding_mask, strings=strings, **options
+        )
+    if padding_mask is not None:
+        raise ValueError("padding_mask goes with token ids as a tensor; texts are as long as they are")
     tokenizers = text_tokenizers(model)
     config, strings = resolve_config(model, config, fields, tokenizers)
     rows = tokenizers.encode_inputs(inputs)
@@ -391,7 +393,7 @@ def _text_logits(model: Model, inputs: Any, truncate: bool) -> Tensor:
     lengths = [len(source) for source in sources]
     for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
         padded = pad_sources([sources[index] for index in batch], model)
-        logits[batch] = model(padded.values, keep=padded.padding_mask).float().cpu()
+        logits[batch] = model(padded.values, padding_mask=padded.padding_mask).float().cpu()
     return logits
 
 

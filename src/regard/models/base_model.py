@@ -106,7 +106,7 @@ class Model(nn.Module):
         """The last layer's states (B, T, M), before the head."""
         raise NotImplementedError
 
-    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Any:
+    def encode(self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None) -> Any:
         """What an encoder-decoder's decoder attends to."""
         raise NotImplementedError(f"architecture={self.config.architecture!r} has no encoder beside a decoder")
 
@@ -115,7 +115,7 @@ class Model(nn.Module):
         target: Tensor,
         memory: Any,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
@@ -198,15 +198,15 @@ class SourceToTarget(Model):
         source: Tensor,
         target: Tensor,
         *,
-        source_keep: Tensor | None = None,
-        target_keep: Tensor | None = None,
+        source_padding_mask: Tensor | None = None,
+        target_padding_mask: Tensor | None = None,
         source_positions: Tensor | None = None,
         target_positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, M), before the head."""
-        memory = self.encode(source, keep=source_keep, positions=source_positions)
-        return self.decode(target, memory, keep=target_keep, positions=target_positions, cache=cache)
+        memory = self.encode(source, padding_mask=source_padding_mask, positions=source_positions)
+        return self.decode(target, memory, padding_mask=target_padding_mask, positions=target_positions, cache=cache)
 
     def forward(self, source: Tensor, target: Tensor, **options: Any) -> Tensor:
         """source and target → next-token logits (B, T, V); ``options`` are those of ``hidden``."""
@@ -214,9 +214,9 @@ class SourceToTarget(Model):
         return x if self.head is None else self.head(x, self.output_table)
 
 
-def padding_mask(keep: Tensor | None) -> Mask | None:
+def mask_from_padding(padding_mask: Tensor | None) -> Mask | None:
     """Which tokens are real, (B, T) booleans, as a mask."""
-    return None if keep is None else masks.valid_keys(keep.bool())
+    return None if padding_mask is None else masks.valid_keys(padding_mask.bool())
 
 
 def initialise(model: nn.Module, config: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from ..attention.cache.static_cache import CacheDtype
 from ..config import ModelConfig
 from ..layers import TokenEmbedding
 from . import components
-from .base_model import AttentionSite, SourceToTarget, padding_mask
+from .base_model import AttentionSite, SourceToTarget, mask_from_padding
 from .block import Memory
 from .heads import TokenHead
 from .recurrent_cells import (
@@ -265,42 +265,44 @@ class Recurrent(SourceToTarget):
             raise ValueError(f"cache_dtype={cache_dtype!r}: a recurrent model keeps one state, which is not rounded")
         return ModelCache([StateCache(in_place=batch is not None and max_len is not None)], [MemoryCache()])
 
-    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> RecurrentMemory:
+    def encode(
+        self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> RecurrentMemory:
         """What the decoder starts from and looks at."""
-        keep = _real("source", source, keep, positions)
+        padding_mask = _real("source", source, padding_mask, positions)
         x = self.embedding_dropout(self.token(source))
-        if keep is None:
+        if padding_mask is None:
             states, final = self.encoder(x)
         else:
-            rows = Rows.of(keep)
+            rows = Rows.of(padding_mask)
             states, final = self.encoder.ragged(rows.pack(x), rows.real)
             states = rows.unpack(states)
-        return RecurrentMemory(states, padding_mask(keep), final)
+        return RecurrentMemory(states, mask_from_padding(padding_mask), final)
 
     def decode(
         self,
         target: Tensor,
         memory: Memory | None,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, M) for target tokens. Once a cache is filled, the memory may be left out."""
-        if cache is not None and keep is not None:
-            keep = keep[:, -target.shape[1] :]  # of a mask over all of the text, the new tokens' part
-        keep = _real("target", target, keep, positions)
+        if cache is not None and padding_mask is not None:
+            padding_mask = padding_mask[:, -target.shape[1] :]  # of a mask over all of the text, the new tokens' part
+        padding_mask = _real("target", target, padding_mask, positions)
         x = self.embedding_dropout(self.target_table(target))
         if cache is None:
             view, state = self._start(memory, len(target))
-            return self.dropout(self.decoder(x, state, view, keep))
+            return self.dropout(self.decoder(x, state, view, padding_mask))
         states, seen = _parts_of(cache)
         if not states.filled:
             view, state = self._start(memory, len(target))
             states.start(state)
             if view is not None:
                 seen.fill(view)
-        return self.dropout(self.decoder.run_steps(x, states.state(), seen.view, keep, states, seen))
+        return self.dropout(self.decoder.run_steps(x, states.state(), seen.view, padding_mask, states, seen))
 
     def _start(self, memory: Memory | None, n_batch: int) -> tuple[MemoryView | None, State]:
         """What the decoder sees, and its state before the first token."""
@@ -314,17 +316,17 @@ class Recurrent(SourceToTarget):
         return view, self.decoder.first_state(self.bridge(memory.final))
 
 
-def _real(name: str, tokens: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor | None:
+def _real(name: str, tokens: Tensor, padding_mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
     """Which tokens are no padding, (B, T) booleans; None for all."""
     if tokens.dim() != 2 or 0 in tokens.shape:
         raise ValueError(f"{name} must be (batch, length) with at least one token, got shape {tuple(tokens.shape)}")
     real = None
-    for what, given in (("keep", keep), ("positions", positions)):
+    for what, given in (("padding_mask", padding_mask), ("positions", positions)):
         if given is None:
             continue
         if given.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"{name} {what} has shape {tuple(given.shape)}, but {name} has {tuple(tokens.shape)}")
-        here = (given.bool() if what == "keep" else given >= 0).expand_as(tokens)
+        here = (given.bool() if what == "padding_mask" else given >= 0).expand_as(tokens)
         real = here if real is None else real & here
     return real
 

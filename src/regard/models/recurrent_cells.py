@@ -46,9 +46,9 @@ class Rows(NamedTuple):
     real: Tensor  # (B, T) booleans: what is no padding in the tight row
 
     @classmethod
-    def of(cls, keep: Tensor) -> Rows:
-        order = (~keep).byte().argsort(dim=1, stable=True)
-        return cls(order, order.argsort(dim=1), keep.gather(1, order))
+    def of(cls, padding_mask: Tensor) -> Rows:
+        order = (~padding_mask).byte().argsort(dim=1, stable=True)
+        return cls(order, order.argsort(dim=1), padding_mask.gather(1, order))
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, T, M) with the real tokens first."""

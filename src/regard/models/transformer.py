@@ -10,7 +10,7 @@ from ..attention.cache import ModelCache
 from ..config import ModelConfig
 from ..layers import TokenEmbedding
 from . import components
-from .base_model import Model, SourceToTarget, padding_mask
+from .base_model import Model, SourceToTarget, mask_from_padding
 from .block import Memory, Stack
 from .components import source_embeddings, vision_inputs
 from .heads import ClassHead, Pooler, TokenHead
@@ -41,14 +41,14 @@ class Decoder(Model):
         self,
         tokens: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The last layer's states (B, T, M), before the head."""
-        keep, positions = _in_cache(keep, positions, cache)
-        mask = padding_mask(keep)
+        padding_mask, positions = _in_cache(padding_mask, positions, cache)
+        mask = mask_from_padding(padding_mask)
         if documents is not None:
             apart = masks.packed(documents)
             mask = apart if mask is None else apart & mask
@@ -59,17 +59,17 @@ class Decoder(Model):
         self,
         tokens: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """``keep`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …;
+        """``padding_mask`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …;
         ``documents`` (B, T) numbers texts packed into one row, none of which sees another.
 
         With a ``cache`` padding is not written: real tokens then stand one after the other, row by row.
         """
-        x = self.hidden(tokens, keep=keep, positions=positions, documents=documents, cache=cache)
+        x = self.hidden(tokens, padding_mask=padding_mask, positions=positions, documents=documents, cache=cache)
         return x if self.head is None else self.head(x, self.output_table)
 
 
@@ -92,33 +92,33 @@ class Encoder(Model):
         self,
         source: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
         """The last layer's states (B, T, M)."""
         x = _embed(self, source, positions, segments)
-        return self.encoder(x, mask=padding_mask(keep), positions=positions)
+        return self.encoder(x, mask=mask_from_padding(padding_mask), positions=positions)
 
     def forward(
         self,
         source: Tensor,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states."""
-        x = self.hidden(source, keep=keep, positions=positions, segments=segments)
+        x = self.hidden(source, padding_mask=padding_mask, positions=positions, segments=segments)
         if self.classifier is not None:
-            return self.classifier(x, padding_mask(keep))
+            return self.classifier(x, mask_from_padding(padding_mask))
         return x if self.head is None else self.head(x, self.output_table)
 
-    def pooled(self, states: Tensor, keep: Tensor | None = None) -> Tensor:
+    def pooled(self, states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """One vector for the input (B, M), as ``config.pooling`` says (BERT: the first token's state)."""
         if self.pooler is None:
             raise ValueError("this model has no pooler: config.pooler is 'none', or a classifier holds it")
-        return self.pooler(states, padding_mask(keep))
+        return self.pooler(states, mask_from_padding(padding_mask))
 
 
 class EncoderDecoder(SourceToTarget):
@@ -143,9 +143,9 @@ class EncoderDecoder(SourceToTarget):
         self.head = _token_head(config, config.output_vocab_size)
         self._initialise()
 
-    def encode(self, source: Tensor, *, keep: Tensor | None = None, positions: Tensor | None = None) -> Memory:
+    def encode(self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None) -> Memory:
         """What the decoder looks at."""
-        mask = padding_mask(keep)
+        mask = mask_from_padding(padding_mask)
         x = _embed(self, source, positions, None)
         return Memory(self.encoder(x, mask=mask, positions=positions), mask)
 
@@ -154,14 +154,14 @@ class EncoderDecoder(SourceToTarget):
         target: Tensor,
         memory: Memory,
         *,
-        keep: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, M) for target tokens."""
-        keep, positions = _in_cache(keep, positions, cache)
+        padding_mask, positions = _in_cache(padding_mask, positions, cache)
         x = self.target_embeddings(self.target_table(target), _positions(self.config, target, positions, cache))
-        return self.decoder(x, mask=padding_mask(keep), positions=positions, memory=memory, cache=cache)
+        return self.decoder(x, mask=mask_from_padding(padding_mask), positions=positions, memory=memory, cache=cache)
 
 
 def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
@@ -186,15 +186,15 @@ def _embed(
 
 
 def _in_cache(
-    keep: Tensor | None, positions: Tensor | None, cache: ModelCache | None
+    padding_mask: Tensor | None, positions: Tensor | None, cache: ModelCache | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Padding among tokens that go into a cache, said by positions: what stands at -1 is never written nor seen."""
-    if keep is None or cache is None:
-        return keep, positions
-    keep = keep.bool()
+    if padding_mask is None or cache is None:
+        return padding_mask, positions
+    padding_mask = padding_mask.bool()
     if positions is None:
-        positions = cache.lengths.to(keep.device)[:, None] + keep.long().cumsum(-1) - 1
-    return None, torch.where(keep, positions, -1)
+        positions = cache.lengths.to(padding_mask.device)[:, None] + padding_mask.long().cumsum(-1) - 1
+    return None, torch.where(padding_mask, positions, -1)
 
 
 def _positions(

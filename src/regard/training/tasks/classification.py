@@ -194,7 +194,7 @@ class Classify(ClassificationTask):
     def _collate(self, rows: list[list[int]], labels: list[int]) -> Batch:
         pad_id = self._tokens.pad_id
         tokens = self._pad(rows, pad_id, max(self.config.data.max_len, self.config.model.max_len))
-        return Batch((tokens,), torch.tensor(labels), {"keep": tokens != pad_id}, sum(map(len, rows)))
+        return Batch((tokens,), torch.tensor(labels), {"padding_mask": tokens != pad_id}, sum(map(len, rows)))
 
     def _source_text(self, example: Example) -> str:
         return cast(Labelled, example).text

@@ -311,8 +311,8 @@ class MaskedLanguageModel(TextTask):
         tokens, targets = (
             torch.from_numpy(np.stack([getattr(x, name) for x in made])) for name in ("inputs", "targets")
         )
-        keep = torch.from_numpy(packed.documents >= 0)
-        return Batch((tokens,), targets, {"keep": keep}, int(keep.sum()))
+        padding_mask = torch.from_numpy(packed.documents >= 0)
+        return Batch((tokens,), targets, {"padding_mask": padding_mask}, int(padding_mask.sum()))
 
 
 def _plain(tokens: np.ndarray, targets: np.ndarray) -> Batch:

@@ -125,7 +125,7 @@ class Translate(Task):
         said = self._pad([row[1:] for row in targets], self._target.pad_id, most_target)
         read, wanted = shifted(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
-        return Batch((source, read), wanted, {"source_keep": source != self._source.pad_id}, n_tokens)
+        return Batch((source, read), wanted, {"source_padding_mask": source != self._source.pad_id}, n_tokens)
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
