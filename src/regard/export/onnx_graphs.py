@@ -5,8 +5,8 @@
     decoder   new tokens and the cache → logits of those wanted, the longer cache     any past, 0 included
 
 For recurrent models the encoder graph gives the initial state and the memory that attention reads, and the decoder
-graph is one step. The input ``keep`` is the padding mask of the source; a target token at position -1 is padding. A row that sees
-nothing is 0, in the graph as in torch.
+graph is one step. The input ``keep`` is the padding mask of the source; a target token at position -1 is padding. A
+row that sees nothing is 0, in the graph as in torch.
 """
 
 from __future__ import annotations
