@@ -100,8 +100,12 @@ class ScaledLoss(Translate):
 
 
 def test_a_task_of_ones_own_brings_loss_and_metric(tmp_path: Path) -> None:
-    plain = regard.train("translate", data=PAIRS, model=SMALL, train=fields(tmp_path / "a", lr=0.0), style="quiet")
-    own = regard.train(task=ScaledLoss, data=PAIRS, model=SMALL, train=fields(tmp_path / "b", lr=0.0), style="quiet")
+    plain = regard.train(
+        "translate", data=PAIRS, model=SMALL, train=fields(tmp_path / "a", lr=1e-30, muon_lr=1e-30), style="quiet"
+    )
+    own = regard.train(
+        task=ScaledLoss, data=PAIRS, model=SMALL, train=fields(tmp_path / "b", lr=1e-30, muon_lr=1e-30), style="quiet"
+    )
     assert own.metrics["valid_loss"] == pytest.approx(2 * float(plain.metrics["valid_loss"]), rel=1e-6)
     assert float(own.metrics["n_outputs"]) > 0
     assert losses(tmp_path / "b")[0] == pytest.approx(2 * losses(tmp_path / "a")[0], rel=1e-5)
@@ -110,7 +114,9 @@ def test_a_task_of_ones_own_brings_loss_and_metric(tmp_path: Path) -> None:
 def test_a_model_is_the_start_and_can_be_evaluated(tmp_path: Path) -> None:
     first = regard.train("translate", data=PAIRS, model=SMALL, train=fields(tmp_path / "a"), style="quiet")
     model = regard.load(first.path)
-    again = regard.train("translate", data=PAIRS, model=model, train=fields(tmp_path / "b", lr=0.0), style="quiet")
+    again = regard.train(
+        "translate", data=PAIRS, model=model, train=fields(tmp_path / "b", lr=1e-30, muon_lr=1e-30), style="quiet"
+    )
     assert float(again.metrics["valid_loss"]) == pytest.approx(float(first.metrics["valid_loss"]), rel=1e-5)
     file = tmp_path / "pairs.tsv"
     file.write_text("".join(f"{a}\t{b}\n" for a, b in PAIRS[:10]), encoding="utf-8")
