@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import regard.layers as layers
+from regard.config import RopeScalingConfig
 from regard.layers import (
     FEEDFORWARD_KINDS,
     Embeddings,
@@ -22,7 +23,6 @@ from regard.layers import (
     RegionEmbedding,
     RMSNorm,
     Rope,
-    RopeScaling,
     Sinusoidal,
     TokenEmbedding,
     VisionEmbeddings,
@@ -38,7 +38,7 @@ DIVISORS = (1.0, 2.0, 3.0, 4.0)
 
 
 def rope(kind: str, **words: object) -> Callable[[], nn.Module]:
-    return lambda: Rope(8, scaling=RopeScaling(kind, **words), max_len=16)  # type: ignore[arg-type]
+    return lambda: Rope(8, scaling=RopeScalingConfig(kind=kind, **words), max_len=16)  # type: ignore[arg-type]
 
 
 def text() -> nn.Module:

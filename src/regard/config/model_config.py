@@ -23,7 +23,7 @@ Sparsity = Literal["none", "strided", "bigbird"]
 
 
 class RopeScalingConfig(Config):
-    """How rotary positions stretch to longer texts; the fields each kind takes are those of ``layers.RopeScaling``."""
+    """How rotary positions stretch to longer texts; ``layers.rope`` checks that the fields fit the kind."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
     """Which rule."""

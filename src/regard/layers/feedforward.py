@@ -1,4 +1,4 @@
-"""Normalisation of each vector by its own statistics, which are always taken in fp32 or better."""
+"""Feed-forward networks, plain and gated, and their activation functions."""
 
 from __future__ import annotations
 
@@ -11,73 +11,6 @@ from torch import Tensor, nn
 
 from ..foundation.checks import check_positive
 from ..foundation.suggestions import unknown_name
-
-NORM_KINDS = ("layer", "rms", "none")
-
-
-class LayerNorm(nn.Module):
-    """Layer normalisation (Ba et al. 2016): y = (x − mean x) / √(var x + eps) · weight + bias.   (…, d) → (…, d)"""
-
-    def __init__(self, d: int, eps: float = 1e-5, bias: bool = True) -> None:
-        super().__init__()
-        check_positive(d=d)
-        self.d = d
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d))
-        self.bias = nn.Parameter(torch.empty(d)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.d,), self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.d}, eps={self.eps}, bias={self.bias is not None}"
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation (Zhang & Sennrich 2019; LLaMA, T5): no mean, no bias.   (…, d) → (…, d)
-
-    y = x / √(mean x² + eps) · (weight + offset);   Gemma stores weight around 0 and has offset 1.
-    """
-
-    def __init__(self, d: int, eps: float = 1e-6, offset: float = 0.0) -> None:
-        super().__init__()
-        check_positive(d=d)
-        self.d = d
-        self.eps = eps
-        self.offset = offset
-        self.weight = nn.Parameter(torch.empty(d))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1.0 - self.offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.offset == 0.0 and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, (self.d,), self.weight, self.eps)
-        # weight + offset rounded to bf16 would lose the small weights that the offset is there to allow; and the fused
-        # kernel wants one dtype, which half-precision activations and fp32 weights (autocast) do not have.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), (self.d,), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.d}, eps={self.eps}, offset={self.offset}"
-
-
-def make_norm(kind: str, d: int, eps: float = 1e-5, *, bias: bool = True, offset: float = 0.0) -> nn.Module:
-    """The norm called "layer" (bias applies), "rms" (offset applies) or "none", which passes x through."""
-    if kind == "layer":
-        return LayerNorm(d, eps, bias)
-    if kind == "rms":
-        return RMSNorm(d, eps, offset)
-    if kind == "none":
-        return nn.Identity()
-    raise unknown_name("norm", kind, NORM_KINDS)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -100,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 FEEDFORWARD_KINDS = (*ACTIVATIONS, *GATED)
-# What the same functions are called elsewhere; used to point at our name, and by whoever reads foreign configs.
+# Names other libraries use for the same functions.
 OTHER_NAMES: dict[str, str] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -146,7 +79,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not should_chunk(x):
             return self._compute(x)
-        out = torch.empty_like(x)  # a text's hidden layer would be the largest thing of a forward pass
+        out = torch.empty_like(x)  # the hidden layer of the whole text would be the largest tensor of a forward pass
         for start in range(0, x.shape[1], CHUNK_TOKENS):
             out[:, start : start + CHUNK_TOKENS] = self._compute(x[:, start : start + CHUNK_TOKENS])
         return out
@@ -180,12 +113,11 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}"
 
 
-CHUNK_TOKENS = 512
-"""Tokens of a piece: enough for a matrix product to run at full speed."""
+CHUNK_TOKENS = 512  # enough for a matrix product to run at full speed
 
 
 def should_chunk(x: Tensor) -> bool:
-    """Whether x (B, T, M) is better cut: on a CPU, where no gradient will ask for what was computed on the way."""
+    """Whether to process x (B, T, M) in chunks of tokens: long texts on a CPU without gradients, to save memory."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dim() != 3 or x.device.type != "cpu":
         return False
     return x.shape[1] >= 4 * CHUNK_TOKENS

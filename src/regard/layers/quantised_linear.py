@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .embeddings import TokenEmbedding, check_ids
+from .embeddings import TokenEmbedding
+from .positions import check_ids
 
 _MAX_INT8 = 127
 # From float32 rows, their scale and zero, and packed weights, to float32; None where this torch has no such thing.

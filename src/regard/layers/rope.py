@@ -1,112 +1,64 @@
-"""Rotary frequencies, and the ways of stretching them to contexts longer than those trained on.
+"""Rotary position embeddings (RoPE), and the scalings that extend them to contexts longer than those trained on.
 
-All of it is plain fp32 on the CPU, operation for operation what transformers does: at position 100,000 the last bit of
-a frequency is the third decimal of an angle, so a more exact frequency would be a different model.
+Frequencies are computed in fp32 on the CPU with the same operations as transformers: at position 100,000 their last
+bit changes the third decimal of an angle, so more exact frequencies would be a different model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from ..config import RopeScalingConfig
 from ..foundation.checks import check_positive
-from ..foundation.suggestions import unknown_name
 
-_REQUIRED: dict[str, frozenset[str]] = {
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset(),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "longrope": frozenset({"short_factor", "long_factor"}),
+# The fields each kind needs, and those it also takes. original_max_len defaults to Rope's max_len; factor of yarn and
+# longrope defaults to max_len / original_max_len.
+_REQUIRED: dict[str, set[str]] = {
+    "linear": {"factor"},  # Chen et al. 2023
+    "dynamic": {"factor"},  # NTK-aware
+    "yarn": set(),  # Peng et al. 2023
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "longrope": {"short_factor", "long_factor"},  # Ding et al. 2024
 }
-_OPTIONAL: dict[str, frozenset[str]] = {
-    "linear": frozenset(),
-    "dynamic": frozenset(),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_len",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
-    "llama3": frozenset({"original_max_len"}),
-    "longrope": frozenset({"factor", "original_max_len", "attention_factor"}),
+_YARN_MAGNITUDE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_OPTIONAL: dict[str, set[str]] = {
+    "yarn": {"factor", "original_max_len"} | _YARN_MAGNITUDE,
+    "llama3": {"original_max_len"},
+    "longrope": {"factor", "original_max_len", "attention_factor"},
 }
-SCALING_KINDS = tuple(_REQUIRED)
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched; each kind takes the fields named beside it and no others.
-
-    linear    factor                                                    Chen et al. 2023, position interpolation
-    dynamic   factor                                                    NTK-aware, grows with the text beyond max_len
-    yarn      factor, original_max_len, attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate
-                                                                        Peng et al. 2023; all but max_len have defaults
-    llama3    factor, low_freq_factor, high_freq_factor, original_max_len           Llama 3.1
-    longrope  short_factor, long_factor, original_max_len, factor, attention_factor Ding et al. 2024
-
-    original_max_len left out means Rope's max_len; factor left out (yarn, longrope) means max_len / original_max_len.
-    """
-
-    kind: str
-    factor: float | None = None
-    original_max_len: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in SCALING_KINDS:
-            raise unknown_name("rope scaling kind", self.kind, SCALING_KINDS)
-        required, optional = _REQUIRED[self.kind], _OPTIONAL[self.kind]
-        given = {field.name for field in fields(self) if getattr(self, field.name) is not None} - {"kind"}
-        if missing := sorted(required - given):
-            raise ValueError(f"rope scaling kind {self.kind!r} needs {', '.join(missing)}")
-        if unexpected := sorted(given - required - optional):
-            raise ValueError(f"rope scaling kind {self.kind!r} does not take {', '.join(unexpected)}")
-        for name in ("short_factor", "long_factor"):  # lists come from JSON; a frozen record should hash
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
-        self._check_values()
-
-    def _check_values(self) -> None:
-        if self.factor is not None and not self.factor >= 1.0:
-            raise ValueError(f"rope scaling factor={self.factor} must be at least 1")
-        for name in ("original_max_len", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"rope scaling {name}={value} must be greater than 0")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and not high > low:
-            raise ValueError(f"high_freq_factor={high} must be greater than low_freq_factor={low}")
-        if self.kind == "yarn" and (self.beta_fast or 32) < (self.beta_slow or 1):
-            raise ValueError(f"beta_fast={self.beta_fast or 32} must not be less than beta_slow={self.beta_slow or 1}")
+def check_scaling(scaling: RopeScalingConfig) -> None:
+    """Raise unless the config has the fields its kind needs, no others, and values in range."""
+    kind = scaling.kind
+    given = {name for name in type(scaling).model_fields if getattr(scaling, name) is not None} - {"kind"}
+    if missing := sorted(_REQUIRED[kind] - given):
+        raise ValueError(f"rope scaling kind {kind!r} needs {', '.join(missing)}")
+    if unexpected := sorted(given - _REQUIRED[kind] - _OPTIONAL.get(kind, set())):
+        raise ValueError(f"rope scaling kind {kind!r} does not take {', '.join(unexpected)}")
+    if scaling.factor is not None and not scaling.factor >= 1.0:
+        raise ValueError(f"rope scaling factor={scaling.factor} must be at least 1")
+    for name in ("original_max_len", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor"):
+        value = getattr(scaling, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"rope scaling {name}={value} must be greater than 0")
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low is not None and high is not None and not high > low:
+        raise ValueError(f"high_freq_factor={high} must be greater than low_freq_factor={low}")
+    fast, slow = scaling.beta_fast or 32, scaling.beta_slow or 1
+    if kind == "yarn" and fast < slow:
+        raise ValueError(f"beta_fast={fast} must not be less than beta_slow={slow}")
 
 
 class Frequencies(NamedTuple):
-    """Radians per position of each pair of dimensions, and the number that cos and sin are multiplied by."""
-
-    short: Tensor  # (D/2,)
-    long: Tensor | None  # (D/2,), where texts beyond the original length have their own (longrope)
-    attention_factor: float
+    short: Tensor  # (D/2,) radians per position of each pair of dimensions
+    long: Tensor | None  # (D/2,) those beyond the original length (longrope)
+    attention_factor: float  # multiplies cos and sin
 
 
 def base_frequencies(dim: int, base: float | Tensor, device: torch.device | str = "cpu") -> Tensor:
@@ -116,23 +68,24 @@ def base_frequencies(dim: int, base: float | Tensor, device: torch.device | str 
 
 
 def ntk_base(base: float, factor: float, length: Tensor, max_len: int, dim: int) -> Tensor:
-    """Dynamic NTK: the base that keeps the fastest pair and divides the slowest by (factor · length / max_len − …)."""
+    """Dynamic NTK: base · (factor · length / max_len − (factor − 1))^(dim / (dim − 2))."""
     return base * ((factor * length / max_len) - (factor - 1)) ** (dim / (dim - 2))
 
 
-def frequencies(scaling: RopeScaling | None, dim: int, base: float, max_len: int | None) -> Frequencies:
-    """The table of frequencies of a rotary embedding over `dim` dimensions."""
+def frequencies(scaling: RopeScalingConfig | None, dim: int, base: float, max_len: int | None) -> Frequencies:
+    """The frequencies of a rotary embedding over ``dim`` dimensions."""
     if scaling is None:
         return Frequencies(base_frequencies(dim, base), None, 1.0)
+    check_scaling(scaling)
     return _KINDS[scaling.kind](scaling, dim, base, max_len)
 
 
-def _linear(scaling: RopeScaling, dim: int, base: float, max_len: int | None) -> Frequencies:
+def _linear(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
     assert scaling.factor is not None
     return Frequencies(base_frequencies(dim, base) / scaling.factor, None, 1.0)
 
 
-def _dynamic(scaling: RopeScaling, dim: int, base: float, max_len: int | None) -> Frequencies:
+def _dynamic(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
     if max_len is None:
         raise ValueError("rope scaling kind 'dynamic' needs Rope's max_len, the length beyond which it stretches")
     if dim <= 2:
@@ -140,8 +93,8 @@ def _dynamic(scaling: RopeScaling, dim: int, base: float, max_len: int | None) -
     return Frequencies(base_frequencies(dim, base), None, 1.0)  # the table up to max_len; Rope recomputes it beyond
 
 
-def _yarn(scaling: RopeScaling, dim: int, base: float, max_len: int | None) -> Frequencies:
-    """Pairs that turn often keep their frequency, pairs that turn less than once are interpolated, a ramp between."""
+def _yarn(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
+    """Fast pairs keep their frequency, slow pairs are divided by factor, with a linear ramp between them."""
     original, factor = _original_and_factor(scaling, max_len)
     attention_factor = scaling.attention_factor
     if attention_factor is None and scaling.mscale and scaling.mscale_all_dim:
@@ -168,8 +121,8 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _llama3(scaling: RopeScaling, dim: int, base: float, max_len: int | None) -> Frequencies:
-    """Wavelengths above original/low are divided by factor, below original/high kept, smoothed between."""
+def _llama3(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
+    """Wavelengths above original/low are divided by factor, those below original/high kept, smoothed between."""
     original, factor = _original_and_factor(scaling, max_len)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None
@@ -182,8 +135,8 @@ def _llama3(scaling: RopeScaling, dim: int, base: float, max_len: int | None) ->
     return Frequencies(torch.where(slow | fast, scaled, blended), None, 1.0)
 
 
-def _longrope(scaling: RopeScaling, dim: int, base: float, max_len: int | None) -> Frequencies:
-    """One searched divisor per pair: short_factor up to the original length, long_factor beyond it."""
+def _longrope(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
+    """One divisor per pair: short_factor up to the original length, long_factor beyond it."""
     original, factor = _original_and_factor(scaling, max_len)
     attention_factor = scaling.attention_factor
     if attention_factor is None:
@@ -198,7 +151,7 @@ def _longrope(scaling: RopeScaling, dim: int, base: float, max_len: int | None) 
     return Frequencies(tables[0], tables[1], attention_factor)
 
 
-def original_length(scaling: RopeScaling, max_len: int | None) -> int:
+def original_length(scaling: RopeScalingConfig, max_len: int | None) -> int:
     """The length the frequencies were trained for: original_max_len, else Rope's max_len."""
     original = scaling.original_max_len or max_len
     if original is None:
@@ -206,7 +159,7 @@ def original_length(scaling: RopeScaling, max_len: int | None) -> int:
     return original
 
 
-def _original_and_factor(scaling: RopeScaling, max_len: int | None) -> tuple[int, float]:
+def _original_and_factor(scaling: RopeScalingConfig, max_len: int | None) -> tuple[int, float]:
     original = original_length(scaling, max_len)
     if scaling.factor is not None:
         return original, scaling.factor
@@ -215,7 +168,7 @@ def _original_and_factor(scaling: RopeScaling, max_len: int | None) -> tuple[int
     return original, max_len / original
 
 
-_KINDS: dict[str, Callable[[RopeScaling, int, float, int | None], Frequencies]] = {
+_KINDS: dict[str, Callable[[RopeScalingConfig, int, float, int | None], Frequencies]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
@@ -229,9 +182,8 @@ class Rope(nn.Module):
 
     (x_i, x_{i+d/2}) → (x_i cos pθ_i − x_{i+d/2} sin pθ_i,  x_{i+d/2} cos pθ_i + x_i sin pθ_i),   θ_i = base^(−2i/d)
 
-    Only the first d_rotary = fraction · d_head dimensions turn. Angles are fp32 whatever x is; half-precision x is
-    turned in fp32 and rounded once. "dynamic" and "longrope" choose their frequencies by the longest text in the batch:
-    the largest position + 1, or `length` when given (a cached decode that passes one fixed length stays consistent).
+    Only the first d_rotary = fraction · d_head dimensions are rotated. Angles and the rotation are fp32. "dynamic" and
+    "longrope" choose frequencies by ``length``, by default the largest position + 1.
     x (B, H, T, D), positions (T,) or (B, T) → (B, H, T, D)
     """
 
@@ -242,7 +194,7 @@ class Rope(nn.Module):
         self,
         d_head: int,
         base: float = 10000.0,
-        scaling: RopeScaling | None = None,
+        scaling: RopeScalingConfig | None = None,
         fraction: float = 1.0,
         max_len: int | None = None,
     ) -> None:
@@ -257,7 +209,7 @@ class Rope(nn.Module):
         self.max_len = max_len
         table = frequencies(scaling, self.d_rotary, self.base, max_len)
         self.attention_factor = table.attention_factor
-        # Kept as numbers too, so that no cast to half precision and no stay on meta can change or lose them.
+        # Kept as Python numbers too: casts to half precision and the meta device would change or lose the buffers.
         self._short: list[float] = table.short.tolist()
         self._long: list[float] | None = None if table.long is None else table.long.tolist()
         self.register_buffer("short", torch.tensor(self._short, dtype=torch.float32), persistent=False)
@@ -272,10 +224,7 @@ class Rope(nn.Module):
         return rotate(x, *self.angles(positions, length))
 
     def angles(self, positions: Tensor, length: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin of every angle, times attention_factor, fp32; positions (…, T) → two of (…, T, d_rotary/2).
-
-        A model whose layers share a Rope computes them once and calls `rotate` in each layer.
-        """
+        """cos and sin of every angle, times attention_factor, in fp32; positions (…, T) → two of (…, T, d_rotary/2)."""
         theta = positions.to(torch.float32).unsqueeze(-1) * self._frequencies(positions, length)
         return theta.cos() * self.attention_factor, theta.sin() * self.attention_factor
 
@@ -296,7 +245,7 @@ class Rope(nn.Module):
         return torch.where(length > limit, long, short)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        # load_state_dict(assign=True) fills a model built on meta, all but such buffers: they are brought along here.
+        # load_state_dict(assign=True) on a model built on meta leaves non-persistent buffers there: rebuild them.
         if self.short.device == device:
             return self.short, self.long
         short, long = self._tables_on(device)
@@ -310,7 +259,7 @@ class Rope(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.short, self.long = self._tables_on(self.short.device)  # .half() and .to_empty() must not touch the values
+        self.short, self.long = self._tables_on(self.short.device)  # undo .half() and .to_empty()
         return self
 
     def extra_repr(self) -> str:
@@ -318,7 +267,7 @@ class Rope(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d_rotary/2) of x (B, H, T, D) by the angles of (T, d_rotary/2) or (B, T, d_rotary/2)."""
+    """Rotate the pairs (i, i + d_rotary/2) of x (B, H, T, D); cos and sin (T, d_rotary/2) or (B, T, d_rotary/2)."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # (…, 1, T, d_rotary/2): the same for every head
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -327,7 +276,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotated_width(d_head: int, fraction: float) -> int:
-    """How many of a head's dimensions turn; they come in pairs."""
+    """How many of a head's dimensions are rotated; an even number."""
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"fraction={fraction} must lie in (0, 1]")
     width = int(d_head * fraction)

@@ -19,7 +19,6 @@ from ..layers import (
     PatchEmbedding,
     RegionEmbedding,
     Rope,
-    RopeScaling,
     Sinusoidal,
     TokenEmbedding,
     VisionEmbeddings,
@@ -89,12 +88,10 @@ def rope(config: ModelConfig, n_heads: int) -> Rope | None:
     """One rotary table for all layers of a stack; it holds no parameters."""
     if config.positions != "rope":
         return None
-    scaling = config.rope_scaling
-    fields = {} if scaling is None else {name: getattr(scaling, name) for name in scaling.model_fields_set}
     return Rope(
         config.d_model // n_heads if config.d_head is None else config.d_head,
         config.rope_base,
-        None if scaling is None else RopeScaling(**fields),
+        config.rope_scaling,
         config.rope_fraction,
         config.max_len,
     )

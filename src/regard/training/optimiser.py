@@ -15,8 +15,7 @@ from ..attention import MultiHeadAttention
 from ..attention.biases import Bias
 from ..attention.mechanisms import Additive
 from ..config import TrainConfig
-from ..layers import FeedForward
-from ..layers.embeddings import VisionEmbeddings
+from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
 from ..models.recurrent_cells import Gates
 

@@ -1,0 +1,77 @@
+"""Normalisation of each vector by its own statistics: LayerNorm, RMSNorm, and ``make_norm`` by name."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..foundation.checks import check_positive
+from ..foundation.suggestions import unknown_name
+
+NORM_KINDS = ("layer", "rms", "none")
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation (Ba et al. 2016): y = (x − mean x) / √(var x + eps) · weight + bias.   (…, d) → (…, d)"""
+
+    def __init__(self, d: int, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        check_positive(d=d)
+        self.d = d
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d))
+        self.bias = nn.Parameter(torch.empty(d)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.d,), self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.d}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation (Zhang & Sennrich 2019; LLaMA, T5): no mean, no bias.   (…, d) → (…, d)
+
+    y = x / √(mean x² + eps) · (weight + offset);   Gemma stores weight around 0 and has offset 1.
+    """
+
+    def __init__(self, d: int, eps: float = 1e-6, offset: float = 0.0) -> None:
+        super().__init__()
+        check_positive(d=d)
+        self.d = d
+        self.eps = eps
+        self.offset = offset
+        self.weight = nn.Parameter(torch.empty(d))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.offset == 0.0 and x.dtype == self.weight.dtype:
+            return F.rms_norm(x, (self.d,), self.weight, self.eps)
+        # In fp32: weight + offset rounded to bf16 would lose small weights, and the fused kernel wants one dtype, which
+        # half-precision activations and fp32 weights (autocast) do not have.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (self.d,), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.d}, eps={self.eps}, offset={self.offset}"
+
+
+def make_norm(kind: str, d: int, eps: float = 1e-5, *, bias: bool = True, offset: float = 0.0) -> nn.Module:
+    """The norm called "layer" (bias applies), "rms" (offset applies) or "none", which passes x through."""
+    if kind == "layer":
+        return LayerNorm(d, eps, bias)
+    if kind == "rms":
+        return RMSNorm(d, eps, offset)
+    if kind == "none":
+        return nn.Identity()
+    raise unknown_name("norm", kind, NORM_KINDS)

@@ -1,0 +1,178 @@
+"""Embeddings of images: patches (ViT) and the features of detected regions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..foundation.checks import check_positive
+from .positions import Learned, Sinusoidal
+
+
+class PatchEmbedding(nn.Module):
+    """Cut the image into p × p patches and map each to a vector (Dosovitskiy et al. 2021, eq. 1).
+
+    A convolution with kernel and stride p, weight (M, C, p, p), computed as one matrix product: fp32 stays exact on
+    GPUs, where convolutions default to TF32. Images may have another size than image_size.
+    pixels (B, C, h·p, w·p) → (B, h·w, M), patches row by row
+    """
+
+    def __init__(
+        self, image_size: int | tuple[int, int], patch: int, channels: int, d_model: int, bias: bool = True
+    ) -> None:
+        super().__init__()
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        check_positive(height=height, width=width, patch=patch, channels=channels, d_model=d_model)
+        self.image_size = (height, width)
+        self.patch = patch
+        self.channels = channels
+        self.d_model = d_model
+        self.grid = self.grid_of(height, width)
+        self.n_patches = self.grid[0] * self.grid[1]
+        self.weight = nn.Parameter(torch.empty(d_model, channels, patch, patch))
+        self.bias = nn.Parameter(torch.empty(d_model)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1.0 / math.sqrt(self.channels * self.patch * self.patch)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches in an image of that size."""
+        for name, size in (("height", height), ("width", width)):
+            if size % self.patch:
+                raise ValueError(f"image {name}={size} is not divisible by patch={self.patch}")
+        return height // self.patch, width // self.patch
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if pixels.ndim != 4 or pixels.shape[1] != self.channels:
+            raise ValueError(f"pixels have shape {tuple(pixels.shape)}, but (B, channels={self.channels}, H, W) is due")
+        rows, cols = self.grid_of(pixels.shape[2], pixels.shape[3])
+        p = self.patch
+        patches = pixels.unflatten(3, (cols, p)).unflatten(2, (rows, p))  # (B, C, rows, p, cols, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, rows·cols, C·p·p)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.image_size}, patch={self.patch}, channels={self.channels}, d_model={self.d_model}"
+
+
+class VisionEmbeddings(nn.Module):
+    """dropout(norm([class tokens; patches] + position)), each part but the patches optional (ViT, eq. 1).
+
+    Positions count the class tokens first, then the patches row by row. A Learned table for image_size is stretched
+    bicubically to images of another size (ViT, §3.2).
+    pixels (B, C, H, W) → (B, n_class_tokens + patches, M)
+    """
+
+    def __init__(
+        self,
+        patches: PatchEmbedding,
+        *,
+        position: Learned | Sinusoidal | None = None,
+        n_class_tokens: int = 1,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if n_class_tokens < 0:
+            raise ValueError(f"n_class_tokens={n_class_tokens} must not be negative")
+        if position is not None and position.d_model != patches.d_model:
+            raise ValueError(f"position has d_model={position.d_model}, but patches have d_model={patches.d_model}")
+        n_positions = n_class_tokens + patches.n_patches
+        if isinstance(position, Learned) and position.max_len != n_positions:
+            raise ValueError(
+                f"position has max_len={position.max_len}, but class tokens and patches make {n_positions}"
+            )
+        self.patches = patches
+        self.position = position
+        self.n_class_tokens = n_class_tokens
+        self.class_token = nn.Parameter(torch.empty(n_class_tokens, patches.d_model)) if n_class_tokens else None
+        self.norm = norm
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.class_token is not None:
+            nn.init.normal_(self.class_token, std=0.02)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x: Tensor = self.patches(pixels)  # (B, N, M)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1)
+        if self.position is not None:
+            x = x + self._position_vectors(x, self.patches.grid_of(pixels.shape[2], pixels.shape[3]))
+        if self.norm is not None:
+            x = self.norm(x)
+        out: Tensor = self.dropout(x)
+        return out
+
+    def _position_vectors(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        if isinstance(self.position, Learned):
+            table = self.position.weight[self.position.offset :]
+            if grid != self.patches.grid:
+                table = interpolate_positions(table, self.patches.grid, grid, self.n_class_tokens)
+            return table.to(x.dtype)
+        assert self.position is not None
+        vectors: Tensor = self.position(torch.arange(x.shape[1], device=x.device), x.dtype)
+        return vectors
+
+
+def interpolate_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int], n_class_tokens: int = 1) -> Tensor:
+    """Stretch a learned table (n_class_tokens + old rows·cols, M) bicubically to the new grid; class tokens stay."""
+    if table.shape[0] != n_class_tokens + old[0] * old[1]:
+        raise ValueError(f"table has {table.shape[0]} rows, but {n_class_tokens} class tokens and a grid {old} differ")
+    fixed, image = table[:n_class_tokens], table[n_class_tokens:]
+    wide = torch.promote_types(table.dtype, torch.float32)
+    image = image.to(wide).unflatten(0, old).permute(2, 0, 1).unsqueeze(0)  # (1, M, rows, cols)
+    image = F.interpolate(image, size=new, mode="bicubic", align_corners=False)
+    return torch.cat((fixed, image[0].permute(1, 2, 0).flatten(0, 1).to(table.dtype)))
+
+
+class RegionEmbedding(nn.Module):
+    """Features of image regions mapped to the model's width (bottom-up attention, Anderson et al. 2018).
+
+    y = dropout(norm(features W_f + boxes W_b)), the boxes (d_box = 4 or 5 numbers, see `box_geometry`) as in ViLBERT.
+    features (B, R, d_region), boxes (B, R, d_box) → (B, R, M)
+    """
+
+    def __init__(
+        self, d_region: int = 2048, *, d_model: int, d_box: int = 0, norm: nn.Module | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_positive(d_region=d_region, d_model=d_model)
+        if d_box not in (0, 4, 5):
+            raise ValueError(f"d_box={d_box} must be 0 (no boxes), 4 (corners) or 5 (corners and area)")
+        self.d_region = d_region
+        self.d_model = d_model
+        self.d_box = d_box
+        self.w_feature = nn.Linear(d_region, d_model)
+        self.w_box = nn.Linear(d_box, d_model) if d_box else None
+        self.norm = norm
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, features: Tensor, boxes: Tensor | None = None) -> Tensor:
+        if features.shape[-1] != self.d_region:
+            raise ValueError(f"features have width {features.shape[-1]}, but d_region={self.d_region}")
+        x: Tensor = self.w_feature(features)
+        if (0 if boxes is None else boxes.shape[-1]) != self.d_box:
+            given = "no boxes were given" if boxes is None else f"boxes have {boxes.shape[-1]} numbers"
+            raise ValueError(f"{given}, but d_box={self.d_box}")
+        if boxes is not None and self.w_box is not None:
+            x = x + self.w_box(boxes)
+        if self.norm is not None:
+            x = self.norm(x)
+        out: Tensor = self.dropout(x)
+        return out
+
+
+def box_geometry(corners: Tensor, height: int, width: int) -> Tensor:
+    """Corners (x1, y1, x2, y2) in pixels → (x1/W, y1/H, x2/W, y2/H, area/(W·H)), the five numbers of ViLBERT."""
+    scaled = corners / torch.tensor([width, height, width, height], dtype=corners.dtype, device=corners.device)
+    area = (scaled[..., 2] - scaled[..., 0]) * (scaled[..., 3] - scaled[..., 1])
+    return torch.cat((scaled, area.unsqueeze(-1)), dim=-1)

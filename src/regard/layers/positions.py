@@ -1,0 +1,104 @@
+"""Absolute position embeddings, sinusoidal and learned, and the check of position and token ids."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..foundation.checks import check_positive
+from ..foundation.suggestions import unknown_name
+
+LAYOUTS = ("interleaved", "halves")
+
+
+class Sinusoidal(nn.Module):
+    """Fixed sines and cosines (Vaswani et al. 2017, §3.5), computed for the given positions.
+
+    PE(pos, 2i) = sin(pos / 10000^(2i / d_model)),   PE(pos, 2i+1) = cos(pos / 10000^(2i / d_model))
+
+    layout "interleaved" is the paper's order; "halves" has all sines first, then all cosines (Marian, tensor2tensor).
+    Positions from ``max_len`` on are refused where it is given. A negative position (padding) gives zeros.
+    positions (T,) or (B, T) → (T, M) or (B, T, M)
+    """
+
+    def __init__(self, d_model: int, max_len: int | None = None, layout: str = "interleaved") -> None:
+        super().__init__()
+        check_positive(d_model=d_model, max_len=1 if max_len is None else max_len)
+        if layout not in LAYOUTS:
+            raise unknown_name("layout", layout, LAYOUTS)
+        self.d_model = d_model
+        self.max_len = max_len
+        self.layout = layout
+
+    def forward(self, positions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self.max_len is not None:
+            check_ids("positions", positions, -1, self.max_len, "max_len")
+        # float64 keeps the phase exact in fp32 at any position; mps has no float64.
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        pair = torch.arange((self.d_model + 1) // 2, dtype=exact, device=positions.device)
+        theta = positions.to(exact).unsqueeze(-1) * 10000.0 ** (-2.0 * pair / self.d_model)  # (…, T, M/2)
+        if self.layout == "interleaved":
+            table = torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(-2)[..., : self.d_model]
+        else:
+            table = torch.cat((theta.sin(), theta.cos()[..., : self.d_model // 2]), dim=-1)
+        table = table.masked_fill(positions.unsqueeze(-1) < 0, 0.0)
+        return table.to(dtype or torch.get_default_dtype())
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, max_len={self.max_len}, layout={self.layout!r}"
+
+
+class Learned(nn.Embedding):
+    """One trained vector per position (Gehring et al. 2017): PE(pos) = weight[pos + offset].
+
+    The first `offset` rows belong to no position (BART and OPT keep 2 such rows); weight is (max_len + offset, M).
+    positions (T,) or (B, T), −1 ≤ position < max_len → (T, M) or (B, T, M)
+    """
+
+    def __init__(self, max_len: int, d_model: int, offset: int = 0) -> None:
+        check_positive(max_len=max_len, d_model=d_model)
+        if offset < 0:
+            raise ValueError(f"offset={offset} must not be negative")
+        super().__init__(max_len + offset, d_model)
+        self.max_len = max_len
+        self.d_model = d_model
+        self.offset = offset
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        check_ids("positions", positions, -1, self.max_len, "max_len")
+        rows = F.embedding(positions.clamp(min=0) + self.offset, self.weight)
+        rows = rows.masked_fill(positions.unsqueeze(-1) < 0, 0.0)  # also keeps padding out of the gradient
+        return rows if dtype is None else rows.to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.max_len}, {self.d_model}, offset={self.offset}"
+
+
+def check_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> None:
+    """Raise for ids that are not integers or lie outside low … limit − 1; values that cannot be read are not checked.
+
+    On a GPU reading them waits for the device, but a device-side assertion would end the process's CUDA context.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
+    if not _has_values(ids) or ids.numel() == 0:
+        return
+    smallest, largest = (int(value) for value in ids.aminmax())
+    if largest >= limit:
+        raise ValueError(f"{name} goes up to {largest}, but {limit_name}={limit} allows at most {limit - 1}")
+    if smallest < low:
+        raise ValueError(f"{name} goes down to {smallest}, but the smallest allowed is {low}")
+
+
+def _has_values(ids: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    if type(ids) is not Tensor or ids.is_meta:  # fake tensors have no values
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(ids):  # inside vmap
+        return False
+    return not (ids.is_cuda and torch.cuda.is_current_stream_capturing())
