@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.config.config_file import SUFFIXES, load_config_file, save_config_file
+from regard.config.config_file import SUFFIXES, load_config_file, parse_yaml, save_config_file
 from regard.errors import UsageError
 from regard.recipes import RECIPES, run_config
 
@@ -67,6 +67,7 @@ def test_another_runs_own_config_starts_a_run_of_its_own(tmp_path: Path) -> None
         ("a.yaml", "train: {steps: 1, steps: 2}", "it names 'steps' twice"),
         ("a.json", '{"task": "lm", "task": "mlm"}', "is not valid JSON: it names 'task' twice"),
         ("a.yaml", "train: fast", "train is a section: its fields are"),
+        ("a.yaml", "train: {<<: 5}", "<<: takes over the fields of one mapping"),
         ("a.yaml", "- 5", "it holds no fields"),
         ("a.yaml", "a: [", "it is not YAML: "),
         ("a.yaml", "[" * 5000, "it is nested too deeply"),
@@ -80,6 +81,11 @@ def test_what_is_wrong_names_the_file(tmp_path: Path, name: str, text: str | byt
     with pytest.raises(UsageError) as raised:
         load_config_file(file)
     assert str(raised.value).startswith(f"{file}: {sentence}")
+
+
+def test_a_merge_key_takes_over_fields_and_own_ones_win() -> None:
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {z: 4, <<: *b}"
+    assert parse_yaml(text)["c"] == {"x": "1", "y": "3", "z": "4"}
 
 
 def test_a_file_of_another_kind_task_or_none(tmp_path: Path) -> None:

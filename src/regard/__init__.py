@@ -25,41 +25,23 @@ if TYPE_CHECKING:
     from .recipes import RECIPES
     from .training import evaluate, resume, train
 
-# Each name's room, imported when the name is first asked for: `import regard` stays light.
-_ROOMS = {
-    "AttentionMap": "attention",
-    "Cost": "experiments.cost",
-    "Frame": "attention",
-    "Look": "lens",
-    "Model": "models",
-    "DataConfig": "config",
-    "ModelConfig": "config",
-    "RECIPES": "recipes",
-    "RunConfig": "config",
-    "TrainConfig": "config",
-    "evaluate": "training",
-    "resume": "training",
-    "train": "training",
-    "MultiHeadAttention": "attention",
-    "PRESETS": "presets",
-    "ablate": "experiments",
-    "attend": "attention",
-    "build": "models",
-    "caption": "generation",
-    "classify": "generation",
-    "cost": "experiments.cost",
-    "explain": "attention",
+# The names of each module, imported when the name is first asked for: `import regard` stays light.
+_EXPORTS = {
+    "attention": "AttentionMap Frame MultiHeadAttention attend explain record",
+    "config": "DataConfig ModelConfig RunConfig TrainConfig",
+    "experiments": "ablate",
+    "experiments.cost": "Cost cost",
     "export": "export",
-    "generate": "generation",
-    "load": "io",
-    "look": "lens",
-    "preset": "presets",
-    "record": "attention",
-    "stream": "generation",
-    "translate": "generation",
+    "generation": "caption classify generate stream translate",
+    "io": "load",
+    "lens": "Look look",
+    "models": "Model build",
+    "presets": "PRESETS preset",
+    "recipes": "RECIPES",
+    "training": "evaluate resume train",
 }
-# These take a model, or the directory of one.
-_OPENING = ("caption", "classify", "generate", "look", "stream", "translate")
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+_TAKE_A_PATH = ("caption", "classify", "generate", "look", "stream", "translate")  # a model or its directory
 
 __all__ = [
     "PRESETS",
@@ -96,28 +78,27 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        room = importlib.import_module(f".{_ROOMS[name]}", __name__)
-        value = room if name == _ROOMS[name] else getattr(room, name)  # regard.export is its room, which can be called
-        value = _opening(value) if name in _OPENING else value
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    module = importlib.import_module(f".{_MODULE_OF[name]}", __name__)
+    value = module if name == _MODULE_OF[name] else getattr(module, name)  # regard.export is a module that is callable
+    globals()[name] = _accept_paths(value) if name in _TAKE_A_PATH else value
+    return globals()[name]
 
 
-def _opening(run: Any) -> Any:
-    """The same function for a model's directory too: where a model is asked for, a path is loaded."""
+def _accept_paths(function: Any) -> Any:
+    """The same function for a model's directory too: where a model is expected, a path is loaded."""
 
-    def opened(model: Any, device: Any = None) -> Any:
+    def load_if_path(model: Any, device: Any = None) -> Any:
         from .io import load
 
         return load(model, device=device) if isinstance(model, str | Path) else model
 
-    @functools.wraps(run)
+    @functools.wraps(function)
     def with_paths(model: Any, *inputs: Any, **fields: Any) -> Any:
         if "draft" in fields:
-            fields["draft"] = opened(fields["draft"])
-        return run(opened(model, fields.get("device")), *inputs, **fields)
+            fields["draft"] = load_if_path(fields["draft"])
+        return function(load_if_path(model, fields.get("device")), *inputs, **fields)
 
     return with_paths
 

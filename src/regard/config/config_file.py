@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..errors import BadModelFile, UsageError
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..foundation.suggestions import did_you_mean
-from .overrides import PRESET, SECTIONS, check_fields
+from .overrides import PRESET, SECTIONS, SHORT_FORMS, check_fields, field_names
 from .train_config import RunConfig
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -33,24 +34,34 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         path = path / _RUN_FILE
     check_suffix(path)
     try:
-        content = _parse(path)
-        keys = ("task", PRESET, *SECTIONS)
-        for key in content:
-            if key not in keys:
-                fields = [f"{section}.{name}" for section in SECTIONS for name in SECTIONS[section].model_fields]
-                raise UsageError(f"there is no {key}{did_you_mean(key, [*keys, *fields])}")
-        for section, short in zip(SECTIONS, ("source", PRESET, None), strict=True):
-            fields_of = content.get(section, {})
-            if isinstance(fields_of, str) and short is not None:
-                fields_of = {short: fields_of}
-            if not isinstance(fields_of, Mapping):
-                raise UsageError(f"{section} is a section: its fields are field: value, one below the other")
-            content[section] = check_fields(section, fields_of)
+        content = check_content(_parse(path))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     if path.name == _RUN_FILE:
         content["train"].pop("out", None)
     return content
+
+
+def check_content(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config file with short forms written out and all fields checked."""
+    keys = ("task", PRESET, *SECTIONS)
+    for key in content:
+        if key not in keys:
+            raise UsageError(f"there is no {key}{did_you_mean(key, [*keys, *field_names()])}")
+    checked = dict(content)
+    for section in SECTIONS:
+        fields = content.get(section, {})
+        if isinstance(fields, str) and section in SHORT_FORMS:
+            fields = {SHORT_FORMS[section]: fields}
+        if not isinstance(fields, Mapping):
+            raise UsageError(f"{section} is a section: its fields are field: value, one below the other")
+        checked[section] = check_fields(section, fields)
+    return checked
+
+
+def load_package_data(name: str) -> dict[str, Any]:
+    """A YAML file of this package, its scalars as texts."""
+    return parse_yaml(files("regard").joinpath(name).read_text(encoding="utf-8"))
 
 
 def save_config_file(path: str | Path, config: RunConfig) -> None:
@@ -87,7 +98,7 @@ def _parse(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             return parse_json(raw, path)
         text = raw.decode("utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
+        content = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
     except BadModelFile as error:
         raise UsageError(str(error).removeprefix(f"{path} ")) from None
     except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors too
@@ -97,8 +108,11 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _parse_yaml(text: str) -> Any:
-    """All scalars stay texts, for the field's type to decide: ``off`` is no boolean and ``3e-4`` a number."""
+def parse_yaml(text: str) -> Any:
+    """All scalars stay texts, for the field's type to decide: ``off`` is no boolean and ``3e-4`` a number.
+
+    ``<<: *name`` takes over the fields of another mapping, as in YAML 1.1.
+    """
     import yaml
 
     class Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -106,7 +120,10 @@ def _parse_yaml(text: str) -> Any:
             keys = [key.value for key, _ in node.value]
             if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
                 raise ValueError(f"it names {twice[0]!r} twice")
-            return super().construct_mapping(node, deep)
+            fields = super().construct_mapping(node, deep)
+            if not isinstance(base := fields.pop("<<", {}), dict):
+                raise ValueError("<<: takes over the fields of one mapping")
+            return base | fields
 
     try:
         return yaml.load(text, Loader)  # BaseLoader makes texts, lists and mappings only

@@ -25,9 +25,14 @@ from .train_config import TrainConfig
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 PRESET = "preset"
 """A key beside the fields of a model: the name of the preset they change."""
-_SHORT_FORMS = {"data": "source", "model": PRESET}  # data=SOURCE, model=PRESET
+SHORT_FORMS = {"data": "source", "model": PRESET}  # data=SOURCE, model=PRESET
 
 C = TypeVar("C", bound=Config)
+
+
+def field_names(sections: Mapping[str, type[Config]] = SECTIONS) -> list[str]:
+    """``data.source``, ``model.d_model``, …"""
+    return [f"{section}.{field}" for section, config in sections.items() for field in config.model_fields]
 
 
 def parse_overrides(
@@ -65,8 +70,7 @@ def check_fields(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         if section == "model" and field == PRESET:
             checked[field] = str(value)
         elif field not in config.model_fields:
-            known = [f"{name}.{x}" for name, each in SECTIONS.items() for x in each.model_fields]
-            raise UsageError(f"there is no {section}.{field}{did_you_mean(f'{section}.{field}', known)}")
+            raise UsageError(f"there is no {section}.{field}{did_you_mean(f'{section}.{field}', field_names())}")
         else:
             text = value if isinstance(value, str) else format_value(value)
             checked[field] = _parse_value(config.model_fields[field].annotation, value, f"{section}.{field}={text}")
@@ -95,13 +99,13 @@ def _split_word(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, s
     """Section, field and value of a word."""
     name, equals, text = word.partition("=")
     section, dot, field = name.partition(".")
-    known = [f"{key}.{x}" for key, config in sections.items() for x in config.model_fields]
+    known = field_names(sections)
     if not equals or not name:
         if name in known:
             raise UsageError(f"{name} has no value: write {name}=VALUE")
         raise UsageError(f"{word!r} is not of the form section.field=value")
-    if section in sections and not dot and section in _SHORT_FORMS:
-        field = _SHORT_FORMS[section]
+    if section in sections and not dot and section in SHORT_FORMS:
+        field = SHORT_FORMS[section]
         if not text:
             raise UsageError(f"{word} has no value")
     elif name not in known:
