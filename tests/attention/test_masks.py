@@ -391,7 +391,7 @@ def test_bigbird_plan_skips_the_blocks_it_has_not_drawn() -> None:
 
 
 def test_the_plan_of_too_many_random_blocks_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.attention.masks.MOST_COUNTED", 3)
+    monkeypatch.setattr("regard.attention.masks.MAX_COUNTED_BLOCKS", 3)
     frame = Frame.aligned(1, 1, 8, 8)
     assert (plan(masks.random_blocks(2, 50.0), frame, (4, 4)).kinds == PARTIAL).all()
 

@@ -17,14 +17,7 @@ from .mechanisms import Dot, Mechanism
 from .reference import Steps, compute_steps
 from .score_matrix import AttentionCall
 
-_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
-    "q": (Tensor,),
-    "k": (Tensor,),
-    "v": (Tensor,),
-    "mask": (Mask, Tensor),
-    "bias": (Bias, Tensor),
-    "mechanism": (Mechanism,),
-}
+_TYPES: dict[str, tuple[type, ...]] = {"mask": (Mask, Tensor), "bias": (Bias, Tensor), "mechanism": (Mechanism,)}
 
 
 def attend(
@@ -45,8 +38,8 @@ def attend(
 ) -> Attended:
     """Attention of q (B, H, T, D) over k and v (B, G, S, D): softmax(scale · q kᵀ + bias) v under a mask.
 
-    ``mechanism`` replaces the scaled dot product; ``frame`` places queries and keys (by default the last
-    query stands at the last key); ``seed`` fixes the dropout; ``check`` refuses NaN and infinity in the inputs.
+    ``mechanism`` replaces the scaled dot product; ``frame`` gives the positions (default: the last query at the last
+    key); ``seed`` fixes the dropout; ``check`` refuses NaN and infinity in the inputs.
     """
     return run(prepare(q, k, v, mask, bias, scale, mechanism, frame, dropout, seed, check), backend, weights)
 
@@ -79,7 +72,7 @@ def prepare(
     seed: int | Tensor | None = None,
     check: bool = False,
 ) -> AttentionCall:
-    """Check the inputs and do the mechanism's O(T) work; a backend does the rest."""
+    """Check the inputs and run the mechanism's O(T) part."""
     _check_types(q=q, k=k, v=v, mask=mask, bias=bias, mechanism=mechanism)
     if mechanism is None:
         mechanism = Dot(scale)
@@ -106,7 +99,7 @@ def prepare(
 
 def _check_types(**arguments: Any) -> None:
     for name, x in arguments.items():
-        types = _ARGUMENT_TYPES[name]
+        types = _TYPES.get(name, (Tensor,))
         if not isinstance(x, types) and (x is not None or name in "qkv"):
             expected = " or ".join("a tensor" if each is Tensor else f"a {each.__name__}" for each in types)
             hint = f"; call it: {x.__name__}()" if callable(x) and hasattr(x, "__name__") else ""
@@ -114,7 +107,7 @@ def _check_types(**arguments: Any) -> None:
 
 
 def _check_device(what: str, part: object, q: Tensor) -> None:
-    """Raise when a mechanism or bias that is a module stands on another device than q."""
+    """Raise when the tensors of a mechanism or bias are on another device than q."""
     for x in [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []:
         if x.device != q.device:
             owner = f"{what} {type(part).__name__}"
@@ -122,7 +115,7 @@ def _check_device(what: str, part: object, q: Tensor) -> None:
 
 
 def _check_finite(**heads: Tensor) -> None:
-    """Raise when an input holds NaN or infinity, with the index of the first one."""
+    """Raise when an input holds NaN or infinity."""
     for name, x in heads.items():
         bad = ~torch.isfinite(x)
         if bad.any():

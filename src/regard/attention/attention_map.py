@@ -1,8 +1,7 @@
-"""``AttentionMap``: every attention weight, exactly, from q and k alone; the matrix itself is never stored.
+"""``AttentionMap``: attention weights recomputed exactly from q and k; the T × S matrix is never stored.
 
-A_ij = exp(s_ij - lse_i), lse_i = log Σ_j exp(s_ij). The scores answer tile by tile, so one number a row (lse, computed
-when first needed and remembered) is all that is missing. Whatever is asked of the whole matrix (entropy, ranking,
-overview) is one walk over its blocks with a running maximum, as in FlashAttention; blocks the mask empties are skipped.
+A_ij = exp(s_ij - lse_i), lse_i = log Σ_j exp(s_ij). Only lse, one number per row, is stored once computed. Entropy,
+ranking and overview walk over the blocks of the matrix with a running maximum, as in FlashAttention.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from .masks import Mask
 from .mechanisms import Mechanism
 from .score_matrix import INF, ScoreMatrix, TileWalk, exp_minus_, p_log_p, split_span
 
-Pick = int | slice | Tensor | Sequence[int]
-"""Some rows or columns: one index, a slice, or several indices."""
+Pick = int | slice | Tensor | Sequence[int]  # some rows or columns
 P = ParamSpec("P")
 Answer = TypeVar("Answer")
 
 
 class Ranked(NamedTuple):
     values: Tensor  # (B, H, R, k), largest first
-    indices: Tensor  # (B, H, R, k); -1 where the weight is 0: fewer than k keys count
+    indices: Tensor  # (B, H, R, k); -1 where the weight is 0
 
 
 def _exact_reading(
     method: Callable[Concatenate[AttentionMap, P], Answer],
 ) -> Callable[Concatenate[AttentionMap, P], Answer]:
-    """No gradients, and no autocast: it would round to half precision what is meant to be exact."""
+    """Run a method without gradients and without autocast, which would round to half precision."""
 
     @functools.wraps(method)
     def read(self: AttentionMap, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
@@ -50,12 +48,11 @@ def _exact_reading(
 
 
 class AttentionMap:
-    """The weights (B, H, T, S) of an attention as they were when the map was made, before dropout.
+    """The weights (B, H, T, S) of an attention before dropout; a row without keys is 0.
 
-    q (B, H, T, D) and k (B, G, S, D) go through the mechanism's O(T) half unless they are ``prepared``. They are not
-    copied: overwriting their memory overwrites the map. Parameters of bias and mechanism are, so training does not
-    change it. ``lse`` (B, H, T) spares the normalisers where a kernel already knows them.
-    Half-precision inputs are read in fp32, and so are the weights. A row without keys is 0.
+    q (B, H, T, D) and k (B, G, S, D) go through the mechanism's O(T) part unless ``prepared``. They are not copied;
+    parameters of bias and mechanism are, so training does not change the map. Half precision is read in fp32.
+    ``lse`` (B, H, T): the normalisers, where a kernel has computed them already.
     """
 
     def __init__(
@@ -73,13 +70,13 @@ class AttentionMap:
     ) -> None:
         if prepared and mechanism is not None and scale is not None:
             raise ValueError(f"scale={scale} goes with the scaled dot product, not with mechanism={mechanism.name!r}")
-        with torch.no_grad():  # weights do not need values: k stands in for them
+        with torch.no_grad():  # k stands in for v, which weights do not need
             result = prepare(q, k, k, mask, bias, scale, None if prepared else mechanism, frame)
         self._set_matrix(replace(result, mechanism=mechanism) if prepared and mechanism is not None else result, lse)
 
     @classmethod
     def of(cls, scoring: ScoreMatrix, lse: Tensor | None = None) -> AttentionMap:
-        """The map of a ScoreMatrix or a Call, whose q and k are prepared already."""
+        """The map of a ScoreMatrix or AttentionCall (prepared q and k)."""
         result = cls.__new__(cls)
         result._set_matrix(scoring, lse)
         return result
@@ -91,10 +88,10 @@ class AttentionMap:
             raise ValueError(f"mechanism {mechanism.name!r} has no attention weights: {kind}")
         exact = torch.float32 if scoring.q.dtype in (torch.float16, torch.bfloat16) else scoring.q.dtype
         q, k = scoring.q.detach().to(exact), scoring.k.detach().to(exact)
-        if mechanism.operands(scoring.frame):  # others leave their parameters behind with the O(T) half
+        if mechanism.operands(scoring.frame):  # other mechanisms need no parameters after ``prepare``
             mechanism = freeze(mechanism)
         frozen = ScoreMatrix(q, k, scoring.mask, freeze(scoring.bias), mechanism, scoring.frame)
-        with torch.inference_mode(False):  # it is filled in later, perhaps outside of the mode the map is made in
+        with torch.inference_mode(False):  # lse is filled in later, perhaps outside of inference mode
             lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _check_lse(lse, q)
         self._set_walk(TileWalk(frozen, lse))
 
@@ -125,7 +122,7 @@ class AttentionMap:
         return self.part(batch=b, heads=h)
 
     def part(self, batch: int | slice | range = ALL, heads: int | slice | range = ALL) -> AttentionMap:
-        """The map of some of the batch and some of the heads: a view, and what either learns of lse the other knows."""
+        """The map of some of the batch and heads; a view that shares lse."""
         key = _as_range(batch, self.shape[0], "batch"), _as_range(heads, self.shape[1], "heads")
         if key not in self._parts:
             result = AttentionMap.__new__(AttentionMap)
@@ -147,48 +144,45 @@ class AttentionMap:
             lse = walk.lse[:, :, row_span, None]
             for col_span, masked, there in walk.visible_columns(row_span, some_cols):
                 scores = walk.scores(row_span, col_span, masked)
-                # A row that sees nothing has lse = +inf and becomes 0 either way.
                 out[:, :, here, there] = scores.mul_(torch.exp(-lse)) if walk.linear else exp_minus_(scores, lse)
         return out
 
     def row(self, i: int) -> Tensor:
-        """Where query i looks: (B, H, S)."""
+        """The weights of query i, (B, H, S)."""
         return self.tile(i, ALL)[:, :, 0]
 
     def dense(self) -> Tensor:
-        """All of it, (B, H, T, S): the tile of everything. The one answer that is as large as the matrix."""
+        """All weights (B, H, T, S)."""
         return self.tile(ALL, ALL)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """All weights, a block after the other, as (rows, cols, weights (B, H, R, C)); those the mask empties are not
-        there. For whoever asks something of the whole matrix that is not asked here.
-        """
+        """All non-empty blocks as (rows, cols, weights (B, H, R, C))."""
         walk = self._walk
         for rows, seen in walk.stripes():
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 walk.compute_lse(rows)
-                found = walk.walk(rows, seen)
-            while True:  # the modes are the caller's own again while it has a block
+                tiles = walk.walk(rows, seen)
+            while True:  # no_grad and autocast are restored before each yield
                 with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                    block = next(found, None)
+                    block = next(tiles, None)
                     if block is None:
                         break
                     cols, p, m = block
                     weights = p.mul_(walk.rescale_factor(m, walk.lse[:, :, rows, None]))
                 yield rows, cols, weights
 
-    # ---- what can be said about all of it in O(T) memory
+    # ---- statistics of the whole matrix in O(T) memory
 
     @_exact_reading
     def lse(self) -> Tensor:
-        """log Σ_j exp(s_ij) of every row, (B, H, T), +inf where it sees nothing; for a linear kernel log Σ_j s_ij."""
+        """log Σ_j exp(s_ij) of every row (linear kernel: log Σ_j s_ij), (B, H, T); +inf where it sees nothing."""
         for rows in split_span(slice(0, self.shape[2]), self._walk.plan.block[0]):
             self._walk.compute_lse(rows)
         return self._walk.lse.clone()
 
     @_exact_reading
     def top(self, k: int, rows: Pick | None = None) -> Ranked:
-        """The k largest weights of each row and the keys they belong to, both (B, H, R, k)."""
+        """The k largest weights of each row and their keys, both (B, H, R, k)."""
         walk, (b, h, n_queries, n_keys) = self._walk, self.shape
         if not 1 <= k <= n_keys:
             raise ValueError(f"top k={k} must lie between 1 and the {n_keys} keys")
@@ -208,7 +202,7 @@ class AttentionMap:
 
     @_exact_reading
     def entropy(self) -> Tensor:
-        """-Σ_j A_ij log A_ij of every row in nats, (B, H, T): 0 for one key, log n for n keys alike."""
+        """-Σ_j A_ij log A_ij of every row in nats, (B, H, T)."""
         walk = self._walk
         out = torch.zeros_like(walk.lse)
         for rows, blocks in walk.stripes():
@@ -219,16 +213,13 @@ class AttentionMap:
         return out.clamp_(min=0)
 
     def column_sums(self) -> Tensor:
-        """How much attention each key receives, Σ_i A_ij: (B, H, S)."""
+        """The attention each key receives, Σ_i A_ij: (B, H, S)."""
         b, h, n_queries, _ = self.shape
         return self.push(self._walk.lse.new_ones(1).expand(b, h, 1, n_queries))[:, :, 0]
 
     @_exact_reading
     def push(self, x: Tensor, stay: bool = False) -> Tensor:
-        """x A: what stands on the queries, (B, H, N, T), carried along the weights to the keys, (B, H, N, S).
-
-        What stands on a query that sees nothing is lost; with ``stay`` it remains where it is (T = S only).
-        """
+        """x A for x (B, H, N, T) → (B, H, N, S); ``stay`` (T = S only) gives queries that see nothing a self-loop."""
         walk, (b, h, n_queries, n_keys) = self._walk, self.shape
         if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (b, h, n_queries):
             sizes = f"({b}, {h}, any, {n_queries})"
@@ -238,7 +229,7 @@ class AttentionMap:
         out = walk.lse.new_zeros(b, h, x.shape[2], n_keys)
         for rows, blocks in walk.stripes():
             carried = x[..., rows].to(out.dtype)
-            if not carried.any():  # what starts at few queries costs only those
+            if not carried.any():
                 continue
             walk.compute_lse(rows)
             lse = walk.lse[:, :, None, rows]
@@ -250,21 +241,18 @@ class AttentionMap:
 
     @_exact_reading
     def pooled(self, h: int, w: int, reduce: str = "mean") -> Tensor:
-        """An overview (B, H, h, w): the mean or the largest weight in each cell of the whole matrix, in one pass.
-
-        Cells are as ``torch.tensor_split`` cuts T queries into h and S keys into w.
-        """
+        """An overview (B, H, h, w): mean or max of each cell; ``torch.tensor_split`` cuts T into h and S into w."""
         if reduce not in ("mean", "max"):
             raise ValueError(f"reduce={reduce!r} is neither 'mean' nor 'max'")
         walk, (n_batch, n_heads, n_queries, n_keys) = self._walk, self.shape
         height, width = walk.plan.block
         wide = _cells(n_keys, w, width, "w", "keys")
-        height = min(height, max(1, 4 * height * width // w))  # a stripe of the answer is held beside the tiles
+        height = min(height, max(1, 4 * height * width // w))  # a stripe of the result is held beside the tiles
         tall = _cells(n_queries, h, height, "h", "queries")
         columns, apart = [cols for cols, _ in wide], _unjoinable_starts(wide)
         first, last = {cols.start: cells.start for cols, cells in wide}, {cols.stop: cells.stop for cols, cells in wide}
         out = walk.lse.new_zeros(n_batch, n_heads, h, w)
-        stripe, unit = out.new_zeros(2, n_batch, n_heads, height, w)  # made once: no small blocks between large ones
+        stripe, unit = out.new_zeros(2, n_batch, n_heads, height, w)  # allocated once
         for rows, row_cells in tall:
             here = slice(0, rows.stop - rows.start)
             values, units = stripe[:, :, here].zero_(), unit[:, :, here].zero_()
@@ -275,16 +263,16 @@ class AttentionMap:
                 units[..., cells] = m
             values.mul_(walk.rescale_factor(units, walk.lse[:, :, rows, None]))
             _accumulate(out[:, :, row_cells], _reduce_cells(values, 2, row_cells, reduce), reduce)
-        return (
-            out if reduce == "max" else out.div_(_cell_sizes(n_queries, h, out)[:, None] * _cell_sizes(n_keys, w, out))
-        )
+        if reduce == "max":
+            return out
+        return out.div_(_cell_sizes(n_queries, h, out)[:, None] * _cell_sizes(n_keys, w, out))
 
 
-# ---- what is asked and given, checked
+# ---- arguments
 
 
 def as_span(pick: Pick, total: int, name: str, device: torch.device) -> Span:
-    """A pick as a slice with both ends known, or as indices from 0 to total - 1."""
+    """A pick as a slice with both ends, or as indices from 0 to total - 1."""
     if isinstance(pick, slice):
         start, stop, step = pick.indices(total)
         if step == 1:
@@ -324,11 +312,11 @@ def _check_lse(lse: Tensor, q: Tensor) -> Tensor:
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse of shape {tuple(lse.shape)} does not fit (batch, heads, queries) = {tuple(q.shape[:3])}")
     lse = lse.detach().to(q)
-    return lse.masked_fill(lse == -INF, INF)  # some kernels mark rows that see nothing this way
+    return lse.masked_fill(lse == -INF, INF)  # some kernels use -inf for rows that see nothing
 
 
 def freeze(part: Any) -> Any:
-    """A bias or mechanism that training no longer changes: its parameters copied, its other tensors shared."""
+    """A copy of a bias or mechanism that training does not change: parameters copied, other tensors shared."""
     if not isinstance(part, nn.Module):
         return part
     own: dict[int, Any] = {}
@@ -336,7 +324,7 @@ def freeze(part: Any) -> Any:
         for weight in module.parameters(recurse=False):
             own[id(weight)] = nn.Parameter(weight.detach().clone(), requires_grad=False)
         for x in (*module.buffers(recurse=False), *vars(module).values()):
-            if isinstance(x, Tensor):  # a dense bias may be anyone's tensor, part of any graph
+            if isinstance(x, Tensor):  # DenseBias.values may be part of a graph
                 own[id(x)] = x.detach().clone() if x.requires_grad else x
     return copy.deepcopy(part, own)
 
@@ -345,23 +333,23 @@ def freeze(part: Any) -> Any:
 
 
 def _cells(total: int, count: int, most: int, name: str, of: str) -> list[tuple[slice, slice]]:
-    """An axis cut into cells like ``tensor_split``, as (places, cells): several cells of one size, or a part of one."""
+    """An axis cut like ``tensor_split``, as (indices, cells): several cells of one size, or a part of one cell."""
     if not 1 <= count <= total:
         raise ValueError(f"pooled {name}={count} must lie between 1 and the {total} {of}")
     size, larger = divmod(total, count)
-    found, start, cell = [], 0, 0
+    pieces, start, cell = [], 0, 0
     while cell < count:
         here = size + (cell < larger)
         together = min(max(1, most // here), (larger if cell < larger else count) - cell)
         places = slice(start, start + together * here)
         parts = -(-here // most)  # 1 unless a single cell is too large for a block
-        found += [(piece, slice(cell, cell + together)) for piece in split_span(places, -(-together * here // parts))]
+        pieces += [(piece, slice(cell, cell + together)) for piece in split_span(places, -(-together * here // parts))]
         start, cell = places.stop, cell + together
-    return found
+    return pieces
 
 
 def _unjoinable_starts(pieces: list[tuple[slice, slice]]) -> set[int]:
-    """Where pieces of ``_cells`` may not be joined: inside a cell, and between cells of different sizes."""
+    """Starts of pieces that may not be joined to the one before: inside a cell, or between cells of other sizes."""
 
     def size(piece: tuple[slice, slice]) -> float:
         places, cells = piece
@@ -376,7 +364,7 @@ def _cell_sizes(total: int, count: int, like: Tensor) -> Tensor:
 
 
 def _reduce_cells(x: Tensor, dim: int, cells: slice, reduce: str) -> Tensor:
-    """Equal cells along an axis, each to its sum or its largest value."""
+    """Sum or max over each of the equal cells along an axis."""
     grouped = x.unflatten(dim, (cells.stop - cells.start, -1))
     return grouped.sum(dim + 1) if reduce == "mean" else grouped.amax(dim + 1)
 

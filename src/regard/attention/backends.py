@@ -26,8 +26,8 @@ MASKS = ("causal", "padding", "mask")  # "mask": any other mask
 BIASES = ("bias", "trainable bias", "content bias")  # "content bias" reads q and k
 DROPOUT = ("dropout", "seed")  # "seed": the dropout mask is fixed by a given seed
 FEATURES = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT, "weights")  # "weights": returns the weights
-# ``Mechanism.kind``: dot products · any scores under a softmax · products of feature maps · any positive scores divided
-# by their sum · dot products with a summary of the keys.
+# Values of ``Mechanism.kind``: dot products · other scores under a softmax · products of feature maps · other positive
+# scores divided by their sum · dot products with a summary of the keys.
 KINDS = ("dot", "scores", "kernel", "shares", "summary")
 DEVICES = ("cpu", "cuda", "mps")
 OTHER_DEVICE = "mps"  # unlisted devices (meta, xpu …) have torch's own operations, like this one
@@ -143,12 +143,8 @@ def _check_capable(backend: str, call: AttentionCall, weights: bool) -> None:
         near = nearest_name(backend, BACKENDS)
         hint = "" if near is None else f"; did you mean {near!r}?"
         raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}, auto{hint}")
-    features, kind, device, direction = (
-        features_of(call, weights),
-        call.mechanism.kind,
-        call.q.device.type,
-        _direction(call),
-    )
+    features, direction = features_of(call, weights), _direction(call)
+    kind, device = call.mechanism.kind, call.q.device.type
     missing = missing_features(backend, kind, device, direction, features)
     if missing:
         capable = ", ".join(capable_backends(kind, device, direction, features)) or "none"

@@ -1,8 +1,8 @@
-"""Position biases: what is added to a score because of where query and key stand.
+"""Position biases, added to the scores: dense, ALiBi, T5, Transformer-XL.
 
-Like masks they answer ``tile(rows, cols, frame)``. A bias first lays out what is O(T) (``operands``: its values by
-distance, its projected relative encodings), under autograd; tiles are then read from that. A backend that recomputes
-tiles hands the gradient of each tile to ``tile_backward`` and so trains the bias without ever holding T × S numbers.
+A bias computes its O(T) tensors once (``operands``: values by distance, projected encodings), under autograd, and
+``tile`` reads from them. Backends that recompute tiles pass each tile's gradient to ``tile_backward``, so a bias trains
+without a T × S matrix.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from .frame import Frame, Span, as_range
+from .frame import Frame, Span, as_range, span_length
 from .mechanisms import Operands, by_group, by_head
 
 __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Sum", "T5Bias", "XLRelative", "alibi_slopes"]
 
 
 class Bias(nn.Module):
-    """Base of all biases. ``reads_content`` marks those that need q and k, not only their places."""
+    """Base of all biases."""
 
-    reads_content: bool = False
+    reads_content: bool = False  # whether ``tile`` reads q and k
     n_operands: int = 0
 
     def operands(self, frame: Frame) -> Operands:
@@ -31,8 +31,8 @@ class Bias(nn.Module):
         return ()
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
-        """The bias of some rows and columns, broadcastable to (B, H, R, C); q and k are those of the tile."""
-        raise NotImplementedError  # a bias is its tile; there is no sensible default
+        """The bias of some rows and columns, broadcastable to (B, H, R, C), given q (B, H, R, D) and k (B, G, C, D)."""
+        raise NotImplementedError
 
     def tile_backward(
         self,
@@ -45,10 +45,7 @@ class Bias(nn.Module):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        """Add the gradient of one tile to ``d_operands``; return those of q and k where the content was read.
-
-        The default lets autograd differentiate this one tile.
-        """
+        """Add a tile's gradient to ``d_operands``; return that of q and k if the bias reads them. Default: autograd."""
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
             tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
@@ -62,11 +59,11 @@ class Bias(nn.Module):
         return (grads[0], grads[1]) if self.reads_content else None
 
     def dense(self, frame: Frame, q: Tensor, k: Tensor) -> Tensor:
-        """The whole bias: the tile of everything."""
+        """The whole bias, broadcastable to (B, H, T, S)."""
         return self.tile(slice(None), slice(None), frame, self.operands(frame), q, k)
 
     def check(self, frame: Frame) -> None:
-        """Raise when the bias cannot belong to this frame."""
+        """Raise when the bias does not fit this frame."""
 
     @property
     def trainable(self) -> bool:
@@ -74,7 +71,7 @@ class Bias(nn.Module):
 
 
 class DenseBias(Bias):
-    """Any tensor of additive scores: (T, S), (H, T, S) or (B or 1, H or 1, T, S), trainable if it is a parameter."""
+    """A tensor of additive scores: (T, S), (H, T, S) or (B or 1, H or 1, T, S)."""
 
     n_operands = 1
 
@@ -82,8 +79,7 @@ class DenseBias(Bias):
         super().__init__()
         if not 2 <= values.dim() <= 4 or not values.is_floating_point():
             raise ValueError(f"DenseBias wants 2 to 4 floating dimensions, got {values.dtype} {tuple(values.shape)}")
-        # Kept as it came: a plain tensor may belong to someone else's graph and must keep its gradient path.
-        self.values = values
+        self.values = values  # not a Parameter: a tensor inside another graph keeps its gradient path
 
     def operands(self, frame: Frame) -> Operands:
         values = self.values[(None,) * (4 - self.values.dim())]
@@ -108,7 +104,7 @@ class DenseBias(Bias):
 
 
 class Sum(Bias):
-    """Several biases added up."""
+    """The sum of several biases."""
 
     def __init__(self, first: Bias, *others: Bias) -> None:
         super().__init__()
@@ -143,12 +139,11 @@ class Sum(Bias):
 
 
 def toeplitz(values: Tensor, n_rows: int) -> Tensor:
-    """(..., R + C - 1) values of distance → (..., R, C) with out[i, j] = values[j - i + R - 1]."""
+    """Values by distance (..., R + C - 1) → (..., R, C) with out[i, j] = values[j - i + R - 1]."""
     n_cols = values.shape[-1] - n_rows + 1
-    if n_cols > n_rows:  # flip would lay out a wide tile by columns, and whatever adds it would crawl
+    if n_cols > n_rows:  # flip would make a wide tile column-major, which is slow to add
         return skew(values[..., None, :].expand(*values.shape[:-1], n_rows, values.shape[-1]))
-    windows = values.unfold(-1, n_cols, 1)  # (..., R, C): window w starts at w; row i wants the one at R - 1 - i
-    return windows.flip(-2)
+    return values.unfold(-1, n_cols, 1).flip(-2)  # row i is the window that starts at R - 1 - i
 
 
 def toeplitz_backward(d_tile: Tensor) -> Tensor:
@@ -157,33 +152,51 @@ def toeplitz_backward(d_tile: Tensor) -> Tensor:
 
 
 def skew(by_distance: Tensor) -> Tensor:
-    """(..., R, R + C - 1) → (..., R, C) with out[i, j] = in[i, j - i + R - 1] (Transformer-XL, appendix B). A view."""
+    """(..., R, R + C - 1) → a view (..., R, C) with out[i, j] = in[i, j - i + R - 1] (Transformer-XL, appendix B)."""
     by_distance = by_distance.contiguous()
     rows, width = by_distance.shape[-2:]
     if rows == 1:
         return by_distance
-    # Row i + 1 starts width - 1 numbers after row i: drop the first R - 1 and read on in rows one shorter.
+    # Row i + 1 starts width - 1 numbers after row i: drop the first R - 1 numbers and reshape to rows one shorter.
     shorter = by_distance.flatten(-2)[..., rows - 1 : rows * width - 1].unflatten(-1, (rows, width - 1))
     return shorter[..., : width - rows + 1]
 
 
 def unskew(tile: Tensor) -> Tensor:
-    """The transpose of ``skew``: (..., R, C) laid into (..., R, R + C - 1), zeros elsewhere."""
+    """The transpose of ``skew``: (..., R, C) → (..., R, R + C - 1), zeros elsewhere."""
     *lead, rows, cols = tile.shape
     out = torch.zeros(*lead, rows, rows + cols - 1, dtype=tile.dtype, device=tile.device)
     skew(out).copy_(tile)
     return out
 
 
-class RelativeBias(Bias):
-    """A bias b_h(j - i) of the distance alone. Subclasses write ``at``."""
+class DistanceBias(Bias):
+    """A bias with one operand row per distance (key position - query position) and head."""
 
     n_heads: int
+
+    def check(self, frame: Frame) -> None:
+        if self.n_heads != frame.n_heads:
+            raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
+
+    @staticmethod
+    def tile_distances(rows: Span, cols: Span, frame: Frame) -> slice | None:
+        """The R + C - 1 distances of a tile among all distances; None where they are not consecutive."""
+        row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
+        if frame.steady is None or row_range is None or col_range is None:
+            return None
+        start = col_range[0] + frame.n_queries - row_range[1]
+        return slice(start, start + row_range[1] - row_range[0] + col_range[1] - col_range[0] - 1)
+
+
+class RelativeBias(DistanceBias):
+    """A bias b_h(j - i) of the distance alone. Subclasses define ``at``."""
+
     n_operands = 1
 
     def at(self, distance: Tensor) -> Tensor:
-        """Values (H, …) for whole distances (…): key position - query position."""
-        raise NotImplementedError  # a relative bias is this function
+        """Values (H, …) for integer distances (…): key position - query position."""
+        raise NotImplementedError
 
     def operands(self, frame: Frame) -> Operands:
         low, high = frame.reach()
@@ -191,26 +204,15 @@ class RelativeBias(Bias):
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         (by_distance,) = operands
-        distances = self._distance_range(rows, cols, frame)
+        distances = self.tile_distances(rows, cols, frame)
         if distances is not None:
-            start, stop, n_rows = distances
-            values = by_distance[:, start:stop]
+            values, n_rows = by_distance[:, distances], span_length(rows, frame.n_queries)
             if _is_constant(values):
-                n_heads, n_cols = len(values), stop - start - n_rows + 1
-                return values[None, :, :1, None].expand(1, n_heads, n_rows, n_cols)
+                return values[None, :, :1, None].expand(1, len(values), n_rows, values.shape[1] - n_rows + 1)
             return toeplitz(values, n_rows)[None]  # (1, H, R, C)
         at = frame.site(rows, cols)
         distance = (at.j - at.i)[:, 0]  # (B or 1, R, C)
         return by_distance[:, distance - frame.reach()[0]].transpose(0, 1)  # (B or 1, H, R, C)
-
-    def _distance_range(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int, int] | None:
-        """Where the R + C - 1 distances of a tile stand among all distances, when they run on without gap."""
-        row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
-        if frame.steady is None or row_range is None or col_range is None:
-            return None
-        n_rows, n_cols = row_range[1] - row_range[0], col_range[1] - col_range[0]
-        start = col_range[0] + frame.n_queries - row_range[1]
-        return start, start + n_rows + n_cols - 1, n_rows
 
     def tile_backward(
         self,
@@ -223,29 +225,22 @@ class RelativeBias(Bias):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        distances = self._distance_range(rows, cols, frame)
+        distances = self.tile_distances(rows, cols, frame)
         if distances is None:
             return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
-        d_operands[0][:, distances[0] : distances[1]] += toeplitz_backward(d_tile.sum(0))
+        d_operands[0][:, distances] += toeplitz_backward(d_tile.sum(0))
         return None
-
-    def check(self, frame: Frame) -> None:
-        if self.n_heads != frame.n_heads:
-            raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
 
 
 def _is_constant(values: Tensor) -> bool:
-    """Whether a tile is one value a head, as T5's are far from the diagonal: then nothing has to be laid out.
-
-    Asked only where the answer is free: on a CPU, outside of a graph.
-    """
+    """Whether a tile is one value per head, as T5's are far from the diagonal; checked on a CPU without gradients."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or values.device.type != "cpu":
         return False
     return bool((values == values[:, :1]).all())
 
 
 class Alibi(RelativeBias):
-    """Attention with linear biases (Press et al. 2022): b_h(d) = -m_h |d|, m_h = 2^(-8h/H). Nothing to train."""
+    """Attention with linear biases (Press et al. 2022): b_h(d) = -m_h |d|, m_h = 2^(-8h/H). No parameters."""
 
     slopes: Tensor
 
@@ -256,7 +251,7 @@ class Alibi(RelativeBias):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # Computed anew, so that neither .to_empty() after a stay on meta nor .half().float() changes them.
+        # Recomputed: .to_empty() and .half().float() would change them.
         self.slopes = torch.tensor(alibi_slopes(self.n_heads), dtype=self.slopes.dtype, device=self.slopes.device)
         return self
 
@@ -265,7 +260,7 @@ class Alibi(RelativeBias):
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """The paper's slopes; for a head count between powers of two, every second slope of the next power fills up."""
+    """The paper's slopes; between powers of two, the rest are every second slope of the next power."""
     below = 2 ** math.floor(math.log2(n_heads))
     slopes = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
     return slopes + [2.0 ** (-4.0 * (2 * h + 1) / below) for h in range(n_heads - below)]
@@ -274,7 +269,7 @@ def alibi_slopes(n_heads: int) -> list[float]:
 class T5Bias(RelativeBias):
     """T5's learned bias (Raffel et al. 2020, §2.1): b_h(d) = w[bucket(d), h].
 
-    Near distances have a bucket each, farther ones share buckets that grow logarithmically up to ``max_distance``.
+    Small distances have a bucket each, larger ones share buckets that grow logarithmically up to ``max_distance``.
     """
 
     def __init__(self, n_heads: int, n_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
@@ -310,10 +305,10 @@ class T5Bias(RelativeBias):
         return f"{self.n_heads}, n_buckets={self.n_buckets}, max_distance={self.max_distance}"
 
 
-class XLRelative(Bias):
-    """scale · ((q + v) · r_{i-j} + u · k), for all heads; r is a sinusoid of the distance, projected by W_r.
+class XLRelative(DistanceBias):
+    """Transformer-XL (Dai et al. 2019, §3.3): scale · ((q + v) · r_{i-j} + u · k), r = W_r sinusoid(i - j).
 
-    In a tile of R × C there are R + C - 1 distances: (q + v) · r is one small product whose diagonals are the tile.
+    A tile of R × C has R + C - 1 distances: (q + v) · r is one small product, and ``skew`` reads the tile from it.
     """
 
     reads_content = True
@@ -345,8 +340,9 @@ class XLRelative(Bias):
         r, u, v = operands
         if q.shape[-1] != self.d_head:
             raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
-        by_distance = (q + v[:, None]) @ self._nearby(r, rows, cols, frame).transpose(-1, -2)  # (B, H, R, distances)
-        distances = self._distance_range(rows, cols, frame)
+        distances = self.tile_distances(rows, cols, frame)
+        nearby = r if distances is None else r[:, distances]
+        by_distance = (q + v[:, None]) @ nearby.transpose(-1, -2)  # (B, H, R, distances)
         if distances is None:
             at = frame.site(rows, cols)
             index = (at.j - at.i - frame.reach()[0]).expand(by_distance.shape[0], by_distance.shape[1], -1, -1)
@@ -356,20 +352,9 @@ class XLRelative(Bias):
         return (position + self._content(u, k, q.shape[1])) * self.scale
 
     def _content(self, u: Tensor, k: Tensor, n_heads: int) -> Tensor:
-        """u · k for every key, (B, H, 1, C); grouped key heads are shared."""
+        """u · k for every key, (B, H, 1, C)."""
         shared = by_group(u[None, :, None, :], k.shape[1])  # (1, G, H/G, D)
         return by_head(shared @ k.transpose(-1, -2), n_heads)
-
-    def _distance_range(self, rows: Span, cols: Span, frame: Frame) -> tuple[int, int] | None:
-        row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
-        if frame.steady is None or row_range is None or col_range is None:
-            return None
-        start = col_range[0] + frame.n_queries - row_range[1]
-        return start, start + row_range[1] - row_range[0] + col_range[1] - col_range[0] - 1
-
-    def _nearby(self, r: Tensor, rows: Span, cols: Span, frame: Frame) -> Tensor:
-        distances = self._distance_range(rows, cols, frame)
-        return r if distances is None else r[:, distances[0] : distances[1]]
 
     def tile_backward(
         self,
@@ -382,20 +367,16 @@ class XLRelative(Bias):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        distances = self._distance_range(rows, cols, frame)
+        distances = self.tile_distances(rows, cols, frame)
         if distances is None:
             return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
         (r, u, v), (d_r, d_u, d_v) = operands, d_operands
         d_tile = d_tile * self.scale
         d_position = unskew(d_tile)  # (B, H, R, R + C - 1)
-        d_q = d_position @ r[:, distances[0] : distances[1]]
-        d_r[:, distances[0] : distances[1]] += (d_position.transpose(-1, -2) @ (q + v[:, None])).sum(0)
+        d_q = d_position @ r[:, distances]
+        d_r[:, distances] += (d_position.transpose(-1, -2) @ (q + v[:, None])).sum(0)
         d_v += d_q.sum((0, 2))
         d_content = by_group(d_tile.sum(2, keepdim=True), k.shape[1])  # (B, G, H/G, C)
         d_u += by_head(d_content @ k, q.shape[1]).sum((0, 2))
         d_k = d_content.transpose(-1, -2) @ by_group(u[None, :, None, :], k.shape[1])
         return d_q, d_k
-
-    def check(self, frame: Frame) -> None:
-        if self.n_heads != frame.n_heads:
-            raise ValueError(f"bias XLRelative has n_heads={self.n_heads}, the queries have {frame.n_heads}")

@@ -1,8 +1,7 @@
-"""Changing what passes through a model, at the place where it passes; nothing when nobody changes anything.
+"""Edits: replace attention calls, head outputs and hidden states of a model inside a ``with use_edit(...)`` block.
 
-Taps show, edits replace. The model itself is never touched: an edit stands in a list beside it for as long as a
-``with`` block lasts, so that afterwards, and after an exception, everything is as it was. Like taps, these are function
-calls in the forward pass; a compiled model runs eagerly while it is edited.
+Like taps, these are function calls in the forward pass; the model itself is not changed. Compiled models run eagerly
+while there are edits.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .score_matrix import AttentionCall
 
 
 class Edit:
-    """What the thread that made it changes in one model. Each method returns what it is given; subclasses do not."""
+    """Changes to one model in the thread that created it. Subclasses override the methods; the defaults do nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
@@ -27,19 +26,18 @@ class Edit:
         self._thread = threading.get_ident()
 
     def applies_to(self, owner: nn.Module) -> bool:
-        """Other models, and what other threads compute with this one, stay as they are."""
         return owner in self._modules and self._thread == threading.get_ident()
 
     def call(self, owner: nn.Module, call: AttentionCall) -> AttentionCall:
-        """How an attention is to be computed."""
+        """Replace an attention call before it is computed."""
         return call
 
     def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
-        """What an attention's heads return, (B, H, T, D), before they are joined."""
+        """Replace the heads' output (B, H, T, D) before w_o."""
         return output
 
     def states(self, owner: nn.Module, x: Tensor) -> Tensor:
-        """What goes into a stack of layers, or comes out of one of them, (B, T, M)."""
+        """Replace the hidden states (B, T, M) before a stack or after a layer."""
         return x
 
 
@@ -48,41 +46,35 @@ _lock = threading.Lock()
 
 
 def apply_edits_to_call(owner: nn.Module, call: AttentionCall) -> AttentionCall:
-    """An attention as whoever intervenes wants it computed."""
-    if _edits:
-        for edit in _edits_for(owner):
-            call = edit.call(owner, call)
+    for edit in _edits_for(owner):
+        call = edit.call(owner, call)
     return call
 
 
 def apply_edits_to_heads(owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
-    """The output of an attention's heads (B, H, T, D) as whoever intervenes wants it."""
-    if _edits:
-        for edit in _edits_for(owner):
-            output = edit.heads(owner, call, output)
+    for edit in _edits_for(owner):
+        output = edit.heads(owner, call, output)
     return output
 
 
 def apply_edits_to_states(owner: nn.Module, x: Tensor) -> Tensor:
-    """The states (B, T, M) before a stack or behind a layer as whoever intervenes wants them."""
-    if _edits:
-        for edit in _edits_for(owner):
-            x = edit.states(owner, x)
+    for edit in _edits_for(owner):
+        x = edit.states(owner, x)
     return x
 
 
 def has_edits(model: nn.Module) -> bool:
-    """Whether anything this thread computes with a model may be changed on its way."""
-    return bool(_edits) and any(edit.applies_to(model) for edit in _edits)
+    """Whether this thread edits the model."""
+    return bool(_edits_for(model))
 
 
-def _edits_for(owner: nn.Module) -> Iterator[Edit]:
-    return (edit for edit in _edits if edit.applies_to(owner))
+def _edits_for(owner: nn.Module) -> list[Edit]:
+    return [edit for edit in _edits if edit.applies_to(owner)] if _edits else []
 
 
 @contextmanager
 def use_edit(edit: Edit) -> Iterator[None]:
-    """Let an edit act inside the ``with`` block. Several may: they act in the order in which they were begun."""
+    """Apply an edit inside the ``with`` block; several apply in the order they were entered."""
     _update_edits(lambda edits: (*edits, edit))
     try:
         yield
@@ -90,15 +82,15 @@ def use_edit(edit: Edit) -> Iterator[None]:
         _update_edits(lambda edits: tuple(other for other in edits if other is not edit))
 
 
-_eager = ExitStack()  # held open while there are edits, by whichever thread's: they may end in any order
+_eager = ExitStack()  # open while any thread has edits; they may end in any order
 
 
 def _update_edits(update: Callable[[tuple[Edit, ...]], tuple[Edit, ...]]) -> None:
-    """Compiled graphs know nothing of edits: while there are some, what was compiled runs as it was written."""
+    """Change the list of edits, and run compiled models eagerly while it is not empty."""
     global _edits
     with _lock:
         before, _edits = _edits, update(_edits)
-        if _edits and not before and "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it is slow
+        if _edits and not before and "torch._dynamo" in sys.modules:  # else nothing is compiled; importing it is slow
             _eager.enter_context(torch.compiler.set_stance("force_eager"))
         if before and not _edits:
             _eager.close()

@@ -1,7 +1,7 @@
-"""Where queries and keys stand: the coordinate system every mask, bias and map is read through.
+"""``Frame``: the positions and documents of queries and keys.
 
-A mask or bias is a function of *positions*, never of tensor indices. That one habit makes the same definition serve a
-full forward pass, a step of cached decoding, a ring cache whose slots are out of order and a packed batch of documents.
+Masks and biases are functions of *positions*, not of tensor indices, so one definition serves full forward passes,
+cached decoding, ring caches whose slots are out of order, and packed documents.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Span = slice | Tensor
-"""Some rows or columns: a slice without step, or a 1-D tensor of indices."""
-
+Span = slice | Tensor  # some rows or columns: a slice without step, or a 1-D tensor of indices
 ALL = slice(None)
 HEADS_SHAPE = "(batch, heads, length, width)"
 
@@ -61,12 +59,7 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Positions (and documents) of T queries and S keys for a batch of B with H query heads.
-
-    ``steady`` is (first query position, first key position) when both run on without gap, the same for all of the
-    batch; it lets relative biases be read as diagonals. ``limit`` bounds the distance of any query from any key slot,
-    empty ones (-1) included, when positions are only known as tensors, so that nothing has to be read back.
-    """
+    """Positions (and documents) of T queries and S keys for a batch of B with H query heads."""
 
     n_batch: int
     n_heads: int
@@ -74,9 +67,9 @@ class Frame:
     k_pos: Tensor  # (S,) or (B, S); -1 for a cache slot not yet written and for padding
     q_doc: Tensor | None = None
     k_doc: Tensor | None = None
-    steady: tuple[int, int] | None = None
-    limit: int | None = None
-    first_batch: int = 0  # where this frame is a part of a larger one
+    steady: tuple[int, int] | None = None  # first query and key position, where both are consecutive in all rows
+    limit: int | None = None  # bound of |key - query position|, empty slots (-1) included, known without the device
+    first_batch: int = 0  # offset in the larger frame this is a part of
     first_head: int = 0
 
     @property
@@ -95,7 +88,7 @@ class Frame:
     def aligned(
         cls, n_batch: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device | str = "cpu"
     ) -> Frame:
-        """The default: keys at 0 … S-1, and the last query stands at the last key."""
+        """The default: keys at 0 … S-1, the last query at the last key."""
         return cls.running(n_batch, n_heads, n_queries, n_keys, n_keys - n_queries, 0, device)
 
     @classmethod
@@ -120,7 +113,7 @@ class Frame:
         return cls.aligned(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
 
     def check(self, q: Tensor, k: Tensor) -> None:
-        """Raise unless the frame places exactly these queries and keys."""
+        """Raise unless the frame has the sizes and device of q and k."""
         own = (self.n_batch, self.n_heads, self.n_queries, self.n_keys)
         given = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         if own != given:
@@ -141,8 +134,8 @@ class Frame:
         return int(self.k_pos.min() - self.q_pos.max()), int(self.k_pos.max() - self.q_pos.min())
 
     def site(self, rows: Span | None = None, cols: Span | None = None) -> Site:
-        """The coordinates of a tile, by default of everything."""
-        # The default is None, not ALL: torch 2.11 cannot trace a slice as the default of an argument.
+        """The coordinates of a tile, by default of the whole matrix."""
+        # Not ``= ALL``: torch 2.11 cannot trace a slice as a default argument.
         rows, cols = ALL if rows is None else rows, ALL if cols is None else cols
         device = self.device
         row = torch.arange(self.n_queries, device=device)[rows]
@@ -159,7 +152,7 @@ class Frame:
         )
 
     def site_at(self, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Site:
-        """The coordinates of single pairs given by index, the form FlexAttention's mask_mod and score_mod ask for."""
+        """The coordinates of pairs given by index, for FlexAttention's mask_mod and score_mod."""
         if self.steady is not None:
             i, j = row + self.steady[0], col + self.steady[1]
         else:
@@ -175,11 +168,11 @@ class Frame:
 
     @property
     def heads(self) -> slice:
-        """The heads this frame is about, for tables that hold one entry a head."""
+        """The heads of this frame, to index per-head tables."""
         return slice(self.first_head, self.first_head + self.n_heads)
 
     def part(self, batch: range, heads: range) -> Frame:
-        """The same frame for some of the batch and some of the heads."""
+        """The frame of some of the batch and heads."""
 
         def some(x: Tensor) -> Tensor:
             return x if x.dim() == 1 else x[batch.start : batch.stop]
@@ -217,11 +210,9 @@ def span_length(span: Span, total: int) -> int:
 
 def as_range(span: Span, total: int) -> tuple[int, int] | None:
     """(start, stop) of a contiguous span, None where it is given by indices."""
-    if not isinstance(span, slice):
+    if not isinstance(span, slice) or span.step not in (None, 1):
         return None
-    if span.step not in (None, 1):
-        return None
-    # What slice.indices says, which torch 2.11 cannot trace.
+    # As slice.indices, which torch 2.11 cannot trace.
     start, stop = 0 if span.start is None else span.start, total if span.stop is None else span.stop
     start, stop = start + total if start < 0 else start, stop + total if stop < 0 else stop
     start = min(max(start, 0), total)

@@ -1,4 +1,4 @@
-"""torch's own fused kernels, fed from the same masks and biases: scaled_dot_product_attention and FlexAttention."""
+"""torch's fused kernels: scaled_dot_product_attention and FlexAttention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .masks import Causal, Mask
 from .mechanisms import Dot
 from .score_matrix import AttentionCall
 
-_SHORT = 256  # keys up to which torch's bf16 backward on a CPU loses to fp32's: 3 times at 64, even at 256
+_SHORT = 256  # keys up to which torch's bf16 backward on a CPU is slower than fp32's (3 × at 64)
 
 
 def sdpa(call: AttentionCall) -> Tensor:
-    """``F.scaled_dot_product_attention``: fused where torch can; a mask or bias that is not causal is made dense."""
+    """``F.scaled_dot_product_attention``; masks other than causal and biases are passed as a dense tensor."""
     if not _better_in_fp32(call):
         return _sdpa(call, call.q, call.k, call.v)
     with torch.autocast(call.q.device.type, enabled=False):  # it would cast them down again
@@ -29,11 +29,10 @@ def sdpa(call: AttentionCall) -> Tensor:
 
 
 def _better_in_fp32(call: AttentionCall) -> bool:
-    """Whether this is the one case where bf16 is slower than fp32 around two casts: training on a CPU, short texts."""
+    """Whether bf16 is slower than fp32 with two casts: training on a CPU with short texts."""
     q, k, v = call.q, call.k, call.v
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not torch.is_autocast_enabled("cpu"):
         return False
-    # A bias alone may want a gradient too, but only where q and k come from frozen layers; that is too rare to matter.
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return wants_grad and call.frame.n_keys <= _SHORT
 
@@ -48,13 +47,13 @@ def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if call.bias is None and sees_everything(call.mask, call.frame):
         return F.scaled_dot_product_attention(q, k, v, **options)
     if call.bias is None and is_square_causal(call.mask, call.frame):
-        if options["scale"] <= 0:  # torch hides the future before it scales, and -inf · 0 is NaN
+        if options["scale"] <= 0:  # torch masks before it scales, and -inf · 0 is NaN
             q, options["scale"] = q * options["scale"], 1.0
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     allowed = call.allowed()
     blind = None
     if allowed is not None:
-        # A row of -inf would be NaN in some kernels: let such rows look at everything, then set their output to 0.
+        # A row of -inf is NaN in some kernels: unmask such rows, then set their output to 0.
         blind = ~allowed.any(-1, keepdim=True)
         allowed = allowed | blind
     attn_mask = allowed
@@ -67,7 +66,7 @@ def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sees_everything(mask: Mask | None, frame: Frame) -> bool:
-    """Whether no pair is masked, as far as shapes alone can tell (a decoding step under a causal mask, say)."""
+    """Whether no pair is masked, as far as shapes tell (e.g. a decode step under a causal mask)."""
     if frame.may_have_gaps:
         return False
     if mask is None:
@@ -77,19 +76,19 @@ def sees_everything(mask: Mask | None, frame: Frame) -> bool:
 
 
 def is_square_causal(mask: Mask | None, frame: Frame) -> bool:
-    """Whether this is the one mask fused kernels know by name: causal, first query at the first key."""
+    """Whether sdpa's ``is_causal`` applies: causal, T = S, first query at the first key."""
     if not isinstance(mask, Causal) or frame.may_have_gaps or frame.steady is None:
         return False
     return frame.steady[0] == frame.steady[1] and frame.n_queries == frame.n_keys
 
 
 def flex_fits(call: AttentionCall) -> bool:
-    """Whether FlexAttention's kernel takes these heads: no double precision, and heads at least 16 wide."""
+    """Whether FlexAttention's kernel takes these heads: not float64, width at least 16."""
     return call.q.dtype != torch.float64 and min(call.q.shape[-1], call.v.shape[-1]) >= 16
 
 
 def flex(call: AttentionCall) -> Tensor:
-    """FlexAttention: mask and bias are its ``mask_mod`` and ``score_mod``. Compiled on CUDA; on CPU its definition."""
+    """FlexAttention with mask and bias as ``mask_mod`` and ``score_mod``; compiled on CUDA, eager on CPU."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     assert isinstance(call.mechanism, Dot)
@@ -106,7 +105,7 @@ def flex(call: AttentionCall) -> Tensor:
             mask_mod, frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, device=call.q.device
         )
     q, k, v = call.q, call.k, call.v
-    if not torch.is_grad_enabled():  # on CPU FlexAttention refuses inputs that could want a gradient
+    if not torch.is_grad_enabled():  # on CPU FlexAttention refuses inputs that require gradients
         q, k, v = q.detach(), k.detach(), v.detach()
     output, lse = _flex_kernel(q.device.type)(
         q,
@@ -118,7 +117,6 @@ def flex(call: AttentionCall) -> Tensor:
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
     )
-    # Rows that see nothing: 0, whatever the kernel left there.
     return output if block_mask is None else output.masked_fill((lse == float("-inf"))[..., None], 0)
 
 
@@ -148,16 +146,16 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
         compiled = torch.compile(flex_attention, dynamic=False)
 
         def fused(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # it will be fused as a part of the larger graph
+            if torch.compiler.is_compiling():  # fused as part of the larger graph
                 return flex_attention(*args, **kwargs)
-            # Each shape and each mask is a kernel of its own. Past torch's usual limit, 8, it would go on unfused.
+            # Each shape and mask is its own kernel; past torch's default limit of 8 it would run unfused.
             with torch._dynamo.config.patch(recompile_limit=256):
                 return compiled(*args, **kwargs)
 
         return fused
 
     def unfused(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():  # torch warns that this is not fused; on a CPU that is what was asked for
+        with warnings.catch_warnings():  # torch warns that this is not fused
             warnings.simplefilter("ignore")
             return flex_attention(*args, **kwargs)
 

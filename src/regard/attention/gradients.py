@@ -1,9 +1,8 @@
-"""The gradients of attention, written out. O = A V, A = softmax(S), S = scale · Q Kᵀ.
+"""The analytic gradients of attention. O = A V, A = softmax(S), S = scale · Q Kᵀ.
 
     dV = Aᵀ dO      dA = dO Vᵀ      dS = A ∘ (dA - rowsum(A ∘ dA))      dQ = scale · dS K      dK = scale · dSᵀ Q
 
-``tiled`` applies the same functions tile by tile; rowsum(A ∘ dA) = rowsum(dO ∘ O) is then known before the first tile
-(FlashAttention, Dao et al. 2022, appendix B.2), so no row of A is ever held whole.
+``tiled`` applies them tile by tile, with rowsum(A ∘ dA) = rowsum(dO ∘ O) (Dao et al. 2022, appendix B.2).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def d_weights(d_output: Tensor, v: Tensor) -> Tensor:
 
 
 def row_dot(output: Tensor, d_output: Tensor) -> Tensor:
-    """rowsum(A ∘ dA), as rowsum(O ∘ dO): one number a query."""
+    """rowsum(A ∘ dA), as rowsum(O ∘ dO)."""
     return (output * d_output).sum(-1, keepdim=True)
 
 

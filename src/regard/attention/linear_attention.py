@@ -1,9 +1,8 @@
-"""Linear attention: weights that are dot products of feature maps, so that T × S never has to be computed.
+"""Linear attention: weights are dot products of feature maps, so the output takes O(T) time.
 
     weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j)        o_i = φ(q_i) (Σ_j φ(k_j) v_jᵀ) / φ(q_i)·Σ_j φ(k_j)
 
-The bracket is the same for every query, or under a causal mask a running sum: O(T) time (Katharopoulos et al. 2020,
-eq. 4-12). ``Linear`` and ``Performer`` are mechanisms like any other, so the reference gives the weights they imply.
+The bracket is the same for every query, or a running sum under a causal mask (Katharopoulos et al. 2020, eq. 4-12).
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from .mechanisms import Mechanism, Operands, Prepared, by_group, by_head
 from .reference import reference
 from .score_matrix import AttentionCall
 
-CHUNK = 64
-"""Tokens in a chunk of the causal form: scores inside a chunk cost O(chunk) a token, states O(D² / chunk)."""
+CHUNK = 64  # tokens in a chunk of the causal form: scores cost O(chunk) per token, states O(D² / chunk)
 
 
 class Kernel(Mechanism):
-    """s_ij = φ(q_i)·φ(k_j) with φ > 0, and weights s / Σ s. ``queries`` and ``keys`` are φ, applied once, O(T)."""
+    """s_ij = φ(q_i)·φ(k_j) with φ > 0, and weights s / Σ s. ``queries`` and ``keys`` are φ."""
 
     normaliser = "linear"
     kind = "kernel"
@@ -42,10 +40,7 @@ class Kernel(Mechanism):
 
 
 class Linear(Kernel):
-    """Katharopoulos et al. 2020, eq. 7: φ(x) = elu(x) + 1.
-
-    A kernel of its own, not an approximation of softmax: its weights differ from softmax's whatever the width.
-    """
+    """Katharopoulos et al. 2020, eq. 7: φ(x) = elu(x) + 1; not an approximation of softmax."""
 
     name = "linear"
 
@@ -64,28 +59,27 @@ class Linear(Kernel):
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
-    """e^x below 0, x + 1 above; elu(x) + 1 itself would round to 0 for very negative x and leave a row without keys."""
+    """e^x below 0, x + 1 above; F.elu(x) + 1 would round to 0 for very negative x."""
     return x.clamp(max=0).exp() + x.relu()
 
 
 class Performer(nn.Module, Kernel):
     """FAVOR+ (Choromanski et al. 2021, §2.3-2.4): φ(x) = exp(ωᵀx - |x|²/2) / √m with m random, orthogonal ω ~ N(0, I).
 
-    An unbiased estimate of softmax's kernel: E[φ(q)·φ(k)] = exp(q·k), where q and k first take √scale each. Its
-    relative standard deviation is at most √((exp(|q + k|²) - 1) / m) (lemma 2): it falls like 1/√m, but serves small q
-    and k only. At D = 16, m = 1024 the output is off by 90 % for unit-variance q and k, by 10 % at half that size.
+    Unbiased for softmax's kernel: E[φ(q)·φ(k)] = exp(q·k), with q and k multiplied by √scale first. The relative
+    standard deviation is at most √((exp(|q + k|²) - 1) / m) (lemma 2), so it serves small q and k only: at D = 16,
+    m = 1024 the output is off by 90 % for unit-variance q and k, by 10 % at half that size.
     """
 
     name = "performer"
     omega: Tensor
 
-    # Factors that cancel in the weights keep φ inside fp32's range. That of the keys must not depend on the keys: a
-    # maximum over them would let the future, padding and whatever is decoded next change what came before. Nor need it:
-    # ωᵀx - |x|²/2 is at most z²/2, z = ωᵀx/|x| being standard normal, so the upper end is 8 standard deviations out;
-    # the lower is reached by keys of rms 5 at D = 64. Beyond, features stop growing or fading: never 0, never infinite.
+    # Factors that cancel in the weights keep φ inside fp32's range. The keys' factor is a constant: a maximum over the
+    # keys would let future tokens and padding change earlier outputs. ωᵀx - |x|²/2 ≤ z²/2 with z = ωᵀx/|x| standard
+    # normal: the upper end of the range is 8 standard deviations, the lower is keys of rms 5 at D = 64.
     _key_shift = 20.0
     _key_range = 55.0
-    _query_floor = 1e-7  # of a query's largest feature: bounds the ratio of sums to their total, and so the gradients
+    _query_floor = 1e-7  # relative to a query's largest feature; bounds the gradients
 
     def __init__(self, d_head: int, n_features: int = 256, scale: float | None = None, seed: int = 0) -> None:
         super().__init__()
@@ -103,21 +97,21 @@ class Performer(nn.Module, Kernel):
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
-        """Draw the features anew; the same seed gives the same features on every device."""
+        """Draw new features; the same seed gives the same features on every device."""
         n_features, d_head = self.omega.shape
         self.omega.copy_(orthogonal_gaussian(n_features, d_head, torch.Generator().manual_seed(seed)))
 
     def features(self, x: Tensor) -> Tensor:
-        """φ(x) as in the paper, (B, H, T, m): for small x only, since it may over- or underflow."""
+        """φ(x) as in the paper, (B, H, T, m); may over- or underflow."""
         return self._log_features(x).exp()
 
     def queries(self, q: Tensor) -> Tensor:
-        """φ(q) up to a factor of each query, which its row's sum takes out again: the largest feature is 1."""
+        """φ(q) scaled so that each query's largest feature is 1; the factor cancels in the weights."""
         logs = self._log_features(q)
         return ((logs - logs.detach().amax(-1, keepdim=True)).exp() + self._query_floor).to(q.dtype)
 
     def keys(self, k: Tensor) -> Tensor:
-        """φ(k) up to a factor that is the same for all keys ever."""
+        """φ(k) times a constant, clamped to fp32's range."""
         logs = self._log_features(k) + self._key_shift
         return logs.clamp(-self._key_range, self._key_range).exp().to(k.dtype)
 
@@ -128,7 +122,7 @@ class Performer(nn.Module, Kernel):
         if x.dtype == torch.float16:
             raise TypeError("Performer's features leave the range of float16; use bfloat16 or float32")
         x = x.to(_compute_dtype(x.dtype)) * math.sqrt(self.scale)
-        with _full_precision(x):  # the exponent of what follows: rounding here is a factor there
+        with _full_precision(x):  # exponents: a rounding error here is a factor of φ
             along = x @ self.omega.to(x.dtype).T
         return along - x.square().sum(-1, keepdim=True) / 2 - math.log(n_features) / 2
 
@@ -138,7 +132,7 @@ class Performer(nn.Module, Kernel):
 
 
 def orthogonal_gaussian(n_rows: int, width: int, generator: torch.Generator) -> Tensor:
-    """Rows ~ N(0, I), each exactly so, but orthogonal within every ``width`` of them: less variance, still unbiased."""
+    """Rows ~ N(0, I), orthogonal within every ``width`` of them (Choromanski et al. 2021, §2.4)."""
 
     def gaussian() -> Tensor:
         return torch.randn(width, width, generator=generator, dtype=torch.float64)
@@ -146,16 +140,13 @@ def orthogonal_gaussian(n_rows: int, width: int, generator: torch.Generator) -> 
     blocks = []
     for _ in range(-(-n_rows // width)):
         directions, r = torch.linalg.qr(gaussian())
-        directions = directions * r.diagonal().sign()  # QR's own signs would not be uniform over rotations
+        directions = directions * r.diagonal().sign()  # uniform over rotations
         blocks.append(directions.T * gaussian().norm(dim=1, keepdim=True))
     return torch.cat(blocks)[:n_rows]
 
 
 def linear(call: AttentionCall) -> Tensor:
-    """The output (B, H, T, D) in O(T) time and memory, for no mask, causal, padding, or both.
-
-    Positions known only as tensors (the slots of a cache) have no running sum: if causal, they take the formula.
-    """
+    """The output (B, H, T, D) in O(T) for no mask, causal, padding, or both; causal with cache slots: the reference."""
     causal, rest = _split_causal(call.mask)
     if causal and call.frame.steady is None:
         return reference(call)[0]
@@ -174,7 +165,7 @@ def linear(call: AttentionCall) -> Tensor:
 
 
 def _split_causal(mask: Mask | None) -> tuple[bool, Mask | None]:
-    """Whether a mask of causal and padding parts is causal, and what else it is."""
+    """Whether a mask has a causal part, and the rest of it."""
     if isinstance(mask, Causal):
         return True, None
     if isinstance(mask, And):
@@ -184,32 +175,31 @@ def _split_causal(mask: Mask | None) -> tuple[bool, Mask | None]:
 
 
 def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
-    """Which keys a mask of padding lets anyone see, (B or 1, 1, S, 1); None where all are."""
-    if mask is not None:  # padding asks about keys only, so any query will do
+    """Which keys a padding mask leaves visible, (B or 1, 1, S, 1); None where all are."""
+    if mask is not None:  # padding depends on keys only, so the first query will do
         return mask.tile(slice(0, 1), slice(None), frame).transpose(-1, -2)
     if not frame.may_have_gaps:
         return None
-    there = frame.k_pos >= 0
-    return there[None, None, :, None] if there.dim() == 1 else there[:, None, :, None]
+    present = frame.k_pos >= 0
+    return present[None, None, :, None] if present.dim() == 1 else present[:, None, :, None]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is computed in fp32: sums run over the whole length."""
+    """fp32 for half precision: sums run over the whole length."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
-    """Autocast would round to half precision again what was widened for a reason."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """v and a column of ones: what sums up φ(k) v then sums up φ(k) beside it."""
+    """v with a column of ones, so that Σ φ(k) is computed beside Σ φ(k) v."""
     return F.pad(v, (0, 1), value=1.0)
 
 
 def divide(sums: Tensor) -> Tensor:
-    """Weighted sums of (v, 1) to weighted means of v; where nothing was seen 0, with gradient 0."""
+    """Weighted sums of (v, 1) → weighted means of v; 0 with gradient 0 where nothing was seen."""
     values, total = sums[..., :-1], sums[..., -1:]
     return values / torch.where(total == 0, 1, total)
 
@@ -220,22 +210,21 @@ def key_sums(k: Tensor, v: Tensor) -> Tensor:
 
 
 def causal_sums(q: Tensor, k: Tensor, v: Tensor, ahead: int) -> Tensor:
-    """Σ_{j ≤ i + ahead} φ(q_i)·φ(k_j) (v_j, 1), (B, H, T, D_v + 1): query i stands ``ahead`` keys after key i."""
+    """Σ_{j ≤ i + ahead} φ(q_i)·φ(k_j) (v_j, 1), (B, H, T, D_v + 1)."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     before = min(max(ahead, 0), n_keys)  # keys that every query sees
     blind = min(max(-ahead, 0), n_queries)  # queries that see no key
     paired = min(n_keys - before, n_queries - blind)
     start = key_sums(k[:, :, :before], v[:, :, :before])
-    # Key i + before beside query i: zeros where queries come before all keys or go on after them.
+    # Key i + before beside query i, padded with zeros.
     k, v = (_pad(x[:, :, before : before + paired], blind, n_queries - blind - paired) for x in (k, v))
     return running_sums(q, k, v, start)[0]
 
 
 def running_sums(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal sums of T queries beside T keys, after what ``start`` has gathered; and all that is gathered then.
+    """Causal sums of T queries and T keys on top of the state ``start`` (B, G, D_φ, D_v + 1); and the final state.
 
-    Inside a chunk the masked scores are computed; everything before it is one state (D_φ, D_v + 1), a running sum of
-    the chunks' own. T / chunk states are held, never T.
+    Inside a chunk the masked scores are computed; everything before it is one state, a running sum over chunks.
     """
     n_heads, n_queries, (b, g) = q.shape[1], q.shape[2], k.shape[:2]
     size = min(CHUNK, n_queries)
@@ -251,12 +240,11 @@ def running_sums(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor
 
 
 def _pad(x: Tensor, before: int, after: int) -> Tensor:
-    """Zeros along the length; no copy where none are wanted."""
     return F.pad(x, (0, 0, before, after)) if before or after else x
 
 
 class LinearState:
-    """Causal linear attention as a recurrent network (Katharopoulos et al. 2020, eq. 16-20): memory that never grows.
+    """Causal linear attention as a recurrent network (Katharopoulos et al. 2020, eq. 16-20), O(1) memory.
 
     S_t = S_{t-1} + φ(k_t) v_tᵀ,  z_t = z_{t-1} + φ(k_t),  o_t = φ(q_t) S_t / φ(q_t)·z_t
     """
@@ -278,7 +266,7 @@ class LinearState:
         return None if self._sums is None else self._sums[..., -1]
 
     def update(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output (B, H, T, D) of the next T tokens: a whole prompt, or one at a time."""
+        """The output (B, H, T, D) of the next T tokens."""
         check_heads(q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q has {q.shape[2]} tokens but k has {k.shape[2]}; a state takes them in step")

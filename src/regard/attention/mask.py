@@ -1,7 +1,7 @@
-"""``Mask``: a predicate over positions, combined with ``&``, ``|`` and ``~``; and ``BlockPlan``, the blocks it leaves.
+"""``Mask``: a predicate over positions, combined with ``&``, ``|`` and ``~``; and ``BlockPlan``, the blocks to compute.
 
-A mask is one function, ``allows(site)``, of broadcast (b, h, i, j). From it come the dense matrix, a tile,
-FlexAttention's ``mask_mod`` and, through ``bounds``, the plan of blocks to compute. True = may look.
+A mask is one function ``allows(site)`` of broadcast (b, h, i, j), True = may look. The dense matrix, a tile and
+FlexAttention's ``mask_mod`` are derived from it; ``bounds`` gives the block plan.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Box(NamedTuple):
 
 
 class Mask:
-    """Base of all masks. Subclasses write ``allows``; ``bounds`` is optional and may only err towards "partial"."""
+    """Base of all masks. Subclasses define ``allows``, and ``bounds`` where blocks can be proved empty or full."""
 
     def allows(self, at: Site) -> Tensor:
         raise NotImplementedError
 
     def bounds(self, box: Box) -> Bounds:
-        """What is certain about each block; by default nothing."""
+        """Which blocks are proved empty or full; by default none."""
         shape = torch.broadcast_shapes(box.i_min.shape, box.j_min.shape)
         return torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
 
     def tile(self, rows: Span, cols: Span, frame: Frame) -> Tensor:
-        """The mask of some rows and columns, as booleans that broadcast to (B, H, R, C)."""
+        """The mask of some rows and columns, booleans that broadcast to (B, H, R, C)."""
         at = frame.site(rows, cols)
         allowed = self.allows(at)
         return allowed & (at.j >= 0) if frame.may_have_gaps else allowed
@@ -55,7 +55,7 @@ class Mask:
         return self.tile(ALL, ALL, frame).expand(n_batch, n_heads, n_queries, n_keys)
 
     def check(self, frame: Frame) -> None:
-        """Raise when the mask does not fit this frame; positions always fit, stored sizes may not."""
+        """Raise when the sizes a mask stores do not fit this frame."""
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on another device."""
@@ -120,10 +120,7 @@ class Not(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Every block of queries × keys is empty (skipped), full (no mask needed) or partial (masked element by element).
-
-    One plan serves the whole batch and all heads: a block is empty only when it is empty for all of them.
-    """
+    """Whether each block of queries × keys is empty, full or partial, over the whole batch and all heads."""
 
     kinds: Tensor  # (query blocks, key blocks) of EMPTY, PARTIAL, FULL
     block: tuple[int, int]
@@ -147,7 +144,7 @@ class BlockPlan:
 
 
 def plan(mask: Mask | None, frame: Frame, block: tuple[int, int]) -> BlockPlan:
-    """The plan of a mask in a frame, from the range of positions in each block: O((T/block)²), nothing T × S."""
+    """The block plan of a mask in a frame, from the range of positions in each block: O((T/block)²)."""
     i_min, i_max = block_range(frame.q_pos, block[0])
     j_min, j_max = block_range(frame.k_pos, block[1])
     box = Box(i_min[:, None], i_max[:, None], j_min[None], j_max[None], block, frame)
@@ -162,7 +159,7 @@ def plan(mask: Mask | None, frame: Frame, block: tuple[int, int]) -> BlockPlan:
 
 
 def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value in each block of the last axis (over all of the batch), on the CPU."""
+    """Smallest and largest value in each block of the last axis, over the batch, on the CPU."""
     chunks = x.detach().cpu().reshape(-1, x.shape[-1]).split(size, dim=-1)
     return torch.stack([c.min() for c in chunks]), torch.stack([c.max() for c in chunks])
 

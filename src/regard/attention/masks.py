@@ -1,4 +1,4 @@
-"""All masks by name: causal, window, prefix, document, padding, dense, and the sparse patterns for long inputs."""
+"""All masks: causal, window, prefix, document, padding, dense, and sparse patterns for long inputs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _document_bounds(q_doc: Tensor, k_doc: Tensor, block: tuple[int, int]) -> Bo
 
 
 class Padding(Mask):
-    """Masks that depend on the key alone: what is padding is so for every query."""
+    """Masks that depend on the key alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ def _reduce_blocks(x: Tensor, block: tuple[int, int], some: bool) -> Tensor:
 
 
 def everything() -> Mask:
-    """Everyone sees everyone: the encoder's full attention."""
+    """Full attention."""
     return Everything()
 
 
@@ -203,12 +203,12 @@ def prefix(length: int) -> Mask:
 
 
 def document() -> Mask:
-    """Only keys of the query's own document, where several are packed into one row."""
+    """Keys of the query's own document, from the frame's document ids."""
     return Document()
 
 
 def packed(documents: Tensor) -> Mask:
-    """Only keys of the query's own document, its number given for each token: (B, T), queries and keys the same."""
+    """Keys of the query's own document, given the document id of each token (B, T); self-attention only."""
     if documents.dim() != 2 or documents.is_floating_point():
         got = f"{documents.dtype} of shape {tuple(documents.shape)}"
         raise ValueError(f"packed documents must be whole numbers of shape (B, T), got {got}")
@@ -216,7 +216,7 @@ def packed(documents: Tensor) -> Mask:
 
 
 def padding(lengths: Tensor) -> Mask:
-    """Keys 0 … lengths[b]-1 of each sequence; what follows is padding."""
+    """Keys 0 … lengths[b]-1 of each sequence; the rest is padding."""
     if lengths.dim() != 1 or lengths.is_floating_point():
         got = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
         raise ValueError(f"padding lengths must be whole numbers of shape (B,), got {got}")
@@ -224,14 +224,14 @@ def padding(lengths: Tensor) -> Mask:
 
 
 def valid_keys(valid: Tensor) -> Mask:
-    """Keys that are no padding, wherever the padding stands: (B, S) booleans, True = a real token."""
+    """Keys that are not padding: (B, S) booleans, True = a real token."""
     if valid.dim() != 2 or valid.dtype != torch.bool:
         raise ValueError(f"valid_keys wants booleans of shape (B, S), got {valid.dtype} of shape {tuple(valid.shape)}")
     return ValidKeys(valid)
 
 
 def from_dense(allowed: Tensor) -> Mask:
-    """Any boolean matrix: (T, S), (B, T, S) or (B or 1, H or 1, T, S). True = may look."""
+    """A boolean matrix (T, S), (B, T, S) or (B or 1, H or 1, T, S). True = may look."""
     if allowed.dtype != torch.bool:
         raise ValueError(f"from_dense wants booleans (True = may look), got {allowed.dtype}")
     if not 2 <= allowed.dim() <= 4:
@@ -241,7 +241,7 @@ def from_dense(allowed: Tensor) -> Mask:
     return Dense(allowed[:, None] if allowed.dim() == 3 else allowed)
 
 
-MOST_COUNTED = 1 << 22  # random blocks examined one by one to plan; beyond, every tile counts as partial
+MAX_COUNTED_BLOCKS = 1 << 22  # random blocks examined one by one to plan; above, every tile counts as partial
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,7 @@ class Fixed(Mask):
     def bounds(self, box: Box) -> Bounds:
         causal_some, causal_every = Causal().bounds(box)
         _, same_every = Blocks(self.stride, 0).bounds(box)
-        # The summary columns recur in every stretch of `stride` keys, so no block of keys before the query is empty
-        # unless it is shorter than the gap between them; "partial" is then the honest answer.
+        # Summary columns recur every ``stride`` keys: blocks of keys before the query are never proved empty.
         return causal_some, causal_every & same_every
 
 
@@ -339,23 +338,23 @@ class RandomBlocks(Mask):
     seed: int
 
     def allows(self, at: Site) -> Tensor:
-        return self._chosen(_block(at.i, self.size), _block(at.j, self.size))
+        return self._is_open(_block(at.i, self.size), _block(at.j, self.size))
 
     def bounds(self, box: Box) -> Bounds:
         top, bottom = _block(box.i_min, self.size), _block(box.i_max, self.size) + 1
         left, right = _block(box.j_min, self.size), _block(box.j_max, self.size) + 1
         first_row, first_col = int(top.min()), int(left.min())
         rows, cols = torch.arange(first_row, int(bottom.max())), torch.arange(first_col, int(right.max()))
-        if len(rows) * len(cols) > MOST_COUNTED:
+        if len(rows) * len(cols) > MAX_COUNTED_BLOCKS:
             return super().bounds(box)
-        # How many are open above and left of each corner: any rectangle's own count is then four look-ups.
-        counts = F.pad(self._chosen(rows[:, None], cols[None]).long().cumsum(0).cumsum(1), (1, 0, 1, 0))
+        # Summed-area table: the open blocks of any rectangle are four look-ups.
+        counts = F.pad(self._is_open(rows[:, None], cols[None]).long().cumsum(0).cumsum(1), (1, 0, 1, 0))
         top, bottom, left, right = top - first_row, bottom - first_row, left - first_col, right - first_col
         n_open = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left]
         return n_open > 0, n_open == (bottom - top) * (right - left)
 
-    def _chosen(self, i_block: Tensor, j_block: Tensor) -> Tensor:
-        """A hash of the block's place, so that any tile can be drawn alone and is the same each time."""
+    def _is_open(self, i_block: Tensor, j_block: Tensor) -> Tensor:
+        """A hash of the block's place, so that a tile is the same however it is computed."""
         x = (i_block * 0x9E3779B1 + j_block * 0x85EBCA6B + self.seed * 0xC2B2AE35) & 0x7FFFFFFF
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
         x = ((x ^ (x >> 12)) * 0x297A2D39) & 0x7FFFFFFF
@@ -386,16 +385,13 @@ def _block(position: Tensor, size: int) -> Tensor:
 
 
 def dilated(size: int, step: int) -> Mask:
-    """Every ``step``-th of the last ``size``·``step`` keys: a window with holes (Longformer §3.1)."""
+    """Every ``step``-th of the last ``size``·``step`` keys (Longformer §3.1)."""
     check_positive(size=size, step=step)
     return Dilated(size, step)
 
 
 def strided(stride: int, both_ways: bool = False) -> Mask:
-    """The last ``stride`` keys and every ``stride``-th before them (Sparse Transformer, Child et al. 2019, eq. 4).
-
-    ``both_ways``: the same after the query, for encoders.
-    """
+    """The last ``stride`` keys and every ``stride``-th before them (Child et al. 2019, eq. 4); or on both sides."""
     check_positive(stride=stride)
     return Strided(stride, both_ways)
 
@@ -438,7 +434,7 @@ def bigbird(size: int, global_count: int, percent: float, seed: int = 0) -> Mask
 def grid_windows(width: int, side: int, shift: int = 0, n_before: int = 0) -> Mask:
     """Squares of side × side on a grid ``width`` cells wide, moved by ``shift`` (Swin, Liu et al. 2021, §3.2).
 
-    ``n_before`` tokens stand before the grid (a class token) and see and are seen by all.
+    ``n_before`` tokens before the grid (a class token) see all and are seen by all.
     """
     check_positive(width=width, side=side)
     return GridWindows(width, side, shift, n_before)

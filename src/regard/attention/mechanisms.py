@@ -1,8 +1,7 @@
 """Mechanisms: how a query scores a key, and how the scores of a row become weights.
 
-A mechanism splits its work in two. What is O(T) happens once (``prepare``: projections, feature maps); what is
-O(T · S) is ``tile(q, k)``, asked for any rows and columns, never all at once unless a caller wants that. Maps record q
-and k as they come out of the first half, so every weight can be recomputed from them.
+The O(T) part runs once (``prepare``: projections, feature maps); the O(T · S) part is ``tile(q, k)`` for any rows and
+columns. Attention maps keep the prepared q and k and recompute weights from them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Operands = tuple[Tensor, ...]
 
 
 class Prepared(NamedTuple):
-    """What a mechanism's tiles are computed from: q, k and v after its O(T) work, and the mask and frame they keep."""
+    """q, k and v after a mechanism's O(T) part, and the mask and frame that apply to them."""
 
     q: Tensor
     k: Tensor
@@ -31,19 +30,16 @@ class Prepared(NamedTuple):
 
 
 class Mechanism:
-    """Base of all mechanisms. Those with parameters are modules too.
+    """Base of all mechanisms; those with parameters are modules too.
 
-    ``normaliser`` says how a row of scores becomes weights: "softmax" exp(s) / Σ exp(s), "linear" s / Σ s.
-    ``operands`` are the parameters ``tile`` reads; backends that recompute tiles pass them explicitly and return
-    their gradients. ``kind`` is what backends go by: "dot" products, other "scores" under a softmax, "kernel" products,
-    other "shares" of a sum, a "summary" of the keys. Whoever writes a ``tile`` or a ``normaliser`` gets the kind that
-    any tile can serve, and with a ``tile`` autograd's ``tile_backward``, unless they say otherwise.
+    A subclass that overrides ``tile`` or ``normaliser`` without a ``kind`` of its own becomes "scores" or "shares",
+    and one that overrides ``tile`` without ``tile_backward`` gets autograd's.
     """
 
     name: ClassVar[str]
-    kind: ClassVar[str] = "scores"
-    normaliser: ClassVar[str] = "softmax"
-    largest_tile: ClassVar[int] = 1 << 20  # (query, key) pairs in a tile, over batch and heads: stay inside the cache
+    kind: ClassVar[str] = "scores"  # one of ``backends.KINDS``: decides which backends can compute it
+    normaliser: ClassVar[str] = "softmax"  # exp(s) / Σ exp(s); or "linear": s / Σ s
+    largest_tile: ClassVar[int] = 1 << 20  # (query, key) pairs in a tile, over batch and heads: fits the CPU cache
 
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
@@ -51,50 +47,48 @@ class Mechanism:
             cls.name = cls.__name__.lower()
         declared, attributes = cls._defining_class("kind"), ("tile", "normaliser")
         if any(getattr(cls, name) != getattr(declared, name, getattr(cls, name)) for name in attributes):
-            # It is no longer what it was a kind of.
             cls.kind = "scores" if cls.normaliser == "softmax" else "shares"
         order = cls.__mro__.index
-        if order(cls._defining_class("tile")) < order(
-            cls._defining_class("tile_backward")
-        ):  # gradients of a score that was replaced
-            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]  # a class of its own is made here
+        if order(cls._defining_class("tile")) < order(cls._defining_class("tile_backward")):
+            # The inherited tile_backward belongs to the replaced tile.
+            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]
 
     @classmethod
     def _defining_class(cls, name: str) -> Any:
-        """The class from which this one has an attribute: itself, a base, or a mix-in that knows of no mechanisms."""
+        """The class in the MRO that defines an attribute."""
         return next(base for base in cls.__mro__ if name in base.__dict__)
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
-        """One for a layer of a model. Whoever is built from something else than its heads says so here."""
+        """Build one for a layer of a model, by default from (n_heads, d_head)."""
         if cls.__init__ in (object.__init__, nn.Module.__init__):
             return cls()
-        return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base itself has nothing to build
+        return cls(n_heads, d_head)  # type: ignore[call-arg]
 
     def queries(self, q: Tensor) -> Tensor:
-        """What a query becomes before it is scored, (B, H, T, D)."""
+        """The projection or feature map of the queries, (B, H, T, D)."""
         return q
 
     def keys(self, k: Tensor) -> Tensor:
-        """What a key becomes before it is scored, (B, G, S, D)."""
+        """The projection or feature map of the keys, (B, G, S, D)."""
         return k
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
-        """The O(T) half of the work."""
+        """The O(T) part."""
         return Prepared(self.queries(q), self.keys(k), v, mask, frame)
 
     def operands(self, frame: Frame) -> Operands:
-        """The parameters ``tile`` reads, for the heads of this frame."""
+        """The parameters ``tile`` reads, for the heads of this frame; ``tile_backward`` returns their gradients."""
         return ()
 
     def tile(self, q: Tensor, k: Tensor, operands: Operands) -> Tensor:
         """Scores (B, H, R, C) of q (B, H, R, D) against k (B, G, C, D)."""
-        raise NotImplementedError  # a mechanism is its score; there is no sensible default
+        raise NotImplementedError
 
     def tile_backward(
         self, q: Tensor, k: Tensor, operands: Operands, d_scores: Tensor
     ) -> tuple[Tensor, Tensor, Operands]:
-        """Gradients of q, k and the operands, given that of the tile. By default autograd's, of this one tile."""
+        """Gradients of q, k and the operands, given that of the tile. Default: autograd."""
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
             scores = self.tile(inputs[0], inputs[1], tuple(inputs[2:]))
@@ -102,15 +96,12 @@ class Mechanism:
         return d_q, d_k, tuple(d_operands)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """All scores of raw q and k: the readable form, O(T · S) memory."""
+        """All scores of raw q and k, O(T · S) memory."""
         return self.tile(self.queries(q), self.keys(k), self.operands(Frame.of(q, k)))
 
 
 def by_group(x: Tensor, n_groups: int) -> Tensor:
-    """(B, H, R, D) → (B, G, H/G · R, D): the rows of all query heads that share a key head, one below the other.
-
-    Grouped heads (GQA) then are one larger matrix product, and k is never repeated in memory.
-    """
+    """(B, H, R, D) → (B, G, H/G · R, D): stacks the query heads that share a key head, so that k is not repeated."""
     b, h, r, d = x.shape
     return x.reshape(b, n_groups, h // n_groups * r, d)
 
@@ -162,7 +153,7 @@ class Dot(Mechanism):
 
 
 class General(nn.Module, Dot):
-    """Luong et al. 2015, "general": s_ij = q_i · W k_j. W is applied to the queries, once: qᵀ W k = (Wᵀ q)ᵀ k."""
+    """Luong et al. 2015, "general": s_ij = q_i · W k_j, computed as (Wᵀ q_i) · k_j."""
 
     name = "general"
 
@@ -179,13 +170,10 @@ class General(nn.Module, Dot):
 
 
 class Additive(nn.Module, Mechanism):
-    """Bahdanau et al. 2015, eq. 6: s_ij = v · tanh(W_q q_i + W_k k_j).
-
-    The projections are O(T); a tile only adds, takes tanh and weighs by v, vectorised over all its pairs.
-    """
+    """Bahdanau et al. 2015, eq. 6: s_ij = v · tanh(W_q q_i + W_k k_j)."""
 
     name = "additive"
-    largest_tile = 1 << 14  # a tile holds D numbers a pair before they are summed
+    largest_tile = 1 << 14  # a tile holds D numbers per pair before the sum
 
     def __init__(self, n_heads: int, d_query: int, d_key: int | None = None, d_hidden: int | None = None) -> None:
         super().__init__()
@@ -203,7 +191,7 @@ class Additive(nn.Module, Mechanism):
 
     def keys(self, k: Tensor) -> Tensor:
         n_heads = self.w_k.shape[0]
-        if k.shape[1] != n_heads:  # a key head shared by several query heads is projected once for each
+        if k.shape[1] != n_heads:  # a shared key head is projected once per query head
             k = k.repeat_interleave(n_heads // k.shape[1], dim=1)
         _check_projection(self.name, "k", k, self.w_k)
         return k @ self.w_k
@@ -217,7 +205,7 @@ class Additive(nn.Module, Mechanism):
 
 
 class Concat(Additive):
-    """Luong et al. 2015, "concat": s_ij = v · tanh(W [q_i; k_j]). W's two halves are Bahdanau's two matrices."""
+    """Luong et al. 2015, "concat": s_ij = v · tanh(W [q_i; k_j]), W = [W_q; W_k]."""
 
     name = "concat"
 
@@ -238,6 +226,6 @@ def _check_projection(mechanism: str, name: str, x: Tensor, w: Tensor) -> None:
 
 
 def _initialise(weight: Tensor) -> None:
-    """Xavier-uniform for each head's matrix; torch would take (H, in, out) for a convolution and start too small."""
+    """Xavier-uniform for each head's matrix; torch would read (H, in, out) as a convolution's weight."""
     for matrix in weight:
         nn.init.xavier_uniform_(matrix)

@@ -27,15 +27,14 @@ from .masks import Mask
 from .mechanisms import Dot, Mechanism
 from .taps import tap_attention
 
-Rotate = Callable[[Tensor, Tensor], Tensor]
-"""Turns heads (B, H, T, D) by their positions: a ``layers.Rope``."""
+Rotate = Callable[[Tensor, Tensor], Tensor]  # (heads (B, H, T, D), positions) → heads: a ``layers.Rope``
 
 
 class MultiHeadAttention(nn.Module):
     """Attention over x (B, T, M), or from x to ``memory`` (B, S, d_memory).
 
-    q, k and v of self-attention come from one stored matrix ``w_qkv``, cross-attention has ``w_query`` and ``w_kv``;
-    ``w_q``, ``w_k`` and ``w_v`` are views of them, for whoever treats the three separately.
+    Self-attention stores one matrix ``w_qkv``, cross-attention ``w_query`` and ``w_kv``; ``w_q``, ``w_k`` and ``w_v``
+    are views of them.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class MultiHeadAttention(nn.Module):
         return self.w_kv.weight if self.cross else self.w_qkv.weight[self.n_heads * self.d_head :]
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform for each projection on its own: joined in memory, the three are still three matrices."""
+        """Xavier-uniform for each of q, k, v and o on its own."""
         for weight in (self.w_q, self.w_k, self.w_v, self.w_o.weight):
             nn.init.xavier_uniform_(weight)
         for module in self.children():
@@ -124,8 +123,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """x (B, T, M) → (B, T, M).
 
-        Tokens stand at 0, 1, 2 … (after those in the ``cache``) unless ``positions``, (T,) or (B, T) with -1 for
-        padding, or a whole ``frame`` says otherwise. ``position_bias`` is given when layers share one (T5).
+        Positions are 0, 1, 2 … (continuing those in ``cache``) unless given by ``positions``, (T,) or (B, T) with -1
+        for padding, or a ``frame``. ``position_bias`` is for layers that share one (T5).
         """
         if self.cross:
             q, k, v, frame = self._cross_heads(x, memory, frame, cache)
@@ -144,7 +143,7 @@ class MultiHeadAttention(nn.Module):
         call = apply_edits_to_call(self, call)
         output = apply_edits_to_heads(self, call, run(call, self.backend).output)
         output = tap_attention(self, call, output, cache)
-        del q, k, v, call  # three times the width of what follows
+        del q, k, v, call  # free them before the projection
         return self.w_o(output.transpose(1, 2).flatten(2))  # (B, T, H · D) → (B, T, M)
 
     def _self_heads(
@@ -160,16 +159,14 @@ class MultiHeadAttention(nn.Module):
         self._check_width("x", x, self.d_model)
         q, k, v = self._project(self.w_qkv, x, self.n_heads, self.n_kv_heads, self.n_kv_heads)
         q, k = self._normalise_qk(q, k)
-        given_positions = positions
-        if positions is None:
-            positions = self._positions(x, frame, cache)
         if self.rope is not None:
-            q, k = self.rope(q, positions), self.rope(k, positions if frame is None else frame.k_pos)
+            q_pos = self._positions(x, frame, cache) if positions is None else positions
+            q, k = self.rope(q, q_pos), self.rope(k, q_pos if frame is None else frame.k_pos)
         if cache is not None:
-            k, v = cache.update(k, v, given_positions)
+            k, v = cache.update(k, v, positions)
             frame = cache.frame(self.n_heads)
-        elif frame is None and given_positions is not None:
-            frame = Frame(x.shape[0], self.n_heads, given_positions, given_positions)
+        elif frame is None and positions is not None:
+            frame = Frame(x.shape[0], self.n_heads, positions, positions)
         return q, k, v, Frame.of(q, k) if frame is None else frame
 
     def _positions(self, x: Tensor, frame: Frame | None, cache: Cache | None) -> Tensor:
@@ -200,8 +197,7 @@ class MultiHeadAttention(nn.Module):
         return q, k, v, Frame.of(q, k) if frame is None else frame
 
     def _project(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
-        """x (B, T, M) → for each count its heads (B, heads, T, D). Of a long text each in memory of its own: the
-        product of all would be there beside its parts, and as long as any of them."""
+        """x (B, T, M) → for each count its heads (B, count, T, D); long texts in chunks, to save memory."""
         if not should_chunk(x):
             return self._heads(project(x), *counts)
         heads: list[Tensor] = []
@@ -213,7 +209,7 @@ class MultiHeadAttention(nn.Module):
         return heads
 
     def _heads(self, x: Tensor, *counts: int) -> list[Tensor]:
-        """(B, T, heads · D) → for each count its heads (B, heads, T, D), views of one product."""
+        """(B, T, heads · D) → for each count its heads (B, count, T, D), as views."""
         parts = x.unflatten(-1, (-1, self.d_head)).split(counts, dim=2)
         return [part.transpose(1, 2) for part in parts]
 

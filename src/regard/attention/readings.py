@@ -1,7 +1,4 @@
-"""Three ways to read attention, as functions: a kernel smoother, a retrieval, a walk on a graph.
-
-They compute nothing new. Each says in its own words what softmax(Q Kᵀ / √d_k) V does, and the tests hold it to that.
-"""
+"""Attention read as a kernel smoother, as retrieval and as a random walk; attention rollout."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from .mechanisms import Dot
 from .reference import normalise, weigh
 from .score_matrix import ScoreMatrix
 
-Weights = Tensor | AttentionMap
-"""Attention weights: a matrix (B, H, T, T) whose rows sum to 1, or a map that recomputes it."""
+Weights = Tensor | AttentionMap  # (B, H, T, T) with rows that sum to 1
 KERNELS = ("exp", "gaussian")
 
 
@@ -29,14 +25,12 @@ KERNELS = ("exp", "gaussian")
 def smoother(
     q: Tensor, k: Tensor, v: Tensor, bandwidth: float | None = None, *, kernel: str = "exp", mask: Mask | None = None
 ) -> Tensor:
-    """Kernel regression (Nadaraya 1964, Watson 1964): points k_j with values v_j are known, the value at q_i is asked.
+    """Kernel regression (Nadaraya 1964, Watson 1964): the value at q_i from points k_j with values v_j.
 
         ŷ(q_i) = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)
 
-    K = exp(q·k / b²) makes it scaled dot-product attention, with b² = √D unless given (Tsai et al. 2019, eq. 2).
-    "gaussian" is K = exp(-|q - k|² / 2b²) = exp(q·k / b²) · exp(-|q|² / 2b²) · exp(-|k|² / 2b²). The second factor is
-    the same for all keys and cancels; the third does when all keys have one length. Then it is attention, too: what a
-    dot product adds to nearness is a preference for long keys.
+    "exp": K = exp(q·k / b²), which is scaled dot-product attention, b² = √D by default (Tsai et al. 2019, eq. 2).
+    "gaussian": K = exp(-|q - k|² / 2b²), which equals "exp" when all keys have the same norm.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is none of {', '.join(KERNELS)}")
@@ -59,10 +53,9 @@ def smoother(
 def retrieve(
     source: AttentionMap | tuple[Tensor, Tensor], query: int, k: int = 5, *, batch: int = 0, head: int | None = None
 ) -> list[tuple[int, float]]:
-    """The keys that answer a query best, as (index, weight) pairs, best first: attention as a search in a soft index.
+    """The k keys with the largest weights as (index, weight), best first, of one head or the mean of all heads.
 
-    argtop-k_j softmax_j(q_i · k_j / √D). Of one head, or of all heads on average. Keys that may not be seen are never
-    among them, so there may be fewer than k.
+    Masked keys are left out, so there may be fewer than k.
     """
     attention_map = source if isinstance(source, AttentionMap) else AttentionMap(*source)
     attention_map = attention_map.part(batch=batch) if head is None else attention_map.head(batch, head)
@@ -77,10 +70,10 @@ def retrieve(
 
 
 def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Tensor:
-    """Tokens are places, A_ij the chance to go from i to j: where a walker is after some steps, p₀ A^steps.
+    """p₀ A^steps: the distribution (B, H, T) of a random walk with transition probabilities A_ij after some steps.
 
-    ``start`` is a token or a distribution over tokens (…, T), and the answer is one too, (B, H, T). Without it every
-    token is started from: the answer is the matrix A^steps. A token that sees nothing keeps its walker.
+    ``start`` is a token or a distribution (…, T); None gives the matrix A^steps. A token that sees nothing has a
+    self-loop.
     """
     if steps < 0:
         raise ValueError(f"walk steps={steps} must not be negative")
@@ -99,10 +92,9 @@ def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Ten
 
 
 def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_000) -> Tensor:
-    """Where a walker is in the long run: p with p = p A, (B, H, T). What is looked at by what is looked at (PageRank).
+    """The stationary distribution p = p A, (B, H, T), as in PageRank; under a causal mask all of it is at token 0.
 
-    Found by walking from everywhere at once with p ← (p + p A) / 2, which has the same fixed points and does not swing.
-    If the graph falls apart into several traps, each keeps what reached it; under a causal mask all ends at token 0.
+    Iterates p ← (p + p A) / 2 from the uniform distribution: same fixed points, no oscillation.
     """
     graph = _transition_matrix(weights)
     *lead, _, n = graph.shape
@@ -117,27 +109,22 @@ def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_00
 
 
 def rollout(layers: Sequence[Weights], residual: float = 0.5) -> Tensor:
-    """How much of each input token is in each output token, (B, T, T) (Abnar & Zuidema 2020, §3): rows sum to 1.
+    """Attention rollout (Abnar & Zuidema 2020, §3), (B, T, T): the share of each input token in each output token.
 
         Â_l = residual · I + (1 - residual) · mean_h A_l,h        rollout = Â_L … Â_2 Â_1
 
-    ``layers`` go from first to last. The residual connection is the chance to stay. The answer is T × T by nature: for
-    a few tokens of a long input ask ``flow_to``.
+    ``layers`` go from first to last. ``flow_to`` gives some rows in O(T) memory.
     """
     graphs = _check_layers(layers, residual)
-    through = _one_hot_rows(slice(None), graphs[0], "rows").expand(
-        graphs[0].shape[0], -1, -1
-    )  # (B, T, T), the identity
+    identity = _one_hot_rows(slice(None), graphs[0], "rows")
+    through = identity.expand(graphs[0].shape[0], -1, -1)  # (B, T, T)
     for graph in graphs:
         through = residual * through + (1 - residual) * (_mean_of_heads(graph) @ through)
     return through
 
 
 def flow_to(layers: Sequence[Weights], rows: Pick, residual: float = 0.5) -> Tensor:
-    """Some rows of the rollout, (B, R, T): what has reached these output tokens, and from where. O(T) memory on maps.
-
-    e_i Â_L … Â_2 Â_1, multiplied from the left: in every layer a row times a matrix, never a matrix times a matrix.
-    """
+    """Some rows of the rollout, (B, R, T), as e_i Â_L … Â_2 Â_1 from the left: O(T) memory on maps."""
     graphs = _check_layers(layers, residual)
     flow = _one_hot_rows(rows, graphs[-1], "rows").expand(graphs[-1].shape[0], -1, -1)  # (B, R, T)
     for graph in reversed(graphs):
@@ -152,14 +139,14 @@ def _step(graph: Weights, distribution: Tensor) -> Tensor:
 
 
 def _transition_matrix(weights: Weights) -> Weights:
-    """Weights one can walk on: square, and every row sums to 1, where a token that sees nothing leads to itself."""
+    """Square weights whose rows sum to 1; a token that sees nothing gets a self-loop."""
     if len(weights.shape) < 2 or weights.shape[-1] != weights.shape[-2]:
         raise ValueError(f"weights of shape {tuple(weights.shape)} lead from tokens to others; a walk needs T × T")
     if isinstance(weights, AttentionMap):
         return weights
     total = weights.sum(-1)
     off = torch.where(total == 0, 0, (total - 1).abs())
-    if off.max() > 0.02:  # half precision may be off by as much; scores, or weights after dropout, by far more
+    if off.max() > 0.02:  # tolerates half precision
         worst = float(total.flatten()[off.argmax()])
         raise ValueError(f"rows of weights must sum to 1, or to 0 where nothing is seen; one sums to {worst:.3g}")
     return _add_self_loops(weights)
@@ -184,7 +171,7 @@ def _check_layers(layers: Sequence[Weights], residual: float) -> list[Weights]:
 
 
 def _mean_of_heads(graph: Weights) -> Tensor:
-    """(B, T, T). Of a map one head at a time: what is T × T is then held twice, not H times."""
+    """(B, T, T); of a map one head at a time, to hold fewer T × T matrices."""
     if isinstance(graph, Tensor):
         return graph.mean(1)
     n_batch, n_heads, n, _ = graph.shape
@@ -195,7 +182,7 @@ def _mean_of_heads(graph: Weights) -> Tensor:
 
 
 def _one_hot_rows(tokens: Pick, graph: Weights, name: str) -> Tensor:
-    """A row for each of some tokens, (R, T), 1 where it stands."""
+    """One-hot rows (R, T) of some tokens."""
     n = graph.shape[-1]
     every = torch.arange(n, device=graph.device)
     some = every[as_span(tokens, n, name, every.device)]

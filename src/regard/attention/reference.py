@@ -27,7 +27,7 @@ class Steps(NamedTuple):
 
 
 def compute_steps(call: AttentionCall) -> Steps:
-    """All steps of an attention, dropout left out: it acts on the weights only while training."""
+    """All steps of an attention, without dropout."""
     scaled, biased, masked, weights = _weights(call)
     scores = scaled
     if isinstance(call.mechanism, Dot) and call.mechanism.kind == "dot":
@@ -48,13 +48,13 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _as_fp32(x: Tensor) -> Tensor:
-    """Scores of half-precision heads are fp32: in float16 a product of large heads is infinite."""
+    """Half precision → fp32: products of large heads overflow float16."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output and weights (before dropout), O(T · S) memory."""
-    weights = _weights(call)[-1]  # what came before need not outlive it
+    weights = _weights(call)[-1]
     if call.dropout == 0:
         return weigh(weights, call.v), weights
     seed = draw_seed(call.q.device) if call.seed is None else call.seed
@@ -63,14 +63,14 @@ def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def normalise(scores: Tensor, normaliser: str) -> Tensor:
-    """Rows of scores to weights that sum to 1; a row in which nothing may be seen becomes 0, with gradient 0."""
+    """Scores → weights whose rows sum to 1; a fully masked row is 0 with gradient 0."""
     positive = safe_exp(scores)[0] if normaliser == "softmax" else scores
     total = positive.sum(-1, keepdim=True)
     return (positive / torch.where(total == 0, 1, total)).to(scores.dtype)
 
 
 def safe_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(scores - m) and m, the largest of each row; m is 0 where all are -inf, so that nothing becomes NaN."""
+    """exp(scores - m) and m, the row maximum; m is 0 where all scores are -inf."""
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     largest = scores.detach().amax(-1, keepdim=True)
@@ -79,7 +79,7 @@ def safe_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weigh(weights: Tensor, v: Tensor) -> Tensor:
-    """weights (B, H, T, S) @ v (B, G, S, D), each value head shared by its group of query heads."""
+    """weights (B, H, T, S) @ v (B, G, S, D) → (B, H, T, D)."""
     return by_head(by_group(weights, v.shape[1]) @ v, weights.shape[1])
 
 
@@ -87,20 +87,20 @@ _MASK = (1 << 31) - 1
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 31-bit integer hash (multiply and shift, twice); products stay inside int64."""
+    """A 31-bit integer hash whose products stay inside int64."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x6C8E9CF5) & _MASK
     return x ^ (x >> 16)
 
 
 def dropout_tile(rate: float, seed: Tensor, rows: Span, cols: Span, frame: Frame) -> Tensor:
-    """Which weights of a tile survive, (B, H, R, C) booleans: each with probability 1 - rate, independently."""
+    """Which weights of a tile dropout keeps, (B, H, R, C) booleans; a function of (seed, b, h, row, col)."""
     at = frame.site(rows, cols)
-    row_key = _mix(_mix(_mix((seed & _MASK) + at.b) + at.h) + at.row)  # (B, H, R, 1): the costly mixing is O(T)
+    row_key = _mix(_mix(_mix((seed & _MASK) + at.b) + at.h) + at.row)  # (B, H, R, 1)
     col_key = _mix(at.col + 0x3C6EF372)
     return _mix(row_key ^ col_key) >= int(rate * (_MASK + 1))
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's own generator, so that ``torch.manual_seed`` governs dropout here as everywhere."""
+    """A seed from torch's generator, so that ``torch.manual_seed`` applies."""
     return torch.randint(0, _MASK, (), device=device)

@@ -1,4 +1,8 @@
-"""What was seen of an attention, and the steps of one decoding joined to a single score matrix."""
+"""Taps and recorders: ``tap`` shows a tensor and ``tap_attention`` an attention call to the active ``Recorder``.
+
+Taps are function calls, not module hooks, so a recorder can be switched on after torch.compile. The recorder keeps q
+and k (O(T)), and joins the steps of a cached decoding into one score matrix.
+"""
 
 from __future__ import annotations
 
@@ -24,40 +28,37 @@ from .score_matrix import AttentionCall, ScoreMatrix
 
 
 class RecordedAttention(NamedTuple):
-    """One attention as it was computed: q and k as the mechanism prepared them, and what its weights follow from.
+    """One attention call: prepared q and k, and what its weights are computed from.
 
-    While decoding with a cache, k, v and frame are None: the cache has them, and to keep them for every step would be
-    O(T²). ``version`` says what the cache held then. A memory is the same at every step and kept: ``memory`` has the
-    keys of a CrossCache and their positions. A recorder without ``values`` leaves out v and output.
+    With a cache, k, v and frame are None: the cache has the keys, and copying them at every step would be O(T²).
     """
 
     q: Tensor
     k: Tensor | None
-    v: Tensor | None
-    output: Tensor | None
+    v: Tensor | None  # None without the recorder's ``values``
+    output: Tensor | None  # likewise
     mask: Mask | None
     bias: Bias | None
     mechanism: Mechanism
     q_pos: Tensor
     frame: Frame | None
     cache: Cache | None
-    version: CacheVersion | None
-    memory: tuple[Tensor, Tensor] | None
+    version: CacheVersion | None  # of the cache's content at this call
+    memory: tuple[Tensor, Tensor] | None  # keys of a CrossCache and their positions
 
 
 def current_keys(cache: Cache) -> tuple[Tensor, Tensor]:
-    """The keys of a cache and their positions, without history."""
+    """The keys of a cache, detached, and their positions."""
     k, positions = cache.keys()
     return k.detach(), positions
 
 
 def is_same_memory(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
-    """Whether two memories are alike; beams of one source are, however they were reordered."""
     return a is b or all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreMatrix:
-    """One ScoreMatrix for all steps. While decoding only queries are kept: the keys are the cache's, asked for once."""
+    """One ScoreMatrix of the recorded queries of all steps over the cache's keys."""
     first, (k, k_pos) = steps[0], keys
     if first.mechanism.kind == "summary":
         raise ValueError(
@@ -81,27 +82,26 @@ def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor,
 
 
 def _concat_positions(parts: list[Tensor]) -> Tensor:
-    """(T,) and (B, T) side by side."""
+    """Concatenate positions (T,) and (B, T) along the last axis."""
     n_rows = max((x.shape[0] for x in parts if x.dim() == 2), default=None)
     return torch.cat(parts if n_rows is None else [x.expand(n_rows, -1) for x in parts], dim=-1)
 
 
 def _check_complete(q_pos: Tensor, k_pos: Tensor) -> None:
-    """Weights are shares of a whole: with some of the keys gone, those of the others cannot be known."""
+    """Raise when some keys have left the cache: without them the softmax's sum is unknown."""
     last = int(q_pos.max())
-    there = torch.zeros(*k_pos.shape[:-1], last + 2, dtype=torch.bool, device=k_pos.device)
-    there.scatter_(-1, torch.where((k_pos >= 0) & (k_pos <= last), k_pos, last + 1), True)  # the rest, out of the way
+    present = torch.zeros(*k_pos.shape[:-1], last + 2, dtype=torch.bool, device=k_pos.device)
+    present.scatter_(-1, torch.where((k_pos >= 0) & (k_pos <= last), k_pos, last + 1), True)  # others: extra column
     wanted = torch.arange(last + 1, device=k_pos.device) <= q_pos.amax(-1, keepdim=True)
-    n_stale = int((wanted & ~there[..., :-1]).sum(-1).max())
-    if n_stale:
-        raise ValueError(
-            f"{n_stale} of the {last + 1} keys are no longer in the cache; RingCache(keep_keys=…) keeps them"
-        )
+    n_evicted = int((wanted & ~present[..., :-1]).sum(-1).max())
+    if n_evicted:
+        kept = "RingCache(keep_keys=…) keeps them"
+        raise ValueError(f"{n_evicted} of the {last + 1} keys are no longer in the cache; {kept}")
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenKeys(Mask):
-    """Keys that were in the cache when the query was asked: up to the last position of its step."""
+    """Keys that were in the cache at the query's step: up to the last position of that step."""
 
     until: Tensor  # (T,) or (B, T)
 
@@ -115,10 +115,10 @@ class WrittenKeys(Mask):
 
 @dataclass(frozen=True, eq=False)
 class StepMasks(Mask):
-    """Each step's queries under the mask that step was given; None: they see everything."""
+    """A mask for each step's queries; None: they see everything."""
 
     masks: tuple[Mask | None, ...]
-    ends: tuple[int, ...]  # the row after each step's last
+    ends: tuple[int, ...]  # one past each step's last row
 
     def allows(self, at: Site) -> Tensor:
         allowed = (at.row >= 0) & (at.j >= 0)
@@ -137,14 +137,14 @@ class StepMasks(Mask):
 
 
 def _joint_mask(masks: list[Mask | None], sizes: list[int]) -> Mask | None:
-    """The one mask of all steps; where they differ, each for its own rows."""
+    """One mask for the rows of all steps."""
     if all(_equal(mask, masks[0]) for mask in masks):
         return masks[0]
     return StepMasks(tuple(masks), tuple(torch.tensor(sizes).cumsum(0).tolist()))
 
 
 def _equal(a: object, b: object) -> bool:
-    """Whether two masks say the same; models build theirs anew with every step."""
+    """Whether two masks have the same type and fields; models build a new one at every step."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
     if a is b or not isinstance(a, Mask) or type(a) is not type(b) or not is_dataclass(a):
@@ -153,10 +153,9 @@ def _equal(a: object, b: object) -> bool:
 
 
 class _TapRecord:
-    """One thing that passed a tap, and what passed before it.
+    """One recorded value, linked to the one before.
 
-    A chain, because a compiled graph can lengthen it without reading it. A list it would compare, as far as it has
-    grown, with the one it was compiled for, and compile anew with every call.
+    A linked list, because a compiled graph guards on the length of a Python list and would recompile at every call.
     """
 
     def __init__(
@@ -168,35 +167,35 @@ class _TapRecord:
         ignored: Tensor | None = None,
     ) -> None:
         self.before, self.owner, self.name, self.value = before, owner, name, value
-        self.ignored = ignored  # of a compiled graph: whether it ran where the recorder does not look
+        self.ignored = ignored  # in a compiled graph: whether this run is not recorded
 
 
 class Recorder:
-    """Keeps what the taps of one model show it, by the place where it was seen, in the order it came."""
+    """The recorded tensors and attention calls of one model, by module name, in order."""
 
     def __init__(self, model: nn.Module, values: bool = True) -> None:
-        self.values = values  # whether v, outputs and what ``tap`` shows are kept too
+        self.values = values  # whether v, outputs and ``tap`` tensors are kept too
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
         self._module_names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
         self._last = _TapRecord()
-        self._thread = threading.get_ident()  # what other threads do is not for this recorder
+        self._thread = threading.get_ident()  # other threads are not recorded
         self._keys: dict[Cache, tuple[Tensor, Tensor]] = {}
-        self._versions: dict[Cache, CacheVersion] = {}  # of these keys
+        self._versions: dict[Cache, CacheVersion] = {}  # versions of ``_keys``
         self._memories: dict[Cache, tuple[Tensor, Tensor]] = {}
 
     @property
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What ``tap`` showed, by name; a module's own taps stand under its place, "layers.0.norm.x"."""
+        """Tensors of ``tap`` by name; with an owner, under the module's name: "layers.0.norm.x"."""
         by_name: dict[str, list[Tensor]] = {}
         for entry in self._records():
             if isinstance(entry.value, Tensor):
-                place = "" if entry.owner is None else self._module_names[entry.owner]
-                by_name.setdefault(f"{place}.{entry.name}" if place else entry.name, []).append(entry.value)
+                module = "" if entry.owner is None else self._module_names[entry.owner]
+                by_name.setdefault(f"{module}.{entry.name}" if module else entry.name, []).append(entry.value)
         return by_name
 
     @property
     def attentions(self) -> dict[str, list[RecordedAttention]]:
-        """What ``tap_attention`` showed, by the place of the module in the model ("attention" if it is the model)."""
+        """Attention calls by module name ("attention" if the module is the model itself)."""
         by_name: dict[str, list[RecordedAttention]] = {}
         for entry in self._records():
             if isinstance(entry.value, RecordedAttention) and entry.owner is not None:
@@ -204,79 +203,78 @@ class Recorder:
         return by_name
 
     def map(self, name: str, step: int | slice | None = None) -> AttentionMap:
-        """The attention map of one place: of one of its calls, or of all or some together if they share a cache."""
+        """The attention map of one module: of one of its calls, or of several that share a cache."""
         attentions = self.attentions
         if name not in attentions:
             raise KeyError(f"no attention was recorded at {name!r}; there is {', '.join(attentions) or 'none'}")
-        seen = attentions[name]
-        some = seen if step is None else seen[step] if isinstance(step, slice) else [seen[step]]
+        calls = attentions[name]
+        some = calls if step is None else calls[step] if isinstance(step, slice) else [calls[step]]
         if not some:
-            raise ValueError(f"step={step} picks none of the {len(seen)} calls at {name!r}")
-        if len(some) > 1 and any(s.cache is None or s.cache is not some[0].cache for s in some):
+            raise ValueError(f"step={step} picks none of the {len(calls)} calls at {name!r}")
+        if len(some) > 1 and any(call.cache is None or call.cache is not some[0].cache for call in some):
             raise ValueError(f"{len(some)} calls at {name!r} do not share a cache; say which step to look at")
-        return AttentionMap.of(self._scoring(name, some))
+        return AttentionMap.of(self._score_matrix(name, some))
 
-    def _scoring(self, name: str, seen: list[RecordedAttention]) -> ScoreMatrix:
-        one, cache = seen[0], seen[0].cache
+    def _score_matrix(self, name: str, calls: list[RecordedAttention]) -> ScoreMatrix:
+        one, cache = calls[0], calls[0].cache
         if cache is None:
             assert one.k is not None and one.frame is not None
             return ScoreMatrix(one.q, one.k, one.mask, one.bias, one.mechanism, one.frame)
         if one.memory is not None:
-            if any(s.memory is None or not is_same_memory(s.memory, one.memory) for s in seen):
-                raise ValueError(f"the memory is not the same in all {len(seen)} calls at {name!r}; say which step")
-            return join_steps(seen, cache, one.memory)
+            if any(call.memory is None or not is_same_memory(call.memory, one.memory) for call in calls):
+                raise ValueError(f"the memory is not the same in all {len(calls)} calls at {name!r}; say which step")
+            return join_steps(calls, cache, one.memory)
         version = self._versions.get(cache, cache.version)
-        n_stale = sum(s.version is not version for s in seen)
+        n_stale = sum(call.version is not version for call in calls)
         if n_stale:
             raise ValueError(
-                f"the cache was reordered, truncated or reset after {n_stale} of these {len(seen)} calls at {name!r},"
+                f"the cache was reordered, truncated or reset after {n_stale} of these {len(calls)} calls at {name!r},"
                 " whose keys are gone; look at the steps since then"
             )
-        return join_steps(seen, cache, self._keys[cache] if cache in self._keys else current_keys(cache))
+        return join_steps(calls, cache, self._keys[cache] if cache in self._keys else current_keys(cache))
 
     def _records(self) -> list[_TapRecord]:
-        """Everything seen of the model, oldest first; what checkpointing computed again is left out."""
-        chain: list[_TapRecord] = []
+        """The records of this model, oldest first, without those that are ignored."""
+        records: list[_TapRecord] = []
         entry = self._last
         while entry.before is not None:
-            if (entry.owner is None or entry.owner in self._module_names) and (
-                entry.ignored is None or not entry.ignored
-            ):
-                chain.append(entry)
+            is_own = entry.owner is None or entry.owner in self._module_names
+            if is_own and (entry.ignored is None or not entry.ignored):
+                records.append(entry)
             entry = entry.before
-        return chain[::-1]
+        return records[::-1]
 
-    def _share_memory(self, seen: RecordedAttention) -> RecordedAttention:
-        """With the memory kept already where it is the same: reordering copies it."""
-        if seen.cache is None or seen.memory is None:
-            return seen
-        kept = self._memories.get(seen.cache)
-        if kept is None or not is_same_memory(kept, seen.memory):
-            kept = self._memories[seen.cache] = seen.memory
-        return seen._replace(memory=kept)
+    def _share_memory(self, call: RecordedAttention) -> RecordedAttention:
+        """Reuse the memory stored already where it is equal: reordering a CrossCache copies it."""
+        if call.cache is None or call.memory is None:
+            return call
+        memory = self._memories.get(call.cache)
+        if memory is None or not is_same_memory(memory, call.memory):
+            memory = self._memories[call.cache] = call.memory
+        return call._replace(memory=memory)
 
     def close(self) -> None:
-        """Make it a snapshot: training will change the biases, and the next text will be written over the keys."""
-        frozen: dict[int, Any] = {}  # one bias may be seen by all layers at all steps
+        """Copy biases, mechanisms and cached keys, which training and the next text will overwrite."""
+        frozen: dict[int, Any] = {}  # all layers and steps may share one bias
 
-        def once(part: Any) -> Any:
+        def freeze_once(part: Any) -> Any:
             if id(part) not in frozen:
-                frozen[id(part)] = part, freeze(part)  # both: an id is one's own only as long as one lives
+                frozen[id(part)] = part, freeze(part)  # holds ``part`` too, so that its id stays unique
             return frozen[id(part)][1]
 
         last = _TapRecord()
-        for entry in self._records():  # a new chain, which lets go of everything else that a compiled graph showed
+        for entry in self._records():  # a new list, which releases the ignored records
             value = entry.value
             if isinstance(value, RecordedAttention):
                 self._copy_keys(value)
-                value = value._replace(bias=once(value.bias), mechanism=once(value.mechanism))
+                value = value._replace(bias=freeze_once(value.bias), mechanism=freeze_once(value.mechanism))
             last = _TapRecord(last, entry.owner, entry.name, value)
         self._last = last
         self._memories.clear()
 
-    def _copy_keys(self, seen: RecordedAttention) -> None:
-        cache = seen.cache
-        if cache is None or seen.memory is not None or cache in self._keys or seen.version is not cache.version:
+    def _copy_keys(self, call: RecordedAttention) -> None:
+        cache = call.cache
+        if cache is None or call.memory is not None or cache in self._keys or call.version is not cache.version:
             return
         k, positions = current_keys(cache)
         self._keys[cache], self._versions[cache] = (k.clone(), positions.clone()), cache.version
@@ -286,27 +284,26 @@ _recorder: Recorder | None = None
 
 
 def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
-    """Show ``x`` to the recorder, if there is one, under a name; ``owner`` is the module it belongs to. Returns x."""
+    """Show x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x."""
     if _recorder is not None and _recorder.values:
         _append_record(_recorder, owner, name, x.detach(), x)
     return x
 
 
 def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: Cache | None = None) -> Tensor:
-    """Show an attention computed by ``owner`` to the recorder, if there is one. Returns the output."""
+    """Show an attention call of ``owner`` to the active recorder, if any. Returns the output."""
     if _recorder is not None:
-        _append_record(
-            _recorder, owner, "attention", _recorded_attention(call, output, cache, _recorder.values), output
-        )
+        recorded = _recorded_attention(call, output, cache, _recorder.values)
+        _append_record(_recorder, owner, "attention", recorded, output)
     return output
 
 
 def _recorded_attention(call: AttentionCall, output: Tensor, cache: Cache | None, values: bool) -> RecordedAttention:
-    kept = torch.Tensor.detach if values else _compact_copy
-    k, frame = (None, None) if cache is not None else (kept(call.k), call.frame)
-    q_pos = call.frame.q_pos.clone()  # its own memory: a view would keep alive, or be overwritten by, the cache's
+    copy = torch.Tensor.detach if values else _compact_copy
+    k, frame = (None, None) if cache is not None else (copy(call.k), call.frame)
+    q_pos = call.frame.q_pos.clone()  # a view would be overwritten by the cache
     return RecordedAttention(
-        kept(call.q),
+        copy(call.q),
         k,
         call.v.detach() if values and cache is None else None,
         output.detach() if values else None,
@@ -322,16 +319,16 @@ def _recorded_attention(call: AttentionCall, output: Tensor, cache: Cache | None
 
 
 def _compact_copy(x: Tensor) -> Tensor:
-    """x in memory of its own: a view would keep alive the whole product, v too, that q and k are parts of."""
+    """x in its own memory: a view would keep the whole qkv product alive."""
     x = x.detach()
-    alone = not torch.compiler.is_compiling() and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-    return x if alone else x.clone(memory_format=torch.contiguous_format)
+    is_whole = not torch.compiler.is_compiling() and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if is_whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def _append_record(
     recorder: Recorder, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor
 ) -> None:
-    if torch.compiler.is_compiling():  # who runs the graph, and why, is only known when it runs
+    if torch.compiler.is_compiling():  # thread and backward pass are only known when the graph runs
         recorder._last = _TapRecord(recorder._last, owner, name, value, _is_ignored(at.detach()))
     elif not _should_ignore(recorder) and (owner is None or owner in recorder._module_names):
         value = recorder._share_memory(value) if isinstance(value, RecordedAttention) else value
@@ -339,14 +336,14 @@ def _append_record(
 
 
 def _should_ignore(recorder: Recorder | None) -> bool:
-    """Whether this forward pass is gradient checkpointing's second one, inside backward, or another thread's."""
-    again = torch._C._current_graph_task_id() != -1
-    return again or (recorder is not None and recorder._thread != threading.get_ident())
+    """Whether this is gradient checkpointing's recomputation inside backward, or another thread."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward or (recorder is not None and recorder._thread != threading.get_ident())
 
 
 @torch.library.custom_op("regard::is_ignored", mutates_args=())
 def _is_ignored(at: Tensor) -> Tensor:
-    """``_ignores`` as a step of a compiled graph; it takes a tensor so that it stays where it was called."""
+    """``_should_ignore`` as an operator of a compiled graph; the tensor argument fixes its place in the graph."""
     return torch.tensor(_should_ignore(_recorder))
 
 
@@ -357,13 +354,11 @@ def _(at: Tensor) -> Tensor:
 
 @contextmanager
 def record(model: nn.Module, values: bool = True) -> Iterator[Recorder]:
-    """Record every tap of ``model`` inside the ``with`` block; works on compiled models, switched on at any time.
+    """Record every tap of ``model``, compiled or not, inside the ``with`` block.
 
-    Of every call q, k, v and output are kept, O(T) numbers and never the matrix of weights; while decoding with a cache
-    q and output, and the cache's keys once. These q, k and v may be parts of one product that stays in memory whole.
-    With ``values=False`` q and k alone are kept, in memory of their own: all that attention weights need.
-    What was recorded can be read inside the block and after it: when the block ends, biases, mechanisms and keys are
-    copied as they are then. Masks are kept by reference. Other models and other threads are not seen.
+    Keeps q, k, v and output of every attention call, O(T) numbers; with a cache q and output, and the cache's keys
+    once. ``values=False`` keeps only q and k, compactly: all that attention weights need. The recorder can be read
+    inside and after the block; biases, mechanisms and keys are copied when it ends, masks are kept by reference.
     """
     global _recorder
     if _recorder is not None:
@@ -378,7 +373,7 @@ def record(model: nn.Module, values: bool = True) -> Iterator[Recorder]:
 
 
 def _checkpoints_may_record() -> AbstractContextManager[None]:
-    """A compiled graph lets nothing out of a checkpointed region unless told that once, the first time, is enough."""
+    """Let compiled graphs record inside checkpointed regions, in the first forward only."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
         return nullcontext()
     config = torch._dynamo.config

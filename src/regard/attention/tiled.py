@@ -1,8 +1,8 @@
 """FlashAttention's algorithm in plain torch: exact attention in O(T) memory, any mask, any bias, forward and backward.
 
-Forward (Dao et al. 2022, algorithm 1): walk the score matrix block by block, keep a running maximum m and sum z of each
-row, and rescale what was accumulated whenever m grows. Only the output and lse = m + log z are kept.
-Backward (algorithm 4): recompute each block's weights as exp(s - lse) and apply the analytic gradients to it.
+Forward (Dao et al. 2022, algorithm 1): block by block with a running maximum m and sum z of each row, rescaling the
+accumulated output when m grows; keeps the output and lse = m + log z. Backward (algorithm 4): recompute each block's
+weights as exp(s - lse) and apply the analytic gradients.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def tiled(call: AttentionCall) -> Tensor:
 
 
 def tiled_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Output and the log of each row's sum of exponentials (B, H, T), +inf where a row sees nothing."""
-    if call.dropout > 0 and call.seed is None:  # once: forward and backward drop the same
+    """Output and lse (B, H, T), +inf where a row sees nothing."""
+    if call.dropout > 0 and call.seed is None:  # drawn once, for forward and backward
         call = replace(call, seed=draw_seed(call.q.device))
     own, of_bias = call.operands()
     output, lse = _Tiled.apply(call, len(own), call.q, call.k, call.v, *own, *of_bias)
@@ -39,12 +39,11 @@ def tiled_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
-        # Half precision is computed in fp32: blocks are summed up over the whole length.
         exact = _compute_dtype(q.dtype)
         call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         output, lse = _forward(call, (parts[:n_own], parts[n_own:]))
-        # Heads are kept by save_for_backward alone, so that checkpointing and offloading can let go of them.
+        # Heads are kept by save_for_backward only, so that checkpointing and offloading can release them.
         none = q.new_empty(0)
         ctx.call, ctx.n_own = replace(call, q=none, k=none, v=none), n_own
         ctx.save_for_backward(q, k, v, output, lse, *operands)
@@ -109,11 +108,11 @@ def _backward(
             k_cols, v_cols = select_rows(k, cols), select_rows(v, cols)
             weights = exp_minus_(call.tile(rows, cols, operands, masked=partial), lse[:, :, rows, None])
             d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
-            kept = weights
+            dropped_out = weights
             if call.dropout > 0:
-                keep = _dropout_scale(call, rows, cols)
-                kept, d_weights = weights * keep, d_weights * keep
-            _add_columns(d_v, cols, gradients.d_values(by_group(kept, groups), d_rows))
+                scale = _dropout_scale(call, rows, cols)
+                dropped_out, d_weights = weights * scale, d_weights * scale
+            _add_columns(d_v, cols, gradients.d_values(by_group(dropped_out, groups), d_rows))
             d_scores = d_weights.sub_(row_dot[:, :, rows]).mul_(weights)  # gradients.d_scores, in place
             d_q_tile, d_k_tile, d_operands = call.mechanism.tile_backward(q_rows, k_cols, operands[0], d_scores)
             d_q[:, :, rows] += d_q_tile
@@ -129,8 +128,8 @@ def _backward(
 
 
 def _joined_tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterator[tuple[Span, bool]]:
-    """The blocks of a row joined to tiles worth starting, and whether each needs the mask."""
-    if call.bias is not None:  # a bias is read as diagonals, which neither wide nor gathered tiles do well
+    """The blocks of a row joined to larger tiles, and whether each needs the mask."""
+    if call.bias is not None:  # a bias is read as diagonals, which is slow for wide or gathered tiles
         yield from blocks
         return
     widest = call.largest_tile // ((rows.stop - rows.start) * call.q.shape[0] * call.q.shape[1])

@@ -1,7 +1,4 @@
-"""Mixing tokens for less: Linformer's learned summaries of the keys, FNet's Fourier transform; and the error it costs.
-
-Both mix over the whole sequence before any position could be masked, so neither can be causal.
-"""
+"""Linformer (low-rank keys and values) and FNet (Fourier mixing), neither of which can be causal; their error."""
 
 from __future__ import annotations
 
@@ -21,16 +18,14 @@ from .mechanisms import Dot, Mechanism, Prepared
 class Linformer(nn.Module, Dot):
     """Linformer (Wang et al. 2020, eq. 7): softmax(scale · Q (E K)ᵀ) (F V), with learned E, F of rank × length.
 
-    Exact attention over ``rank`` summaries of the keys: O(T · rank), and a map of T × rank weights. It is an
-    approximation only as far as E and F are trained or chosen to be one: with rank = length and E = F = I it is exact,
-    with averages over short stretches it is off by the square of what keys and values change within a stretch.
+    Attention over ``rank`` summaries of the keys: O(T · rank), with a map of T × rank weights.
     """
 
     name = "linformer"
     kind = "summary"
 
     def __init__(self, length: int, rank: int, n_heads: int | None = None, scale: float | None = None) -> None:
-        """``n_heads``: E and F of its own for each key head; None: one pair, shared by all."""
+        """``n_heads``: separate E and F for each key head; None: one pair shared by all."""
         super().__init__()
         if not 1 <= rank <= length:
             raise ValueError(f"rank={rank} must lie between 1 and length={length}")
@@ -39,7 +34,7 @@ class Linformer(nn.Module, Dot):
         self.e = nn.Parameter(torch.empty(shape))
         self.f = nn.Parameter(torch.empty(shape))
         for weight in (self.e, self.f):
-            nn.init.normal_(weight, std=1 / math.sqrt(length))  # summaries then vary as much as keys do
+            nn.init.normal_(weight, std=1 / math.sqrt(length))  # summaries have the keys' variance
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Linformer:
@@ -56,17 +51,15 @@ class Linformer(nn.Module, Dot):
 
     def _check(self, q: Tensor, k: Tensor, mask: Mask | None) -> None:
         if mask is not None and not isinstance(mask, Padding):
-            raise ValueError(
-                f"mechanism 'linformer' sums up the keys before they are scored: its mask can only be "
-                f"padding(lengths), got {type(mask).__name__}"
-            )
+            wanted = f"its mask can only be padding(lengths), got {type(mask).__name__}"
+            raise ValueError(f"mechanism 'linformer' sums up the keys before they are scored: {wanted}")
         if q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q has head width {q.shape[-1]} but k has {k.shape[-1]}")
         if self.n_heads not in (None, k.shape[1]):
             raise ValueError(f"Linformer has n_heads={self.n_heads}, k has {k.shape[1]} heads")
 
     def _columns(self, weight: Tensor, frame: Frame) -> Tensor:
-        """The columns of E or F that belong to the keys' positions, (B or 1, G or 1, rank, S)."""
+        """The columns of E or F at the keys' positions, (B or 1, G or 1, rank, S)."""
         weight = weight if weight.dim() == 3 else weight[None]
         if frame.steady is not None and frame.steady[1] >= 0:
             start = frame.steady[1]
@@ -74,8 +67,8 @@ class Linformer(nn.Module, Dot):
             return weight[None, :, :, start : start + frame.n_keys]
         if frame.limit is None or frame.limit >= self.length:
             self._check_length(int(frame.k_pos.max()) + 1)
-        picked = weight[:, :, frame.k_pos.clamp(min=0)]  # a slot where nothing stands holds zeros: any column will do
-        return picked.permute(2, 0, 1, 3) if frame.k_pos.dim() == 2 else picked[None]
+        columns = weight[:, :, frame.k_pos.clamp(min=0)]  # empty slots hold zeros: any column will do
+        return columns.permute(2, 0, 1, 3) if frame.k_pos.dim() == 2 else columns[None]
 
     def _check_length(self, wanted: int) -> None:
         if wanted > self.length:
@@ -86,10 +79,9 @@ class Linformer(nn.Module, Dot):
 
 
 class Fourier(nn.Module):
-    """FNet's mixing layer (Lee-Thorp et al. 2022, eq. 1): y = Re(FFT_seq(FFT_hidden(x))). Nothing to train.
+    """FNet's mixing layer (Lee-Thorp et al. 2022, eq. 1): y = Re(FFT_seq(FFT_hidden(x))), without parameters.
 
-    It takes attention's place in a block but is none: no queries, no keys, **no attention weights** to look at. Every
-    output is a fixed combination of all tokens and all channels, so it cannot be causal, and padding is mixed in too.
+    It replaces attention in a block: no queries, keys or attention weights. Padding is mixed in too.
     """
 
     name = "fourier"
@@ -114,10 +106,7 @@ def fourier_mix(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def approximation_error(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> float:
-    """‖approximation - exact‖ / ‖exact‖ (Frobenius) of the outputs, exact being softmax attention of the same scale.
-
-    For ``Linear``, which approximates nothing, it says how far its kernel is from softmax with scale 1/√D.
-    """
+    """‖approximation - exact‖ / ‖exact‖ (Frobenius) of the outputs, exact = softmax attention of the same scale."""
     exact = attend(q, k, v, mask=mask, scale=getattr(mechanism, "scale", None)).output
     approximate = attend(q, k, v, mask=mask, mechanism=mechanism).output
     return float((approximate - exact).norm() / exact.norm())

@@ -5,9 +5,8 @@ One cache for each attention layer. A layer that is given one calls
     k_all, v_all = cache.update(k, v)                      # store the new tokens' keys, return all visible ones
     attend(q, k_all, v_all, frame=cache.frame(n_heads))    # the new tokens' queries over them
 
-Masks and biases are functions of positions: keys may lie in any slot, slots may be empty (position -1), and rows of a
-batch may differ in length. Keys are stored after RoPE. The tensors that ``update`` and ``frame`` return may share the
-cache's memory: they are valid until the next update.
+Keys may lie in any slot, slots may be empty (position -1), and rows of a batch may differ in length. Keys are stored
+after RoPE. Tensors returned by ``update`` and ``frame`` may be views of the cache, valid until the next update.
 """
 
 from __future__ import annotations
@@ -32,28 +31,25 @@ class CacheView(NamedTuple):
 
 
 class CacheVersion:
-    """Identity of a cache's content: kept while tokens are appended, replaced by reorder, truncate and reset.
-
-    An object, not a number: a compiled graph can pass it on without being compiled for its value.
-    """
+    """Identity of a cache's content, replaced by reorder, truncate and reset; not a number, to avoid recompilation."""
 
 
 class Cache:
-    """Base of all caches. ``positions`` may be omitted where new tokens simply follow those already held.
+    """Base of all caches.
 
-    Given as (T,) or (B, T), they follow those of the same row, in order and without gap; -1 marks padding, which is
-    neither stored nor seen (the output of such a query is meaningless).
+    ``positions`` (T,) or (B, T) continue those of the same row without gap, as they do by default; -1 marks padding,
+    which is neither stored nor seen.
     """
 
     _view: CacheView | None = None
     version = CacheVersion()
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, G, T, D) of new tokens; return all that can be attended to, (B, G, S, D)."""
+        """Store keys and values (B, G, T, D) of new tokens; return all visible ones (B, G, S, D)."""
         raise NotImplementedError
 
     def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
-        """The (last n) tokens of the last update as queries over the keys that it returned."""
+        """The frame of the last update's (last n) tokens as queries over the keys it returned."""
         if self._view is None:
             raise ValueError("frame() places the tokens of the last update, so update(k, v) has to come first")
         n_batch, q_pos, k_pos, steady, limit = self._view
@@ -69,12 +65,12 @@ class Cache:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens seen, (1,) or one number a row, as a tensor: nothing is read back from a device."""
+        """Tokens seen, (1,) or (B,), on the cache's device."""
         raise NotImplementedError
 
     @property
     def length(self) -> int:
-        """Tokens seen, in the longest row."""
+        """Tokens seen in the longest row."""
         return int(self.lengths.max())
 
     def next_positions(self, n_tokens: int, device: torch.device | str | None = None) -> Tensor:
@@ -94,11 +90,11 @@ class Cache:
         raise NotImplementedError
 
     def truncate(self, length: int | Tensor) -> None:
-        """Drop the tokens from position ``length`` on, one number or (B,) (drafts that speculation rejects)."""
+        """Drop the tokens from position ``length`` on, an int or (B,) (rejected drafts of speculative decoding)."""
         raise NotImplementedError
 
     def check_truncate(self, length: int | Tensor) -> None:
-        """Raise where ``truncate`` cannot do that; a tensor's values are not read back for this."""
+        """Raise where ``truncate`` is impossible; the values of a tensor are not checked."""
         if not isinstance(length, Tensor) and length < 0:
             raise ValueError(f"length={length} must not be negative")
 
@@ -108,7 +104,7 @@ class Cache:
 
 
 class GrowingCache(Cache):
-    """Concatenates. Positions have no gaps, so every fast path applies; gradients flow through what is held."""
+    """Concatenates; gradients flow through the stored keys and values."""
 
     def __init__(self) -> None:
         self.reset()
@@ -116,7 +112,7 @@ class GrowingCache(Cache):
     def reset(self) -> None:
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._pos: Tensor | None = None  # (1 or B, S), only once positions were given; until then 0 … S-1
+        self._pos: Tensor | None = None  # (1 or B, S) once positions were given; else 0 … S-1
         self._view, self.version = None, CacheVersion()
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -165,7 +161,7 @@ class GrowingCache(Cache):
         return self._k, self._v
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b continues from row beam_index[b]; an index longer than the batch makes the batch grow."""
+        """Row b continues from row beam_index[b]; a longer index makes the batch grow."""
         if self._k is None or self._v is None:
             return
         self._k, self._v = self._k.index_select(0, beam_index), self._v.index_select(0, beam_index)
@@ -182,7 +178,7 @@ class GrowingCache(Cache):
             self._k, self._v = self._k[:, :, :length], self._v[:, :, :length]
         else:
             pos = drop_positions_from(self._position_rows(self._k.device), length)
-            used = (pos >= 0).any(0)  # columns that some row still needs
+            used = (pos >= 0).any(0)  # columns that some row still has
             self._pos = pos[:, used]
             self._k, self._v = self._k[:, :, used], self._v[:, :, used]
         if self._n_held == 0:
@@ -193,10 +189,9 @@ class GrowingCache(Cache):
 
 
 class CrossCache(Cache):
-    """Keys and values of an encoder's output, computed once: the first update fills it, later ones return what is held.
+    """Keys and values of an encoder's output: the first update stores them, later ones return them.
 
-    The last query stands at the last key, as without a cache. Positions may mark padding with -1. ``truncate`` takes
-    back decoded tokens and leaves the encoder's output as it is.
+    Positions may mark padding with -1. ``truncate`` changes nothing.
     """
 
     def __init__(self) -> None:
@@ -239,7 +234,7 @@ class CrossCache(Cache):
         return k, torch.arange(k.shape[2], device=k.device) if self._pos is None else squeeze_rows(self._pos)
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b continues from row beam_index[b]; an index longer than the batch makes the batch grow."""
+        """Row b continues from row beam_index[b]; a longer index makes the batch grow."""
         if self._kv is None:
             return
         k, v = self._kv
@@ -303,7 +298,7 @@ class ModelCache:
 
 
 def check_new_keys(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: Tensor | None = None) -> None:
-    """Raise unless k and v belong together and to what is held."""
+    """Raise unless k and v fit each other and the stored tensors."""
     for name, x, held in (("k", k, held_k), ("v", v, held_v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions {HEADS_SHAPE}, got shape {tuple(x.shape)}")
@@ -323,7 +318,7 @@ def check_new_keys(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: T
 
 
 def position_rows(positions: Tensor, k: Tensor) -> Tensor:
-    """(T,) or (B, T) → (1 or B, T), checked against the tokens they belong to."""
+    """(T,) or (B, T) → (1 or B, T), checked against the shape of k."""
     batch, _, length, _ = k.shape
     if positions.is_floating_point() or positions.shape not in ((length,), (batch, length)):
         got = f"{positions.dtype} of shape {tuple(positions.shape)}"
@@ -333,12 +328,12 @@ def position_rows(positions: Tensor, k: Tensor) -> Tensor:
 
 
 def squeeze_rows(rows: Tensor) -> Tensor:
-    """(1, S) → (S,): one row for the whole batch keeps masks and biases small."""
+    """(1, S) → (S,), which keeps masks and biases small; (B, S) stays."""
     return rows[0] if rows.shape[0] == 1 else rows
 
 
 def drop_positions_from(positions: Tensor, length: int | Tensor) -> Tensor:
-    """Positions (1 or B, S) from ``length`` on become -1."""
+    """Positions (1 or B, S) with those from ``length`` on set to -1."""
     end = length[:, None] if isinstance(length, Tensor) and length.dim() == 1 else length
     return torch.where(positions >= end, -1, positions)
 

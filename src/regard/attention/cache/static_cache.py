@@ -1,7 +1,7 @@
 """Preallocated caches: ``StaticCache`` holds a whole text, ``RingCache`` a sliding window.
 
-Both write into numbered slots without reading them first and change no Python number from step to step, so a compiled
-or captured decoding step is compiled once.
+Both write in place, and no Python number changes from step to step, so that a compiled or captured decoding step is
+compiled once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from .kv_cache import (
     squeeze_rows,
 )
 
-CacheDtype = Literal["model", "bf16", "int8"]
-"""How a preallocated cache stores keys and values: in the model's dtype, or rounded."""
+CacheDtype = Literal["model", "bf16", "int8"]  # how keys and values are stored
 Device = torch.device | str | None
 
 
 class Slots:
-    """n slots with a position each (-1: empty), holding the rows of one or more tensors (B, G, n, D).
+    """n slots with a position each (-1: empty) for one or more tensors (B, G, n, D).
 
-    One more slot behind them is never read: padding is written there, so that no write depends on data. Only ``write``
-    and ``read`` know the stored dtype; int8 has one scale a row: x ≈ s · q, s = max |x| / 127.
+    Padding is written to one extra slot that is never read, so that no write depends on data. int8 stores x ≈ s · q
+    with one scale s = max |x| / 127 per vector.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class Slots:
         self.pos = torch.full((1, self.n_slots + 1), -1, device=device)  # (1 or B, n + 1)
 
     def write(self, slots: Tensor, positions: Tensor, *new: Tensor) -> None:
-        """Put tensors (B, G, T, D) at ``positions`` (1 or B, T) into ``slots``; slot n is the one never read."""
+        """Write tensors (B, G, T, D) at ``positions`` (1 or B, T) into ``slots``."""
         if self.cache_dtype == "bf16":
             new = tuple(x.bfloat16() for x in new)
         elif self.cache_dtype == "int8":
             scales = [(x.detach().float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30) for x in new]
-            whole = [(x.detach() / scale).round().to(torch.int8) for x, scale in zip(new, scales, strict=True)]
-            new = (*whole, *scales)
+            quantised = [(x.detach() / scale).round().to(torch.int8) for x, scale in zip(new, scales, strict=True)]
+            new = (*quantised, *scales)
         for held, x in zip(self.data, new, strict=True):
             if slots.shape[0] == 1:
                 held.index_copy_(2, slots[0], x.detach())
@@ -78,7 +77,7 @@ class Slots:
         return held
 
     def slots_of(self, positions: Tensor) -> Tensor:
-        """The slot of each position: its own number; for padding the one never read; past the end, out of range."""
+        """The slot of each position: p; n for padding; n + 1, which is out of range, past the end."""
         n = self.n_slots
         return torch.where(positions < 0, n, torch.where(positions < n, positions, n + 1))
 
@@ -90,32 +89,32 @@ class Slots:
         self.pos = self.pos.repeat(self.batch, 1)
 
     def reorder(self, beam_index: Tensor) -> None:
-        # In place: a compiled or captured step knows these tensors by their address.
+        # In place: a captured graph knows these tensors by address.
         for x in self.data if self.pos.shape[0] == 1 else [*self.data, self.pos]:
             x.copy_(x.index_select(0, beam_index))
 
     def reset(self) -> None:
         for x in self.data:
-            x.zero_()  # an infinity left behind would be NaN even with weight 0
+            x.zero_()  # a leftover infinity times weight 0 would be NaN
         self.pos = self.pos[:1].fill_(-1)
 
 
 class SlotCache(Cache):
-    """Base of preallocated caches: tokens are counted in a tensor, rows may differ, everything happens in place."""
+    """Base of preallocated caches; token counts are a tensor updated in place."""
 
     def __init__(self, slots: Slots, capacity: tuple[str, int] | None) -> None:
         self._slots = slots
-        self._capacity = capacity  # (name, number) of positions there is room for; None: unlimited
+        self._capacity = capacity  # (name, number of positions); None: unlimited
         self._lengths = torch.zeros(1, dtype=torch.int64, device=slots.pos.device)
         self._empty = True
-        self._count: int | None = 0  # length of the longest row, where known without asking the device
+        self._count: int | None = 0  # length of the longest row, None where only the device knows
         self.version = CacheVersion()
 
     def _all_slots(self) -> list[Slots]:
         return [self._slots]
 
     def _add_tokens(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
-        """Check new tokens, count them and return their positions (1 or B, T)."""
+        """Check and count new tokens; return their positions (1 or B, T)."""
         check_new_keys(k, v, self._slots.like, self._slots.like)
         given = None if positions is None else position_rows(positions, k)
         self._check_capacity(k.shape[2], given)
@@ -127,14 +126,14 @@ class SlotCache(Cache):
         return rows
 
     def _check_capacity(self, n_new: int, given: Tensor | None) -> None:
-        if torch.compiler.is_compiling():  # there the index out of range stops the write
+        if torch.compiler.is_compiling():  # there the out-of-range index raises
             self._count = None
             return
         before = self.length if self._count is None else self._count
         after = before + n_new if given is None else max(before, int(given.max()) + 1)
         if self._capacity is not None and after > self._capacity[1]:
-            name, room = self._capacity
-            raise ValueError(f"{n_new} new tokens would make {after}, but this cache has {name}={room}")
+            name, capacity = self._capacity
+            raise ValueError(f"{n_new} new tokens would make {after}, but this cache has {name}={capacity}")
         self._count = after
 
     def _split_rows(self) -> None:
@@ -180,10 +179,9 @@ class SlotCache(Cache):
 
 
 class StaticCache(SlotCache):
-    """Preallocated for ``max_len`` tokens; the key at position p lies in slot p. For torch.compile and captured graphs.
+    """Preallocated for ``max_len`` tokens, position p in slot p; for torch.compile and captured graphs.
 
-    Every step has the same shapes, but for the first update of an empty cache, which returns the new keys alone: a
-    prompt does not look at max_len empty slots.
+    All updates return max_len keys, except the first of an empty cache (the prompt), which returns the new keys only.
     """
 
     def __init__(
@@ -219,12 +217,11 @@ class StaticCache(SlotCache):
 
 
 class RingCache(SlotCache):
-    """The ``window`` newest keys, for masks that see no further: position p in slot p mod window, memory O(window).
+    """The ``window`` newest keys for windowed masks: position p in slot p mod window, O(window) memory.
 
-    Several tokens at once see the keys held before them and each other; then the newest stay. The new ones carry
-    gradients, those held before do not: the recurrence of Transformer-XL (Dai et al. 2019, §3.2).
-    ``spare`` slots more let ``truncate`` take back spare + 1 tokens. ``keep_keys`` makes room for that many positions
-    at which every key is kept, without its value, for looking: the weight of an evicted key can still be asked for.
+    New tokens carry gradients, stored ones do not, as in Transformer-XL (Dai et al. 2019, §3.2). ``spare`` extra slots
+    let ``truncate`` take back spare + 1 tokens. ``keep_keys`` archives the keys (not the values) of that many
+    positions, so that attention maps include evicted keys.
     """
 
     def __init__(
@@ -248,7 +245,7 @@ class RingCache(SlotCache):
         self.window, self.spare = window, spare
         archived = (batch, n_kv_heads, keep_keys, d_head)
         self._archive = Slots(1, archived, dtype, device, cache_dtype) if keep_keys else None
-        self._has_gaps = False  # whether slots may be empty among later ones
+        self._has_gaps = False  # whether empty slots may lie between filled ones
 
     def _all_slots(self) -> list[Slots]:
         return [self._slots] if self._archive is None else [self._slots, self._archive]
@@ -257,7 +254,7 @@ class RingCache(SlotCache):
         new = self._add_tokens(k, v, positions)
         self._has_gaps = self._has_gaps or positions is not None
         n_batch, _, n_new, _ = k.shape
-        # How far a query and a slot can stand apart; an empty slot (-1) among later ones is farther off.
+        # The largest distance of a query from a slot; unknown where empty slots (-1) lie between filled ones.
         limit = None if self._has_gaps else self._slots.n_slots + n_new
         if self._empty:
             self._empty = False
@@ -269,7 +266,7 @@ class RingCache(SlotCache):
             self._view = CacheView(n_batch, new, self._slots.positions(), None, limit)
             k_all, v_all = self._slots.read()
             return k_all, v_all
-        # Joined before anything is overwritten: the first of the new tokens still sees the oldest key.
+        # Joined before anything is overwritten: the first new token still sees the oldest key.
         k_all, v_all = (torch.cat([old, x], dim=2) for old, x in zip(self._slots.read(), (k, v), strict=True))
         self._view = CacheView(n_batch, new, torch.cat([self._slots.positions(), new], dim=1), None, limit)
         self._store(new, k, v)
@@ -277,13 +274,13 @@ class RingCache(SlotCache):
 
     def _store(self, new: Tensor, k: Tensor, v: Tensor) -> None:
         n_slots = self._slots.n_slots
-        stays = (new >= 0) & (new > new.amax(-1, keepdim=True) - n_slots)  # of a long prompt, the end
+        stays = (new >= 0) & (new > new.amax(-1, keepdim=True) - n_slots)  # the end of a long prompt
         self._slots.write(torch.where(stays, new % n_slots, n_slots), new, k, v)
         if self._archive is not None:
             self._archive.write(self._archive.slots_of(new), new, k)
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """With ``keep_keys`` all keys since the reset, else those of the ring, in the order of their slots."""
+        """With ``keep_keys`` all keys since the reset, else those of the ring, in slot order."""
         if self._archive is None:
             return super().keys()
         return self._archive.read()[0], squeeze_rows(self._archive.positions())
@@ -297,15 +294,15 @@ class RingCache(SlotCache):
         self._has_gaps = True
 
     def check_truncate(self, length: int | Tensor) -> None:
-        """The next token must find its whole window: what was overwritten by tokens now rejected is gone."""
+        """Raise where keys of the next token's window were overwritten by the tokens taken back."""
         super().check_truncate(length)
         if torch.compiler.is_compiling():
             return
         last = self._lengths.clamp(max=length)
         first = (last - self.window + 1).clamp(min=0)
         pos = self._slots.positions()
-        found = ((pos >= first[:, None]) & (pos < last[:, None])).sum(-1)
-        if (found < last - first).any():
+        n_held = ((pos >= first[:, None]) & (pos < last[:, None])).sum(-1)
+        if (n_held < last - first).any():
             back = int((self._lengths - last).max())
             most = f"spare={self.spare} allows {self.spare + 1}"
             raise ValueError(f"length={length} takes back {back} tokens of a full RingCache, where {most}")
