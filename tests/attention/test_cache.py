@@ -645,11 +645,11 @@ def test_cross_attention_is_computed_once(how: str, backend: str) -> None:
     mask = None if how == "plain" else masks.padding(lengths)
     whole = attend(tokens.q, memory.k, memory.v, mask=mask, backend="reference").output
     cache = CrossCache()
-    assert not cache.filled
+    assert not cache.is_filled
     positions = torch.arange(9).expand(B, -1).masked_fill(torch.arange(9) >= lengths[:, None], -1)
     cache.update(memory.k, memory.v, positions if how == "positions" else None)
     for cols in chunks((2, 1, 1, 1)):
-        assert cache.filled
+        assert cache.is_filled
         k, v = cache.update(draw(B, 9, seed=77).k, draw(B, 9, seed=77).v)  # ignored: it is filled
         q = tokens.q[:, :, cols]
         mine = mask if how == "padding mask" else None
@@ -659,7 +659,7 @@ def test_cross_attention_is_computed_once(how: str, backend: str) -> None:
     assert cache.length == 9
     assert cache.memory() >= 2 * B * G * 9 * D * 8
     cache.reset()
-    assert not cache.filled
+    assert not cache.is_filled
 
 
 def test_a_model_cache_forwards_to_every_layer() -> None:

@@ -17,9 +17,9 @@ def peak_mib():
 
 def inputs(length):
     torch.manual_seed(0)
-    return [torch.randn(1, 8, length, 64, requires_grad=True) for _ in range(3)]
+    return [torch.randn(1, 2, length, 64, requires_grad=True) for _ in range(3)]
 
-bias = T5Bias(8, bidirectional=False)
+bias = T5Bias(2, bidirectional=False)
 q, k, v = inputs(256)
 attend(q, k, v, mask=masks.causal(), bias=bias, backend="tiled").output.sum().backward()
 AttentionMap(q, k, masks.causal(), bias).pooled(8, 8)
@@ -29,7 +29,7 @@ before = peak_mib()
 TRAINING = "attend(q, k, v, mask=masks.causal(), bias=bias, backend='tiled').output.sum().backward()"
 LOOKING = """
 seen = AttentionMap(q, k, masks.causal(), bias)
-seen.tile(slice(-256, None), slice(100, 356)), seen.pooled(64, 64), seen.head(0, 3).entropy()
+seen.tile(slice(-256, None), slice(100, 356)), seen.pooled(64, 64), seen.head(0, 1).entropy()
 """
 
 
@@ -42,8 +42,8 @@ def growth_mib(length: int, work: str) -> float:
 
 @pytest.mark.slow
 def test_training_at_length_8192_with_a_trained_bias_takes_little() -> None:
-    """Gradients included; each of the formula's matrices would take 2 GiB."""
-    assert growth_mib(8_192, TRAINING) < 256
+    """Gradients included; each of the formula's matrices would take 512 MiB."""
+    assert growth_mib(8_192, TRAINING) < 192
 
 
 @pytest.mark.slow

@@ -48,11 +48,11 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers; masks are made anew in every forward pass, as models do."""
+    """One or two layers; masks are built in every forward pass, as models do."""
 
-    def __init__(self, cross: bool = True, checkpointed: bool = False) -> None:
+    def __init__(self, cross: bool = True, checkpointed: bool = False, n_layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(T5Bias(H), cross), Layer(None, cross)])
+        self.layers = nn.ModuleList([Layer(T5Bias(H) if n == 0 else None, cross) for n in range(n_layers)])
         self.checkpointed = checkpointed
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -115,7 +115,7 @@ def assert_saw_everything(model: Model, looked: Callable[[], object], *inputs: T
         looked()
     wanted = wanted_of(getattr(model, "_orig_mod", model), *inputs)
     assert list(rec.attentions) == [place for place in wanted if place not in ("layers.0", "layers.1")]
-    assert list(rec.tensors) == ["layers.0.output", "layers.1.output"]
+    assert list(rec.tensors) == [f"{place}.output" for place in ("layers.0", "layers.1") if place in wanted]
     for place, seen in rec.attentions.items():
         (only,) = seen
         for name in ("q", "k", "v", "output"):
@@ -281,7 +281,8 @@ def graphs() -> int:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_switched_on_after_compiling(backend: str) -> None:
     """Compile, run, and only then look: what hooks cannot do. Looking costs one more graph, ever."""
-    model, inputs = Model(cross=False), batch()
+    n_layers = 1 if backend == "inductor" else 2  # compiling takes most of the time
+    model, inputs = Model(cross=False, n_layers=n_layers), batch()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     compiled(*inputs)
     before = graphs()
@@ -292,7 +293,7 @@ def test_switched_on_after_compiling(backend: str) -> None:
     with record(compiled) as rec:
         for _ in range(10):  # as many calls as it likes
             compiled(*inputs)
-    assert [len(seen) for seen in rec.attentions.values()] == [10, 10]
+    assert [len(seen) for seen in rec.attentions.values()] == [10] * n_layers
     compiled(*inputs)  # and back to the graph that records nothing
     assert graphs() == before + 1
 
@@ -300,7 +301,7 @@ def test_switched_on_after_compiling(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_cross_attention_and_masks_made_inside_a_compiled_model() -> None:
-    model, inputs = Model(), (*batch(), torch.tensor([T, 4]))
+    model, inputs = Model(n_layers=1), (*batch(), torch.tensor([T, 4]))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(*inputs)
     assert_saw_everything(compiled, lambda: compiled(*inputs), *inputs)
@@ -329,14 +330,14 @@ def test_layers_compiled_one_by_one_share_their_graphs() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_gradients_of_a_compiled_model_under_a_recorder() -> None:
-    model, inputs = Model(cross=False), batch()
+    model, inputs = Model(cross=False, n_layers=1), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with record(compiled) as rec:
         ours = torch.autograd.grad(compiled(*inputs).square().sum(), list(model.parameters()))
     wanted = torch.autograd.grad(model(*inputs).square().sum(), list(model.parameters()))
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    assert [len(seen) for seen in rec.attentions.values()] == [1, 1]
+    assert [len(seen) for seen in rec.attentions.values()] == [1]
 
 
 # ---- q and k alone
@@ -372,7 +373,7 @@ def test_without_values_decoding_is_one_map_too(kind: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_without_values_on_a_compiled_model() -> None:
-    model, inputs = Model(cross=False), batch()
+    model, inputs = Model(cross=False, n_layers=1), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), record(compiled, values=False) as rec:
         compiled(*inputs)
@@ -413,14 +414,13 @@ def test_checkpoints_inside_a_compiled_model_are_seen_once() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_compiled_model_inside_a_checkpoint_is_seen_once(reentrant: bool) -> None:
-    model, inputs = Model(cross=False), batch()
+    model, inputs = Model(cross=False, n_layers=1), batch()
     inputs[0].requires_grad_()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
     def run() -> None:
         checkpoint(compiled, *inputs, use_reentrant=reentrant).sum().backward()
 
-    run()
     assert_saw_everything(compiled, run, *inputs)
 
 
@@ -669,7 +669,7 @@ def test_a_bias_that_changes_has_no_common_map() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_decoding_is_compiled_once_and_seen_step_by_step() -> None:
     """A preallocated cache, one token at a time, switched on after the first tokens."""
-    model, (x, memory), caches = Model(cross=False), batch(), new_caches("static")
+    model, (x, memory), caches = Model(cross=False, n_layers=1), batch(), new_caches("static")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     decode(compiled, x[:, :2], memory, caches, [1, 1])
     with record(compiled) as rec:
@@ -678,9 +678,9 @@ def test_compiled_decoding_is_compiled_once_and_seen_step_by_step() -> None:
         decode(compiled, x[:, 4:], memory, caches, [1, 1, 1])
         assert graphs() == before
     wanted = wanted_of(model, x, memory)
-    for place in ("layers.0.attention", "layers.1.attention"):
-        close(rec.map(place).dense()[..., :T], wanted[place]["weights"][:, :, 2:])
-        assert isinstance(rec.map(place), AttentionMap)
+    place = "layers.0.attention"
+    close(rec.map(place).dense()[..., :T], wanted[place]["weights"][:, :, 2:])
+    assert isinstance(rec.map(place), AttentionMap)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

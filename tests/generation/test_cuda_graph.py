@@ -438,7 +438,7 @@ def test_the_kernel_of_the_greedy_choice(device: str, dtype: torch.dtype, vocab:
         state = DecodeState.empty(4, 6, torch.device(device))
         state.begin(torch.tensor([3, 4, 5, 6]), torch.tensor([9, 4, 9, 9]))
         state.steps.copy_(torch.tensor([0, 1, 2, 5]))
-        parts.settle_greedy(logits, *state, advance)
+        parts.store_greedy_tokens(logits, *state, advance)
         states.append(state)
     for name, ours, plain in zip(DecodeState._fields, *states, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

@@ -89,10 +89,10 @@ class Frame:
         cls, n_batch: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device | str = "cpu"
     ) -> Frame:
         """The default: keys at 0 … S-1, the last query at the last key."""
-        return cls.running(n_batch, n_heads, n_queries, n_keys, n_keys - n_queries, 0, device)
+        return cls.from_starts(n_batch, n_heads, n_queries, n_keys, n_keys - n_queries, 0, device)
 
     @classmethod
-    def running(
+    def from_starts(
         cls,
         n_batch: int,
         n_heads: int,
@@ -174,17 +174,17 @@ class Frame:
     def part(self, batch: range, heads: range) -> Frame:
         """The frame of some of the batch and heads."""
 
-        def some(x: Tensor) -> Tensor:
+        def select_batch(x: Tensor) -> Tensor:
             return x if x.dim() == 1 else x[batch.start : batch.stop]
 
         return replace(
             self,
             n_batch=len(batch),
             n_heads=len(heads),
-            q_pos=some(self.q_pos),
-            k_pos=some(self.k_pos),
-            q_doc=None if self.q_doc is None else some(self.q_doc),
-            k_doc=None if self.k_doc is None else some(self.k_doc),
+            q_pos=select_batch(self.q_pos),
+            k_pos=select_batch(self.k_pos),
+            q_doc=None if self.q_doc is None else select_batch(self.q_doc),
+            k_doc=None if self.k_doc is None else select_batch(self.k_doc),
             first_batch=self.first_batch + batch.start,
             first_head=self.first_head + heads.start,
         )

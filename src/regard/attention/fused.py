@@ -128,11 +128,11 @@ def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
         (by_distance,) = bias.operands(frame)
         low = frame.reach()[0]
 
-        def relative(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        def add_relative_bias(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
             at = frame.site_at(b, h, row, col)
             return score + by_distance[h, at.j - at.i - low]
 
-        return relative
+        return add_relative_bias
     values = bias.tile(ALL, ALL, frame, bias.operands(frame), call.q, call.k)
     values = values.expand(frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
     return lambda score, b, h, row, col: score + values[b, h, row, col]
@@ -145,18 +145,18 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
     if device_type == "cuda":
         compiled = torch.compile(flex_attention, dynamic=False)
 
-        def fused(*args: Any, **kwargs: Any) -> Any:
+        def call_compiled(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # fused as part of the larger graph
                 return flex_attention(*args, **kwargs)
             # Each shape and mask is its own kernel; past torch's default limit of 8 it would run unfused.
             with torch._dynamo.config.patch(recompile_limit=256):
                 return compiled(*args, **kwargs)
 
-        return fused
+        return call_compiled
 
-    def unfused(*args: Any, **kwargs: Any) -> Any:
+    def call_eager(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():  # torch warns that this is not fused
             warnings.simplefilter("ignore")
             return flex_attention(*args, **kwargs)
 
-    return unfused
+    return call_eager

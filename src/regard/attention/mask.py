@@ -164,7 +164,10 @@ def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.stack([c.min() for c in chunks]), torch.stack([c.max() for c in chunks])
 
 
-def check_same_device(name: str, x: Tensor, frame: Frame) -> None:
+def check_stored(name: str, x: Tensor, frame: Frame, axes: str, sizes: tuple[int, ...], fits: bool) -> None:
+    """Raise when the tensor a mask stores does not fit the sizes of these axes, or is on another device."""
+    if not fits:
+        raise ValueError(f"mask {name} of shape {tuple(x.shape)} does not fit ({axes}) = {sizes}")
     if x.device != frame.device:
         move = f"mask.to({str(frame.device)!r}) moves it"
         raise ValueError(f"mask {name} is on {x.device} but q is on {frame.device}; {move}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..foundation.checks import check_positive
 from .frame import Frame, Site
-from .mask import BlockPlan, Bounds, Box, Mask, block_range, check_same_device, plan
+from .mask import BlockPlan, Bounds, Box, Mask, block_range, check_stored, plan
 
 # fmt: off
 __all__ = [
@@ -107,7 +107,7 @@ class Lengths(Padding):
     def check(self, frame: Frame) -> None:
         if self.lengths.shape[0] != frame.n_batch:
             raise ValueError(f"mask padding(lengths) has {self.lengths.shape[0]} lengths, the batch is {frame.n_batch}")
-        check_same_device("padding(lengths)", self.lengths, frame)
+        check_stored("padding(lengths)", self.lengths, frame, "batch", (frame.n_batch,), fits=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +123,8 @@ class ValidKeys(Padding):
         return (high > 0)[None] & rows, (low > 0)[None] & rows
 
     def check(self, frame: Frame) -> None:
-        if tuple(self.valid.shape) != (frame.n_batch, frame.n_keys):
-            sizes = (frame.n_batch, frame.n_keys)
-            raise ValueError(
-                f"mask valid_keys(...) of shape {tuple(self.valid.shape)} does not fit (batch, keys) = {sizes}"
-            )
-        check_same_device("valid_keys(...)", self.valid, frame)
+        sizes = (frame.n_batch, frame.n_keys)
+        check_stored("valid_keys(...)", self.valid, frame, "batch, keys", sizes, tuple(self.valid.shape) == sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +139,8 @@ class Packed(Mask):
 
     def check(self, frame: Frame) -> None:
         sizes = (frame.n_batch, frame.n_queries, frame.n_keys)
-        if tuple(self.documents.shape) != sizes[:2] or frame.n_queries != frame.n_keys:
-            shape = tuple(self.documents.shape)
-            raise ValueError(f"mask packed(...) of shape {shape} does not fit (batch, queries, keys) = {sizes}")
-        check_same_device("packed(...)", self.documents, frame)
+        fits = tuple(self.documents.shape) == sizes[:2] and frame.n_queries == frame.n_keys
+        check_stored("packed(...)", self.documents, frame, "batch, queries, keys", sizes, fits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,12 +159,9 @@ class Dense(Mask):
 
     def check(self, frame: Frame) -> None:
         sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
-        given = tuple(self.allowed.shape)
-        if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
-            raise ValueError(
-                f"mask from_dense(...) of shape {given} does not fit (batch, heads, queries, keys) = {sizes}"
-            )
-        check_same_device("from_dense(...)", self.allowed, frame)
+        shape = tuple(self.allowed.shape)
+        fits = shape[2:] == sizes[2:] and shape[0] in (1, sizes[0]) and shape[1] in (1, sizes[1])
+        check_stored("from_dense(...)", self.allowed, frame, "batch, heads, queries, keys", sizes, fits)
 
 
 def _reduce_blocks(x: Tensor, block: tuple[int, int], some: bool) -> Tensor:

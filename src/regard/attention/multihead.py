@@ -183,7 +183,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and not isinstance(cache, CrossCache):
             raise TypeError(f"cache is a {type(cache).__name__}, but cross-attention keeps its memory in a CrossCache")
         (q,) = self._project(self.w_query, x, self.n_heads)
-        if cache is not None and cache.filled:
+        if cache is not None and cache.is_filled:
             k, v = cache.update()
             q = q if self.q_norm is None else self.q_norm(q)
         else:

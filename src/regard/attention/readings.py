@@ -12,7 +12,7 @@ from .attention_map import AttentionMap, Pick, as_span
 from .frame import Frame
 from .masks import Mask
 from .mechanisms import Dot
-from .reference import normalise, weigh
+from .reference import apply_weights, normalise
 from .score_matrix import ScoreMatrix
 
 Weights = Tensor | AttentionMap  # (B, H, T, T) with rows that sum to 1
@@ -44,7 +44,7 @@ def smoother(
         k_length = k.square().sum(-1).repeat_interleave(shared_by, dim=1)[:, :, None]  # (B, H, 1, S)
         q_length = q.square().sum(-1, keepdim=True)  # (B, H, T, 1)
         log_kernel = log_kernel - (q_length + k_length) / (2 * squared)
-    return weigh(normalise(log_kernel, "softmax"), v)
+    return apply_weights(normalise(log_kernel, "softmax"), v)
 
 
 # ---- a retrieval

@@ -32,7 +32,7 @@ def compute_steps(call: AttentionCall) -> Steps:
     scores = scaled
     if isinstance(call.mechanism, Dot) and call.mechanism.kind == "dot":
         scores = Dot(scale=1.0).tile(_as_fp32(call.q), _as_fp32(call.k))
-    return Steps(scores, scaled, biased, masked, weights, weigh(weights, call.v))
+    return Steps(scores, scaled, biased, masked, weights, apply_weights(weights, call.v))
 
 
 def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,10 +56,10 @@ def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output and weights (before dropout), O(T · S) memory."""
     weights = _weights(call)[-1]
     if call.dropout == 0:
-        return weigh(weights, call.v), weights
+        return apply_weights(weights, call.v), weights
     seed = draw_seed(call.q.device) if call.seed is None else call.seed
     dropped_out = weights * dropout_tile(call.dropout, seed, ALL, ALL, call.frame) / (1 - call.dropout)
-    return weigh(dropped_out, call.v), weights
+    return apply_weights(dropped_out, call.v), weights
 
 
 def normalise(scores: Tensor, normaliser: str) -> Tensor:
@@ -78,7 +78,7 @@ def safe_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(scores - largest), largest
 
 
-def weigh(weights: Tensor, v: Tensor) -> Tensor:
+def apply_weights(weights: Tensor, v: Tensor) -> Tensor:
     """weights (B, H, T, S) @ v (B, G, S, D) → (B, H, T, D)."""
     return by_head(by_group(weights, v.shape[1]) @ v, weights.shape[1])
 

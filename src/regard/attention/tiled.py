@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from . import gradients
 from .frame import Span
 from .mechanisms import Operands, by_group, by_head
-from .reference import draw_seed, dropout_tile, weigh
+from .reference import apply_weights, draw_seed, dropout_tile
 from .score_matrix import AttentionCall, exp_minus_, select_rows
 
 
@@ -85,7 +85,7 @@ def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[
             total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
             if call.dropout > 0:
                 weights.mul_(_dropout_scale(call, rows, cols))
-            weighted_sum.mul_(rescale).add_(weigh(weights, select_rows(v, cols)))
+            weighted_sum.mul_(rescale).add_(apply_weights(weights, select_rows(v, cols)))
             top = new_top
         seen = total > 0
         output[:, :, rows] = weighted_sum / torch.where(seen, total, 1)

@@ -201,7 +201,7 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         stand = places(target, padding_mask, positions, cache)
         cache = self.new_cache() if cache is None else cache
         n_blocks = len(self.decoder.blocks)
-        if not cache.cross[0].filled:
+        if not cache.cross[0].is_filled:
             if not isinstance(memory, OnnxMemory):
                 raise TypeError(f"memory must come from encode() of this model, got {type(memory).__name__}")
             for layer, cross in enumerate(cache.cross):

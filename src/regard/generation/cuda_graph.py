@@ -129,7 +129,7 @@ class GraphDecoder:
         """Choose the next token of every row and append it; ``advance`` moves past the token that the step read."""
         state = self.state
         if not config.samples and not _has_filters(config):
-            self.step.ops.settle_greedy(logits, *state, advance)
+            self.step.ops.store_greedy_tokens(logits, *state, advance)
             return
         logits = logits.float()
         scores = filter_logits(logits, self.texts, 0, config, eos_id)

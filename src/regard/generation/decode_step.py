@@ -99,7 +99,7 @@ class TorchOps:
         return y if dtype is None else y.to(dtype)
 
     @staticmethod
-    def makes_products(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
+    def product_is_faster(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
         """Whether ``product`` and ``product_in_parts`` are faster here than in torch."""
         return True
 
@@ -130,7 +130,7 @@ class TorchOps:
         return x if positions is None else x + F.embedding(lengths + offset, positions)
 
     @staticmethod
-    def settle_greedy(
+    def store_greedy_tokens(
         logits: Tensor,
         tokens: Tensor,
         lengths: Tensor,
@@ -186,7 +186,7 @@ class DecodeStep:
         self.form: Form = best if form is None else form
         self.cache = [cache_tensors(layer) for layer in cache.layers]
         widths = {linear.in_features for linear in model.decoder.modules() if isinstance(linear, nn.Linear)}
-        faster = self.ops.makes_products(len(state.tokens), model.token.weight.dtype, widths)
+        faster = self.ops.product_is_faster(len(state.tokens), model.token.weight.dtype, widths)
         self.products = self.ops if faster else TorchOps
 
     def logits(self) -> Tensor:

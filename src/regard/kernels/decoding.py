@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One token a row through a Transformer's layers in few launches: what a captured decoding step is made of.
+"""Triton kernels of a decode step: one token per row through a Transformer's layers in few launches.
 
-At batch 1 a step reads every weight once and computes next to nothing, so its time is the number of launches and how
-fast each of them asks for its bytes. Five launches a layer for a few rows (norm + product + activation, attention with
-its cache, product + residual, and the same for the feed-forward part); for many rows the products are the library's.
-``generation`` holds the same functions in plain torch.
+At small batches a step is bound by launches and memory bandwidth. A layer takes five launches for a few rows: norm +
+product + activation, attention with its cache, product + residual, and the feed-forward part likewise.
+``generation.decode_step`` has the same functions in plain torch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _attend(
     q, k_new, v_new, k_held, v_held, lengths, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g, held_s,
     REP: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Program (b, h): store the new key and value in slot lengths[b]; attend to them and to all before.
+    """Program (b, h): store the new key and value in slot lengths[b] and attend to slots 0 … lengths[b].
 
     ``scale`` includes log₂ e, for exp2.
     """
@@ -43,7 +42,7 @@ def _attend(
     if h % REP == 0:
         tl.store(k_at + length.to(tl.int64) * held_s + d, key, mask=inside)
         tl.store(v_at + length.to(tl.int64) * held_s + d, value, mask=inside)
-    # Every line of the tile keeps a softmax of its own, joined at the end: no thread waits for another in the loop.
+    # Each line of the tile has its own running softmax, merged at the end: no synchronisation in the loop.
     s = tl.arange(0, BLOCK_S)
     top = tl.full([BLOCK_S], -1e30, tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
@@ -70,7 +69,7 @@ def _attend(
 
 
 def attention_tile(n_programs: int) -> tuple[int, int]:
-    """Keys in a tile and warps: where programs are few, each has to keep many bytes on their way."""
+    """Keys in a tile and warps: few programs need larger tiles to saturate the memory."""
     return (512, 8) if n_programs < 264 else (64, 8)
 
 
@@ -126,7 +125,7 @@ def _linear(
     k = tl.arange(0, BLOCK_K)
     live = n < N
     lines = weight + n[:, None].to(tl.int64) * K
-    # Asked for before the norm is computed: weights come from far, the row from near.
+    # Loaded before the norm is computed, to overlap with it.
     tile = tl.load(lines + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
     mean, factor = 0.0, 1.0
     if NORM == 1:
@@ -161,7 +160,7 @@ def _linear(
 
 
 def linear_tile(n_outputs: int) -> tuple[int, int]:
-    """Outputs of a program and its warps: enough programs for every multiprocessor, few enough to be worth starting."""
+    """Outputs per program, and its warps."""
     return (2, 4) if n_outputs <= 1024 else (4, 4) if n_outputs <= 8192 else (16, 8)
 
 
@@ -217,13 +216,13 @@ def _product(
 _BLOCK_M, _MOST_ROWS, _PROGRAMS = 64, 128, 132
 
 
-def makes_products(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
-    """Whether the kernel above is faster than the library for rows of these widths; full precision has the library."""
+def product_is_faster(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
+    """Whether ``product`` is faster than cuBLAS for rows of these widths (half precision only)."""
     return dtype.itemsize == 2 and rows <= _MOST_ROWS and all(width % 64 == 0 for width in widths)
 
 
 def product_tile(n: int, k: int) -> tuple[int, int, int]:
-    """Outputs and numbers of a step in the sum, and how many steps are on their way: (BLOCK_N, BLOCK_K, stages)."""
+    """(BLOCK_N, BLOCK_K, pipeline stages)."""
     if n > 8192:
         return 128, 64, 4
     return (32, 128, 5) if k % 128 == 0 and not (n <= k <= 1024) else (32, 64, 3)
@@ -241,14 +240,14 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """activation(x Wᵀ + bias) for many rows x (R, K), W (N, K)."""
-    # Rows that begin at round addresses are written faster: 50,257 numbers are not.
+    # Aligned rows are written faster: pad the width (50,257, say) to a multiple of 64.
     out = torch.empty(len(x), -(-len(weight) // 64) * 64, dtype=x.dtype, device=x.device)[:, : len(weight)]
     _launch(x, weight, bias, activation, out, 1)
     return out
 
 
 def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ as parts of its sum (P, R, N) that ``add_norm`` adds up: few outputs alone do not fill a device."""
+    """x Wᵀ split along K into partial sums (P, R, N), which ``add_norm`` adds: few outputs do not fill a GPU."""
     (rows, k), n = x.shape, weight.shape[0]
     block_n, block_k, _ = product_tile(n, k)
     blocks = triton.cdiv(n, block_n) * triton.cdiv(rows, _BLOCK_M)
@@ -290,7 +289,7 @@ def _add_norm(
 def add_norm(
     x: Tensor, y: Tensor | None, bias: Tensor | None, norm: tuple[str, Tensor, Tensor | None, float]
 ) -> tuple[Tensor, Tensor]:
-    """x + y + bias and its norm, both (R, K), of y in parts (P, R, K); y None: x itself and its norm."""
+    """x + Σ y + bias and its norm, both (R, K), for partial sums y (P, R, K); y None: x and its norm."""
     (rows, k), (kind, gain, shift, eps) = x.shape, norm
     total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(k)
@@ -302,7 +301,7 @@ def add_norm(
     return total, normed
 
 
-# ---- the two ends
+# ---- embedding and greedy choice
 
 
 @triton.jit
@@ -320,7 +319,7 @@ def _embed(
 def embed(
     tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, places: Tensor | None, offset: int = 0
 ) -> Tensor:
-    """The vectors (R, K) of tokens (R,) that stand at lengths (R,): scale · table[token] + places[length + offset]."""
+    """Embeddings (R, K) of tokens (R,) at positions lengths (R,): scale · table[token] + places[length + offset]."""
     rows, k = len(tokens), table.shape[1]
     out = torch.empty(rows, k, dtype=table.dtype, device=table.device)
     given, block = table if places is None else places, triton.next_power_of_2(k)
@@ -331,12 +330,12 @@ def embed(
 
 
 @triton.jit
-def _likeliest_of_part(logits, top, at, total, V, stride, BLOCK: tl.constexpr):
+def _argmax_of_part(logits, top, at, total, V, stride, BLOCK: tl.constexpr):
     row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
     highest = tl.max(x, 0)
-    first = tl.min(tl.where(x == highest, v, V), 0)  # of equals the first, as argmax has it
+    first = tl.min(tl.where(x == highest, v, V), 0)  # the first of equals, like argmax
     floor = tl.maximum(highest, -1e30)  # a part may hold nothing but -inf
     tl.store(top + row * n_parts + part, highest)
     tl.store(at + row * n_parts + part, first)
@@ -344,7 +343,7 @@ def _likeliest_of_part(logits, top, at, total, V, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _settle(
+def _store_tokens(
     top, at, total, tokens, lengths, last, steps, history, log_probs, V, n_parts, n_rows, ADVANCE: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -355,7 +354,7 @@ def _settle(
     sums = tl.load(total + row * n_parts + part, mask=inside, other=0.0)
     highest = tl.max(highs, 0)
     token = tl.min(tl.where(highs == highest, firsts, V), 0)
-    token = tl.minimum(token, V - 1)  # logits that are no numbers choose none: no address may follow from that
+    token = tl.minimum(token, V - 1)  # NaN logits choose none: keep the index in range
     log_prob = -tl.log(tl.sum(sums * tl.exp(tl.maximum(highs, -1e30) - highest), 0))
     step = tl.load(steps + row)
     tl.store(tokens + row, token.to(tl.int64))
@@ -366,7 +365,7 @@ def _settle(
         tl.store(lengths + row, tl.minimum(tl.load(lengths + row) + 1, tl.load(last + row)))
 
 
-def settle_greedy(
+def store_greedy_tokens(
     logits: Tensor,
     tokens: Tensor,
     lengths: Tensor,
@@ -376,14 +375,14 @@ def settle_greedy(
     log_probs: Tensor,
     advance: bool,
 ) -> None:
-    """The likeliest token of logits (R, V) and its log-probability, written down as row ``steps`` of the histories."""
+    """Write the argmax of logits (R, V) and its log-probability to row ``steps`` of ``history`` and ``log_probs``."""
     rows, n_tokens = logits.shape
     block = 2048
     n_parts = triton.cdiv(n_tokens, block)
     top, total = (torch.empty(rows, n_parts, dtype=torch.float32, device=logits.device) for _ in range(2))
     at = torch.empty(rows, n_parts, dtype=torch.int32, device=logits.device)
-    _likeliest_of_part[(rows, n_parts)](logits, top, at, total, n_tokens, logits.stride(0), BLOCK=block)
-    _settle[(rows,)](
+    _argmax_of_part[(rows, n_parts)](logits, top, at, total, n_tokens, logits.stride(0), BLOCK=block)
+    _store_tokens[(rows,)](
         top, at, total, tokens, lengths, last, steps, history, log_probs, n_tokens, n_parts, rows, ADVANCE=advance,
         BLOCK=triton.next_power_of_2(n_parts), num_warps=1
     )  # fmt: skip

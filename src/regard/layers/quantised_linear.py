@@ -1,9 +1,8 @@
-"""Linear maps in int8: whole-number weights with one scale an output, inputs rounded as they come with one scale a row.
+"""Linear maps in int8: one scale per output for the weights, one scale per row for the inputs (Jacob et al. 2018).
 
-W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,   y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127  (Jacob et al. 2018)
+W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,   y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127
 
-Every row is rounded by its own scale alone, so that no result depends on what else is in the batch. On a CPU the
-product is FBGEMM's over weights packed once; elsewhere, and while tracing, it is written out in whole numbers.
+On a CPU the product is FBGEMM's over packed weights; elsewhere, and while tracing, plain integer arithmetic.
 State: ``weight`` int8 (out, in), ``scale`` float32 (out,) and ``bias`` float32 (out,) or none.
 """
 
@@ -24,13 +23,13 @@ from .embeddings import TokenEmbedding
 from .positions import check_ids
 
 _MAX_INT8 = 127
-# From float32 rows, their scale and zero, and packed weights, to float32; None where this torch has no such thing.
+# (float32 rows, their scale and zero point, packed weights) → float32; None where torch lacks it.
 _packed_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
-_pack_lock = threading.Lock()  # torch's choice of a quantised engine is one for the whole process
+_pack_lock = threading.Lock()  # torch.backends.quantized.engine is global
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (out, in) as int8 and one scale an output (out,)."""
+    """Weights (out, in) as int8 and one scale per output (out,)."""
     weight = weight.detach().float()
     scale = weight.abs().amax(1) / _MAX_INT8
     scale = torch.where(scale > 0, scale, 1.0)
@@ -38,7 +37,7 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear(nn.Module):
-    """y = x Wᵀ + b with int8 weights.   (…, in) → (…, out), for inference: no gradient passes"""
+    """y = x Wᵀ + b with int8 weights, for inference.   (…, in) → (…, out)"""
 
     weight: Tensor
     scale: Tensor
@@ -57,7 +56,6 @@ class Int8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
-        """The nearest int8 map."""
         bias: Tensor | None = linear.bias
         return cls(*quantise_weight(linear.weight), None if bias is None else bias.detach().float().clone())
 
@@ -70,16 +68,16 @@ class Int8Linear(nn.Module):
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def product_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias for float32 rows (R, in), in as few steps as there are."""
+        """x Wᵀ + bias for float32 rows (R, in)."""
         if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
             out = self._integer_product(x)
             return out if bias is None else out + bias.float()
         levels, packed = _input_levels(), self._pack()
-        if len(x) == 1:  # the one row's scale can be told to the product itself
+        if len(x) == 1:  # the row's scale is an argument of the product
             largest = float(torch.linalg.vector_norm(x, math.inf)) or 1.0
             out = _packed_product(x, largest / levels, levels + 1, packed)
             return out if bias is None else out.add_(bias)
-        # A row of zeros becomes 0 / 0, which rounds to some whole number, and that times 0 is 0 again.
+        # A row of zeros becomes 0 / 0, which rounds to some integer; times row_max it is 0 again.
         row_max = x.abs().amax(1, keepdim=True)  # (R, 1)
         out = _packed_product(x / row_max, 1 / levels, levels + 1, packed)
         return out.mul_(row_max) if bias is None else torch.addcmul(bias.float(), out, row_max, out=out)
@@ -90,7 +88,7 @@ class Int8Linear(nn.Module):
         q = (x / step).round()
         if x.device.type == "cpu" and len(x):
             total = torch._int_mm(q.to(torch.int8), self.weight.t()).float()
-        else:  # whole numbers below 2²⁴ are exact in float32, and sums beyond it nearly so
+        else:  # integers below 2²⁴ are exact in float32
             total = F.linear(q, self.weight.float())
         return total * (step * self.scale.float())
 
@@ -115,7 +113,7 @@ class Int8Linear(nn.Module):
 
 
 class Int8Embedding(Int8Linear):
-    """A token table in int8, times ``factor``; a tied head reads the same numbers as an output matrix (``product``)."""
+    """A token table in int8, times ``factor``; a tied head uses it as output matrix (``product``)."""
 
     def __init__(self, weight: Tensor, scale: Tensor, factor: float = 1.0) -> None:
         super().__init__(weight, scale)
@@ -133,7 +131,7 @@ class Int8Embedding(Int8Linear):
 
 
 class Int8Head(nn.Module):
-    """A head whose output matrix is int8: its own, or a tied table's, which then belongs to the model alone."""
+    """A head whose output matrix is int8: its own or a tied table's."""
 
     bias: Tensor | None
 
@@ -142,22 +140,22 @@ class Int8Head(nn.Module):
         weight, self.bias = head.weight, head.bias
         self.output = None if tied is not None else Int8Linear(*quantise_weight(weight))
         head.weight = head.bias = None
-        self.inner = head  # what comes before the matrix
-        self._tied = (tied,)  # in a tuple: the table is not this module's to save
+        self.inner = head  # the part before the output matrix
+        self._tied = (tied,)  # in a tuple, so that it is no submodule and is saved once
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What the output matrix is applied to."""
+        """The input of the output matrix."""
         return self.inner.hidden(x)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, T, M) → (B, T, V). ``table`` is what a plain head would be handed, and not looked at."""
+        """x (B, T, M) → (B, T, V); ``table``, an argument of plain heads, is not used."""
         output = self._tied[0] if self.output is None else self.output
         assert output is not None
         return output.product(self.hidden(x), self.bias)
 
 
 def quantise(model: nn.Module) -> nn.Module:
-    """The model itself, its linear maps, token tables and output matrix now in int8; norms and positions stay."""
+    """Convert a model's linear maps, token tables and output matrix to int8 in place; norms and positions stay."""
     for module in list(model.modules()):
         for name, part in list(module.named_children()):
             if type(part) is nn.Linear:
@@ -175,7 +173,7 @@ def quantise(model: nn.Module) -> nn.Module:
 
 @cache
 def _input_levels() -> int:
-    """Steps on either side of 0: where a CPU adds pairs of products in 16 bits, inputs of 7 bits cannot overflow."""
+    """Input levels on either side of 0; without VNNI a CPU adds products in 16 bits, where 7-bit inputs are safe."""
     return _MAX_INT8 if torch.cpu._is_vnni_supported() else 63
 
 
@@ -195,7 +193,7 @@ def _can_pack() -> bool:
 def _pack_weight(weight: Tensor, scale: Tensor) -> Any:
     zero = torch.zeros(len(weight), dtype=torch.int64)
     with _pack_lock, torch.inference_mode(False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # on its way out, and checked for
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # deprecated
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"
         try:

@@ -202,7 +202,7 @@ class CrossCache(Cache):
         self._pos: Tensor | None = None  # (1 or B, S), where positions were given
 
     @property
-    def filled(self) -> bool:
+    def is_filled(self) -> bool:
         return self._kv is not None
 
     def update(

@@ -200,7 +200,7 @@ class StaticCache(SlotCache):
         self.max_len = max_len
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if carries_gradient(k, v):
+        if requires_gradient(k, v):
             raise ValueError(
                 "k or v requires a gradient, which StaticCache, written in place, cannot carry;"
                 " decode under torch.no_grad() or use GrowingCache()"
@@ -261,7 +261,7 @@ class RingCache(SlotCache):
             self._view = CacheView(n_batch, new, new, None if self._has_gaps else (0, 0), limit)
             self._store(new, k, v)
             return k, v
-        if n_new == 1 and not carries_gradient(k, v):
+        if n_new == 1 and not requires_gradient(k, v):
             self._store(new, k, v)
             self._view = CacheView(n_batch, new, self._slots.positions(), None, limit)
             k_all, v_all = self._slots.read()
@@ -308,5 +308,5 @@ class RingCache(SlotCache):
             raise ValueError(f"length={length} takes back {back} tokens of a full RingCache, where {most}")
 
 
-def carries_gradient(k: Tensor, v: Tensor) -> bool:
+def requires_gradient(k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
