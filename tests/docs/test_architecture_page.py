@@ -1,4 +1,4 @@
-"""docs/architecture.md says what is true: its files exist, and a search for the obvious word finds each answer first."""
+"""docs/architecture.md is true: its files exist, and a search for the obvious word finds each answer first."""
 
 from __future__ import annotations
 
