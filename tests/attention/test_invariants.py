@@ -191,7 +191,7 @@ def exercise_backward(c: Case) -> None:
         outputs, wanted = run(), formula(p)[: 2 if p.weights else 1]
         assert_same_gradients(outputs, wanted, p.leaves)
     if dtype == torch.float64:
-        assert torch.autograd.gradcheck(run, p.leaves, fast_mode=len(p.leaves) > 3)
+        assert torch.autograd.gradcheck(run, p.leaves, fast_mode=True)
 
 
 def assert_same_gradients(outputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
@@ -519,6 +519,8 @@ def drawn_problem(data: st.DataObject, pair: Pair, direction: str) -> Problem:
     t, s = data.draw(LENGTHS, label="T"), data.draw(LENGTHS, label="S")
     if mechanism in ("additive", "concat"):  # D numbers a pair: the formula needs them all at once
         t, s = min(t, 128), min(s, 128)
+    if (backend, device) == ("flex", "cpu"):  # not tiled there; its blocks of the mask are 128 long
+        t, s = min(t, 129), min(s, 129)
     d = 16 if (backend, device) == ("flex", "cuda") else data.draw(st.integers(1, 5), label="D")
     sizes = Sizes(b=data.draw(st.integers(1, 2), label="B"), h=g * shared, g=g, t=t, s=s, d=d)
     return problem_for(mechanism, device, dtype_for(backend, device), sizes, *wanted)

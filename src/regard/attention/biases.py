@@ -51,9 +51,8 @@ class Bias(nn.Module):
             tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
             if not tile.requires_grad:
                 return None
-            grads = torch.autograd.grad(
-                tile.expand_as(d_tile), inputs, d_tile, allow_unused=True, materialize_grads=True
-            )
+            tile = tile.expand_as(d_tile)
+            grads = torch.autograd.grad(tile, inputs, d_tile, allow_unused=True, materialize_grads=True)
         for total, grad in zip(d_operands, grads[2:], strict=True):
             total += grad
         return (grads[0], grads[1]) if self.reads_content else None

@@ -101,9 +101,8 @@ def flex(call: AttentionCall) -> Tensor:
             present = at.j >= 0
             return present if mask is None else mask.allows(at) & present
 
-        block_mask = create_block_mask(
-            mask_mod, frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, device=call.q.device
-        )
+        sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+        block_mask = create_block_mask(mask_mod, *sizes, device=call.q.device)
     q, k, v = call.q, call.k, call.v
     if not torch.is_grad_enabled():  # on CPU FlexAttention refuses inputs that require gradients
         q, k, v = q.detach(), k.detach(), v.detach()

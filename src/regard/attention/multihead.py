@@ -130,16 +130,9 @@ class MultiHeadAttention(nn.Module):
             q, k, v, frame = self._cross_heads(x, memory, frame, cache)
         else:
             q, k, v, frame = self._self_heads(x, memory, frame, positions, cache)
-        call = prepare(
-            q,
-            k,
-            v,
-            mask,
-            self.position_bias if position_bias is None else position_bias,
-            mechanism=self.mechanism,
-            frame=frame,
-            dropout=self.dropout if self.training else 0.0,
-        )
+        bias = self.position_bias if position_bias is None else position_bias
+        dropout = self.dropout if self.training else 0.0
+        call = prepare(q, k, v, mask, bias, mechanism=self.mechanism, frame=frame, dropout=dropout)
         call = apply_edits_to_call(self, call)
         output = apply_edits_to_heads(self, call, run(call, self.backend).output)
         output = tap_attention(self, call, output, cache)

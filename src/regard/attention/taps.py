@@ -61,9 +61,8 @@ def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor,
     """One ScoreMatrix of the recorded queries of all steps over the cache's keys."""
     first, (k, k_pos) = steps[0], keys
     if first.mechanism.kind == "summary":
-        raise ValueError(
-            f"mechanism {first.mechanism.name!r} sums up its keys anew at every step; there is no map of them all"
-        )
+        name = first.mechanism.name
+        raise ValueError(f"mechanism {name!r} sums up its keys anew at every step; there is no map of them all")
     if any(step.bias is not first.bias for step in steps):
         raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
     q_pos = _concat_positions([step.q_pos for step in steps])
@@ -76,9 +75,8 @@ def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor,
         mask = WrittenKeys(written) if mask is None else mask & WrittenKeys(written)
     if mask is not None:
         mask.check(frame)
-    return ScoreMatrix(
-        torch.cat([step.q for step in steps], dim=2), first.mechanism.keys(k), mask, first.bias, first.mechanism, frame
-    )
+    q = torch.cat([step.q for step in steps], dim=2)
+    return ScoreMatrix(q, first.mechanism.keys(k), mask, first.bias, first.mechanism, frame)
 
 
 def _concat_positions(parts: list[Tensor]) -> Tensor:

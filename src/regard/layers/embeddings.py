@@ -19,9 +19,7 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, vocab_size: int, d_model: int, scale: float = 1.0) -> None:
         check_positive(vocab_size=vocab_size, d_model=d_model)
         super().__init__(vocab_size, d_model)
-        self.vocab_size = vocab_size
-        self.d_model = d_model
-        self.scale = float(scale)
+        self.vocab_size, self.d_model, self.scale = vocab_size, d_model, float(scale)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
@@ -62,11 +60,8 @@ class Embeddings(nn.Module):
             _check_width(token.d_model, segment=segment, position=position)
         if token is not None and projection is not None and projection.in_features != token.d_model:
             raise ValueError(f"projection takes width {projection.in_features}, but token has d_model={token.d_model}")
-        self.token = token
-        self.segment = segment
-        self.position = position
-        self.norm = norm
-        self.projection = projection
+        self.token, self.segment, self.position = token, segment, position
+        self.norm, self.projection = norm, projection
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:

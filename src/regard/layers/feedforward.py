@@ -67,9 +67,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         check_positive(d_model=d_model, d_ff=d_ff)
-        self.d_model = d_model
-        self.d_ff = d_ff
-        self.activation = activation
+        self.d_model, self.d_ff, self.activation = d_model, d_ff, activation
         self.gated = activation in GATED
         self.f = activation_function(activation)
         self.w_in = nn.Linear(d_model, 2 * d_ff if self.gated else d_ff, bias=bias)

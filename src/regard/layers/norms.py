@@ -18,8 +18,7 @@ class LayerNorm(nn.Module):
     def __init__(self, d: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
         check_positive(d=d)
-        self.d = d
-        self.eps = eps
+        self.d, self.eps = d, eps
         self.weight = nn.Parameter(torch.empty(d))
         self.bias = nn.Parameter(torch.empty(d)) if bias else None
         self.reset_parameters()
@@ -45,9 +44,7 @@ class RMSNorm(nn.Module):
     def __init__(self, d: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
         check_positive(d=d)
-        self.d = d
-        self.eps = eps
-        self.offset = offset
+        self.d, self.eps, self.offset = d, eps, offset
         self.weight = nn.Parameter(torch.empty(d))
         self.reset_parameters()
 

@@ -26,10 +26,7 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         check_positive(height=height, width=width, patch=patch, channels=channels, d_model=d_model)
-        self.image_size = (height, width)
-        self.patch = patch
-        self.channels = channels
-        self.d_model = d_model
+        self.image_size, self.patch, self.channels, self.d_model = (height, width), patch, channels, d_model
         self.grid = self.grid_of(height, width)
         self.n_patches = self.grid[0] * self.grid[1]
         self.weight = nn.Parameter(torch.empty(d_model, channels, patch, patch))
@@ -86,12 +83,9 @@ class VisionEmbeddings(nn.Module):
             raise ValueError(f"position has d_model={position.d_model}, but patches have d_model={patches.d_model}")
         n_positions = n_class_tokens + patches.n_patches
         if isinstance(position, Learned) and position.max_len != n_positions:
-            raise ValueError(
-                f"position has max_len={position.max_len}, but class tokens and patches make {n_positions}"
-            )
-        self.patches = patches
-        self.position = position
-        self.n_class_tokens = n_class_tokens
+            wanted = f"class tokens and patches make {n_positions}"
+            raise ValueError(f"position has max_len={position.max_len}, but {wanted}")
+        self.patches, self.position, self.n_class_tokens = patches, position, n_class_tokens
         self.class_token = nn.Parameter(torch.empty(n_class_tokens, patches.d_model)) if n_class_tokens else None
         self.norm = norm
         self.dropout = nn.Dropout(dropout)
@@ -148,9 +142,7 @@ class RegionEmbedding(nn.Module):
         check_positive(d_region=d_region, d_model=d_model)
         if d_box not in (0, 4, 5):
             raise ValueError(f"d_box={d_box} must be 0 (no boxes), 4 (corners) or 5 (corners and area)")
-        self.d_region = d_region
-        self.d_model = d_model
-        self.d_box = d_box
+        self.d_region, self.d_model, self.d_box = d_region, d_model, d_box
         self.w_feature = nn.Linear(d_region, d_model)
         self.w_box = nn.Linear(d_box, d_model) if d_box else None
         self.norm = norm

@@ -27,9 +27,7 @@ class Sinusoidal(nn.Module):
         check_positive(d_model=d_model, max_len=1 if max_len is None else max_len)
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, LAYOUTS)
-        self.d_model = d_model
-        self.max_len = max_len
-        self.layout = layout
+        self.d_model, self.max_len, self.layout = d_model, max_len, layout
 
     def forward(self, positions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.max_len is not None:
@@ -61,9 +59,7 @@ class Learned(nn.Embedding):
         if offset < 0:
             raise ValueError(f"offset={offset} must not be negative")
         super().__init__(max_len + offset, d_model)
-        self.max_len = max_len
-        self.d_model = d_model
-        self.offset = offset
+        self.max_len, self.d_model, self.offset = max_len, d_model, offset
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)

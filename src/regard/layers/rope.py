@@ -202,11 +202,8 @@ class Rope(nn.Module):
         check_positive(d_head=d_head, max_len=1 if max_len is None else max_len)
         if not base > 1.0:
             raise ValueError(f"base={base} must be greater than 1")
-        self.d_head = d_head
-        self.d_rotary = rotated_width(d_head, fraction)
-        self.base = float(base)
-        self.scaling = scaling
-        self.max_len = max_len
+        self.d_head, self.d_rotary = d_head, rotated_width(d_head, fraction)
+        self.base, self.scaling, self.max_len = float(base), scaling, max_len
         table = frequencies(scaling, self.d_rotary, self.base, max_len)
         self.attention_factor = table.attention_factor
         # Kept as Python numbers too: casts to half precision and the meta device would change or lose the buffers.
