@@ -26,7 +26,7 @@ def pairs_of(tokens: torch.Tensor, delimiters: tuple[int, ...] = ()) -> Pairs:
     n = len(tokens)
     marked = torch.zeros(n, dtype=torch.bool)
     marked[list(delimiters)] = True
-    return Pairs(n, n, tokens=tokens, delimiters=marked, places=torch.arange(n, dtype=torch.float32)[:, None])
+    return Pairs(n, n, tokens=tokens, delimiters=marked, coordinates=torch.arange(n, dtype=torch.float32)[:, None])
 
 
 PLANTED = {

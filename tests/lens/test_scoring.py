@@ -68,7 +68,7 @@ def test_word_weights_are_the_same_in_small_stripes(monkeypatch: pytest.MonkeyPa
         [torch.stack([dense[:, row][:, :, col].sum(-1).mean(-1) for col in cols], -1) for row in rows], dim=1
     )
     for most in (1, 300, 1 << 20):
-        monkeypatch.setattr(head_scores, "_STRIPE", most)
+        monkeypatch.setattr(head_scores, "_WEIGHTS_AT_ONCE", most)
         parts = list(head_scores.word_weights(seen.map(kind="cross", layer=1), rows, cols))
         torch.testing.assert_close(torch.cat([x for _, x in parts], dim=1), wanted)
         assert (len(parts) == 1) == (most == 1 << 20)

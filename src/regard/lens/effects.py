@@ -1,20 +1,21 @@
-"""What an intervention does: the model's answers before and after, on the same input."""
+"""The effect of an intervention on a model's predictions, and the logit lens: predictions after each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..foundation.checks import check_positive
 from ..generation import classify
 from ..generation.generate import inference
 from ..generation.text_generation import class_names
 from ..models import Model
-from .capture import stacks
+from .capture import Head, stacks
 from .interventions import patch
 from .look import Look, Next, look
 
@@ -24,13 +25,12 @@ _POSITIONS_AT_ONCE = 64  # positions whose logits are held
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model makes of an input."""
+    """A model's predictions for one input."""
 
-    next: list[Next]  # the likeliest tokens behind one position, or classes, best first
-    # -log p of the text's (or target's) own tokens on average, in nats; None where there are none to say
-    loss: float | None
-    each: list[float]  # the same of every token by itself
-    written: str | None  # the text a model with an encoder writes by itself, where no target was given
+    next: list[Next]  # the likeliest tokens after one position, or classes, best first
+    loss: float | None  # mean -log p of the text's (or target's) tokens, in nats; None where there are none to predict
+    each: list[float]  # -log p of each of these tokens
+    written: str | None  # the text that an encoder-decoder generates, where no target was given
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Effect:
 
     before: Outcome
     after: Outcome
-    tokens: list[str]  # the tokens that ``each`` is about
-    divergence: float  # KL(before ‖ after) of what comes next, in nats: 0 where nothing changed
+    tokens: list[str]  # those of ``each``
+    divergence: float  # KL(before ‖ after) of the predictions, in nats
 
     @property
     def loss_change(self) -> float | None:
-        """How much worse it became."""
         if self.before.loss is None or self.after.loss is None:
             return None
         return self.after.loss - self.before.loss
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        found = {name: asdict(one) for name, one in (("before", self.before), ("after", self.after))}
-        for name, one in (("before", self.before), ("after", self.after)):
-            found[name]["next"] = [x._asdict() for x in one.next]
-        return {**found, "tokens": self.tokens, "divergence": self.divergence, "loss_change": self.loss_change}
+        """For JSON."""
+        outcomes = {
+            name: asdict(outcome) | {"next": [token._asdict() for token in outcome.next]}
+            for name, outcome in (("before", self.before), ("after", self.after))
+        }
+        return {**outcomes, "tokens": self.tokens, "divergence": self.divergence, "loss_change": self.loss_change}
 
 
 def effect(
@@ -66,54 +66,58 @@ def effect(
     position: int = -1,
     k: int = 10,
 ) -> Effect:
-    """``effect(model, "…", [switch_off(model, [("self", 0, 1)])])``: what the model says next, its loss on the text
-    and, where it writes by itself, its text, before and after. Both losses are of the same tokens: of the target, or
-    without one of what was written before.
+    """Predictions before and after: ``effect(model, "…", [switch_off(model, [("self", 0, 1)])])``.
 
-    interventions  those of ``lens.interventions``, not yet begun: each is for one effect
-    position       behind which token the next one is asked for
+    Both losses are of the same tokens: those of the target, or without one of the text generated before.
+
+    interventions  context managers of ``lens.interventions``, not yet entered: each is for one effect
+    position       of the token after which the next one is predicted
     """
     several = [interventions] if isinstance(interventions, AbstractContextManager) else list(interventions)
     first = look(model, what, target)
-    wanted = _wanted(first)  # of both: a text that was cut short has no end, however it is looked at
-    chances, before = _outcome(first, wanted, position, k, target is None)
+    targets = _target_tokens(first)  # of both looks: the same tokens, also where generation stopped without an end
+    inputs = _look_inputs(first)
+    probabilities, before = _outcome(first, targets, position, k, target is None)
     with ExitStack() as stack:
-        for one in several:
-            stack.enter_context(one)
-        second = look(model, *_again(first))
-        written = look(model, _again(first)[0]).target_text if before.written is not None else None
-        changed, after = _outcome(second, wanted, position, k, False)
-    divergence = float((chances * (chances.clamp(min=1e-30).log() - changed.clamp(min=1e-30).log())).sum())
-    after = Outcome(after.next, after.loss, after.each, written)
-    return Effect(before, after, [text for text, _ in wanted], max(divergence, 0.0))
+        for intervention in several:
+            stack.enter_context(intervention)
+        second = look(model, *inputs)
+        written = look(model, inputs[0]).target_text if before.written is not None else None
+        changed, after = _outcome(second, targets, position, k, False)
+    log_ratio = probabilities.clamp(min=1e-30).log() - changed.clamp(min=1e-30).log()
+    divergence = max(float((probabilities * log_ratio).sum()), 0.0)
+    return Effect(before, replace(after, written=written), [text for text, _ in targets], divergence)
 
 
-def _again(seen: Look) -> tuple[Any, ...]:
-    """What to look at to see the same input again, a written target given."""
+def _look_inputs(seen: Look) -> tuple[Any, ...]:
+    """Arguments of ``look`` that give the same pass again, with a generated target as a given one."""
     source, *target = seen.inputs
     what = source[0].tolist() if seen.model.config.source == "text" else source
     return (what, *(x[0].tolist() for x in target))
 
 
-def _outcome(seen: Look, wanted: list[tuple[str, int]], position: int, k: int, wrote: bool) -> tuple[Tensor, Outcome]:
+def _outcome(
+    seen: Look, targets: list[tuple[str, int]], position: int, k: int, is_generated: bool
+) -> tuple[Tensor, Outcome]:
+    """The probabilities of all tokens (or classes), and the outcome."""
     model = seen.model
-    each = _losses(seen, [token for _, token in wanted])
-    loss = sum(each) / len(each) if each else None
-    written = seen.target_text if wrote and model.is_encoder_decoder else None
+    losses = _token_losses(seen, [token for _, token in targets])
+    loss = sum(losses) / len(losses) if losses else None
+    written = seen.target_text if is_generated and model.is_encoder_decoder else None
     if model.config.head == "classify":
-        (found,) = classify(model, seen.inputs[0])
-        names = sorted(found.all)
-        best = [Next(n, name, found.all[name]) for n, name in enumerate(found.all)][:k]
-        return torch.tensor([found.all[name] for name in names]), Outcome(best, loss, each, written)
-    chances = torch.zeros(model.config.output_vocab_size)
-    every = seen.next(position, len(chances))
-    for token, _, chance in every:
-        chances[token] = chance
-    return chances, Outcome(every[:k], loss, each, written)
+        (classes,) = classify(model, seen.inputs[0])
+        best = [Next(n, name, probability) for n, (name, probability) in enumerate(classes.all.items())][:k]
+        by_name = torch.tensor([classes.all[name] for name in sorted(classes.all)])
+        return by_name, Outcome(best, loss, losses, written)
+    probabilities = torch.zeros(model.config.output_vocab_size)
+    every = seen.next(position, len(probabilities))
+    for token, _, probability in every:
+        probabilities[token] = probability
+    return probabilities, Outcome(every[:k], loss, losses, written)
 
 
-def _wanted(seen: Look) -> list[tuple[str, int]]:
-    """The tokens that a model is to say one after the other; none for those that read only."""
+def _target_tokens(seen: Look) -> list[tuple[str, int]]:
+    """Text and id of the tokens that a model predicts one after the other; none for an encoder."""
     if seen.model.is_decoder_only:
         labels = seen.rows(kind="self")[1:]
     elif seen.model.is_encoder_decoder:
@@ -124,70 +128,64 @@ def _wanted(seen: Look) -> list[tuple[str, int]]:
 
 
 @torch.no_grad()
-def _losses(seen: Look, wanted: list[int]) -> list[float]:
+def _token_losses(seen: Look, targets: list[int]) -> list[float]:
     """-log p of each token, logits of some positions at a time."""
     head: Any = getattr(seen.model, "head", None)
-    if head is None or not wanted:
+    if head is None or not targets:
         return []
-    states, found = seen.hidden()[: len(wanted)], []
-    goal = torch.tensor(wanted, device=states.device)
-    for some, tokens in zip(states.split(_POSITIONS_AT_ONCE), goal.split(_POSITIONS_AT_ONCE), strict=True):
-        logits = head(some[None], seen.model.output_table)[0].float()
-        found += torch.nn.functional.cross_entropy(logits, tokens, reduction="none").tolist()
-    return found
+    losses: list[float] = []
+    states = seen.hidden()[: len(targets)]
+    ids = torch.tensor(targets, device=states.device)
+    for x, y in zip(states.split(_POSITIONS_AT_ONCE), ids.split(_POSITIONS_AT_ONCE), strict=True):
+        logits = head(x[None], seen.model.output_table)[0].float()
+        losses += torch.nn.functional.cross_entropy(logits, y, reduction="none").tolist()
+    return losses
 
 
 @dataclass(frozen=True)
 class LayerPrediction:
-    """What is said after one layer."""
+    """The model's prediction if one layer were the last."""
 
-    layer: int  # -1 for what goes into the first one
+    layer: int  # -1 for the input of the first layer
     best: list[Next]  # the likeliest tokens, or classes, best first
-    entropy: float  # of all of them, in nats: how undecided it is
+    entropy: float  # of all tokens or classes, in nats
 
 
 def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPrediction]:
-    """What each layer says at one position: the next token, a masked one, or (of the whole input) the class.
+    """Final norm and head applied after each layer (nostalgebraist 2020), at one position: the next token, a masked
+    one, or (of the whole input) the class.
 
-    The model runs again, as it is now: inside a ``with`` block of an intervention, with that.
+    The model runs again as it is now: inside a ``with`` block of an intervention, with that.
     """
-    model = look.model
-    found = stacks(model)
+    check_positive(k=k)
+    model, by_name = look.model, stacks(look.model)
     head: Any = getattr(model, "head", None)
     classifier: Any = model.class_head
-    if not found or (head is None and classifier is None):
-        why = "it has no stack of layers" if not found else f"it has head={model.config.head!r}"
+    if not by_name or (head is None and classifier is None):
+        why = "it has no stack of layers" if not by_name else f"it has head={model.config.head!r}"
         raise ValueError(f"this model says nothing layer by layer: {why}")
-    name = "decoder" if "decoder" in found else "encoder"
-    stack, at = found[name], look._position(position)
-    logits: dict[int, Tensor] = {}
+    name = "decoder" if "decoder" in by_name else "encoder"
+    stack, index = by_name[name], look._position(position)
+    text_of = (lambda n: class_names(model)[n]) if classifier is not None else look.token_text
+    predictions: list[LayerPrediction] = []
 
-    def listen(layer: int) -> Callable[[Tensor], Tensor]:
-        def heard(x: Tensor) -> Tensor:
-            states = x if classifier is not None else x[:, at : at + 1]
-            states = states if stack.norm is None else stack.norm(states)
-            said = classifier(states) if classifier is not None else head(states, model.output_table)[:, 0]
-            logits[layer] = said[0].float().cpu()
-            return x
+    def predict(x: Tensor) -> Tensor:
+        """Called on the stack's input and on each layer's output, in this order."""
+        states = x if classifier is not None else x[:, index : index + 1]
+        states = states if stack.norm is None else stack.norm(states)
+        logits = classifier(states) if classifier is not None else head(states, model.output_table)[:, 0]
+        probabilities = logits[0].float().cpu().softmax(-1)
+        best = probabilities.topk(min(k, len(probabilities)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        entropy = float(-torch.xlogy(probabilities, probabilities).sum())
+        tokens = [Next(n, text_of(n), probability) for n, probability in pairs]
+        predictions.append(LayerPrediction(len(predictions) - 1, tokens, entropy))
+        return x
 
-        return heard
-
-    places: dict[str | tuple[str, int, int], Any] = {
-        name: listen(-1),
-        **{f"{name}.blocks.{layer}": listen(layer) for layer in range(stack.n_layers)},
-    }
-    with torch.no_grad(), inference(model), patch(model, places):
+    sites: dict[str | Head, Any] = dict.fromkeys(
+        [name, *(f"{name}.blocks.{layer}" for layer in range(stack.n_layers))], predict
+    )
+    with torch.no_grad(), inference(model), patch(model, sites):
         run: Any = model.hidden
         run(*look.inputs)
-    say = (lambda index: class_names(model)[index]) if classifier is not None else look.token_text
-    return [_layer_prediction(layer, logits[layer], k, say) for layer in range(-1, stack.n_layers)]
-
-
-def _layer_prediction(layer: int, logits: Tensor, k: int, say: Callable[[int], str]) -> LayerPrediction:
-    if k < 1:
-        raise ValueError(f"k={k} must be at least 1")
-    chances = logits.softmax(-1)
-    best = chances.topk(min(k, len(chances)))
-    found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    entropy = float(-torch.xlogy(chances, chances).sum())
-    return LayerPrediction(layer, [Next(index, say(index), chance) for index, chance in found], entropy)
+    return predictions

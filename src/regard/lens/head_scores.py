@@ -1,13 +1,13 @@
-"""How far attention can be believed, as a number: heads against a known alignment of words or known places in an image.
+"""Scores of cross-attention heads against a known alignment of words or known places in an image.
 
 Each row word is linked to the column word it attends to most. The alignment error rate (Och & Ney 2003, eq. 22)
 compares these links A with the sure ones S and the possible ones P ⊇ S:
 
     AER = 1 - (|A ∩ S| + |A ∩ P|) / (|A| + |S|)
 
-``score`` does so on held-out examples of ``en-ko`` and ``shapes``, beside baselines that never look. A word is read at
-two rows: the one that writes it and the one that has just read it. The best head is chosen on one half of the examples
-and measured on the other, so that choosing does not flatter it.
+``score`` does so on held-out examples of ``en-ko`` and ``shapes``, beside baselines without attention. The weights
+of a word are those of the row that writes it, or of the row that has just read it. The best head is chosen on one half
+of the examples and measured on the other, so that the choice does not bias the score.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WordTokens = Sequence[Sequence[int]]  # for each word its tokens
 RowChoice = Literal["written", "read"]  # the row that writes a word, or the one that has just read it ("Shift-Att")
 ROW_CHOICES: tuple[RowChoice, ...] = get_args(RowChoice)
 DEFAULT_N = 200  # examples
-_STRIPE = 1 << 20  # weights held at a time
+_WEIGHTS_AT_ONCE = 1 << 20  # weights held at a time
 _POSITIONS_AT_ONCE = 64  # positions whose logits are held at a time
 
 
@@ -149,7 +149,7 @@ def word_weights(attention: AttentionMap, rows: WordTokens, cols: WordTokens) ->
 
     start = n_tokens = 0
     for number, tokens in enumerate(rows):
-        if n_tokens and (n_tokens + len(tokens)) * n_keys * n_heads > _STRIPE:
+        if n_tokens and (n_tokens + len(tokens)) * n_keys * n_heads > _WEIGHTS_AT_ONCE:
             yield slice(start, number), weights(start, number)
             start, n_tokens = number, 0
         n_tokens += len(tokens)
@@ -221,40 +221,30 @@ def score(model: Model, n: int = DEFAULT_N) -> dict[str, Any]:
 def alignment_error(model: Model, n: int = DEFAULT_N, split: str = "valid") -> dict[str, Any]:
     """The alignment error rate of each cross-attention head over n pairs of ``en-ko``."""
     check_positive(n=n)
-    corpus, sums = open_corpus("en-ko"), _HalfSums()
+    corpus, sums = open_corpus("en-ko"), _ExampleSums()
     baselines = [LinkCounts(torch.zeros(()), torch.zeros(()), 0, 0) for _ in range(3)]
-    n_right = n_tokens = skipped = 0
     for index in range(n):
         pair = corpus.example(split, index)
-        seen = _look(model, pair.source, pair.target)
+        seen = _look_if_short(model, pair.source, pair.target)
         words = None if seen is None else _pair_words(seen, pair.source, pair.target)
         if seen is None or words is None:
-            skipped += 1
             continue
         (rows, cols), sure = words, set(pair.alignment)
         allowed = sure | set(pair.possible)
         maps = [seen.map(layer=layer, kind="cross") for layer in range(seen.layers(kind="cross"))]
         for when in ROW_CHOICES:
-            read_rows = rows if when == "written" else _rows_after(rows)
-            links = torch.stack([best_links(x, read_rows, cols, allowed, with_mean=True).words for x in maps])
+            query_rows = rows if when == "written" else _rows_after(rows)
+            links = torch.stack([best_links(x, query_rows, cols, allowed, with_mean=True).words for x in maps])
             sums.add(when, index, count_links(links, sure, allowed))
         counts = _baseline_counts(len(rows), len(cols), sure, allowed)
         baselines = [a + b for a, b in zip(baselines, counts, strict=True)]
-        hits, tokens = _accuracy(seen)
-        n_right, n_tokens = n_right + hits, n_tokens + tokens
-    if skipped == n:
+        sums.add_accuracy(seen)
+    if not sums.n_examples:
         raise ValueError("none of the pairs of en-ko is a text this model's tokenizers can write")
+    errors = sums.to_dict(lambda counts: counts.error, lowest=True)
     names = ("diagonal", "chance", "one_link_at_best")
-    result = {
-        "corpus": f"en-ko {split}",
-        "measure": "alignment error rate",
-        "n": n - skipped,
-        "skipped": skipped,
-        **sums.to_dict(lambda counts: counts.error, lowest=True),
-        **{name: float(counts.error) for name, counts in zip(names, baselines, strict=True)},
-        "token_accuracy": n_right / max(n_tokens, 1),
-    }
-    return {**result, "table": "\n".join(_lines(result))}
+    errors |= {name: float(counts.error) for name, counts in zip(names, baselines, strict=True)}
+    return sums.result(f"en-ko {split}", "alignment error rate", n, errors)
 
 
 def _pair_words(seen: Look, source: str, target: str) -> tuple[list[list[int]], list[list[int]]] | None:
@@ -268,7 +258,7 @@ def _pair_words(seen: Look, source: str, target: str) -> tuple[list[list[int]], 
 def _baseline_counts(
     n_rows: int, n_cols: int, sure: set[tuple[int, int]], allowed: set[tuple[int, int]]
 ) -> list[LinkCounts]:
-    """Without looking: the word at the same place, any word; and the best that one link a word can do."""
+    """Baselines without attention: the word at the same place, a random word; and the best possible single link."""
     diagonal = torch.tensor([round(row * (n_cols - 1) / max(n_rows - 1, 1)) for row in range(n_rows)])
     chance = LinkCounts(torch.tensor(len(sure) / n_cols), torch.tensor(len(allowed) / n_cols), n_rows, len(sure))
     best = {row: col for col, row in [*sorted(allowed - sure), *sorted(sure)]}  # a sure link where there is one
@@ -278,11 +268,11 @@ def _baseline_counts(
 
 @dataclass(frozen=True, eq=False)
 class PointingSums:
-    """Sums over words: how often the heaviest patch lies on what the word names, and how much weight does."""
+    """Sums over words, for each head."""
 
-    hits: Tensor  # of each head
-    mass: Tensor  # of each head
-    by_chance: float
+    hits: Tensor  # words whose heaviest patch lies on the thing that the word names
+    mass: Tensor  # share of the attention on that thing
+    by_chance: float  # share of the patches on that thing
     words: int
 
     def __add__(self, other: PointingSums) -> PointingSums:
@@ -300,55 +290,45 @@ def pointing(model: Model, n: int = DEFAULT_N, split: str = "valid", language: s
     from ..data.corpora.shapes import Shapes
 
     check_positive(n=n)
-    sums, n_right, n_tokens, skipped = _HalfSums(), 0, 0, 0
+    sums = _ExampleSums()
     corpus = Shapes(_caption_language(model) if language is None else language, model.config.image_size)  # type: ignore[arg-type]  # caption() checks it
     for index in range(n):
         example = corpus.example(split, index)
-        seen = _look(model, example.pillow(), example.caption)
+        seen = _look_if_short(model, example.pillow(), example.caption)
         if seen is None:
-            skipped += 1
             continue
         rows = word_tokens(seen.rows(kind="cross"), example.caption)
         boxes = [tuple(x / example.size for x in box) for box in example.boxes]
         has_relation = bool(example.scene.relations)
-        named = [
+        named_words = [
             (tokens, things)
             for tokens, things in zip(rows, example.words.things, strict=True)
             if things and tokens and not (has_relation and len(things) > 1)
         ]
         for when in ROW_CHOICES:
-            sums.add(when, index, _pointing_sums(seen, named, boxes, 0 if when == "written" else 1))
-        hits, tokens = _accuracy(seen)
-        n_right, n_tokens = n_right + hits, n_tokens + tokens
-    if skipped == n:
+            sums.add(when, index, _pointing_sums(seen, named_words, boxes, 0 if when == "written" else 1))
+        sums.add_accuracy(seen)
+    if not sums.n_examples:
         raise ValueError("none of the captions of shapes is a text this model's tokenizer can write")
+    hits = sums.to_dict(lambda one: one.hits / max(one.words, 1), lowest=False)
     mass = sums.to_dict(lambda one: one.mass / max(one.words, 1), lowest=False)
     total = sums.total(ROW_CHOICES[0])
-    result = {
-        "corpus": f"shapes {split}",
-        "measure": "pointing accuracy",
-        "n": n - skipped,
-        "skipped": skipped,
-        **sums.to_dict(lambda one: one.hits / max(one.words, 1), lowest=False),
-        "mass": {name: mass[name] for name in (*ROW_CHOICES, "mean")},
-        "chance": total.by_chance / max(total.words, 1),
-        "words": total.words,
-        "token_accuracy": n_right / max(n_tokens, 1),
-    }
-    return {**result, "table": "\n".join(_lines(result))}
+    chance = {"chance": total.by_chance / max(total.words, 1), "words": total.words}
+    scores = hits | {"mass": {name: mass[name] for name in (*ROW_CHOICES, "mean")}} | chance
+    return sums.result(f"shapes {split}", "pointing accuracy", n, scores)
 
 
 def _pointing_sums(
-    seen: Look, named: list[tuple[list[int], tuple[int, ...]]], boxes: list[tuple[float, ...]], shift: int
+    seen: Look, named_words: list[tuple[list[int], tuple[int, ...]]], boxes: list[tuple[float, ...]], shift: int
 ) -> PointingSums:
     cols = seen.cols(kind="cross")
     patches = [n for n, label in enumerate(cols) if label.box is not None]
-    touches = [torch.tensor([_overlap(cols[n], box) for n in patches]) for box in boxes]
+    touches = [torch.tensor([_overlaps(cols[n], box) for n in patches]) for box in boxes]
     hits, mass, by_chance = [], [], 0.0
     for layer in range(seen.layers(kind="cross")):
         attention = seen.map(layer=layer, kind="cross")
         layer_hits, layer_mass = torch.zeros(2, attention.shape[1] + 1)  # the last: the mean of all heads
-        for tokens, things in named:
+        for tokens, things in named_words:
             is_right = torch.stack([touches[thing] for thing in things]).any(0)
             weights = attention.tile([token + shift for token in tokens], patches)[0].mean(1).cpu()  # (H, patches)
             weights = torch.cat([weights, weights.mean(0, keepdim=True)])
@@ -357,10 +337,10 @@ def _pointing_sums(
             by_chance += float(is_right.float().mean()) if layer == 0 else 0.0
         hits.append(layer_hits)
         mass.append(layer_mass)
-    return PointingSums(torch.stack(hits), torch.stack(mass), by_chance, len(named))
+    return PointingSums(torch.stack(hits), torch.stack(mass), by_chance, len(named_words))
 
 
-def _overlap(label: Label, box: tuple[float, ...]) -> bool:
+def _overlaps(label: Label, box: tuple[float, ...]) -> bool:
     """Whether a patch and a thing's box share more than an edge."""
     assert label.box is not None
     (x0, y0, x1, y1), (left, top, right, bottom) = label.box, box
@@ -382,11 +362,12 @@ def _caption_language(model: Model) -> str:
     return "en"
 
 
-class _HalfSums:
-    """Sums over the even and over the odd examples, for each choice of rows."""
+class _ExampleSums:
+    """Sums over the even and over the odd examples, for each choice of rows; and how many tokens the model predicts."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], Any] = {}
+        self.n_examples = self.n_right = self.n_tokens = 0
 
     def add(self, when: str, index: int, one: Any) -> None:
         key = when, index % 2
@@ -397,8 +378,7 @@ class _HalfSums:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def to_dict(self, value: Callable[[Any], Tensor], lowest: bool) -> dict[str, Any]:
-        """Each head's value over all examples, their mean, and the best head: chosen on one half, measured on the
-        other."""
+        """Each head's value, their mean, and the best head: chosen on one half, measured on the other."""
         tables = {when: value(self.total(when)) for when in ROW_CHOICES}  # (L, H + 1), the last: the mean of heads
         sign = 1 if lowest else -1
         halves = [
@@ -406,13 +386,13 @@ class _HalfSums:
             for half in (0, 1)
             if (ROW_CHOICES[0], half) in self._sums
         ]
-        measured = [
+        best_values = [
             float(other.flatten()[int((half * sign).argmin())])
             for half, other in zip(halves, reversed(halves), strict=True)
         ]
         whole = torch.stack([tables[when][:, :-1] for when in ROW_CHOICES])
         when, layer, head = (int(x) for x in torch.unravel_index((whole * sign).argmin(), whole.shape))
-        best = {"value": sum(measured) / len(measured), "layer": layer, "head": head, "when": ROW_CHOICES[when]}
+        best = {"value": sum(best_values) / len(best_values), "layer": layer, "head": head, "when": ROW_CHOICES[when]}
         return {
             **{name: table[:, :-1].tolist() for name, table in tables.items()},
             "together": {name: table[:, -1].tolist() for name, table in tables.items()},
@@ -420,9 +400,21 @@ class _HalfSums:
             "best": best,
         }
 
+    def add_accuracy(self, seen: Look) -> None:
+        n_right, n_tokens = _accuracy(seen)
+        self.n_examples += 1
+        self.n_right += n_right
+        self.n_tokens += n_tokens
 
-def _look(model: Model, what: Any, target: str) -> Look | None:
-    """A look at an example; None where it does not fit into the model."""
+    def result(self, corpus: str, measure: str, n: int, scores: dict[str, Any]) -> dict[str, Any]:
+        """The dictionary that ``score`` returns."""
+        about = {"corpus": corpus, "measure": measure, "n": self.n_examples, "skipped": n - self.n_examples}
+        result = {**about, **scores, "token_accuracy": self.n_right / max(self.n_tokens, 1)}
+        return {**result, "table": "\n".join(_text_lines(result))}
+
+
+def _look_if_short(model: Model, what: Any, target: str) -> Look | None:
+    """A look at an example; None where it is longer than the model can read."""
     try:
         return look(model, what, target)
     except ValueError as error:
@@ -433,7 +425,7 @@ def _look(model: Model, what: Any, target: str) -> Look | None:
 
 @torch.no_grad()
 def _accuracy(seen: Look) -> tuple[int, int]:
-    """How many of the target's tokens are the model's own first choice, and how many there are."""
+    """How many of the target's tokens the model predicts (argmax), and how many there are."""
     tokens = [label.token_id for label in seen.rows(kind="cross")]
     positions = [n for n, token in enumerate(tokens) if token is not None]
     states, head = seen.hidden(), seen.model.head
@@ -445,8 +437,7 @@ def _accuracy(seen: Look) -> tuple[int, int]:
     return n_right, len(positions)
 
 
-def _lines(result: dict[str, Any]) -> Iterator[str]:
-    """The result as text."""
+def _text_lines(result: dict[str, Any]) -> Iterator[str]:
     is_error = result["measure"] == "alignment error rate"
     perfect = "0 %" if is_error else "100 %"
     yield f"{result['measure']} on {result['n']} examples of {result['corpus']}: {perfect} is perfect"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from . import render
 from .capture import Capture, GenerateOptions, capture_look
 from .labels import Label, token_text
 from .merged_view import WEIGHTS_AT_ONCE, Looks, MergedView
+from .render import HeadOptions
 from .render_html import HTML_LIMIT, page_html
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ class Next(NamedTuple):
 def look(
     model: Model, what: Any, target: Any = None, *, generate: GenerateOptions | None = None, device: Any = None
 ) -> Look:
-    """Look at one text or image through a model.
+    """Run a model over one text or image and keep what is needed to read its attention.
 
-    what      text or token ids; for models that read images a file, a picture or pixels; for regions a tensor
-    target    beside an encoder: the text (or ids) whose writing is looked at, word by word as it is given
-    generate  how a target, or the continuation of a text, is written first: fields of a GenerateConfig, {"beam": 4};
-              a model with an encoder and no target writes greedily
+    what      text or token ids; for models that read images a file, a PIL image or pixels; for regions a tensor
+    target    of an encoder-decoder: the text (or ids) that the decoder is fed
+    generate  fields of a GenerateConfig, {"beam": 4}, with which a target, or the continuation of a text, is generated
+              first; an encoder-decoder without a target generates greedily
     device    where a path is loaded to; a model stays where it is
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
@@ -58,18 +59,24 @@ def look(
 
 
 class Look:
-    """One pass of a model, seen from inside.
+    """One pass of a model.
 
-    layer, head, kind  in every method, by keyword; a layer or head counts from 0, from the end if negative
+    layer, head, kind  in every method, by keyword; layers and heads count from 0, from the end if negative
     head               None is the mean of all heads
     kind               "self", "cross" or "encoder"; None is the only kind there is, or else "self"
 
-    A row of "cross" is named by the token that is written there, a row of "self" by the token that is read.
+    A row of "cross" is labelled by the token that is written there, a row of "self" by the token that is read.
     """
 
     def __init__(self, model: Model, capture: Capture) -> None:
         self.model, self._capture = model, capture
         self._maps: dict[tuple[str, int], AttentionMap] = {}
+        self.kinds: tuple[str, ...] = tuple(capture.sites)  # of attention that this model has
+        self.inputs: tuple[Tensor, ...] = capture.inputs  # of the model: (tokens,), (pixels,) or (source, target)
+        self.text: str | None = capture.text  # the input; None for images, and for tokens without a tokenizer
+        self.target_text: str | None = capture.target_text  # the text of the decoder, where there is an encoder
+        self.image: Image | None = capture.image  # the part that the model sees; boxes of labels are fractions of it
+        self.generated: Generated | None = capture.generated  # hypotheses and beams, where a text was generated
 
     def __repr__(self) -> str:
         kinds = ", ".join(
@@ -79,37 +86,7 @@ class Look:
         )
         return f"Look({kinds})"
 
-    # ---- what was looked at
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of attention this model has."""
-        return tuple(self._capture.sites)
-
-    @property
-    def text(self) -> str | None:
-        """What was read; None for images, and for tokens without a tokenizer."""
-        return self._capture.text
-
-    @property
-    def target_text(self) -> str | None:
-        """What was written, where there is an encoder."""
-        return self._capture.target_text
-
-    @property
-    def image(self) -> Image | None:
-        """The part of the image that the model was shown; boxes of labels are fractions of it."""
-        return self._capture.image
-
-    @property
-    def generated(self) -> Generated | None:
-        """The search that wrote the text, if one did: its hypotheses, and a beam's parents."""
-        return self._capture.generated
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What the model was called with: (tokens,), (pixels,) or (source, target)."""
-        return self._capture.inputs
+    # ---- rows and columns
 
     def layers(self, *, kind: str | None = None) -> int:
         return len(self._capture.sites[self._kind(kind)])
@@ -224,7 +201,7 @@ class Look:
         return MergedView(self, self._kind(kind), words, specials)
 
     def words(self, *, kind: str | None = None) -> MergedView:
-        """The merged view of words, without special tokens."""
+        """``merged`` with its defaults: words, without special tokens."""
         return self.merged(kind=kind)
 
     def patterns(self, *, kind: str | None = None) -> HeadPatterns:
@@ -272,68 +249,28 @@ class Look:
 
     # ---- on screen and in files
 
-    def print(
-        self,
-        *,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        words: bool = False,
-        specials: bool = True,
-        console: Console | None = None,
-    ) -> None:
-        """A heat map in the terminal."""
-        render.print_heatmap(render.select_head(self, layer, head, kind, words, specials), console)
+    def print(self, *, console: Console | None = None, **options: Unpack[HeadOptions]) -> None:
+        """A heat map in the terminal, of the head that ``HeadOptions`` selects."""
+        render.print_heatmap(render.select_head(self, **options), console)
 
-    def heatmap(
-        self,
-        file: str | Path,
-        *,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        rows: slice = ALL,
-        cols: slice = ALL,
-        words: bool = False,
-        specials: bool = True,
-        title: str | None = None,
-    ) -> Path:
+    def heatmap(self, file: str | Path, *, title: str | None = None, **options: Unpack[HeadOptions]) -> Path:
         """A heat map as a PNG, SVG or PDF file, by its suffix: values in the cells where they fit."""
         from .heatmap import draw_heatmap
 
-        return draw_heatmap(render.select_head(self, layer, head, kind, words, specials, rows, cols), Path(file), title)
+        return draw_heatmap(render.select_head(self, **options), Path(file), title)
 
-    def overlay(
-        self,
-        file: str | Path,
-        *,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        rows: slice = ALL,
-        words: bool = False,
-        title: str | None = None,
-    ) -> Path:
-        """The weights laid over the image, a panel for each word; as a PNG, SVG or PDF file."""
+    def overlay(self, file: str | Path, *, title: str | None = None, **options: Unpack[HeadOptions]) -> Path:
+        """The weights over the image, a panel for each row; as a PNG, SVG or PDF file."""
         from .heatmap import draw_overlay
 
-        kind = "cross" if kind is None and "cross" in self.kinds else kind
-        return draw_overlay(render.select_head(self, layer, head, kind, words, not words, rows), Path(file), title)
+        if options.get("kind") is None and "cross" in self.kinds:
+            options["kind"] = "cross"
+        options.setdefault("specials", not options.get("words"))
+        return draw_overlay(render.select_head(self, **options), Path(file), title)
 
-    def csv(
-        self,
-        file: str | Path,
-        *,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        rows: slice = ALL,
-        cols: slice = ALL,
-        words: bool = False,
-        specials: bool = True,
-    ) -> Path:
+    def csv(self, file: str | Path, **options: Unpack[HeadOptions]) -> Path:
         """The weights as a CSV file, a line for each: kind, layer, head, row, row_text, col, col_text, weight."""
-        return render.write_csv(render.select_head(self, layer, head, kind, words, specials, rows, cols), Path(file))
+        return render.write_csv(render.select_head(self, **options), Path(file))
 
     def html(
         self,
@@ -356,7 +293,7 @@ class Look:
         return Path(file)
 
     def _repr_html_(self) -> str:
-        """The page, as a notebook shows it."""
+        """The page, for a notebook."""
         return f'<iframe srcdoc="{escape(page_html(self))}" style="width:100%;height:680px;border:0"></iframe>'
 
     # ---- checks of arguments
