@@ -123,8 +123,8 @@ def test_every_weight_that_is_sent_is_the_lens_s(client: TestClient, models: dic
                 torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6)
                 torch.testing.assert_close(whole.sum(-1), torch.ones(rows), rtol=0, atol=1e-5)
         part = numbers(client, sent, "tile", kind=kind, layer=0, head=0, **corner)
-        # A product of another shape may sum q · k in another order: a score of about 10 differs by an ulp or two (1e-6),
-        # and exp turns that into the same relative error of its weight.
+        # A product of another shape may sum q · k in another order: a score of about 10 differs by an ulp or two, 1e-6,
+        # which exp turns into the same relative error of its weight.
         expected = look.weights(layer=0, head=0, kind=kind)[rows // 2 :, cols // 3 :]
         torch.testing.assert_close(part, expected, rtol=4e-6, atol=1e-6)
 

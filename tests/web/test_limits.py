@@ -217,7 +217,7 @@ def test_work_that_takes_too_long_is_given_up() -> None:
         workers, going_on = WorkerPools(Limits(model_seconds=0.05)), threading.Event()
         with pytest.raises(RequestRefused, match=r"longer than 0\.05 s"):
             await workers.run(going_on.wait)
-        assert workers.busy
+        assert workers.is_busy
         never = asyncio.create_task(workers.run(lambda: pytest.fail("it was to be cancelled")))
         with pytest.raises(RequestRefused, match=r"longer than 0\.05 s"):  # it waited behind the first
             await never
@@ -240,7 +240,7 @@ def test_only_so_many_may_wait() -> None:
         going_on.set()
         await asyncio.gather(*tasks)
         assert await workers.read(lambda: 7) == 7
-        assert not workers.busy
+        assert not workers.is_busy
         workers.close()
 
     asyncio.run(work())

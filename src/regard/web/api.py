@@ -178,7 +178,7 @@ async def old_look(query: CurrentLook, words: WordsParam = False, specials: Spec
 
 @router.post("/stream", **_media_type("application/x-ndjson"))
 async def stream(state: State, body: StreamRequest) -> Response:
-    """A text as it is written: a line of JSON for each token, and a last one with the look at it."""
+    """Generate a text: a line of JSON for each token, and a last one with the look at it."""
     served = find_model(state.models, body.model)
     lines = state.workers.stream(lambda: stream_text(served, body, state.sessions, state.limits))
     first = await anext(lines, None)  # a bad request is refused before the response starts
@@ -202,7 +202,7 @@ def _json_line(content: dict[str, Any]) -> bytes:
     return json.dumps(to_jsonable(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
-# ---- what is in a look
+# ---- labels and weights
 
 
 @router.get("/looks/{look_id}/labels")
@@ -270,16 +270,16 @@ async def walk(
 
 @router.get("/looks/{look_id}/patterns")
 async def patterns(query: CurrentLook, kind: KindParam) -> Response:
-    """What each head tends to do, as numbers for every layer and head, and what it is called after."""
+    """Pattern scores of every layer and head, and the name of each head's strongest pattern."""
 
     def work() -> Any:
         look_queries.merged_view(query.session, HeadView(kind, 0))  # checks the kind
-        return query.session.once(("patterns", kind), lambda: query.session.look.patterns(kind=kind).to_dict())
+        return query.session.cached(("patterns", kind), lambda: query.session.look.patterns(kind=kind).to_dict())
 
     return await query.read(work)
 
 
-# ---- what the model would say
+# ---- predictions
 
 
 @router.get("/looks/{look_id}/next")
@@ -298,7 +298,7 @@ async def next_tokens(
 
 @router.get("/looks/{look_id}/logit-lens")
 async def logit_lens(query: CurrentLook, position: PositionParam = -1) -> Response:
-    """What each layer would say if it were the last."""
+    """The prediction after each layer, as if it were the last."""
     from ..lens import effects
 
     def work() -> Any:
@@ -310,8 +310,8 @@ async def logit_lens(query: CurrentLook, position: PositionParam = -1) -> Respon
 
 @router.get("/looks/{look_id}/beams")
 async def beams(query: CurrentLook) -> Response:
-    """All texts a beam search followed, as a tree: those it ended with, and those it gave up on the way."""
-    return await query.read(lambda: query.session.once("beams", lambda: beam_tree(query.session, query.limits)))
+    """All hypotheses of a beam search as a tree: those it returned and those it dropped on the way."""
+    return await query.read(lambda: query.session.cached("beams", lambda: beam_tree(query.session, query.limits)))
 
 
 # ---- files
@@ -320,10 +320,12 @@ async def beams(query: CurrentLook) -> Response:
 @router.get("/looks/{look_id}/image", **_media_type("image/png"))
 async def image(query: CurrentLook) -> Response:
     """The part of the picture that the model was shown."""
-    shown = query.session.look.image
-    if shown is None:
+    picture = query.session.look.image
+    if picture is None:
         raise RequestRefused(404, "this look is at a text: it has no image")
-    return await query.file(lambda: query.session.once("image", lambda: encode_png(shown, query.limits)), "image/png")
+    return await query.file(
+        lambda: query.session.cached("image", lambda: encode_png(picture, query.limits)), "image/png"
+    )
 
 
 @router.get("/looks/{look_id}/csv", **_media_type("text/csv"))

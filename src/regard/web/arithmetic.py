@@ -1,4 +1,4 @@
-"""One weight, step by step with its real numbers: q·k, ÷√D, bias, mask, softmax, times v.
+"""The computation of one attention weight with its numbers: q·k, ÷√D, bias, mask, softmax, times v.
 
 s_ij = q_i · k_j / √D + b_ij,   A_ij = exp(s_ij - lse_i),   o_i = Σ_j A_ij v_j      (Vaswani et al. 2017, eq. 1)
 """
@@ -21,88 +21,75 @@ from .sessions import LookSession
 
 
 def weight_arithmetic(
-    seen: AttentionMap, head: int, row: int, col: int, values: Tensor | None = None
+    attention: AttentionMap, head: int, row: int, col: int, values: Tensor | None = None
 ) -> dict[str, Any]:
     """The numbers between a query and a key of one head; ``values`` (B, G, S, D) are v of the layer, where known."""
-    one = seen.head(0, head)
-    weight = float(one.tile(row, col))
-    scoring, here, there = one._walk.scoring, slice(row, row + 1), slice(col, col + 1)
-    own, of_bias = one._walk.operands
+    one_head = attention.head(0, head)
+    weight = float(one_head.tile(row, col))
+    walk, i, j = one_head._walk, slice(row, row + 1), slice(col, col + 1)
+    scoring = walk.scoring
+    score_operands, bias_operands = walk.operands
     with torch.no_grad():
-        q, k = scoring.q[:, :, here], scoring.k[:, :, there]
-        plain = float(scoring.mechanism.tile(q, k, own))
+        q, k = scoring.q[:, :, i], scoring.k[:, :, j]
+        scaled = float(scoring.mechanism.tile(q, k, score_operands))
         bias = 0.0
         if scoring.bias is not None:
-            bias = float(scoring.bias.tile(here, there, scoring.frame, of_bias, q, k))
-        allowed = scoring.allowed(here, there)
-        masked = allowed is not None and not bool(allowed)
-        scores = one._walk.scores(here, slice(0, seen.shape[3]), True)[0, 0, 0]
-    lse = float(one._walk.lse[0, 0, row])
-    found = {
+            bias = float(scoring.bias.tile(i, j, scoring.frame, bias_operands, q, k))
+        allowed = scoring.allowed(i, j)
+        is_masked = allowed is not None and not bool(allowed)
+        scores = walk.scores(i, slice(0, attention.shape[3]), True)[0, 0, 0]
+    steps = {
         "mechanism": scoring.mechanism.name,
         "normaliser": scoring.mechanism.normaliser,
         "q": q[0, 0, 0].tolist(),
         "k": k[0, 0, 0].tolist(),
         "dot": None,
         "factor": None,
-        "scaled": plain,
+        "scaled": scaled,
         "bias": bias,
-        "masked": masked,
-        "score": None if masked else plain + bias,
-        "max": _finite(float(scores.max())),
-        "lse": _finite(lse),
+        "masked": is_masked,
+        "score": None if is_masked else scaled + bias,
+        "max": _finite_or_none(float(scores.max())),
+        "lse": _finite_or_none(float(walk.lse[0, 0, row])),
         "weight": weight,
     }
     if isinstance(scoring.mechanism, Dot) and scoring.mechanism.kind == "dot":
         factor = scoring.mechanism.factor(q.shape[-1])
-        found |= {"dot": float((q.double() * k.double()).sum()), "factor": factor}
+        steps |= {"dot": float((q.double() * k.double()).sum()), "factor": factor}
     if values is not None:
-        shared_by = seen.shape[1] // values.shape[1]
-        v = values[0, head // shared_by, col]
-        found |= {"v": v.tolist(), "contribution": (weight * v).tolist()}
-    return found
+        v = values[0, head * values.shape[1] // attention.shape[1], col]
+        steps |= {"v": v.tolist(), "contribution": (weight * v).tolist()}
+    return steps
 
 
-def _finite(x: float) -> float | None:
-    """JSON has no infinity: a row that sees nothing has no largest score and no sum."""
+def _finite_or_none(x: float) -> float | None:
+    """JSON has no infinity; a row without keys has no largest score and no sum."""
     return x if math.isfinite(x) else None
 
 
 def explain_weight(session: LookSession, at: HeadView, row: int, col: int, limits: Limits) -> dict[str, Any]:
     """``weight_arithmetic``, with v where the text is short enough to run the model again."""
-    seen, head = merged_view(session, at), at.head or 0
-    check_index("row", row, len(seen.rows))
-    check_index("col", col, len(seen.cols))
-    values = values_of(session, at.kind, at.layer, limits)
-    found = weight_arithmetic(session.look.map(kind=at.kind, layer=at.layer), head, row, col, values)
+    view, look = merged_view(session, at), session.look
+    check_index("row", row, len(view.rows))
+    check_index("col", col, len(view.cols))
+    n_tokens = max(max(look.map(kind=kind, layer=0).shape[2:]) for kind in look.kinds)
+    values = layer_values(session, at.kind, at.layer) if n_tokens <= limits.walk_tokens else None
+    steps = weight_arithmetic(look.map(kind=at.kind, layer=at.layer), at.head or 0, row, col, values)
     if values is None:
-        longest = _longest(session)
-        found["v_absent"] = f"v is shown for texts of at most {limits.walk_tokens} tokens; this one has {longest}"
-    return found
+        steps["v_absent"] = f"v is shown for texts of at most {limits.walk_tokens} tokens; this one has {n_tokens}"
+    return steps
 
 
-def _longest(session: LookSession) -> int:
-    look = session.look
-    return max(max(look.map(kind=kind, layer=0).shape[2:]) for kind in look.kinds)
+def layer_values(session: LookSession, kind: str, layer: int) -> Tensor:
+    """v of a layer (1, G, S, D). A look keeps only q and k, so the model runs again with this layer recorded."""
 
-
-def values_of(session: LookSession, kind: str, layer: int, limits: Limits) -> Tensor | None:
-    """v of a layer (1, G, S, D). A look keeps q and k alone, so the same pass is made again, with this layer recorded.
-
-    None where the text is too long to do that while somebody waits.
-    """
-    if _longest(session) > limits.walk_tokens:
-        return None
-
-    def again() -> Tensor:
-        module = attention_at(session.served.model, kind, layer)
+    def record_values() -> Tensor:
         model: Any = session.served.model
-        with inference(model), session.model_changes(), record(module) as recorder:
+        with inference(model), session.model_changes(), record(attention_at(model, kind, layer)) as recorder:
             model.hidden(*session.look.inputs)
         calls = recorder.attentions["attention"]
-        # Layers that share a module are recorded one after the other.
-        found = calls[layer if len(calls) > 1 else 0].v
-        assert found is not None
-        return found.float()
+        values = calls[layer if len(calls) > 1 else 0].v  # layers that share a module are recorded one after the other
+        assert values is not None
+        return values.float()
 
-    return session.once(("v", kind, layer), again)
+    return session.cached(("v", kind, layer), record_values)

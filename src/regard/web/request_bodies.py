@@ -1,4 +1,4 @@
-"""What the browser sends, checked field by field; a number that is none (NaN, 1e400) is refused like any other."""
+"""Request bodies as pydantic models; NaN and infinite numbers are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIMITS = Limits()
 
 
 def _check_unicode(text: str) -> str:
-    """JSON can spell half a character ("\\ud800"); no text file can hold it, and no tokenizer reads it."""
+    """Refuse half a surrogate pair: JSON can spell it ("\\ud800"), but UTF-8 and tokenizers cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as wrong:
@@ -22,6 +22,7 @@ def _check_unicode(text: str) -> str:
 
 ModelName = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_check_unicode)]
 BodyText = Annotated[str, Field(max_length=_LIMITS.characters), AfterValidator(_check_unicode)]
+BodyImage = Annotated[str, Field(max_length=_LIMITS.body_bytes)]  # base64 of an image file, or such a data: URL
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -30,7 +31,7 @@ class Body(BaseModel):
 
 
 class SearchRequest(Body):
-    """How a text is written: the fields of ``GenerateConfig`` that the page offers."""
+    """The fields of ``GenerateConfig`` that the page offers."""
 
     beam: Annotated[int, Field(ge=1, le=16)] = 1
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -44,27 +45,24 @@ class SearchRequest(Body):
 
 
 class ModelChanges(Body):
-    """What is changed about the model's attention before it looks."""
+    """Interventions on the model's attention."""
 
-    causal: bool = True  # False takes the causal mask away
-    scale: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """Times the model's own, 1/√D: 0 makes all keys alike, more makes rows sharper."""
-    off: Annotated[list[tuple[ModelName, Index, Index]], Field(max_length=4096)] = []
-    """Heads switched off, each as (kind, layer, head)."""
+    causal: bool = True  # False removes the causal mask
+    scale: Annotated[float, Field(ge=0, le=1000)] = 1.0  # a factor on the scores
+    off: Annotated[list[tuple[ModelName, Index, Index]], Field(max_length=4096)] = []  # (kind, layer, head), ablated
 
 
 class LookRequest(Body):
     model: ModelName
     text: BodyText = ""
     target: BodyText | None = None
-    image: Annotated[str, Field(max_length=_LIMITS.body_bytes)] | None = None
-    """Base64 of a PNG, JPEG, WebP or GIF file, or such a data: URL."""
+    image: BodyImage | None = None
     generate: SearchRequest | None = None
     variant: ModelChanges | None = None
 
 
 class WatchRequest(Body):
-    """Whose cross-attention is told while a text is written."""
+    """The cross-attention that is sent while a text is generated."""
 
     layer: Index = 0
     head: Index | None = None  # None: the mean of all heads
@@ -73,13 +71,11 @@ class WatchRequest(Body):
 class StreamRequest(Body):
     model: ModelName
     text: BodyText = ""
-    image: Annotated[str, Field(max_length=_LIMITS.body_bytes)] | None = None
+    image: BodyImage | None = None
     generate: SearchRequest = SearchRequest()
     watch: WatchRequest | None = None
     variant: ModelChanges | None = None
 
 
 class ErrorBody(BaseModel):
-    """Why there is no answer."""
-
     error: str

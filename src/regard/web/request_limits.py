@@ -1,4 +1,4 @@
-"""How much one request may ask for, how much all looks together may keep, and the sentence where it is more."""
+"""Limits of requests and of memory, and the ASGI layer that checks host, origin and size of every request."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ MEGABYTE = 1_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one request may ask for, and how much all looks together may keep."""
-
     body_bytes: int = 8 * MEGABYTE
-    body_seconds: float = 20.0  # A body that trickles in for longer than this is given up
+    body_seconds: float = 20.0  # in which a body must arrive
     characters: int = 200_000  # of a text, before it is tokenised
-    # A text is refused unread when even tokens as long as this would not fit into the model's max_len
-    characters_per_token: int = 64
+    characters_per_token: int = 64  # a text longer than max_len tokens of this size is refused before it is tokenised
     tokens: int = 16_384  # of one look, also where the model could read more
     new_tokens: int = 1024
     pixels: int = 16_000_000
-    tile: int = 256  # rows, and columns, of one answer with exact weights
+    tile: int = 256  # rows, and columns, of one response with exact weights
     labels: int = 2048
-    response_bytes: int = MEGABYTE  # of one answer, whatever it is: 250,000 weights of 4 bytes
-    beam_nodes: int = 6000  # of a beam search's tree; of a larger one what was given up is left out
-    kept_bytes: int = 2000 * MEGABYTE  # q and k of all looks together; the one not asked for the longest goes first
+    response_bytes: int = MEGABYTE  # of any response: 250,000 weights of 4 bytes
+    beam_nodes: int = 6000  # of a beam search's tree; a larger one is sent without the dropped hypotheses
+    kept_bytes: int = 2000 * MEGABYTE  # q and k of all looks together; the least recently used one is dropped first
     kept_looks: int = 64
-    model_seconds: float = 300.0  # for a question that runs a model, waiting for others included
-    request_seconds: float = 60.0  # for any other
+    model_seconds: float = 300.0  # of a request that runs a model, with the time in the queue
+    request_seconds: float = 60.0  # of any other
     stream_seconds: float = 600.0
-    waiting: int = 64  # requests that may wait for the processor
-    walk_tokens: int = 512  # up to this length the model is run again to know the values v of a layer
+    waiting: int = 64  # requests in the queue
+    walk_tokens: int = 512  # up to this length the model runs again to show the values v of a layer
 
 
 class RequestRefused(Exception):
-    """A request that gets a sentence instead of an answer."""
+    """A request that gets an HTTP error status and one sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -63,12 +60,12 @@ _HEADERS = (
 
 
 class RequestGuard:
-    """The outermost layer of the application: who asks, from where, and how large the question is."""
+    """The outermost ASGI layer: checks Host and Origin (against DNS rebinding and other pages) and the body's size."""
 
     def __init__(self, app: App, limits: Limits, host: str = "127.0.0.1") -> None:
         self.app, self.limits = app, limits
         self._allowed = {*LOCAL, host.lower(), *(() if is_local(host) else (socket.gethostname().lower(),))}
-        self._any_address = not is_local(host)  # a name can be made to point here, an address cannot be pretended
+        self._any_address = not is_local(host)  # a foreign name may resolve to this machine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,7 +75,7 @@ class RequestGuard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
-                if scope["path"].startswith("/static/"):  # asked for each time, sent again only where it changed
+                if scope["path"].startswith("/static/"):  # revalidated each time, sent again only where it changed
                     message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
@@ -88,24 +85,20 @@ class RequestGuard:
         except RequestRefused as refused:
             await _send_refusal(send_with_headers, refused)
             return
-        given = False
+        messages = [body]
 
-        async def receive_again() -> Message:
-            nonlocal given
-            if given:
-                return await receive()  # only the end of the connection is still to come, whenever that is
-            given = True
-            return body
+        async def receive_body() -> Message:
+            return messages.pop() if messages else await receive()  # after the body, the end of the connection
 
-        await self.app(scope, receive_again, send_with_headers)
+        await self.app(scope, receive_body, send_with_headers)
 
     def _check(self, scope: Scope) -> None:
         headers = _headers(scope)
         host = headers.get("host", [])
-        if len(host) != 1 or not self._is_ours(host[0]):
-            said = ", ".join(host)[:100] or "nothing"
+        if len(host) != 1 or not self._is_own_host(host[0]):
+            name = ", ".join(host)[:100] or "nothing"
             raise RequestRefused(
-                403, f"the Host header says {said!r}, which is not this server; open http://127.0.0.1 instead"
+                403, f"the Host header says {name!r}, which is not this server; open http://127.0.0.1 instead"
             )
         for origin in headers.get("origin", []):
             if urlsplit(origin).netloc.lower() != host[0].lower():
@@ -116,11 +109,9 @@ class RequestGuard:
             if len(length) > 18 or int(length) > self.limits.body_bytes:
                 raise _body_too_large(length, self.limits)
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         name = (_host_name(host) or "").lower()
-        if name in self._allowed:
-            return True
-        return self._any_address and _is_address(name)
+        return name in self._allowed or (self._any_address and _is_address(name))
 
 
 def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
@@ -128,7 +119,7 @@ def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
 
 
 async def _read_body(receive: Receive, limits: Limits) -> Message:
-    """The body, counted as it comes: a length that was not announced is limited too, and so is patience."""
+    """The whole body; its size is counted as it arrives, since Content-Length may be missing."""
     pieces, n_bytes, more = [], 0, True
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -155,14 +146,14 @@ async def _send_refusal(send: Send, refused: RequestRefused) -> None:
 
 
 def _headers(scope: Scope) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    headers: dict[str, list[str]] = {}
     for name, value in scope["headers"]:
-        found.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip())
-    return found
+        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip())
+    return headers
 
 
 def _host_name(host: str) -> str | None:
-    """`[::1]:80` → ::1, `localhost:8000` → localhost; None for what is no host."""
+    """`[::1]:80` → ::1, `localhost:8000` → localhost; None for what is not a host."""
     if any(sign in host for sign in "/@?#\\ "):
         return None
     try:

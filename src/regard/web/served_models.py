@@ -1,4 +1,4 @@
-"""The models a server has open: what each is called, what it reads, and where it has attention."""
+"""The models that a server offers, and the looks that are opened with them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import binascii
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,32 +23,35 @@ from .request_bodies import LookRequest, ModelChanges, SearchRequest
 from .request_limits import Limits, RequestRefused
 from .sessions import LookSession, SessionStore
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """An open model under the name the page asks for it by."""
+    """A loaded model and its id in requests."""
 
     id: str
     name: str
     model: Model
-    example: str | None = None  # what the page begins with: a text, or base64 of an image; None: what it finds suitable
+    example: str | None = None  # the page's first input: a text, or base64 of an image; None: the page chooses
 
     @property
     def config(self) -> ModelConfig:
         return self.model.config
 
     @property
-    def generates(self) -> bool:
+    def can_generate(self) -> bool:
         return self.config.head == "lm" and self.config.architecture != "encoder"
 
     @property
     def has_source(self) -> bool:
-        """Whether what it reads and what it writes are two texts."""
+        """Whether it has a source and a target."""
         return self.config.architecture in ("encoder-decoder", "recurrent")
 
     @property
-    def writes_with(self) -> Any:
-        """The tokenizer of what it writes; None where it was given none."""
+    def target_tokenizer(self) -> Any:
+        """The tokenizer of the texts it generates, if it has one."""
         processor = self.model.processor
         return None if processor is None else processor.target or processor.source
 
@@ -60,7 +63,7 @@ class ServedModel:
             "task": task_name(config),
             "kinds": attention_sizes(self.model),
             "max_len": config.max_len,
-            "generates": self.generates,
+            "generates": self.can_generate,
             "image": config.source == "image",
             "source": self.has_source,
             "example": self.example,
@@ -68,7 +71,7 @@ class ServedModel:
 
 
 def task_name(config: ModelConfig) -> str:
-    """What it is for, in the words of `regard train`."""
+    """The task of `regard train` that such a model is trained for."""
     if config.head == "classify":
         return "classify-images" if config.source == "image" else "classify"
     if config.head == "masked-lm":
@@ -81,27 +84,27 @@ def task_name(config: ModelConfig) -> str:
 
 
 def attention_sizes(model: Model) -> dict[str, dict[str, int]]:
-    """The kinds of attention that have weights, each with its layers and heads."""
+    """The numbers of layers and heads of each kind of attention."""
     return {
         kind: {"layers": len(modules), "heads": n_heads_of(modules[0])}
         for kind, modules in attention_modules(model).items()
     }
 
 
-_TEXTS = {
+_EXAMPLE_TEXTS = {
     "en-ko": "[polite] Did the kind teacher read a new book yesterday?",
     "stdlib": "for line in file: print(line) for line in",
 }
 
 
 def example_input(path: str | Path) -> str | None:
-    """What suits a run of an embedded corpus: a text of its grammar, or one of its pictures; None for any other."""
+    """A text or an image of the embedded corpus that a run was trained on; None for any other run."""
     try:
         source = json.loads((Path(str(path).partition("@")[0]) / "run.json").read_text("utf-8"))["data"]["source"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not a run of ours
+        return None  # not a run directory
     if source != "shapes":
-        return _TEXTS.get(str(source))
+        return _EXAMPLE_TEXTS.get(str(source))
     from ..data.corpora import open_corpus
 
     out = io.BytesIO()
@@ -110,7 +113,7 @@ def example_input(path: str | Path) -> str | None:
 
 
 def open_models(paths: Sequence[str | Path], device: str = "auto") -> list[ServedModel]:
-    """Every model, each under the name of its directory; of two alike the second is called …-2."""
+    """Load models, each named after its directory; a second one of the same name gets the suffix -2."""
     import torch
 
     from ..io import load
@@ -122,13 +125,13 @@ def open_models(paths: Sequence[str | Path], device: str = "auto") -> list[Serve
 
 
 def name_models(models: Sequence[tuple[str, Model]]) -> list[ServedModel]:
-    found: list[ServedModel] = []
+    served: dict[str, ServedModel] = {}
     for path, model in models:
         name = Path(path).name or Path(path).resolve().name or "model"
-        taken = {each.id for each in found}
-        unique = next(x for n in range(1, len(models) + 1) if (x := name if n == 1 else f"{name}-{n}") not in taken)
-        found.append(ServedModel(unique, unique, model, example_input(path)))
-    return found
+        candidates = (name, *(f"{name}-{n}" for n in range(2, len(models) + 1)))
+        unique = next(candidate for candidate in candidates if candidate not in served)
+        served[unique] = ServedModel(unique, unique, model, example_input(path))
+    return list(served.values())
 
 
 def find_model(models: Sequence[ServedModel], model_id: str) -> ServedModel:
@@ -140,29 +143,27 @@ def find_model(models: Sequence[ServedModel], model_id: str) -> ServedModel:
     )
 
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+# ---- looks
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def open_look(served: ServedModel, body: LookRequest, sessions: SessionStore, limits: Limits) -> LookSession:
-    """Run the model over a text or an image and keep what is needed to see its attention."""
+    """Run the model over a text or an image and keep the look."""
     from ..lens import look
 
-    model = served.model
     check_inputs(served, body, limits)
     what = decode_image(body.image, limits) if served.config.source == "image" else body.text
-    search = _search_fields(served, body)
-    sessions.make_room(planned_bytes(served, body, search, limits))
-    under = change_model(served, body.variant)
-    with under():
-        made = look(model, what, body.target, generate=search)
-    return sessions.add(LookSession(made, served, under))
+    search = _check_search(served, body)
+    sessions.evict_for(planned_bytes(served, body, search, limits))
+    changes = partial(change_model, served, body.variant)
+    with changes():
+        new_look = look(served.model, what, body.target, generate=search)
+    return sessions.add(LookSession(new_look, served, changes))
 
 
 def check_inputs(served: ServedModel, body: LookRequest, limits: Limits) -> None:
-    """Before anything is tokenised: how long the texts are, and whether they are what the model reads."""
+    """Refuse inputs that the model does not read, and texts that are too long, before they are tokenised."""
     reads_image = served.config.source == "image"
     if reads_image and body.image is None:
         raise RequestRefused(422, f"model {served.id!r} reads an image; give one as base64 in the field image")
@@ -181,10 +182,10 @@ def check_inputs(served: ServedModel, body: LookRequest, limits: Limits) -> None
         raise RequestRefused(422, "text is empty: there is nothing to look at")
 
 
-def _search_fields(served: ServedModel, body: LookRequest) -> dict[str, Any] | None:
+def _check_search(served: ServedModel, body: LookRequest) -> dict[str, Any] | None:
     if body.generate is None:
         return None
-    if not served.generates:
+    if not served.can_generate:
         raise RequestRefused(422, f"model {served.id!r} writes no text, so there is nothing to generate")
     if body.target is not None:
         raise RequestRefused(422, "target and generate are both given: a target is either told or written")
@@ -192,28 +193,29 @@ def _search_fields(served: ServedModel, body: LookRequest) -> dict[str, Any] | N
 
 
 def search_fields(search: SearchRequest) -> dict[str, Any]:
-    """As ``GenerateConfig`` takes them; a beam's other texts are wanted too, for the tree."""
+    """Fields of a ``GenerateConfig``; of a beam search all hypotheses, for the tree."""
     fields = search.fields()
     return fields | ({"n_best": search.beam} if search.beam > 1 else {})
 
 
 def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any] | None, limits: Limits) -> int:
-    """What q and k of all layers will take, before any of it is there."""
-    config, words = served.config, ModelTokenizers(served.model)
+    """An upper bound of the memory of q and k of all layers, before the model runs."""
+    config, tokenizers = served.config, ModelTokenizers(served.model)
     if config.source == "image":
-        n_read = (config.image_size // config.patch_size) ** 2
+        n_source = (config.image_size // config.patch_size) ** 2
     else:
-        n_read = len(words.source.encode(body.text))
-    n_target = len(words.target.encode(body.target)) if body.target else 0
-    n_written = 0 if not served.generates else int((search or {}).get("max_new_tokens", 128))
-    if max(n_read, n_target) > limits.tokens:
+        n_source = len(tokenizers.source.encode(body.text))
+    n_target = len(tokenizers.target.encode(body.target)) if body.target else 0
+    n_new = 0 if not served.can_generate else int((search or {}).get("max_new_tokens", 128))
+    if max(n_source, n_target) > limits.tokens:
         raise RequestRefused(
-            413, f"the text has {max(n_read, n_target):,} tokens; at most {limits.tokens:,} are looked at"
+            413, f"the text has {max(n_source, n_target):,} tokens; at most {limits.tokens:,} are looked at"
         )
-    n_said = min(n_target or n_written, config.max_target_len or config.max_len)
+    n_target_rows = min(n_target or n_new, config.max_target_len or config.max_len)
     if not served.has_source:
-        n_read, n_said = min(n_read + n_written * (search is not None), config.max_len), 0
-    lengths = {"encoder": (n_read, n_read), "cross": (n_said, n_read), "self": (n_said or n_read,) * 2}
+        n_source, n_target_rows = min(n_source + n_new * (search is not None), config.max_len), 0
+    n_self = n_target_rows or n_source
+    lengths = {"encoder": (n_source, n_source), "cross": (n_target_rows, n_source), "self": (n_self, n_self)}
     total = 0
     for kind, size in attention_sizes(served.model).items():
         d_head = config.d_head or config.d_model // size["heads"]
@@ -223,26 +225,19 @@ def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any]
     return total
 
 
-# ---- a changed model
-
-
-def change_model(served: ServedModel, variant: ModelChanges | None) -> Callable[[], AbstractContextManager[None]]:
-    """The model under the page's changes; entered as often as it has to run."""
-    return partial(_apply_changes, served, variant or ModelChanges())
-
-
 @contextmanager
-def _apply_changes(served: ServedModel, variant: ModelChanges) -> Iterator[None]:
-    with ExitStack() as changes:
-        if variant != ModelChanges():
-            from ..lens import interventions
+def change_model(served: ServedModel, changes: ModelChanges | None) -> Iterator[None]:
+    """The model with the page's interventions."""
+    from ..lens import interventions
 
-            if not variant.causal:
-                changes.enter_context(interventions.no_causal_mask(served.model))
-            if variant.scale != 1:
-                changes.enter_context(interventions.attention_scale(served.model, variant.scale))
-            if variant.off:
-                changes.enter_context(interventions.switch_off(served.model, list(variant.off)))
+    changes = changes or ModelChanges()
+    with ExitStack() as stack:
+        if not changes.causal:
+            stack.enter_context(interventions.no_causal_mask(served.model))
+        if changes.scale != 1:
+            stack.enter_context(interventions.attention_scale(served.model, changes.scale))
+        if changes.off:
+            stack.enter_context(interventions.switch_off(served.model, list(changes.off)))
         yield
 
 
@@ -263,13 +258,13 @@ def decode_image(encoded: str | None, limits: Limits) -> Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            found = Image.open(io.BytesIO(raw), formats=_FORMATS)
-            if found.width * found.height > limits.pixels:
-                size = f"{found.width:,} × {found.height:,}"
+            image = Image.open(io.BytesIO(raw), formats=_FORMATS)
+            if image.width * image.height > limits.pixels:
+                size = f"{image.width:,} × {image.height:,}"
                 raise RequestRefused(413, f"image has {size} pixels, more than the {limits.pixels:,} allowed")
-            found.load()
+            image.load()
     except UnidentifiedImageError:
         raise RequestRefused(422, f"image is none of {', '.join(_FORMATS)}") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as wrong:
         raise RequestRefused(422, f"image cannot be read: {' '.join(str(wrong).split())[:200]}") from None
-    return found
+    return image

@@ -1,4 +1,4 @@
-"""The application, and the process that runs it until somebody ends it."""
+"""The explorer as an ASGI application, and the process that serves it until a signal comes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .served_models import ServedModel
 
 STATIC = Path(__file__).with_name("static")
-_LEAVING_SECONDS = 3
-# Scripts of ours alone. Pictures that are drawn here become data: URLs, and SVG carries its styles with it.
+_SHUTDOWN_SECONDS = 3
+# Only our own scripts. The page turns drawings into data: URLs, and SVG carries its styles with it.
 _POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline';"
     " base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -42,89 +42,65 @@ def explorer(
 
 def _application(models: list[ServedModel], limits: Limits) -> Any:
     from fastapi import FastAPI
+    from fastapi.responses import FileResponse
     from fastapi.staticfiles import StaticFiles
 
     from .api import ExplorerState, router
 
-    here = ExplorerState(models, limits)
+    state = ExplorerState(models, limits)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        here.workers.open()
+        state.workers.open()
         yield
-        here.workers.close()
+        state.workers.close()
 
-    # The interactive documentation that FastAPI offers loads its scripts from elsewhere: it is left out.
-    app = FastAPI(
-        title="regard",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/api/openapi.json",
-        lifespan=lifespan,
-    )
-    app.state.explorer = here
+    # FastAPI's interactive documentation loads its scripts from elsewhere, so it is left out.
+    app = FastAPI(title="regard", docs_url=None, redoc_url=None, openapi_url="/api/openapi.json", lifespan=lifespan)
+    app.state.explorer = state
     app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    _add_page(app)
-    _add_failures(app)
-    return app
-
-
-def _add_page(app: Any) -> None:
-    from fastapi.responses import FileResponse
 
     async def page() -> Any:
         headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=headers)
 
     app.get("/", include_in_schema=False)(page)
+    _add_error_handlers(app)
+    return app
 
 
-def _add_failures(app: Any) -> None:
-    """Whatever goes wrong is one sentence."""
+def _add_error_handlers(app: Any) -> None:
+    """Every error becomes a status and {"error": "one sentence"}."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, Response
-    from starlette.exceptions import HTTPException  # of which FastAPI's is a kind
+    from starlette.exceptions import HTTPException  # the base class of FastAPI's
 
     from .api import NotModified, etag
 
-    def said(status: int, sentence: str) -> Any:
-        content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
-        return JSONResponse(content, status, headers={"Cache-Control": "no-store"})
+    def handler(status_and_sentence: Callable[[Any], tuple[int, str]]) -> Callable[[Any, Any], Any]:
+        async def handle(_: Any, error: Any) -> Any:
+            status, sentence = status_and_sentence(error)
+            content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
+            return JSONResponse(content, status, headers={"Cache-Control": "no-store"})
 
-    async def refused(_: Any, failure: Any) -> Any:
-        return said(failure.status, str(failure))
+        return handle
 
-    async def not_understood(_: Any, failure: Any) -> Any:
-        return said(422, sentence_of(failure.errors()[0]))
-
-    async def not_done(_: Any, failure: Any) -> Any:
-        return said(422, str(failure) or type(failure).__name__)
-
-    async def no_such_place(_: Any, failure: Any) -> Any:
-        return said(failure.status_code, str(failure.detail))
-
-    async def not_foreseen(_: Any, failure: Any) -> Any:
-        return said(500, f"something went wrong here ({type(failure).__name__}); the server's log says more")
-
-    async def unchanged(request: Any, _: Any) -> Any:
+    async def not_modified(request: Any, _: Any) -> Any:
         return Response(status_code=304, headers={"ETag": etag(request)})
 
-    for kind, answer in (
-        (RequestRefused, refused),
-        (RequestValidationError, not_understood),
-        (ValueError, not_done),
-        (TypeError, not_done),
-        (RegardError, not_done),
-        (HTTPException, no_such_place),
-        (NotModified, unchanged),
-        (Exception, not_foreseen),
-    ):
-        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(NotModified, not_modified)
+    app.add_exception_handler(RequestRefused, handler(lambda error: (error.status, str(error))))
+    app.add_exception_handler(RequestValidationError, handler(lambda error: (422, sentence_of(error.errors()[0]))))
+    app.add_exception_handler(HTTPException, handler(lambda error: (error.status_code, str(error.detail))))
+    for kind in (ValueError, TypeError, RegardError):
+        app.add_exception_handler(kind, handler(lambda error: (422, str(error) or type(error).__name__)))
+    unforeseen = "something went wrong here ({}); the server's log says more"
+    app.add_exception_handler(Exception, handler(lambda error: (500, unforeseen.format(type(error).__name__))))
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
-    """What is wrong with a request, without repeating what was sent: it may be long, or no JSON at all."""
+    """A validation error as a sentence, without the value that was sent: it may be long, or not JSON."""
     if problem.get("type") == "json_invalid":
         return "the body is not JSON"
     names = [str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path")]
@@ -146,12 +122,12 @@ def serve(
     limits: Limits | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
-    """Open the models and answer until a signal comes; the exit code of that signal is returned.
+    """Load the models and serve them until a signal comes; returns the exit code of that signal.
 
-    Requests get a few seconds to come to their end; work that is still going on then ends with the process.
+    Requests get a few seconds to finish; work that still runs then ends with the process.
     """
     try:
-        import fastapi  # noqa: F401 - only to say here, in one sentence, that it is missing
+        import fastapi  # noqa: F401 - so that a missing library is one sentence
         import uvicorn
     except ImportError:
         raise RegardError("the explorer needs fastapi and uvicorn: pip install 'regard[serve]'") from None
@@ -159,7 +135,7 @@ def serve(
     from .served_models import open_models
 
     limits = limits or Limits()
-    listening = _listen(host, port)  # before the models: a port that is taken is known at once
+    listening = _listen(host, port)  # before the models are loaded: a port in use is reported at once
     app = _application(open_models(paths, device), limits)
     config = uvicorn.Config(
         RequestGuard(app, limits, host),
@@ -167,19 +143,19 @@ def serve(
         access_log=False,
         server_header=False,
         ws="none",
-        timeout_graceful_shutdown=_LEAVING_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
-    listening.listen()  # who follows the line below at once waits a moment instead of being refused
+    listening.listen()  # a browser that opens the URL at once waits instead of being refused
     url = f"http://{_url_host(host)}:{listening.getsockname()[1]}/"
     say(f"regard: {url} (Ctrl-C ends it)")
     if not is_local(host):
         say(f"regard: other machines reach it too, at {host}, and there is no password")
     if open_browser:
-        soon = threading.Timer(0.5, webbrowser.open, [url])
-        soon.daemon = True
-        soon.start()
+        timer = threading.Timer(0.5, webbrowser.open, [url])
+        timer.daemon = True
+        timer.start()
     code = _run_until_signal(uvicorn.Server(config), listening)
-    if app.state.explorer.workers.busy:  # a thread that computes cannot be stopped, and Python would wait for it
+    if app.state.explorer.workers.is_busy:  # a thread that computes cannot be stopped, and Python would wait for it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -187,18 +163,18 @@ def serve(
 
 
 def _run_until_signal(server: Any, listening: socket.socket) -> int:
-    """Until a signal comes. uvicorn leaves in order and then passes the signal on, to be noted here."""
-    heard: list[int] = []
-    before = {
-        number: signal.signal(number, lambda came, frame: heard.append(came))
+    """Run uvicorn; on a signal it shuts down in order and then raises the signal again, which is recorded here."""
+    signals: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, frame: signals.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         server.run([listening])
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-    return 128 + heard[-1] if heard else 0
+    return 128 + signals[-1] if signals else 0
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -217,6 +193,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _url_host(host: str) -> str:
-    """An address that can be opened: a server that listens everywhere is reached here, too."""
+    """An address that a browser can open, also for a server that listens on all addresses."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""The looks a server keeps: as many as fit in memory, the one not asked for the longest gone first."""
+"""The looks a server keeps, the least recently used dropped first, and the threads that work on them."""
 
 from __future__ import annotations
 
@@ -21,40 +21,39 @@ if TYPE_CHECKING:
     from ..lens import Look
     from .served_models import ServedModel
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
 class LookSession:
-    """One look, what it was made with, and what has been worked out about it."""
+    """One look, its model, and cached results about it."""
 
     look: Look
     served: ServedModel
-    # the changed attention it was made under; entered again where the model has to run again
-    model_changes: Callable[[], AbstractContextManager[None]]
+    model_changes: Callable[[], AbstractContextManager[None]]  # the interventions of the look, for further runs
     n_bytes: int = 0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
-    _known: dict[Any, _CachedAnswer] = field(default_factory=dict)
+    _results: dict[Any, _CachedResult] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def search(self) -> Generated | None:
-        """The beam search that wrote the text, if one did."""
-        made = self.look.generated
-        return None if made is None or made.steps is None else made
+        """The beam search that generated the text, if one did."""
+        generated = self.look.generated
+        return None if generated is None or generated.steps is None else generated
 
-    def once(self, key: Any, work: Callable[[], Answer]) -> Answer:
-        """What ``work`` says, asked only the first time. Of two who ask at once, the second waits for the first."""
+    def cached(self, key: Any, work: Callable[[], Result]) -> Result:
+        """The result of ``work``, computed only once; a second thread that needs it meanwhile waits."""
         with self._lock:
-            found = self._known.setdefault(key, _CachedAnswer())
-        with found.lock:
-            if not found.is_known:
-                found.value, found.is_known = work(), True
-        answer: Answer = found.value
-        return answer
+            entry = self._results.setdefault(key, _CachedResult())
+        with entry.lock:
+            if not entry.is_known:
+                entry.value, entry.is_known = work(), True
+        result: Result = entry.value
+        return result
 
 
-class _CachedAnswer:
+class _CachedResult:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.is_known = False
@@ -62,50 +61,50 @@ class _CachedAnswer:
 
 
 class SessionStore:
-    """Looks by id. Reading one makes it the newest."""
+    """Looks by id, in the order of their last use."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._kept: OrderedDict[str, LookSession] = OrderedDict()
+        self._sessions: OrderedDict[str, LookSession] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._sessions)
 
     @property
     def n_bytes(self) -> int:
-        return sum(session.n_bytes for session in self._kept.values())
+        return sum(session.n_bytes for session in self._sessions.values())
 
     def get(self, look_id: str) -> LookSession:
         with self._lock:
-            if look_id not in self._kept:
+            if look_id not in self._sessions:
                 raise RequestRefused(404, f"there is no look {look_id[:40]!r}, or it is no longer kept: open it again")
-            self._kept.move_to_end(look_id)
-            return self._kept[look_id]
+            self._sessions.move_to_end(look_id)
+            return self._sessions[look_id]
 
-    def make_room(self, n_bytes: int) -> None:
-        """Let go of old looks before a new one of this size is made, so that both never stand side by side."""
+    def evict_for(self, n_bytes: int) -> None:
+        """Drop old looks before a new one of this size is computed, so that memory never holds both."""
         if n_bytes > self._limits.kept_bytes:
             needed, most = n_bytes / 1e6, self._limits.kept_bytes / 1e6
             raise RequestRefused(
                 413, f"q and k of this text take {needed:,.0f} MB, and the server keeps {most:,.0f} MB at most"
             )
         with self._lock:
-            while self._kept and (
-                self.n_bytes + n_bytes > self._limits.kept_bytes or len(self._kept) >= self._limits.kept_looks
+            while self._sessions and (
+                self.n_bytes + n_bytes > self._limits.kept_bytes or len(self._sessions) >= self._limits.kept_looks
             ):
-                self._kept.popitem(last=False)
+                self._sessions.popitem(last=False)
 
     def add(self, session: LookSession) -> LookSession:
         session.n_bytes = look_bytes(session.look)
-        self.make_room(session.n_bytes)
+        self.evict_for(session.n_bytes)
         with self._lock:
-            self._kept[session.id] = session
+            self._sessions[session.id] = session
         return session
 
 
 def look_bytes(look: Look) -> int:
-    """The memory behind a look's maps and states; what several of them share counts once."""
+    """The memory of a look's maps and states; shared storage counts once."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(look)}
     return sum(storages.values())
 
@@ -113,8 +112,8 @@ def look_bytes(look: Look) -> int:
 def _tensors(look: Look) -> Iterator[Tensor]:
     for kind in look.kinds:
         for layer in range(look.layers(kind=kind)):
-            sweep = look.map(kind=kind, layer=layer)._walk
-            yield from (sweep.scoring.q, sweep.scoring.k, sweep.lse)
+            walk = look.map(kind=kind, layer=layer)._walk
+            yield from (walk.scoring.q, walk.scoring.k, walk.lse)
     states = look.hidden()
     if isinstance(states, Tensor):
         yield states
@@ -124,91 +123,91 @@ _END = object()
 
 
 class WorkerPools:
-    """Two queues with a limit each."""
+    """One thread that runs models and some that read maps, each with a queue and a time limit."""
 
     def __init__(self, limits: Limits, readers: int = 4) -> None:
         self._limits, self._readers = limits, readers
-        self._waiting, self._counting = 0, threading.Lock()
+        self._n_waiting, self._count_lock = 0, threading.Lock()
         self.stopping = threading.Event()
         self.open()
 
     def open(self) -> None:
-        """Ready for work, also after ``close``: threads are started when there is some."""
+        """Accept work, also after ``close``; threads start when there is some."""
         self._models = ThreadPoolExecutor(1, "regard-model")
         self._maps = ThreadPoolExecutor(self._readers, "regard-map")
         self.stopping.clear()
 
     @property
-    def busy(self) -> bool:
-        return self._waiting > 0
+    def is_busy(self) -> bool:
+        return self._n_waiting > 0
 
-    async def run(self, work: Callable[[], Answer]) -> Answer:
-        """What runs a model."""
-        return await self._do(self._models, work, self._limits.model_seconds)
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Work that runs a model."""
+        return await self._submit(self._models, work, self._limits.model_seconds)
 
-    async def read(self, work: Callable[[], Answer]) -> Answer:
-        """What reads a map."""
-        return await self._do(self._maps, work, self._limits.request_seconds)
+    async def read(self, work: Callable[[], Result]) -> Result:
+        """Work that reads a map."""
+        return await self._submit(self._maps, work, self._limits.request_seconds)
 
-    async def _do(self, pool: ThreadPoolExecutor, work: Callable[[], Answer], seconds: float) -> Answer:
-        self._enter()
+    async def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], Result], seconds: float) -> Result:
+        self._count_in()
         running = pool.submit(work)
-        running.add_done_callback(self._leave)
+        running.add_done_callback(self._count_out)
         try:
-            # Cancelled before it has started it never starts; a thread that computes cannot be stopped.
+            # Work in the queue can be cancelled; a thread that computes cannot be stopped.
             return await asyncio.wait_for(asyncio.wrap_future(running), seconds)
         except TimeoutError:
             hint = "ask for less, or look at a shorter text"
             raise RequestRefused(422, f"this takes longer than {seconds:g} s; {hint}") from None
 
-    async def stream(self, make: Callable[[], Iterator[Answer]]) -> AsyncGenerator[Answer, None]:
-        """What a model writes, as it writes it; it stops when nobody listens any more."""
-        self._enter()
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[object]()
-        unheard = threading.Event()
+    async def stream(self, make: Callable[[], Iterator[Result]]) -> AsyncGenerator[Result, None]:
+        """The items of an iterator that runs a model, as they come; it stops when the client is gone."""
+        self._count_in()
+        loop, items = asyncio.get_running_loop(), asyncio.Queue[object]()
+        abandoned = threading.Event()
 
-        def tell(piece: object) -> None:
+        def put(item: object) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                loop.call_soon_threadsafe(items.put_nowait, item)
 
         def work() -> None:
             try:
-                for piece in make():
-                    tell(piece)
-                    if unheard.is_set() or self.stopping.is_set():
+                for item in make():
+                    put(item)
+                    if abandoned.is_set() or self.stopping.is_set():
                         break
-                tell(_END)
+                put(_END)
             except Exception as failure:
-                tell(failure)
+                put(failure)
 
         running = self._models.submit(work)
-        running.add_done_callback(self._leave)
+        running.add_done_callback(self._count_out)
         until = loop.time() + self._limits.stream_seconds
         try:
-            while (piece := await asyncio.wait_for(pieces.get(), until - loop.time())) is not _END:
-                if isinstance(piece, Exception):
-                    raise piece
-                yield cast(Answer, piece)
+            while (item := await asyncio.wait_for(items.get(), until - loop.time())) is not _END:
+                if isinstance(item, Exception):
+                    raise item
+                yield cast(Result, item)
         except TimeoutError:
             raise RequestRefused(422, f"the text is not finished after {self._limits.stream_seconds:g} s") from None
         finally:
-            unheard.set()
+            abandoned.set()
             running.cancel()
 
-    def _enter(self) -> None:
+    def _count_in(self) -> None:
         if self.stopping.is_set():
             raise RequestRefused(503, "the server is about to end")
-        with self._counting:
-            if self._waiting >= self._limits.waiting:
-                raise RequestRefused(429, f"{self._waiting} requests are waiting already; ask again in a moment")
-            self._waiting += 1
+        with self._count_lock:
+            if self._n_waiting >= self._limits.waiting:
+                raise RequestRefused(429, f"{self._n_waiting} requests are waiting already; ask again in a moment")
+            self._n_waiting += 1
 
-    def _leave(self, _: object) -> None:
-        with self._counting:
-            self._waiting -= 1
+    def _count_out(self, _: object) -> None:
+        with self._count_lock:
+            self._n_waiting -= 1
 
     def close(self) -> None:
-        """Nothing new begins; what runs is left alone."""
+        """Refuse new work and cancel the queues; running work continues."""
         self.stopping.set()
         for pool in (self._models, self._maps):
             pool.shutdown(wait=False, cancel_futures=True)
