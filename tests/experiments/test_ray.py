@@ -39,6 +39,7 @@ def cluster() -> Iterator[str]:
 
     node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # Ray's 15 lets workers starve on a busy machine
         nodes = Cluster(initialize_head=True, head_node_args=node)
         try:
             nodes.add_node(num_cpus=1, object_store_memory=80 << 20)

@@ -1,14 +1,16 @@
 """Sweeps by name: the paper's ablations, the shoot-out of mechanisms, length extrapolation, and softmax saturation.
 
-An axis is a function of the base's config, so that ``regard ablate heads model.d_model=512`` asks what fits there. The
-axes are those of Vaswani et al. 2017, table 3, and some it left out.
+They are described in ablations.toml. An axis depends on the base's config, so that ``regard ablate heads
+model.d_model=512`` asks what fits there.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,151 +24,38 @@ from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json
 from ..foundation.suggestions import did_you_mean
 from .shootout import extrapolation_report, shootout_report
-from .sweep_cell import EXTRAPOLATION_METRICS
 from .sweep_report import SweepReport
 from .sweep_spec import Cell, Sweep, check_words
 
-Axis = Callable[[RunConfig], Iterable[Cell]]
-
-# The paper's architecture, small, on the embedded English–Korean corpus, with the optimiser that learns it in seconds
-# on one core. Precision and compilation are fixed: chosen by measurement, cells might differ in them.
-_FAIR = ("train.precision=fp32", "train.compile=off", "train.eval_every=0", "train.save_every=0", "train.samples=0")
-SMALL = (
-    *("data.epoch_examples=8000", "data.valid_rows=200", "data.vocab_size=1000", "data.max_len=64"),
-    *("model=transformer-base", "model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256"),
-    *("model.max_len=64", "model.dropout=0.0", "model.embedding_dropout=0.0"),
-    *("train.optimiser=muon", "train.muon_lr=0.03", "train.lr=4e-3", "train.weight_decay=0"),
-    *("train.warmup=30", "train.steps=250", "train.batch_tokens=768", "train.eval_examples=1", *_FAIR),
-)
-# The paper's model at half the width and depth on Multi30k: post-norm, sinusoids, ReLU, Adam with its β and ε, its
-# schedule, no clipping, label smoothing 0.1, dropout 0.1. A moving average of the weights stands for its average of the
-# last checkpoints.
-PAPER = (
-    *("data.columns=en,de", "data.vocab_size=8000", "data.max_len=100"),
-    *("model=transformer-base", "model.d_model=256", "model.n_layers=3", "model.n_heads=8", "model.d_ff=1024"),
-    *("model.max_len=128", "train.optimiser=adam", "train.lr=1e-3", "train.betas=0.9,0.98", "train.eps=1e-9"),
-    *("train.weight_decay=0", "train.schedule=noam", "train.warmup=400", "train.clip=none"),
-    *("train.label_smoothing=0.1", "train.ema=0.995", "train.steps=1200", "train.batch_tokens=4096"),
-    *("train.beam=1", "train.eval_examples=1"),
-    *_FAIR,
-)
+_DEFINITIONS = tomllib.loads((files(__package__) / "ablations.toml").read_text(encoding="utf-8"))
+AXES: dict[str, dict[str, Any]] = _DEFINITIONS["axes"]
 
 
-# A masked language model, as an encoder lets every mechanism play: Linformer and FNet cannot hide a future. Bytes, so
-# that every run learns something within a minute; plain q and k, as Performer and linear attention were written for;
-# sinusoids, which all of them can take (learned positions stay longer than this on the plateau of having none).
-SHOOTOUT = (
-    *("data.tokenizer=bytes", "data.max_len=64", "data.mask_rate=0.3"),
-    *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=64"),
-    *("model.positions=sinusoidal", "model.qk_norm=false", "model.scale_embeddings=true"),
-    *("train.steps=500", "train.warmup=30", "train.batch_tokens=1024", "train.muon_lr=0.03", "train.lr=4e-3"),
-    *(*_FAIR, "train.eval_batches=16"),
-)
-EXTRAPOLATION = (
-    *("data.tokenizer=bytes", "data.max_len=128", "data.packing=blocks"),
-    *("model.d_model=64", "model.n_layers=2", "model.n_heads=4", "model.d_ff=256", "model.max_len=128"),
-    *("model.qk_norm=false", "model.scale_embeddings=true"),
-    *("train.steps=400", "train.warmup=30", "train.batch_tokens=2048", "train.eval_batches=16", *_FAIR),
-)
+def axis_cells(axis: dict[str, Any], base: RunConfig) -> list[Cell]:
+    """The cells of an axis of ablations.toml. Of values, the base's own is left out."""
+    if "cells" in axis:
+        return [Cell(cell["name"], tuple(cell["words"])) for cell in axis["cells"]]
+    name = axis["field"]
+    current = base.model.head_width if name == "model.d_head" else _field_value(base, name)
+    least = 1 if name.startswith("model.") else 0
+    values = [max(least, int(factor * current)) for factor in axis.get("factors", ())] or axis["values"]
+    if "divides" in axis:
+        values = [value for value in values if _field_value(base, axis["divides"]) % value == 0]
+    return _value_cells(name, (x for x in values if x != current), axis.get("label"), axis.get("also", ()))
 
 
-def _cells(
-    field: str, values: Iterable[object], base: object, prefix: str = "", more: Sequence[str] = ()
+def _field_value(config: RunConfig, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _value_cells(
+    field: str, values: Iterable[object], label: str | None = None, also: Sequence[str] = ()
 ) -> list[Cell]:
-    """One cell a value, the base's own left out."""
-    label = prefix or f"{field.rpartition('.')[2]}="
+    label = label or f"{field.rpartition('.')[2]}="
     return [
-        Cell(f"{label}{value}", tuple(f"{name}={value}" for name in (field, *more)))
-        for value in dict.fromkeys(values)
-        if value != base
+        Cell(f"{label}{value}", tuple(f"{name}={value}" for name in (field, *also))) for value in dict.fromkeys(values)
     ]
-
-
-def heads(base: RunConfig) -> list[Cell]:
-    """More heads, each narrower: the same compute."""
-    fitting = [h for h in (1, 2, 4, 8, 16) if base.model.d_model % h == 0]
-    return _cells("model.n_heads", fitting, base.model.n_heads, "h=")
-
-
-def d_k(base: RunConfig) -> list[Cell]:
-    """Narrower and wider heads, their number kept: of keys and values both, where the paper narrows keys alone."""
-    width = base.model.head_width
-    return _cells("model.d_head", [max(1, width // 4), max(1, width // 2), width * 2], width, "d_k=")
-
-
-def d_ff(base: RunConfig) -> list[Cell]:
-    """Half and double the feed-forward network."""
-    return _cells("model.d_ff", [max(1, base.model.d_ff // 2), base.model.d_ff * 2], base.model.d_ff)
-
-
-def depth(base: RunConfig) -> list[Cell]:
-    """Fewer and more layers."""
-    return _cells("model.n_layers", [1, 2, 4, 6], base.model.n_layers, "N=")
-
-
-def size(base: RunConfig) -> list[Cell]:
-    """Half and double the width, heads and feed-forward network kept."""
-    width = base.model.d_model
-    return _cells("model.d_model", [width // 2, width * 2], width)
-
-
-def dropout(base: RunConfig) -> list[Cell]:
-    """On sub-layers and embeddings, as in the paper."""
-    return _cells("model.dropout", [0.0, 0.1, 0.2, 0.3], base.model.dropout, "dropout=", ("model.embedding_dropout",))
-
-
-def label_smoothing(base: RunConfig) -> list[Cell]:
-    """How much of each target is spread over all tokens."""
-    return _cells("train.label_smoothing", [0.0, 0.1, 0.2], base.train.label_smoothing, "smoothing=")
-
-
-def positions(base: RunConfig) -> list[Cell]:
-    """Learned instead of sinusoidal positions (the paper's row E), rotated ones, and none at all."""
-    return _cells("model.positions", ["sinusoidal", "learned", "rope", "none"], base.model.positions, "positions=")
-
-
-def norm(base: RunConfig) -> list[Cell]:
-    """LayerNorm before the sub-layers instead of after, RMSNorm, and no norm."""
-    place = "pre" if base.model.norm_place == "post" else "post"
-    kinds = [kind for kind in ("layer", "rms") if kind != base.model.norm]
-    return [
-        Cell(f"{place}-norm", (f"model.norm_place={place}",)),
-        *(Cell(f"norm={kind}", (f"model.norm={kind}",)) for kind in kinds),
-        Cell("no norm", ("model.norm=none",)),
-    ]
-
-
-def residual(base: RunConfig) -> list[Cell]:
-    """Without the connections around sub-layers."""
-    return [Cell("no residual", ("model.residual=false",))]
-
-
-def attention(base: RunConfig) -> list[Cell]:
-    """q·k without its 1/√d_k, additive attention, linear attention, and a window of 5 keys."""
-    return [
-        Cell("not scaled", ("model.attention_scale=1.0",)),
-        Cell("additive", ("model.mixer=additive",)),
-        Cell("linear", ("model.mixer=linear",)),
-        Cell("window=5", ("model.window=5",)),
-    ]
-
-
-def mask(base: RunConfig) -> list[Cell]:
-    """The decoder may look at what it must predict."""
-    return [Cell("no mask", ("model.causal=false",))]
-
-
-def warmup(base: RunConfig) -> list[Cell]:
-    """No warm-up, a quarter, four times as long; the peak of the learning rate is kept."""
-    steps = base.train.warmup
-    return _cells("train.warmup", [0, steps // 4, steps * 4], steps)
-
-
-AXES: dict[str, Axis] = {
-    **{"heads": heads, "d_k": d_k, "d_ff": d_ff, "depth": depth, "size": size, "dropout": dropout},
-    **{"positions": positions, "norm": norm, "residual": residual, "attention": attention, "mask": mask},
-    **{"label-smoothing": label_smoothing, "warmup": warmup},
-}
 
 
 def mechanisms(base: RunConfig) -> list[Cell]:
@@ -190,8 +79,10 @@ def sparse_patterns(base: RunConfig) -> list[Cell]:
 
 
 def all_positions(base: RunConfig) -> list[Cell]:
-    """Every position scheme."""
-    return _cells("model.positions", get_args(Positions), base.model.positions, "positions=")
+    return _value_cells("model.positions", (x for x in get_args(Positions) if x != base.model.positions))
+
+
+_COMPUTED_AXES = {"mechanisms": mechanisms, "sparse patterns": sparse_patterns, "all positions": all_positions}
 
 
 @dataclass(frozen=True)
@@ -200,76 +91,30 @@ class NamedSweep:
 
     about: str
     recipe: str
-    words: tuple[str, ...]
-    axes: tuple[tuple[str, Axis], ...]  # with the letters of their groups
-    metrics: tuple[str, ...] = ("valid_loss", "perplexity", "bleu")
-    measures: tuple[str, ...] = ()
+    words: Sequence[str]
+    axes: Sequence[dict[str, Any]]  # the axis and perhaps its group, and what of the axis differs here
+    metrics: Sequence[str]
+    measures: Sequence[str] = ()
     ending: str = ""  # of ``EXTENDED_REPORTS``
 
     def sweep(self, name: str, words: Sequence[str] = (), seeds: int = 3) -> Sweep:
-        base = Sweep(name, self.recipe, self.words, seeds=tuple(range(seeds)), metrics=self.metrics, about=self.about)
-        base = replace(base.with_words(words), measures=self.measures, ending=self.ending)
-        config = base.config(base.rows[0])
-        cells = tuple(replace(cell, group=group) for group, axis in self.axes for cell in axis(config))
-        return replace(base, cells=cells).without_base_copies()
+        base = Sweep(name, self.recipe, tuple(self.words), seeds=tuple(range(seeds)), metrics=tuple(self.metrics))
+        base = replace(base, about=self.about, measures=tuple(self.measures), ending=self.ending).with_words(words)
+        config, cells = base.config(base.rows[0]), list[Cell]()
+        for entry in self.axes:
+            compute, axis = _COMPUTED_AXES.get(entry["axis"]), AXES.get(entry["axis"], {}) | entry
+            axis_rows = axis_cells(axis, config) if compute is None else compute(config)
+            cells += [replace(cell, group=entry.get("group", "")) for cell in axis_rows]
+        return replace(base, cells=tuple(cells)).without_base_copies()
 
 
-def _single_axis(name: str) -> NamedSweep:
-    about = " ".join((AXES[name].__doc__ or "").split())
-    return NamedSweep(about, "en-ko", SMALL, (("", AXES[name]),))
-
-
-def _only(axis: Axis, *names: str) -> Axis:
-    return lambda base: [cell for cell in axis(base) if cell.name in names]
-
-
-def _narrower_heads(base: RunConfig) -> list[Cell]:
-    return d_k(base)[:2]
-
-
-SWEEPS: dict[str, NamedSweep] = {
-    **{name: _single_axis(name) for name in AXES if name != "mask"},
-    "mask": NamedSweep(
-        "The decoder may look at what it must predict: training loss collapses, and writing fails.",
-        "en-ko",
-        SMALL,
-        (("", mask),),
-        ("train_loss", "valid_loss", "loss_token_by_token", "bleu"),
-        ("regard.experiments.sweep_cell:measure_token_by_token",),
-    ),
-    "mechanisms": NamedSweep(
-        "Every attention mechanism, sparse pattern and position scheme in one masked language model on one corpus: "
-        "what each learns, and what a training step costs. "
-        "The base is the scaled dot product with sinusoidal positions.",
-        "stdlib-masked",
-        SHOOTOUT,
-        (("A", mechanisms), ("B", sparse_patterns), ("C", all_positions)),
-        ("valid_loss", "perplexity"),
-        ending="mechanisms",
-    ),
-    "extrapolation": NamedSweep(
-        "A language model trained at one length and asked at 1, 2, 4 and 8 times that, with every position scheme. "
-        "The base has rotary positions.",
-        "stdlib",
-        EXTRAPOLATION,
-        (("", all_positions),),
-        EXTRAPOLATION_METRICS,
-        ("regard.experiments.sweep_cell:measure_lengths",),
-        "extrapolation",
-    ),
-    "paper": NamedSweep(
-        "The rows of the paper's table 3 and two it left out (F), on Multi30k English → German: data=FOLDER.",
-        "multi30k",
-        PAPER,
-        (
-            *(("A", heads), ("B", _narrower_heads), ("C", _only(depth, "N=2", "N=4")), ("C", d_ff), ("D", dropout)),
-            *(("D", label_smoothing), ("E", _only(positions, "positions=learned", "positions=none"))),
-            *(("F", _only(norm, "no norm")), ("F", residual)),
-        ),
-        ("valid_loss", "perplexity", "bleu", "test_bleu"),
-    ),
+SWEEPS = {
+    name: NamedSweep(**_DEFINITIONS["base"] | fields)
+    for name, fields in (
+        {name: {"about": axis["about"], "axes": [{"axis": name}]} for name, axis in AXES.items()}
+        | _DEFINITIONS["sweeps"]
+    ).items()
 }
-
 
 # Reports that say more than the table; the last argument is whether something may be measured for it.
 EXTENDED_REPORTS: dict[str, Callable[[SweepReport, Callable[[str], None] | None, bool], SweepReport]] = {

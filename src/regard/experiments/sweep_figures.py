@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from .sweep_report import TITLES, CellSummary, SweepReport, smaller_is_better
 
 if TYPE_CHECKING:
     from .ablations import Scaling
-    from .bench_attention import AttentionBench, Contender
+    from .bench_attention import AttentionBench
     from .shootout import ExtrapolationReport, ShootoutReport
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision.
@@ -157,86 +156,92 @@ def _marker_style(row: CellSummary, report: ShootoutReport) -> tuple[str, str, s
     return next((KINDS[name] for name in changed if name in KINDS), (SOFT, "o", "other"))
 
 
-def _label_beside(
-    panel: Any, points: dict[str, tuple[float, float]], colour: Callable[[str], str], size: float
-) -> None:
-    """Names in a column right of the panel, each at its height or as near as the others let it, with a line to it."""
-    low, high = panel.get_ylim()
-    step = size * 1.95 / panel.get_window_extent().height * (high - low)
-    order = sorted(points, key=lambda name: points[name][1])
-    heights: list[float] = []
-    for name in order:  # from below, none nearer than a line to the one before
-        heights.append(max(points[name][1], heights[-1] + step if heights else low))
-    ceiling = high
-    for index in reversed(range(len(heights))):  # what was pushed out at the top pushes back
-        heights[index] = min(heights[index], ceiling)
-        ceiling = heights[index] - step
-    for name, height in zip(order, heights, strict=True):
-        line = {"arrowstyle": "-", "color": colour(name), "linewidth": 0.6, "alpha": 0.45, "shrinkA": 1, "shrinkB": 4}
-        panel.annotate(
-            name,
-            xy=points[name],
-            xytext=(1.03, height),
-            textcoords=("axes fraction", "data"),
-            fontsize=size,
-            color=colour(name),
-            va="center",
-            annotation_clip=False,
-            arrowprops=line,
-        )
-
-
 def draw_tradeoff(report: ShootoutReport, file: Path) -> None:
     """Held-out loss against the time and the memory of a step."""
-    rows = [row for row in report.rows if row.cell.name in report.costs and report.sweep.metrics[0] in row.estimates]
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    metric = report.sweep.metrics[0]
+    rows = {row.cell.name: row for row in report.rows if row.cell.name in report.costs and metric in row.estimates}
+    styles = {name: _marker_style(row, report) for name, row in rows.items()}
+    colours = {name: colour for name, (colour, _, _) in styles.items()}
     figure = new_figure(14, 6.4, dpi=130)
     figure.subplots_adjust(left=0.055, right=0.88, top=0.84, bottom=0.15, wspace=0.42)
     panels = figure.subplots(1, 2)
-    metric = report.sweep.metrics[0]
-    losses = {row.cell.name: row.estimates[metric].mean for row in rows}
-    styles = {row.cell.name: _marker_style(row, report) for row in rows}
     for panel, key, title in ((panels[0], "ms", "milliseconds a step"), (panels[1], "mib", "MiB of a step")):
         style_panel(panel)
         panel.set_xscale("log")
-        for row in rows:
-            colour, marker, _ = styles[row.cell.name]
-            x, y, se = report.costs[row.cell.name][key], losses[row.cell.name], row.estimates[metric].se
-            panel.errorbar(
-                [x], [y], yerr=None if se is None else [se], fmt=marker, color=colour, markersize=8, capsize=2
-            )
+        points = {name: (report.costs[name][key], row.estimates[metric].mean) for name, row in rows.items()}
+        for name, row in rows.items():
+            error, (colour, marker, _) = row.estimates[metric].se, styles[name]
+            panel.errorbar(*points[name], yerr=error, fmt=marker, color=colour, markersize=8, capsize=2)
         panel.set_xlabel(title, color=INK)
         panel.set_ylabel("held-out loss, lower is better", color=INK)
-        low, high = panel.get_ylim()
-        panel.set_ylim(low, high + 0.02 * (high - low))
-        _use_plain_numbers(panel)
-        points = {name: (report.costs[name][key], loss) for name, loss in losses.items()}
-        _label_beside(panel, points, lambda name: styles[name][0], 8.5)
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+        _label_right(panel, points, colours, 8.5)
     where = {"cuda": "a GPU", "cpu": "one processor core"}.get(str(report.to_dict()["step_device"]), "")
-    figure.text(0.055, 0.945, "What each mechanism learns, and what it costs", fontsize=15, weight="bold", color=INK)
     seeds = "1 seed" if len(report.sweep.seeds) == 1 else f"mean of {len(report.sweep.seeds)} seeds"
     caption = f"{seeds}, {report.sweep.recipe}; a step is forward and backward of one batch on {where}"
-    figure.text(0.055, 0.9, caption, fontsize=10, color=SOFT)
-    _legend(figure, styles)
+    _title_figure(figure, 0.055, "What each mechanism learns, and what it costs", caption)
+    entries = {label: {"color": colour, "marker": marker} for colour, marker, label in styles.values()}
+    _legend(figure, entries, linestyle="", markersize=8)
     figure.savefig(file, facecolor="white")
 
 
-def _legend(figure: Any, styles: dict[str, tuple[str, str, str]]) -> None:
+def _title_figure(figure: Any, left: float, title: str, caption: str) -> None:
+    figure.text(left, 0.945, title, fontsize=15, weight="bold", color=INK)
+    figure.text(left, 0.9, caption, fontsize=10, color=SOFT)
+
+
+def _legend(figure: Any, entries: dict[str, dict[str, Any]], **style: Any) -> None:
+    """Below the panels: a line or marker for each label."""
     from matplotlib.lines import Line2D
 
-    kinds = {label: (colour, marker) for colour, marker, label in styles.values()}
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=label)
-        for label, (colour, marker) in kinds.items()
-    ]
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.045, 0.0), ncols=4, frameon=False, fontsize=9.5)
+    handles = [Line2D([], [], label=label, **(style | own)) for label, own in entries.items()]
+    place = {"loc": "lower left", "bbox_to_anchor": (0.045, 0.0), "ncols": 4, "frameon": False}
+    figure.legend(handles=handles, fontsize=9.5, labelcolor=SOFT, handlelength=3.2, **place)
 
 
-def _use_plain_numbers(panel: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
+def _label_right(
+    panel: Any,
+    points: dict[str, tuple[float, float]],
+    colours: dict[str, str],
+    size: float,
+    more: dict[str, str] | None = None,
+) -> None:
+    """Names right of the panel in the order of their points, a line to each, never over each other; then ``more``."""
+    panel.autoscale_view()  # else the limits follow at the first drawing
+    to_axes = panel.transData + panel.transAxes.inverted()
+    places = {name: to_axes.transform(points[name]) for name in sorted(points, key=lambda name: points[name][1])}
+    gap = size * 2.0 / panel.get_window_extent().height * panel.figure.dpi / 100
+    heights = spread_heights([y for _, y in places.values()], gap)
+    for (name, (x, y)), height in zip(places.items(), heights, strict=True):
+        line = {"linewidth": 0.7, "alpha": 0.55, "clip_on": False, "zorder": 2}
+        panel.plot([x + 0.012, 1, 1.035], [y, height, height], transform=panel.transAxes, color=colours[name], **line)
+        for place, text in ((1.045, name), (1.2, (more or {}).get(name, ""))):
+            panel.text(place, height, text, transform=panel.transAxes, color=colours[name], fontsize=size, va="center")
 
-    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+def spread_heights(wanted: list[float], gap: float) -> list[float]:
+    """Heights at least ``gap`` apart and close to those wanted (ascending), within 0 … 1 where they fit.
+
+    Neighbours that come too close form a group around their common middle; groups that then meet become one.
+    """
+    groups: list[list[float]] = []  # [middle, number of members]
+    for height in wanted:
+        groups.append([height, 1])
+        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2:
+            middle, count = groups.pop()
+            below, below_count = groups[-1]
+            total = count + below_count
+            groups[-1] = [(middle * count + below * below_count) / total, total]
+    placed = [middle + gap * (n - (count - 1) / 2) for middle, count in groups for n in range(int(count))]
+    for n in range(len(placed)):  # what stands above the panel moves down, then what stands below it up
+        placed[-1 - n] = min(placed[-1 - n], 1 - gap * n)
+    for n in range(len(placed)):
+        placed[n] = max(placed[n], gap * n)
+    return placed
 
 
 def draw_lengths(report: ExtrapolationReport, file: Path) -> None:
@@ -251,49 +256,28 @@ def draw_lengths(report: ExtrapolationReport, file: Path) -> None:
     colours: dict[str, str] = {}
     for place, row in enumerate(row for row in report.rows if EXTRAPOLATION_METRICS[0] in row.estimates):
         name = str(report.sweep.config(row.cell).model.positions)
-        points = [
-            (size, row.estimates[metric])
-            for size, metric in zip(sizes, EXTRAPOLATION_METRICS, strict=True)
-            if metric in row.estimates
-        ]
-        colours[name] = LINES[place % len(LINES)]
-        xs, ys = [x for x, _ in points], [y.mean for _, y in points]
-        spread = [y.se or 0.0 for _, y in points]
-        panel.errorbar(
-            xs,
-            ys,
-            yerr=spread,
-            color=colours[name],
-            linestyle=DASHES[place // len(LINES) % len(DASHES)],
-            marker="o",
-            markersize=5,
-            linewidth=2,
-            capsize=3,
-        )
-        if len(points) < len(sizes):
-            panel.plot(xs[-1], ys[-1], "x", color=colours[name], markersize=12, markeredgewidth=2.4)
-            panel.annotate(
-                f"{name}: cannot go on",
-                (xs[-1], ys[-1]),
-                xytext=(9, 4),
-                textcoords="offset points",
-                color=colours[name],
-                fontsize=9,
-                zorder=5,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
-            )
-        else:
+        known = [(x, metric) for x, metric in zip(sizes, EXTRAPOLATION_METRICS, strict=True) if metric in row.estimates]
+        xs, ys = [x for x, _ in known], [row.estimates[metric].mean for _, metric in known]
+        errors = [row.estimates[metric].se or 0.0 for _, metric in known]
+        colour = colours[name] = LINES[place % len(LINES)]
+        style = {"linestyle": DASHES[place // len(LINES) % len(DASHES)], "linewidth": 2, "marker": "o", "markersize": 5}
+        panel.errorbar(xs, ys, yerr=errors, color=colour, capsize=3, **style)
+        if len(known) == len(sizes):
             ends[name] = xs[-1], ys[-1]
+            continue
+        panel.plot(xs[-1], ys[-1], "x", color=colour, markersize=12, markeredgewidth=2.4)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+        style = {"xytext": (9, 4), "textcoords": "offset points", "fontsize": 9, "zorder": 5, "bbox": box}
+        panel.annotate(f"{name}: cannot go on", (xs[-1], ys[-1]), color=colour, **style)
     panel.axvline(sizes[0], color="#999999", linewidth=0.9)
     panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
     panel.set_xlim(sizes[0] * 0.9, sizes[-1] * 1.05)
     panel.minorticks_off()
     panel.set_xlabel("length of the pieces the text is read in", color=INK)
     panel.set_ylabel("held-out loss, lower is better", color=INK)
-    _label_beside(panel, ends, lambda name: colours[name], 9.5)
-    figure.text(0.075, 0.94, "Beyond the length of training", fontsize=15, weight="bold", color=INK)
+    _label_right(panel, ends, colours, 9.5)
     caption = f"trained at {report.length} (the line), asked at up to {sizes[-1]:,}: the same held-out text, cut longer"
-    figure.text(0.075, 0.89, caption, fontsize=10, color=SOFT)
+    _title_figure(figure, 0.075, "Beyond the length of training", caption)
     figure.savefig(file, facecolor="white")
 
 
@@ -328,24 +312,18 @@ def draw_scaling(result: Scaling, file: Path) -> None:
 
 # ------------------------------------------------------------------------------------- attention against length
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision; the line style says the family, the marker
-# and a label at the end of each line say the rest.
+# Okabe and Ito's colours; the line style says the family, the marker and a label at the end of each line say the rest.
 BENCH_COLOURS = {
-    "reference": "#000000",
-    "sdpa": "#0072B2",
-    "tiled": "#D55E00",
-    "tiled+t5": "#E69F00",
-    "additive": "#7A7A7A",
-    "window": "#009E73",
-    "strided": "#56B4E9",
-    "bigbird": "#CC79A7",
-    "linear": "#0072B2",
-    "performer": "#D55E00",
-    "linformer": "#009E73",
-    "fourier": "#7A7A7A",
+    **{"reference": "#000000", "sdpa": "#0072B2", "tiled": "#D55E00", "tiled+t5": "#E69F00", "additive": "#7A7A7A"},
+    **{"window": "#009E73", "strided": "#56B4E9", "bigbird": "#CC79A7"},
+    **{"linear": "#0072B2", "performer": "#D55E00", "linformer": "#009E73", "fourier": "#7A7A7A"},
 }
-FAMILY_DASHES = {"exact": "-", "sparse": (0, (4, 1.6)), "approximate": (0, (1, 1.3)), "own": "-."}
-FAMILY_MARKERS = {"exact": "o", "sparse": "s", "approximate": "D", "own": "*"}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "exact": ("exact", {"linestyle": "-", "marker": "o"}),
+    "sparse": ("sparse, exact on what it looks at", {"linestyle": (0, (4, 1.6)), "marker": "s"}),
+    "approximate": ("other mixing, nearly linear", {"linestyle": (0, (1, 1.3)), "marker": "D"}),
+    "own": ("yours", {"linestyle": "-.", "marker": "*"}),
+}
 
 
 def draw_attention_bench(bench: AttentionBench, file: Path) -> None:
@@ -353,17 +331,15 @@ def draw_attention_bench(bench: AttentionBench, file: Path) -> None:
     figure = new_figure(14, 6.6)
     panels = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.05, right=0.885, top=0.83, bottom=0.135, wspace=0.42)
-    for panel, what, unit, title in (
-        (panels[0], "seconds", 1e-3, "Time of one run, milliseconds"),
-        (panels[1], "peak_bytes", 2**20, "Peak memory above the inputs, MiB"),
-    ):
-        _draw_bench_panel(panel, bench, what, unit, title)
-    figure.text(0.05, 0.945, "What attention costs as the sequence grows", fontsize=16, weight="bold", color=INK)
-    figure.text(0.05, 0.905, bench.headline, fontsize=10, color="#555555")
-    _family_legend(figure, {contender.family for contender in bench.contenders})
+    _draw_bench_panel(panels[0], bench, "seconds", 1e-3, "Time of one run, milliseconds")
+    _draw_bench_panel(panels[1], bench, "peak_bytes", 2**20, "Peak memory above the inputs, MiB")
+    _title_figure(figure, 0.05, "What attention costs as the sequence grows", bench.headline)
+    present = {contender.family for contender in bench.contenders}
+    entries = {label: style for family, (label, style) in FAMILIES.items() if family in present}
+    _legend(figure, entries, color=SOFT, markersize=5)
     if any(cell.skipped for cell in bench.cells):
         why = "A line ends where the next length would need too much memory or time."
-        figure.text(0.985, 0.026, why, fontsize=9.5, color="#555555", ha="right")
+        figure.text(0.985, 0.026, why, fontsize=9.5, color=SOFT, ha="right")
     figure.savefig(file, facecolor="white")
 
 
@@ -374,113 +350,23 @@ def _draw_bench_panel(panel: Any, bench: AttentionBench, what: str, unit: float,
     panel.set_yscale("log")
     panel.set_title(title, loc="left", fontsize=11.5, color=INK, pad=10)
     panel.set_xlabel("sequence length T", fontsize=10, color=INK)
-    ends: list[tuple[Contender, float, float]] = []
+    look = {"linewidth": 2.0, "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 3}
+    ends: dict[str, tuple[float, float]] = {}
+    colours = {contender.name: BENCH_COLOURS.get(contender.name, INK) for contender in bench.contenders}
     for contender in bench.contenders:
-        lengths, values = bench.series(contender.name, what)
-        points = [(length, value / unit) for length, value in zip(lengths, values, strict=True) if value > 0]
+        series = zip(*bench.series(contender.name, what), strict=True)
+        points = [(length, value / unit) for length, value in series if value > 0]
         if points:
-            panel.plot(*zip(*points, strict=True), **_bench_line(contender))
-            ends.append((contender, *points[-1]))
-    longest, shortest = bench.lengths[-1], bench.lengths[0]
-    panel.set_xlim(shortest / 1.12, longest * 1.12)
+            style = look | FAMILIES[contender.family][1]
+            panel.plot(*zip(*points, strict=True), color=colours[contender.name], solid_capstyle="round", **style)
+            ends[contender.name] = points[-1]
+    panel.set_xlim(bench.lengths[0] / 1.12, bench.lengths[-1] * 1.12)
     panel.xaxis.set_major_locator(FixedLocator(bench.lengths))
-    panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_minor_locator(NullLocator())
     style_panel(panel)
-    _label_lines(panel, bench, what, ends)
-
-
-def _bench_line(contender: Contender) -> dict[str, Any]:
-    return {
-        "color": BENCH_COLOURS.get(contender.name, INK),
-        "linestyle": FAMILY_DASHES[contender.family],
-        "linewidth": 2.0,
-        "marker": FAMILY_MARKERS[contender.family],
-        "markersize": 5,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.8,
-        "solid_capstyle": "round",
-        "zorder": 3,
-    }
-
-
-def _label_lines(panel: Any, bench: AttentionBench, what: str, ends: list[tuple[Contender, float, float]]) -> None:
-    """Name and exponent of every line, right of the panel, in the order of the lines and never over each other."""
-    low, high = (math.log10(y) for y in panel.get_ylim())
-    x_low, x_high = (math.log2(x) for x in panel.get_xlim())
-    ends = sorted(ends, key=lambda end: end[2])
-    wanted = [(math.log10(y) - low) / (high - low) for _, _, y in ends]
-    for (contender, x, y), height in zip(ends, spread_heights(wanted, 0.049), strict=True):
-        at = ((math.log2(x) - x_low) / (x_high - x_low), (math.log10(y) - low) / (high - low))
-        colour = BENCH_COLOURS.get(contender.name, INK)
-        panel.plot(
-            [at[0] + 0.012, 1.0, 1.035],
-            [at[1], height, height],
-            transform=panel.transAxes,
-            color=colour,
-            linewidth=0.7,
-            alpha=0.55,
-            clip_on=False,
-            zorder=2,
-        )
-        power = bench.exponent(contender.name, what)
-        growth = "" if power is None else f"$T^{{\\,{power:.2f}}}$"
-        for place, text in ((1.045, contender.name), (1.2, growth)):
-            panel.text(place, height, text, transform=panel.transAxes, color=colour, fontsize=9.5, va="center")
-
-
-def spread_heights(wanted: list[float], gap: float) -> list[float]:
-    """Heights at least ``gap`` apart and close to those wanted (ascending), within 0 … 1 where they fit.
-
-    Neighbours that come too close form a group around their common middle; groups that then meet become one.
-    """
-    groups: list[list[float]] = []  # [middle, number of members]
-    for height in wanted:
-        groups.append([height, 1])
-        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2:
-            middle, count = groups.pop()
-            below, below_count = groups[-1]
-            total = count + below_count
-            groups[-1] = [(middle * count + below * below_count) / total, total]
-    placed = [middle + gap * (n - (count - 1) / 2) for middle, count in groups for n in range(int(count))]
-    for n in range(len(placed)):  # what stands above the panel moves down, then what stands below it up
-        placed[-1 - n] = min(placed[-1 - n], 1 - gap * n)
-    for n in range(len(placed)):
-        placed[n] = max(placed[n], gap * n)
-    return placed
-
-
-def _family_legend(figure: Any, present: set[str]) -> None:
-    from matplotlib.lines import Line2D
-
-    names = {
-        "exact": "exact",
-        "sparse": "sparse, exact on what it looks at",
-        "approximate": "other mixing, nearly linear",
-        "own": "yours",
-    }
-    handles = [
-        Line2D(
-            [],
-            [],
-            color="#555555",
-            linestyle=FAMILY_DASHES[family],
-            marker=FAMILY_MARKERS[family],
-            markersize=5,
-            label=label,
-        )
-        for family, label in names.items()
-        if family in present
-    ]
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.042, 0.0),
-        ncols=3,
-        frameon=False,
-        fontsize=9.5,
-        labelcolor="#555555",
-        handlelength=3.2,
-    )
+    powers = {name: bench.exponent(name, what) for name in ends}
+    growth = {name: f"$T^{{\\,{power:.2f}}}$" for name, power in powers.items() if power is not None}
+    _label_right(panel, ends, colours, 9.5, growth)
