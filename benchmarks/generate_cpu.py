@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.experiments.benchmarking import TableRow, format_table
+from regard.experiments.benchmarking import format_table
 
 N_NEW, N_SOURCE, VOCAB = 64, 32, 32000
 CASES = {
@@ -249,8 +249,8 @@ def main() -> int:
         names = options.only.split(",")
         speeds = [[f"{result[case]['tokens_per_second'][name]:,.0f}" for case in cases] for name in names]
         table = [
-            TableRow("tokens/s", cases, ""),
-            *(TableRow(name, speed, "") for name, speed in zip(names, speeds, strict=True)),
+            ["tokens/s", *cases, ""],
+            *([name, *speed, ""] for name, speed in zip(names, speeds, strict=True)),
         ]
         print(format_table(table), end="\n\n")
     passed = True

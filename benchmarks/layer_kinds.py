@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import MultiHeadAttention
-from regard.experiments.benchmarking import TableRow, fit_exponent, format_table
+from regard.experiments.benchmarking import fit_exponent, format_table
 from regard.experiments.cost_report import format_count
 
 KERNEL = 3
@@ -66,27 +66,21 @@ def table(rows: list[dict[str, float | str]], lengths: list[int], widths: list[i
     found = {(row["kind"], row["d"], row["T"]): row for row in rows}
     blocks = []
     for width in widths:
-        lines = [
-            TableRow(f"d = {width}", [f"{kind}, ms" for kind in kinds] + [f"{kind}, op" for kind in kinds], "fastest")
-        ]
+        lines = [[f"d = {width}", *(f"{kind}, {unit}" for unit in ("ms", "op") for kind in kinds), "fastest"]]
         for length in lengths:
             here = [found[kind, width, length] for kind in kinds]
             times = [f"{1e3 * float(row['seconds']):.3f}" for row in here]
             fastest = str(min(here, key=lambda row: float(row["seconds"]))["kind"])
-            lines.append(
-                TableRow(f"  T = {length}", times + [format_count(float(row["flops"])) for row in here], fastest)
-            )
+            lines.append([f"  T = {length}", *times, *(format_count(float(row["flops"])) for row in here), fastest])
         blocks.append(format_table(lines))
-    powers = [TableRow("time grows as", ["T^, measured", "T^, operations", "d^, measured"], "steps that wait")]
+    powers = [["time grows as", "T^, measured", "T^, operations", "d^, measured", "steps that wait"]]
     for kind in kinds:
         wide, long = widths[-1], lengths[-1]
         by_length = fit_exponent(lengths, [float(found[kind, wide, t]["seconds"]) for t in lengths])
         counted = fit_exponent(lengths, [float(found[kind, wide, t]["flops"]) for t in lengths])
         by_width = fit_exponent(widths, [float(found[kind, d, long]["seconds"]) for d in widths])
         steps = "T" if kind == "recurrent" else "1"
-        powers.append(
-            TableRow(f"  {kind}", ["-" if p is None else f"{p:.2f}" for p in (by_length, counted, by_width)], steps)
-        )
+        powers.append([f"  {kind}", *["-" if p is None else f"{p:.2f}" for p in (by_length, counted, by_width)], steps])
     return "\n\n".join([*blocks, format_table(powers)])
 
 

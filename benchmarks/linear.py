@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from regard.experiments.bench_attention import BenchJob, Setup, measure_contender
-from regard.experiments.benchmarking import TableRow, crossing_length, fit_exponent, format_table
+from regard.experiments.benchmarking import crossing_length, fit_exponent, format_table
 from regard.experiments.sweep_runner import LocalRunner
 
 NAMES = ("sdpa", "linear", "performer")
@@ -41,14 +41,14 @@ def main() -> int:
     direction = "forward and backward" if options.backward else "forward"
     print(f"causal, 8 heads of width 64, fp32, {direction}; time in ms\n")
     rows = [
-        TableRow(
+        [
             name,
-            [f"{s * 1e3:,.2f}" for s in times],
+            *[f"{s * 1e3:,.2f}" for s in times],
             f"T^{power:.2f}" if (power := fit_exponent(lengths, times)) else "–",
-        )
+        ]
         for name, times in best.items()
     ]
-    print(format_table([TableRow("", [f"{length:,}" for length in lengths], "grows like"), *rows]), end="\n\n")
+    print(format_table([["", *[f"{length:,}" for length in lengths], "grows like"], *rows]), end="\n\n")
     for name in NAMES[1:]:
         at = crossing_length(lengths, best[name], best["sdpa"])
         if at is None:

@@ -18,7 +18,7 @@ from regard.attention.attend import prepare
 from regard.attention.frame import Frame
 from regard.attention.masks import BlockPlan, Mask, causal, everything
 from regard.experiments.bench_attention import BenchJob, Setup, measure_contender, sparse_mask
-from regard.experiments.benchmarking import TableRow, format_table
+from regard.experiments.benchmarking import format_table
 from regard.experiments.sweep_runner import LocalRunner
 
 LEAST_SPEED_UP = 5.0
@@ -70,20 +70,18 @@ def main() -> int:
         best = measure(options.length, options.rounds, backward)
         direction = "forward and backward" if backward else "forward"
         print(f"\nlength {setup.length:,}, {setup.n_heads} heads of width {setup.d_head}, fp32, {direction}\n")
-        head = TableRow("", ["allowed", "computed", "blocks", "time, ms", "claimed", "measured"], "over causal")
+        head = ["", "allowed", "computed", "blocks", "time, ms", "claimed", "measured", "over causal"]
         rows = [
-            TableRow(
+            [
                 name,
-                [
-                    f"{allowed_share(name, setup.length):.1%}",
-                    f"{plans[name].density:.1%}",
-                    "{}×{}".format(*plans[name].block),
-                    f"{seconds * 1e3:,.1f}",
-                    f"{plans['full'].density / plans[name].density:.1f}×",
-                    f"{best['full'] / seconds:.1f}×",
-                ],
+                f"{allowed_share(name, setup.length):.1%}",
+                f"{plans[name].density:.1%}",
+                "{}×{}".format(*plans[name].block),
+                f"{seconds * 1e3:,.1f}",
+                f"{plans['full'].density / plans[name].density:.1f}×",
+                f"{best['full'] / seconds:.1f}×",
                 f"{best['causal'] / seconds:.1f}×",
-            )
+            ]
             for name, seconds in best.items()
         ]
         print(format_table([head, *rows]), end="\n\n")

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from regard.experiments.bench_attention import CONTENDERS, BenchJob, Setup, measure_contender
-from regard.experiments.benchmarking import TableRow, format_table
+from regard.experiments.benchmarking import format_table
 from regard.experiments.sweep_runner import LocalRunner
 
 MOST_MIB = 512
@@ -67,14 +67,15 @@ def main() -> int:
         f"CPU threads: {threads}\none matrix of scores or weights would hold {one_matrix:,.0f} MiB\n"
     )
     rows = [
-        TableRow(
+        [
             CONTENDERS[name].title,
-            [f"{found.seconds:,.2f}", f"{found.seconds / best['sdpa'].seconds:.2f}×"],
+            f"{found.seconds:,.2f}",
+            f"{found.seconds / best['sdpa'].seconds:.2f}×",
             f"{found.peak_bytes / 2**20:,.0f}",
-        )
+        ]
         for name, found in best.items()
     ]
-    print(format_table([TableRow("", ["time, s", "of sdpa"], "peak growth, MiB"), *rows]))
+    print(format_table([["", "time, s", "of sdpa", "peak growth, MiB"], *rows]))
     print()
     for sentence, reached in verdicts(best):
         print(f"{'PASS' if reached else 'FAIL'}  {sentence}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from regard.experiments.benchmarking import TableRow, format_table
+from regard.experiments.benchmarking import format_table
 from regard.models import build
 from regard.training.compilation import compile_objective
 from regard.training.loss import Batch, Objective
@@ -91,8 +91,8 @@ def main() -> int:
     if options.attention:
         cells = {(d, t): attention(t, d, options.rounds) for d in (32, 64) for t in (64, 128, 256, 512, 1024)}
         names = list(next(iter(cells.values())))
-        rows = [TableRow(f"{d} wide, {t} long", [f"{ms[n]:.2f}" for n in names], "") for (d, t), ms in cells.items()]
-        print(format_table([TableRow("", names, ""), *rows]))
+        rows = [[f"{d} wide, {t} long", *[f"{ms[n]:.2f}" for n in names], ""] for (d, t), ms in cells.items()]
+        print(format_table([["", *names, ""], *rows]))
         return 0
     ratios, rows = [], []
     for shape in SHAPES:
@@ -101,9 +101,9 @@ def main() -> int:
         # What auto takes: the faster precision, and compiled where the run is long enough for it.
         ratios.append(ms["fp32"] / min(ms.values()))
         cells_of_row = [f"{value:.1f} ({ms['fp32'] / value:.2f}×)" for value in ms.values()]
-        rows.append(TableRow("width {}, context {}, batch {}".format(*shape), cells_of_row, ""))
+        rows.append(["width {}, context {}, batch {}".format(*shape), *cells_of_row, ""])
         if len(rows) == 1:
-            rows.insert(0, TableRow("", list(ms), ""))
+            rows.insert(0, ["", *ms, ""])
     print(format_table(rows), end="\n\n")
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     passed = mean >= BAR

@@ -21,7 +21,6 @@ from regard.errors import RegardError
 from regard.experiments import bench_attention as bench
 from regard.experiments.bench_attention import CONTENDERS, Setup, build_run, choose_contenders, sparse_mask
 from regard.experiments.benchmarking import (
-    TableRow,
     available_memory,
     crossing_length,
     fit_exponent,
@@ -344,7 +343,7 @@ def test_the_command_prints_one_document() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    text = format_table([TableRow("name", ["1", "10,000"], "last"), TableRow("a", ["1.5", "2"], "T^2.00")])
+    text = format_table([["name", "1", "10,000", "last"], ["a", "1.5", "2", "T^2.00"]])
     assert text.splitlines() == ["name    1  10,000    last", "─" * 25, "a     1.5       2  T^2.00"]
 
 

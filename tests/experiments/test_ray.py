@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 from regard.cli import main
 from regard.errors import RegardError, UsageError
 from regard.experiments.sweep_runner import JobFailed, RayRunner, open_runner
+
+from .ray_jobs import die, fail, node_and_process, wait_until_interrupted
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'regard[cluster]'")
 
@@ -49,28 +49,6 @@ def cluster() -> Iterator[str]:
         finally:
             ray.shutdown()
             nodes.shutdown()
-
-
-def die(_: None) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail(_: None) -> None:
-    raise ValueError("length=0 is too short")
-
-
-def node_and_process(seconds: float) -> tuple[str, int]:
-    time.sleep(seconds)
-    return ray.get_runtime_context().get_node_id(), os.getpid()
-
-
-def wait_until_interrupted(file: str) -> str:
-    Path(file).write_text("begun")
-    try:
-        time.sleep(60)
-    except KeyboardInterrupt:
-        Path(file).write_text("saved")
-    return "left"
 
 
 def table(out: Path) -> str:
@@ -123,8 +101,13 @@ def test_jobs_spread_over_nodes_each_in_a_process_of_its_own_and_fail_alone(clus
         assert file.read_text() == "saved"
 
 
-def test_a_place_that_is_not_there() -> None:
+@pytest.mark.filterwarnings("ignore:Ray Client connection timed out")
+def test_a_place_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.util.client import worker
+
     with pytest.raises(UsageError, match="on=moon is none of local, ray, ray://HOST:PORT"):
         open_runner("moon", 1, 1)
+    for limit in ("INITIAL_TIMEOUT_SEC", "MAX_TIMEOUT_SEC"):
+        monkeypatch.setattr(worker, limit, 0.2)
     with pytest.raises(RegardError, match="no Ray cluster answers"):
         RayRunner("ray://127.0.0.1:1")

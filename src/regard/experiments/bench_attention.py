@@ -23,7 +23,7 @@ from ..config.mixers import Mixer, MixingWork, all_mixers, get_mixer, register
 from ..foundation.checks import check_positive
 from ..foundation.suggestions import nearest_name
 from ..models.components import mechanism, mixing
-from .benchmarking import TableRow, available_memory, fit_exponent, format_table, measure
+from .benchmarking import available_memory, fit_exponent, format_table, measure
 from .sweep_runner import LocalRunner, Runner
 
 MOST_BYTES = 4 << 30  # a measurement may need this much, and never more than half of what the machine has free
@@ -327,7 +327,7 @@ class AttentionBench:
                 titles[contender.name] += f" {_add_remark(remarks, f'{contender.name} {note}')}"
         parts = [f"Attention: {self.headline}"]
         for heading, what, unit in (("time, ms", "seconds", 1e-3), ("peak memory, MiB", "peak_bytes", 2**20)):
-            head = TableRow(heading, [f"{length:,}" for length in self.lengths], "grows like")
+            head = [heading, *[f"{length:,}" for length in self.lengths], "grows like"]
             rows = [self._row(c, titles[c.name], what, unit, marks) for c in self.contenders]
             parts.append(format_table([head, *rows]))
         parts += ["\n".join(remarks)] if remarks else []
@@ -336,13 +336,13 @@ class AttentionBench:
 
     def _row(
         self, contender: Contender, title: str, what: str, unit: float, marks: dict[tuple[str, int], str]
-    ) -> TableRow:
+    ) -> list[str]:
         values = {cell.length: getattr(cell, what) for cell in self.of(contender.name)}
         entries = [
             marks.get((contender.name, length)) or _format_number(values[length] / unit) for length in self.lengths
         ]
         power = self.exponent(contender.name, what)
-        return TableRow(title, entries, "–" if power is None else f"T^{power:.2f}")
+        return [title, *entries, "–" if power is None else f"T^{power:.2f}"]
 
 
 def _cell_dict(cell: BenchCell) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from ..generation.generate import generate
 from ..layers.quantised_linear import quantise
 from ..models import Model
-from .benchmarking import TableRow, format_table
+from .benchmarking import format_table
 
 WeightDtype = Literal["fp32", "bf16", "int8"]
 WEIGHTS: tuple[WeightDtype, ...] = ("fp32", "bf16", "int8")
@@ -52,13 +52,14 @@ class GenerateBench:
 
     def to_text(self) -> str:
         where = f"{self.device}, CPU threads: {self.threads}, torch {torch.__version__}"
-        head = TableRow("weights, batch, beam", ["first token, ms", "each further, ms"], "tokens/s")
+        head = ["weights, batch, beam", "first token, ms", "each further, ms", "tokens/s"]
         rows = [
-            TableRow(
+            [
                 f"{case.weights}, {case.batch}, {case.beam}",
-                [f"{1e3 * case.first_s:,.1f}", f"{1e3 * case.step_s:,.2f}"],
+                f"{1e3 * case.first_s:,.1f}",
+                f"{1e3 * case.step_s:,.2f}",
                 f"{case.tokens_per_s:,.0f}",
-            )
+            ]
             for case in self.cases
         ]
         headline = f"{self.name} writes {self.n_new} tokens after {self.n_prompt}: {where}"

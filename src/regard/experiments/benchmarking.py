@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,20 +154,18 @@ def crossing_length(lengths: Sequence[float], first: Sequence[float], second: Se
 # ------------------------------------------------------------------------------------- tables
 
 
-class TableRow(NamedTuple):
-    """A line of a table: its name to the left, numbers to the right, a last column apart."""
-
-    name: str
-    entries: list[str]
-    last: str
-
-
-def format_table(rows: list[TableRow]) -> str:
-    """Rows under each other, the first one as the head: names flush left, everything else flush right."""
-    lines = [[row.name, *row.entries, row.last] for row in rows]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(lines[0]))]
-    texts = [
-        "  ".join([line[0].ljust(widths[0]), *(text.rjust(n) for text, n in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
+def align_columns(rows: Sequence[Sequence[str]], n_left: int = 1) -> list[str]:
+    """A line a row: the first ``n_left`` columns flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(n) if i < n_left else text.rjust(n) for i, (text, n) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
     ]
-    return "\n".join([texts[0], "─" * len(texts[0]), *texts[1:]])
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows under each other, the first one as the head."""
+    head, *lines = align_columns(rows)
+    return "\n".join([head, "─" * len(head), *lines])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageError
 from ..foundation.plotting import INK, SOFT, new_figure, style_panel
 from ..models.model_flops import count, stacks_of
-from .benchmarking import TableRow, format_table
+from .benchmarking import format_table
 from .cost_devices import source_tokens
 from .flops_estimate import ALL_PAIRS, kv_cache
 
@@ -94,47 +93,38 @@ def headline(cost: Cost) -> str:
 
 
 def _parameter_table(cost: Cost) -> str:
-    amount = cost.parameters
-    rows = [TableRow("parameters", ["number"], "share")]
-    for part, value in amount.parts.items():
-        if value:
-            rows.append(TableRow(f"  {part}", [f"{value:,.0f}"], f"{100 * value / (amount.total or 1.0):.1f} %"))
-    return format_table([*rows, TableRow("  all", [f"{amount.total:,.0f}"], "")])
+    total = cost.parameters.total
+    parts = [[f"  {part}", f"{n:,.0f}", f"{100 * n / total:.1f} %"] for part, n in cost.parameters.parts.items() if n]
+    return format_table([["parameters", "number", "share"], *parts, ["  all", f"{total:,.0f}", ""]])
 
 
 def _flops_table(cost: Cost) -> str:
     columns = (cost.flops_forward, cost.flops_backward, cost.flops_forward_seen, cost.flops_backward_seen)
-    rows = [TableRow("operations of a batch", ["forward", "backward", "forward, seen"], "backward, seen")]
+    rows = [["operations of a batch", "forward", "backward", "forward, seen", "backward, seen"]]
     for part in cost.flops_forward.parts:
-        *first, last = (format_count(column.parts[part]) for column in columns)
-        rows.append(TableRow(f"  {part}", first, last))
-    *first, last = (format_count(column.total) for column in columns)
-    table = format_table([*rows, TableRow("  all", first, last)])
-    return f"{table}\n  seen: pairs of tokens that a mask hides are not counted"
+        rows.append([f"  {part}", *(format_count(column.parts[part]) for column in columns)])
+    rows.append(["  all", *(format_count(column.total) for column in columns)])
+    return f"{format_table(rows)}\n  seen: pairs of tokens that a mask hides are not counted"
 
 
 def _inference_table(cost: Cost) -> str:
     setting, matrices = cost.setting, format_bytes(cost.attention_matrix.total)
     rows = [
-        TableRow("memory without training", [""], ""),
-        TableRow("  weights", [format_bytes(setting.width * cost.parameters.total)], setting.precision),
-        TableRow("  attention matrices, if they were stored", [matrices], "all layers"),
+        ["memory without training", "", ""],
+        ["  weights", format_bytes(setting.width * cost.parameters.total), setting.precision],
+        ["  attention matrices, if they were stored", matrices, "all layers"],
     ]
     if cost.cache_layers:
-        rows += [TableRow("  KV cache", [format_bytes(cost.kv_cache.total)], cost.cache_numbers), *_cache_rows(cost)]
-    return format_table(rows)
-
-
-def _cache_rows(cost: Cost) -> Iterable[TableRow]:
-    """Layers whose caches are alike share a line."""
-    alike: dict[tuple[str, int, int], list[int]] = {}
+        rows.append(["  KV cache", format_bytes(cost.kv_cache.total), cost.cache_numbers])
+    alike: dict[tuple[str, int, int], list[int]] = {}  # layers whose caches are alike share a line
     for layer in cost.cache_layers:
         alike.setdefault((layer.kind, layer.tokens, layer.bytes), []).append(layer.layer)
     for (kind, tokens, size), layers in alike.items():
         which = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
         what = {"all": "every token", "window": "a window", "cross": "the source"}.get(kind, kind)
         total, each = format_bytes(size * len(layers)), format_bytes(size)
-        yield TableRow(f"    {which}, {what}: {tokens}", [total], f"{each} each")
+        rows.append([f"    {which}, {what}: {tokens}", total, f"{each} each"])
+    return format_table(rows)
 
 
 def _training_table(cost: Cost) -> str:
@@ -142,41 +132,36 @@ def _training_table(cost: Cost) -> str:
     if memory is None:
         return "training memory is predicted for Transformers only"
     how = f"{setting.optimiser}, {setting.attention} attention" + (", checkpointed" if setting.checkpointing else "")
-    rows = [TableRow(f"memory of a training step ({how})", ["bytes"], "")]
-    for name, size, note in (
-        ("weights, fp32", memory.weights, ""),
-        ("gradients", memory.gradients, ""),
-        ("optimiser's state", memory.optimiser, setting.optimiser),
-        ("moving average", memory.ema, ""),
-        ("activations", memory.activations, "kept for the backward pass"),
-    ):
-        if size or name != "moving average":
-            rows.append(TableRow(f"  {name}", [format_bytes(size)], note))
-    parts = cost.activations.parts.items()
-    rows += [TableRow(f"    {part}", [format_bytes(size)], "") for part, size in parts if size]
-    rows.append(TableRow("  peak", [format_bytes(memory.peak)], f"in {memory.where}"))
+    rows = [
+        [f"memory of a training step ({how})", "bytes", ""],
+        ["  weights, fp32", format_bytes(memory.weights), ""],
+        ["  gradients", format_bytes(memory.gradients), ""],
+        ["  optimiser's state", format_bytes(memory.optimiser), setting.optimiser],
+        *([["  moving average", format_bytes(memory.ema), ""]] if memory.ema else []),
+        ["  activations", format_bytes(memory.activations), "kept for the backward pass"],
+        *([f"    {part}", format_bytes(size), ""] for part, size in cost.activations.parts.items() if size),
+        ["  peak", format_bytes(memory.peak), f"in {memory.where}"],
+    ]
     if (available := cost.device.memory) is not None:
         share = memory.peak / available
         fits = f"{100 * share:.1f} %" if share <= 1 else f"does not fit: {share:.1f} times too much"
-        rows.append(TableRow("  of the device's", [format_bytes(available)], fits))
-    variants = [TableRow("attention, checkpointing", ["activations"], "peak")]
-    for variant in cost.variants:
-        name = f"  {variant.attention}, {'each layer' if variant.checkpointing else 'none'}"
-        variants.append(TableRow(name, [format_bytes(variant.activations)], format_bytes(variant.peak)))
+        rows.append(["  of the device's", format_bytes(available), fits])
+    variants = [["attention, checkpointing", "activations", "peak"]]
+    for x in cost.variants:
+        name = f"  {x.attention}, {'each layer' if x.checkpointing else 'none'}"
+        variants.append([name, format_bytes(x.activations), format_bytes(x.peak)])
     return format_table(rows) + "\n\n" + format_table(variants)
 
 
 def _time_table(cost: Cost, training: bool) -> str:
-    device, floors = cost.device, cost.floors
-    measured = any(floor.measured is not None for floor in floors.values())
-    columns = ["compute", "bandwidth", "at least" if device.ceiling else "longer"]
-    columns += ["as measured"] if measured else []
-    rows = [TableRow(f"time {_time_wording(cost)}, on {device.name}", columns, "bound by")]
+    device = cost.device
+    floors = {name: floor for name, floor in cost.floors.items() if training or name != "training step"}
+    measured = any(floor.measured is not None for floor in cost.floors.values())
+    columns = ["compute", "bandwidth", "at least" if device.ceiling else "longer", *["as measured"] * measured]
+    rows = [[f"time {_time_wording(cost)}, on {device.name}", *columns, "bound by"]]
     for name, floor in floors.items():
-        if name == "training step" and not training:
-            continue
-        times = [floor.compute, floor.bandwidth, floor.seconds, *([floor.measured or 0.0] if measured else [])]
-        rows.append(TableRow(f"  {name}", [format_seconds(x) for x in times], floor.bound))
+        times = (floor.compute, floor.bandwidth, floor.seconds, floor.measured or 0.0)
+        rows.append([f"  {name}", *map(format_seconds, times[: len(columns)]), floor.bound])
     speeds = (
         f"  {format_count(device.half)}FLOP/s in {device.half_type}, {format_count(device.single)}FLOP/s in "
         f"{device.single_type}, {format_count(device.bandwidth)}B/s: {device.source}"
@@ -193,19 +178,17 @@ def _time_wording(cost: Cost) -> str:
 
 
 def _crossover_table(cost: Cost) -> str:
-    rows = [TableRow("where attention passes the matrices", ["length"], "")]
-    for name, length in cost.crossover.items():
-        rows.append(TableRow(f"  {name}", ["never" if length is None else f"{length:,.0f}"], ""))
-    return format_table(rows)
+    lengths = {name: "never" if length is None else f"{length:,.0f}" for name, length in cost.crossover.items()}
+    rows = [[f"  {name}", length, ""] for name, length in lengths.items()]
+    return format_table([["where attention passes the matrices", "length", ""], *rows])
 
 
 def _layer_kind_table(cost: Cost) -> str:
     length = cost.setting.length
-    title = f"one layer, T = {length}, d = {cost.config.d_model}"
-    rows = [TableRow(title, ["operations", "", "steps"], "path")]
+    rows = [[f"one layer, T = {length}, d = {cost.config.d_model}", "operations", "", "steps", "path"]]
     for kind in cost.layer_kinds:
-        entries = [kind.complexity, format_count(kind.flops), f"{kind.sequential:,.0f}"]
-        rows.append(TableRow(f"  {kind.name}", entries, f"{kind.path_text} = {kind.path:,.0f}"))
+        path = f"{kind.path_text} = {kind.path:,.0f}"
+        rows.append([f"  {kind.name}", kind.complexity, format_count(kind.flops), f"{kind.sequential:,.0f}", path])
     window = min(cost.config.window or max(1, length // 8), length)
     note = f"steps: that wait for each other; path: between the two tokens farthest apart (k = 3, r = {window})"
     return f"{format_table(rows)}\n  {note}"
@@ -216,16 +199,13 @@ def to_dict(cost: Cost) -> dict[str, Any]:
     from ..hub import changed_fields
 
     memory = cost.training
-    amounts = (
-        *("parameters", "flops_forward", "flops_backward", "flops_forward_seen", "flops_backward_seen"),
-        "attention_matrix",
-    )
+    flops = ("flops_forward", "flops_backward", "flops_forward_seen", "flops_backward_seen")
     return {
         "name": cost.name,
         "config": changed_fields(cost.config),
         "setting": asdict(cost.setting),
         "device": asdict(cost.device),
-        **{name: getattr(cost, name).to_dict() for name in amounts},
+        **{name: getattr(cost, name).to_dict() for name in ("parameters", *flops, "attention_matrix")},
         "kv_cache": {
             **cost.kv_cache.to_dict(),
             "numbers": cost.cache_numbers,
@@ -243,10 +223,6 @@ def to_dict(cost: Cost) -> dict[str, Any]:
     }
 
 
-def _floor_seconds(cost: Cost, name: str) -> float:
-    return cost.floors[name].seconds
-
-
 @dataclass(frozen=True)
 class CostComparison:
     """Two costs side by side."""
@@ -259,27 +235,27 @@ class CostComparison:
 
     def to_text(self, training: bool = True) -> str:
         first, second = self.first, self.second
-        rows = [TableRow("", [first.name, second.name], "ratio")]
+        rows = [["", first.name, second.name, "ratio"]]
         for name, format_value, get in self._quantities(training):
             a, b = get(first), get(second)
-            rows.append(TableRow(name, [format_value(a), format_value(b)], f"{b / a:.2f} ×" if a else ""))
+            rows.append([name, format_value(a), format_value(b), f"{b / a:.2f} ×" if a else ""])
         return "\n".join([headline(first), headline(second), "", format_table(rows)])
 
     def _quantities(self, training: bool) -> Iterable[tuple[str, Callable[[float], str], Callable[[Any], float]]]:
         """Name, format and getter of every line."""
-        yield "parameters", format_count, lambda x: x.parameters.total
-        yield "operations, forward", format_count, lambda x: x.flops_forward.total
-        yield "operations, forward, seen", format_count, lambda x: x.flops_forward_seen.total
-        yield "operations, backward", format_count, lambda x: x.flops_backward.total
-        yield "attention matrices, if stored", format_bytes, lambda x: x.attention_matrix.total
-        yield f"KV cache, {self.first.cache_numbers}", format_bytes, lambda x: x.kv_cache.total
+        yield "parameters", format_count, attrgetter("parameters.total")
+        yield "operations, forward", format_count, attrgetter("flops_forward.total")
+        yield "operations, forward, seen", format_count, attrgetter("flops_forward_seen.total")
+        yield "operations, backward", format_count, attrgetter("flops_backward.total")
+        yield "attention matrices, if stored", format_bytes, attrgetter("attention_matrix.total")
+        yield f"KV cache, {self.first.cache_numbers}", format_bytes, attrgetter("kv_cache.total")
         if training and self.first.training is not None and self.second.training is not None:
             for name in ("weights", "optimiser", "gradients", "activations", "peak"):
                 yield f"training: {name}", format_bytes, attrgetter(f"training.{name}")
         for name in self.first.floors:
             if name in self.second.floors and (training or name != "training step"):
-                title = f"{name}, {_time_wording(self.first)}"
-                yield title, format_seconds, partial(_floor_seconds, name=name)
+                wording = _time_wording(self.first)
+                yield f"{name}, {wording}", format_seconds, lambda cost, name=name: cost.floors[name].seconds
 
 
 # ------------------------------------------------------------------------------------- figure
@@ -323,6 +299,18 @@ def _write_instead(panel: Any, text: str) -> None:
     panel.set_axis_off()
 
 
+def _style_lengths(panel: Any, length: int, xlabel: str) -> None:
+    """An axis of lengths, with a line at the one that was asked for."""
+    panel.axvline(length, color="#999999", linewidth=1, linestyle=":")
+    panel.set_xlabel(xlabel, fontsize=10, color=INK)
+    panel.set_ylim(bottom=0)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def _legend(panel: Any, **options: Any) -> None:
+    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, **options)
+
+
 def _draw_operations(panel: Any, cost: Cost) -> None:
     """Forward, part by part, with what a mask hides paler."""
     parts = [part for part, value in cost.flops_forward.parts.items() if value]
@@ -339,7 +327,7 @@ def _draw_operations(panel: Any, cost: Cost) -> None:
     panel.set_xlabel(f"10{power} operations", fontsize=10, color=INK)
     _style(panel, "Operations of a forward pass", "x")
     if full != seen:
-        panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2)
+        _legend(panel, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2)
 
 
 def _power_of_ten(largest: float) -> tuple[float, str]:
@@ -366,14 +354,11 @@ def _draw_growth(panel: Any, cost: Cost) -> None:
     for (label, values), (colour, dash) in zip(curves.items(), styles, strict=True):
         if label != "attention, seen" or values != curves["attention"]:
             panel.plot(lengths, [x / unit for x in values], color=colour, linestyle=dash, linewidth=2, label=label)
-    panel.axvline(length, color="#999999", linewidth=1, linestyle=":")
     panel.text(length, panel.get_ylim()[1], " this length", fontsize=9, color=SOFT, va="top")
-    panel.set_xlabel("length T", fontsize=10, color=INK)
     panel.set_ylabel(f"10{power} operations a token, forward", fontsize=10, color=INK)
-    panel.set_ylim(bottom=0)
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _style_lengths(panel, length, "length T")
     _style(panel, "What grows with the length", "both")
-    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="upper left", bbox_to_anchor=(0.0, 0.93))
+    _legend(panel, loc="upper left", bbox_to_anchor=(0.0, 0.93))
 
 
 def _draw_memory(panel: Any, cost: Cost) -> None:
@@ -381,8 +366,7 @@ def _draw_memory(panel: Any, cost: Cost) -> None:
     memory = cost.training
     _style(panel, "Memory of a training step, GiB", "x")
     if memory is None:
-        _write_instead(panel, "predicted for Transformers only")
-        return
+        return _write_instead(panel, "predicted for Transformers only")
     gib = 2.0**30
     fixed = {"weights": memory.weights, "optimiser": memory.optimiser, "moving average": memory.ema}
     names = []
@@ -399,7 +383,7 @@ def _draw_memory(panel: Any, cost: Cost) -> None:
         panel.text(variant.peak / gib, height, f" {variant.peak / gib:.1f}", va="center", fontsize=9.5, color=INK)
     panel.set_yticks(range(len(names))[::-1], names)
     panel.set_xlim(0, 1.1 * max(variant.peak for variant in cost.variants) / gib)
-    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=5)
+    _legend(panel, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=5)
 
 
 def _draw_cache(panel: Any, cost: Cost) -> None:
@@ -407,10 +391,8 @@ def _draw_cache(panel: Any, cost: Cost) -> None:
     config, setting = cost.config, cost.setting
     _style(panel, f"Cache of decoding, MiB, {cost.cache_numbers}, batch {setting.batch}", "both")
     if not cost.cache_layers or config.architecture == "recurrent":
-        encoder = not cost.cache_layers
-        why = "an encoder keeps none" if encoder else "a recurrent state has one size at any length"
-        _write_instead(panel, why)
-        return
+        why = "a recurrent state has one size at any length" if cost.cache_layers else "an encoder keeps none"
+        return _write_instead(panel, why)
     lengths = [max(1, round(setting.length * share / 8)) for share in range(1, 17)]
     stack = stacks_of(config, setting.length, setting.source_length)[-1]
     own = config.n_kv_heads or stack.n_heads
@@ -419,16 +401,9 @@ def _draw_cache(panel: Any, cost: Cost) -> None:
             continue
         changed, is_own = config.with_(n_kv_heads=heads), heads == own
         caches = (kv_cache(changed, setting.batch, t, setting.source_length, cost.cache_numbers) for t in lengths)
-        panel.plot(
-            lengths,
-            [sum(layer.bytes for layer in layers) / 2**20 for layers in caches],
-            color=COLOURS[n],
-            linewidth=2.6 if is_own else 1.6,
-            linestyle="-" if is_own else "--",
-            label=f"{heads} key heads, this model" if is_own else f"{heads} key heads",
-        )
-    panel.axvline(setting.length, color="#999999", linewidth=1, linestyle=":")
-    panel.set_xlabel("tokens", fontsize=10, color=INK)
-    panel.set_ylim(bottom=0)
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    panel.legend(frameon=False, fontsize=9, labelcolor=SOFT, loc="upper left")
+        sizes = [sum(layer.bytes for layer in layers) / 2**20 for layers in caches]
+        width, dash, note = (2.6, "-", ", this model") if is_own else (1.6, "--", "")
+        label = f"{heads} key heads{note}"
+        panel.plot(lengths, sizes, color=COLOURS[n], linewidth=width, linestyle=dash, label=label)
+    _style_lengths(panel, setting.length, "tokens")
+    _legend(panel, loc="upper left")

@@ -16,6 +16,7 @@ from ..config import RunConfig
 from ..config.overrides import format_value
 from ..foundation.files import write_atomic
 from ..foundation.suggestions import did_you_mean
+from .benchmarking import align_columns
 from .significance import Estimate, compare, estimate
 from .sweep_spec import Cell, Sweep, read_result, settings
 
@@ -207,13 +208,7 @@ class SweepReport:
         return f"{x.mean:.{digits}f}{spread}{' *' if row.differs(name) else '  '}"
 
     def to_text(self) -> str:
-        lines = self._lines()
-        widths = [max(len(line[n]) for line in lines) for n in range(len(lines[0]))]
-        texts = []
-        for line in lines:
-            columns = [text.ljust(n) for text, n in zip(line[:2], widths[:2], strict=True)]
-            columns += [text.rjust(n) for text, n in zip(line[2:], widths[2:], strict=True)]
-            texts.append("  ".join(columns).rstrip())
+        texts = [line.rstrip() for line in align_columns(self._lines(), n_left=2)]
         rule = "─" * max(map(len, texts))
         files = f"{self.out}/table.md, results.png"
         return "\n".join([texts[0], rule, texts[1], rule, *texts[2:], "", *self.conclusions(), files])

@@ -246,7 +246,7 @@ class RayRunner(Runner):
         n_gpus = 0.25 if resources.get("GPU") else 0  # runs are small: four share a GPU
         # A worker ends after one call, and a call that failed is not repeated.
         options = ray.remote(num_cpus=1, num_gpus=n_gpus, max_calls=1, max_retries=0)
-        self._remote, self._references = options(_ray_job), set[Any]()
+        self._remote, self._references = options(_ray_job()), set[Any]()
 
     def _call(self, function: Callable[[A], R], argument: A, max_seconds: float | None) -> R:
         ray, variables = self._ray, {name: x for name, x in os.environ.items() if name.startswith("REGARD_")}
@@ -278,14 +278,24 @@ class RayRunner(Runner):
             self._ray.shutdown()
 
 
-def _ray_job(directory: str, path: list[str], variables: dict[str, str], job: bytes) -> Any:
-    """A job on a Ray worker, in the caller's directory and with its import path, as far as this machine has them."""
-    sys.path += [place for place in path if place not in sys.path]
-    os.environ.update(variables)
-    with suppress(OSError):
-        os.chdir(directory)
-    function, argument = pickle.loads(job)  # not before the import path is there
-    return function(argument)
+def _ray_job() -> Callable[..., Any]:
+    """The function that Ray workers call. It is local, hence sent by value: this package need not be importable before
+    the caller's import path is set."""
+
+    def call_job(directory: str, path: list[str], variables: dict[str, str], job: bytes) -> Any:
+        import contextlib
+        import os
+        import pickle
+        import sys
+
+        sys.path += [place for place in path if place not in sys.path]
+        os.environ.update(variables)
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
+        function, argument = pickle.loads(job)
+        return function(argument)
+
+    return call_job
 
 
 def open_runner(on: str, jobs: int | None, most: int) -> Runner:
