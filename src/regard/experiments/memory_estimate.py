@@ -383,8 +383,8 @@ def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: 
     stages = list(step_stages(config, groups, setting))
     has_grads = setting.accumulate > 1  # gradients of the micro-batch before are alive
     held = sum(static.values()) + (4.0 * number if has_grads else 0.0)
-    walk = _walk_checkpointed if setting.checkpointing else _walk
-    after, peak_forward, peak_backward = walk(stages, held, has_grads)
+    groups = list(_stages_by_layer(stages, setting.checkpointing))
+    after, peak_forward, peak_backward = _walk(groups, held, has_grads)
     # Fused Adam has no temporaries. Muon holds all its updates and directions, and orthogonalises some at a time.
     temporaries = 8.0 * by_muon + 2.0 * min(by_muon, MUON_AT_ONCE)
     pairs = (size for stage in stages for name, size in stage.saved.items() if name.startswith("pairs"))
@@ -420,54 +420,44 @@ def _saved_by_stage(stages: list[StepStage], setting: Setting) -> dict[str, floa
     return totals
 
 
-def _walk(stages: list[StepStage], held: float, has_grads: bool) -> tuple[float, float, float]:
-    """Bytes held after the forward pass, and the peaks of forward and backward pass."""
-    live = peak_forward = held
-    for stage in stages:
-        peak_forward = max(peak_forward, live + stage.saved_bytes + stage.weights.cast + stage.forward)
-        live += stage.saved_bytes + stage.weights.cast
-    after = peak_backward = live
-    for stage in reversed(stages):
-        grads = 0.0 if has_grads else stage.weights.grads
-        peak_backward = max(peak_backward, live + grads + stage.backward)
-        live += grads - stage.saved_bytes - stage.weights.cast
-    return after, peak_forward, peak_backward
+def _walk(groups: list[list[StepStage]], held: float, has_grads: bool) -> tuple[float, float, float]:
+    """Bytes held after the forward pass, and the peaks of forward and backward pass.
 
-
-def _walk_checkpointed(stages: list[StepStage], held: float, has_grads: bool) -> tuple[float, float, float]:
-    """The same where each layer keeps its input alone and is recomputed in the backward pass."""
-    groups = list(_stages_by_layer(stages))
+    A group of several stages is a checkpointed layer: it keeps its input alone and is recomputed in the backward pass.
+    """
     live = peak_forward = held
-    casts = 0.0  # autocast keeps its copies of the weights to the end of the forward pass
+    casts = 0.0  # autocast keeps a checkpointed layer's copies of the weights to the end of the forward pass
     for group in groups:
-        outside = group[0].layer is None  # not part of a checkpointed layer
-        casts += sum(stage.weights.cast for stage in group)
+        cast, saved = sum(stage.weights.cast for stage in group), _kept_bytes(group)
+        inner = saved if len(group) > 1 else 0.0
         widest = max(stage.saved_bytes + stage.forward for stage in group)
-        saved = group[0].saved_bytes if outside else group[0].saved.get("input", 0.0)
-        peak_forward = max(peak_forward, live + casts + (widest if outside else saved + widest))
-        live += saved + (group[0].weights.cast if outside else 0.0)
-        casts -= group[0].weights.cast if outside else 0.0
+        peak_forward = max(peak_forward, live + casts + cast + (inner + widest))
+        live += saved + (cast if len(group) == 1 else 0.0)
+        casts += cast if len(group) > 1 else 0.0
     after = peak_backward = live
     for group in reversed(groups):
-        outside = group[0].layer is None
-        saved = group[0].saved_bytes if outside else group[0].saved.get("input", 0.0)
-        recomputed = 0.0 if outside else sum(stage.saved_bytes + stage.weights.cast for stage in group) - saved
-        inner = live + recomputed
+        kept = _kept_bytes(group) + (group[0].weights.cast if len(group) == 1 else 0.0)
+        inner = live + sum(stage.saved_bytes + stage.weights.cast for stage in group) - kept  # recomputed
         for stage in reversed(group):
             grads = 0.0 if has_grads else stage.weights.grads
             peak_backward = max(peak_backward, inner + grads + stage.backward)
             inner += grads - stage.saved_bytes - stage.weights.cast
-        live += sum(0.0 if has_grads else stage.weights.grads for stage in group) - saved
-        live -= group[0].weights.cast if outside else 0.0
+            live += grads
+        live -= kept
     return after, peak_forward, peak_backward
 
 
-def _stages_by_layer(stages: list[StepStage]) -> Iterator[list[StepStage]]:
+def _kept_bytes(group: list[StepStage]) -> float:
+    """What is saved until the backward pass."""
+    return group[0].saved_bytes if len(group) == 1 else group[0].saved.get("input", 0.0)
+
+
+def _stages_by_layer(stages: list[StepStage], checkpointing: bool) -> Iterator[list[StepStage]]:
+    """The stages of each checkpointed layer together, every other stage by itself."""
     group: list[StepStage] = []
     for stage in stages:
-        if group and (stage.layer is None or stage.layer != group[0].layer):
+        if group and (not checkpointing or stage.layer is None or stage.layer != group[0].layer):
             yield group
             group = []
         group.append(stage)
-    if group:
-        yield group
+    yield group

@@ -283,19 +283,7 @@ def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
 
 # ------------------------------------------------------------------------------------- a grid of one's own, as TOML
 
-_GRID_FIELDS = (
-    "name",
-    "about",
-    "recipe",
-    "words",
-    "seeds",
-    "metrics",
-    "measures",
-    "grid",
-    "cells",
-    "tests",
-    "base_name",
-)
+_FIELDS = ("name", "about", "recipe", "words", "seeds", "metrics", "measures", "grid", "cells", "tests", "base_name")
 
 
 def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
@@ -323,8 +311,8 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in fields:
-        if name not in _GRID_FIELDS:
-            raise UsageError(f"{path} says {name!r}, which means nothing here{did_you_mean(name, _GRID_FIELDS)}")
+        if name not in _FIELDS:
+            raise UsageError(f"{path} says {name!r}, which means nothing here{did_you_mean(name, _FIELDS)}")
     if "recipe" not in fields:
         raise UsageError(f"{path} names no recipe")
     tests = {str(name): str(source) for name, source in _toml_table(path, fields, "tests").items()}
