@@ -161,7 +161,7 @@ def test_what_fails_says_why_and_is_tried_again_and_time_can_be_limited(tmp_path
     assert (found.base.n_failed, found["lost"].n_failed) == (1, 1)
     assert "max_seconds=12" in found.to_text()
     assert "nowhere.tsv" in (read_result(out, "lost", 0) or {})["message"]
-    assert [job.cell.name for job in unfinished_runs(sweep, out, keep=False)[0]] == ["base", "lost"]
+    assert [job.cell for job in unfinished_runs(sweep, out, keep=False)[0]] == ["base", "lost"]
 
 
 # ------------------------------------------------------------------------------------- killed

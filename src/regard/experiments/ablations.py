@@ -251,8 +251,7 @@ def measure_scaling(
     points = []
     for d_k in widths:
         scores = _scores(d_k, n_keys, n_queries, seed)
-        for scaled in (True, False):
-            points.append(_point(scores / math.sqrt(d_k) if scaled else scores, d_k, scaled, seed))
+        points += [_point(scores / math.sqrt(d_k), d_k, True, seed), _point(scores, d_k, False, seed)]
     result = Scaling(n_keys, tuple(points), folder)
     write_atomic(folder / "scaling.json", to_json(result.to_dict()))
     draw_scaling(result, folder / "scaling.png")

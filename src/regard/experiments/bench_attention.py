@@ -54,6 +54,7 @@ class Setup:
 
 
 Forward = Callable[[], Tensor]
+Build = Callable[[Setup], tuple[Forward, list[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Contender:
     name: str
     title: str
     family: str  # exact, sparse or approximate
-    build: Callable[[Setup], tuple[Forward, list[Tensor]]]
+    build: Build
     grows: int = 2  # the power of the length its time grows with, to predict what is not worth starting
     matrices: tuple[float, float] = (0, 0)  # T × T numbers a head holds at once: forward, forward and backward
     rows: tuple[float, float] = (4, 12)  # the same in units of T × D
@@ -96,7 +97,7 @@ def _attention_run(
     return lambda: attend(q, k, v, backend=backend, mask=mask, **options).output, [q, k, v, *parameters]
 
 
-def _dot_product(backend: str) -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+def _dot_product(backend: str) -> Build:
     return lambda setup: _attention_run(setup, backend, setup.mask)
 
 
@@ -115,11 +116,11 @@ def sparse_mask(name: str, is_causal: bool) -> Mask:
     return pattern & causal() if is_causal else pattern
 
 
-def _sparse_run(name: str) -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+def _sparse_run(name: str) -> Build:
     return lambda setup: _attention_run(setup, "tiled", sparse_mask(name, setup.causal))
 
 
-def _mixer_run(name: str, backend: str = "auto") -> Callable[[Setup], tuple[Forward, list[Tensor]]]:
+def _mixer_run(name: str, backend: str = "auto") -> Build:
     """A mechanism of the table as a model's layer would build it."""
 
     def build(setup: Setup) -> tuple[Forward, list[Tensor]]:
@@ -152,32 +153,23 @@ def _from_table(name: str, entry: Mixer) -> Contender:
     )
 
 
-CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender("reference", "reference, the formula", "exact", _dot_product("reference"), matrices=(3.2, 6.5)),
-        Contender("sdpa", "sdpa, torch's fused kernel", "exact", _dot_product("sdpa")),
-        Contender("tiled", "tiled", "exact", _dot_product("tiled")),
-        Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5_run),
-        Contender("additive", "additive (Bahdanau), tiled", "exact", _mixer_run("additive", "tiled"), most_seconds=3.0),
-        Contender("window", "window of 256, tiled", "sparse", _sparse_run("window"), grows=1),
-        Contender("strided", "strided by 128, tiled", "sparse", _sparse_run("strided"), causal=True),
-        Contender("bigbird", "bigbird, tiled", "sparse", _sparse_run("bigbird")),
-        Contender("linear", "linear, elu + 1", "approximate", _mixer_run("linear", "linear"), grows=1, rows=(14, 26)),
-        Contender(
-            "performer",
-            "performer, 256 features",
-            "approximate",
-            _mixer_run("performer", "linear"),
-            grows=1,
-            rows=(36, 75),
-        ),
-        Contender(
-            "linformer", "linformer, rank 256", "approximate", _mixer_run("linformer", "sdpa"), grows=1, causal=False
-        ),
-        Contender("fourier", "fourier mixing", "approximate", _mixer_run("fourier"), grows=1, causal=False),
-    )
-}
+_LIST = (
+    Contender("reference", "reference, the formula", "exact", _dot_product("reference"), matrices=(3.2, 6.5)),
+    Contender("sdpa", "sdpa, torch's fused kernel", "exact", _dot_product("sdpa")),
+    Contender("tiled", "tiled", "exact", _dot_product("tiled")),
+    Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5_run),
+    Contender("additive", "additive (Bahdanau), tiled", "exact", _mixer_run("additive", "tiled"), most_seconds=3.0),
+    Contender("window", "window of 256, tiled", "sparse", _sparse_run("window"), 1),
+    Contender("strided", "strided by 128, tiled", "sparse", _sparse_run("strided"), causal=True),
+    Contender("bigbird", "bigbird, tiled", "sparse", _sparse_run("bigbird")),
+    Contender("linear", "linear, elu + 1", "approximate", _mixer_run("linear", "linear"), 1, rows=(14, 26)),
+    Contender(
+        "performer", "performer, 256 features", "approximate", _mixer_run("performer", "linear"), 1, rows=(36, 75)
+    ),
+    Contender("linformer", "linformer, rank 256", "approximate", _mixer_run("linformer", "sdpa"), 1, causal=False),
+    Contender("fourier", "fourier mixing", "approximate", _mixer_run("fourier"), 1, causal=False),
+)
+CONTENDERS = {contender.name: contender for contender in _LIST}
 
 
 def contenders() -> dict[str, Contender]:
@@ -250,6 +242,9 @@ class BenchCell:
     threads: int = 0
     skipped: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key not in ("mechanism", "threads")}
+
 
 @dataclass(frozen=True)
 class AttentionBench:
@@ -291,7 +286,7 @@ class AttentionBench:
                     "note": contender.note(self.setup),
                     "time_exponent": self.exponent(contender.name, "seconds"),
                     "memory_exponent": self.exponent(contender.name, "peak_bytes"),
-                    "cells": [_cell_dict(cell) for cell in self.of(contender.name)],
+                    "cells": [cell.to_dict() for cell in self.of(contender.name)],
                 }
                 for contender in self.contenders
             ],
@@ -337,16 +332,9 @@ class AttentionBench:
     def _row(
         self, contender: Contender, title: str, what: str, unit: float, marks: dict[tuple[str, int], str]
     ) -> list[str]:
-        values = {cell.length: getattr(cell, what) for cell in self.of(contender.name)}
-        entries = [
-            marks.get((contender.name, length)) or _format_number(values[length] / unit) for length in self.lengths
-        ]
-        power = self.exponent(contender.name, what)
+        name, power = contender.name, self.exponent(contender.name, what)
+        entries = [marks.get((name, x.length)) or _format_number(getattr(x, what) / unit) for x in self.of(name)]
         return [title, *entries, "–" if power is None else f"T^{power:.2f}"]
-
-
-def _cell_dict(cell: BenchCell) -> dict[str, Any]:
-    return {key: value for key, value in asdict(cell).items() if key not in ("mechanism", "threads")}
 
 
 def _add_remark(remarks: list[str], remark: str) -> str:

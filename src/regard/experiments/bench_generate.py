@@ -52,18 +52,11 @@ class GenerateBench:
 
     def to_text(self) -> str:
         where = f"{self.device}, CPU threads: {self.threads}, torch {torch.__version__}"
-        head = ["weights, batch, beam", "first token, ms", "each further, ms", "tokens/s"]
-        rows = [
-            [
-                f"{case.weights}, {case.batch}, {case.beam}",
-                f"{1e3 * case.first_s:,.1f}",
-                f"{1e3 * case.step_s:,.2f}",
-                f"{case.tokens_per_s:,.0f}",
-            ]
-            for case in self.cases
-        ]
-        headline = f"{self.name} writes {self.n_new} tokens after {self.n_prompt}: {where}"
-        return f"{headline}\n\n{format_table([head, *rows])}"
+        rows = [["weights, batch, beam", "first token, ms", "each further, ms", "tokens/s"]]
+        for x in self.cases:
+            times = f"{1e3 * x.first_s:,.1f}", f"{1e3 * x.step_s:,.2f}"
+            rows.append([f"{x.weights}, {x.batch}, {x.beam}", *times, f"{x.tokens_per_s:,.0f}"])
+        return f"{self.name} writes {self.n_new} tokens after {self.n_prompt}: {where}\n\n{format_table(rows)}"
 
 
 def bench_generate(

@@ -8,8 +8,9 @@ GPU's allocator.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..config import ModelConfig, TrainConfig
 from ..errors import UsageError
@@ -182,15 +183,12 @@ def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: 
     if config.architecture == "recurrent" or not limited:
         return
     why = "learned positions end" if config.positions == "learned" else f"mixer={config.mixer!r} is built for that"
-    limits = []
-    if config.architecture != "encoder" or config.source == "text":
-        limits.append(("length", length, (config.max_target_len if has_source else None) or config.max_len))
-    if source_length is not None and config.source == "text":
-        limits.append(("source_length", source_length, config.max_len))
-    for name, value, limit in limits:
-        if value > limit:
-            field = "max_target_len" if limit == config.max_target_len and name == "length" else "max_len"
-            raise UsageError(f"{name}={value} is longer than {field}={limit}, where {why}")
+    field = "max_target_len" if has_source and config.max_target_len else "max_len"
+    limit = getattr(config, field)
+    if length > limit and (config.architecture != "encoder" or config.source == "text"):
+        raise UsageError(f"length={length} is longer than {field}={limit}, where {why}")
+    if source_length is not None and config.source == "text" and source_length > config.max_len:
+        raise UsageError(f"source_length={source_length} is longer than max_len={config.max_len}, where {why}")
 
 
 def _setting(
@@ -239,10 +237,7 @@ def _training_variants(
     config: ModelConfig, groups: list[ParameterGroup], setting: Setting
 ) -> tuple[TrainingVariant, ...]:
     variants = []
-    kinds: tuple[Attention, ...] = ("fused", "reference")
-    for attention in kinds:
-        for checkpointing in (False, True):
-            changed = replace(setting, attention=attention, checkpointing=checkpointing)
-            memory = training_memory(config, groups, changed)
-            variants.append(TrainingVariant(attention, checkpointing, memory.activations, memory.peak))
+    for attention, checkpointing in product(get_args(Attention), (False, True)):
+        memory = training_memory(config, groups, replace(setting, attention=attention, checkpointing=checkpointing))
+        variants.append(TrainingVariant(attention, checkpointing, memory.activations, memory.peak))
     return tuple(variants)

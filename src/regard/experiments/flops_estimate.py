@@ -65,19 +65,9 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
 
 
 _PRODUCTS = ("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "transform", "projection", "patches", "out", "dense")
-_KINDS = {
-    "attention": "attention",
-    "cross_attention": "cross attention",
-    "ff": "feed-forward",
-    "attention_norm": "norms",
-    "cross_norm": "norms",
-    "ff_norm": "norms",
-    "rnn": "cells",
-    "ahead": "cells",
-    "back": "cells",
-    "norm": "norms",
-    "position_bias": "position bias",
-}
+_KINDS = {"attention": "attention", "cross_attention": "cross attention", "ff": "feed-forward"}
+_KINDS |= dict.fromkeys(("attention_norm", "cross_norm", "ff_norm", "norm"), "norms")
+_KINDS |= {"rnn": "cells", "ahead": "cells", "back": "cells", "position_bias": "position bias"}
 
 
 def _is_projection(name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,6 @@ def _measure_on_gpu(step: Callable[[], None]) -> tuple[float, float]:
     return min(times), torch.cuda.max_memory_allocated()
 
 
-def _step_device(name: str) -> str:
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(auto if name == "auto" else name).type
-
-
 def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: bool) -> dict[str, dict[str, Any]]:
     """Of every cell that has a finished run, all on one device; what is known already is not measured again."""
     sweep, file = report.sweep, report.out / STEPS_FILE
@@ -86,7 +81,8 @@ def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: b
     marks = {row.cell.name: fingerprint(sweep.config(row.cell)) for row in report.rows}
     known = {name: cost for name, cost in before.items() if cost["fingerprint"] == marks.get(name)}
     if measure:
-        device = _step_device(sweep.config(report.base.cell).train.device)
+        name, auto = sweep.config(report.base.cell).train.device, "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(auto if name == "auto" else name).type
     else:  # then those there are, wherever it was
         device = next((cost["device"] for cost in known.values()), "")
     known = {name: cost for name, cost in known.items() if cost["device"] == device}
@@ -112,12 +108,12 @@ def _read_costs(file: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError):
         return {}
     costs = stored.items() if isinstance(stored, dict) else ()
-    return {name: cost for name, cost in costs if isinstance(cost, dict) and _is_cost(cost)}
-
-
-def _is_cost(cost: dict[str, Any]) -> bool:
-    numbers, texts = (cost.get("ms"), cost.get("mib")), (cost.get("fingerprint"), cost.get("device"))
-    return all(isinstance(x, int | float) for x in numbers) and all(isinstance(x, str) for x in texts)
+    types = {"ms": int | float, "mib": int | float, "fingerprint": str, "device": str}
+    return {
+        name: cost
+        for name, cost in costs
+        if isinstance(cost, dict) and all(isinstance(cost.get(key), kind) for key, kind in types.items())
+    }
 
 
 @dataclass(frozen=True)
@@ -134,13 +130,12 @@ class ShootoutReport(SweepReport):
         return {**document, "step_device": self._device}
 
     def _lines(self) -> list[list[str]]:
-        head, *lines = super()._lines()
-        rows = [[*line, *self._cost_texts(row)] for line, row in zip(lines, self.rows, strict=True)]
-        return [[*head, "step", "memory"], *rows]
-
-    def _cost_texts(self, row: CellSummary) -> Sequence[str]:
-        cost = self.costs.get(row.cell.name)
-        return ("", "") if cost is None else (f"{cost['ms']:.1f} ms", f"{cost['mib']:,.0f} MiB")
+        lines = super()._lines()
+        lines[0] += ["step", "memory"]
+        for line, row in zip(lines[1:], self.rows, strict=True):
+            cost = self.costs.get(row.cell.name)
+            line += ["", ""] if cost is None else [f"{cost['ms']:.1f} ms", f"{cost['mib']:,.0f} MiB"]
+        return lines
 
     @property
     def _device(self) -> str | None:

@@ -113,13 +113,8 @@ def _draw_curves(report: SweepReport, file: Path) -> None:
             continue
         colour = BASE if place == 0 else LINES[(place - 1) % len(LINES)]
         dash = "-" if place == 0 else DASHES[(place - 1) // len(LINES) % len(DASHES)]
-        panel.plot(
-            *zip(*points, strict=True),
-            color=colour,
-            linestyle=dash,
-            linewidth=2.2 if place == 0 else 1.5,
-            label=row.cell.name,
-        )
+        style = {"linestyle": dash, "linewidth": 2.2 if place == 0 else 1.5, "label": row.cell.name}
+        panel.plot(*zip(*points, strict=True), color=colour, **style)
         if row.n_diverged:
             panel.plot(*points[-1], "x", color=colour, markersize=9, markeredgewidth=2.2)
     if base := _mean_curve(report.base):  # what starts far above it would flatten all the others

@@ -57,24 +57,13 @@ class CellSummary:
     p: dict[str, float] = field(default_factory=dict)  # against the base, corrected for the number of cells
     apart: tuple[str, ...] = ()  # metrics in which its seeds spread so far that it was tested by itself
 
-    def _count(self, status: str) -> int:
-        return sum(x is not None and x["status"] == status for x in self.runs.values())
+    def _count(self, status: str | None) -> int:
+        return sum((None if x is None else x["status"]) == status for x in self.runs.values())
 
-    @property
-    def n_done(self) -> int:
-        return self._count("done")
-
-    @property
-    def n_diverged(self) -> int:
-        return self._count("diverged")
-
-    @property
-    def n_failed(self) -> int:
-        return self._count("failed")
-
-    @property
-    def n_missing(self) -> int:
-        return sum(x is None for x in self.runs.values())
+    n_done = property(lambda self: self._count("done"))
+    n_diverged = property(lambda self: self._count("diverged"))
+    n_failed = property(lambda self: self._count("failed"))
+    n_missing = property(lambda self: self._count(None))
 
     def mean_of(self, name: str) -> float | None:
         """Of the runs that know it: parameters, seconds, memory_mib, train_loss."""
@@ -138,8 +127,6 @@ class SweepReport:
         """Those asked for that some run has."""
         return tuple(name for name in self.sweep.metrics if any(name in row.estimates for row in self.rows))
 
-    # ------------------------------------------------------------------------------------- for machines
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.sweep.name,
@@ -180,8 +167,6 @@ class SweepReport:
             lines.append([cell, seed, x["status"], *metrics, *(x.get(name) for name in facts)])
         return _format_csv(lines)
 
-    # ------------------------------------------------------------------------------------- for people
-
     def _lines(self) -> list[list[str]]:
         """Head and rows as texts."""
         head = ["", "", *(_SYMBOLS.get(name, name.rpartition(".")[2]) for name in self.columns)]
@@ -191,11 +176,8 @@ class SweepReport:
             letter = f"({row.cell.group})" if row.cell.group and row.cell.group != group else ""
             group = row.cell.group
             fields = [row.changed.get(name, "") for name in self.columns]
-            n_parameters, seconds = row.mean_of("parameters"), row.mean_of("seconds")
-            facts = [
-                "" if n_parameters is None else _format_millions(n_parameters),
-                "" if seconds is None else f"{seconds:.0f} s",
-            ]
+            number, seconds = row.mean_of("parameters"), row.mean_of("seconds")
+            facts = ["" if number is None else _format_millions(number), "" if seconds is None else f"{seconds:.0f} s"]
             lines.append([letter, row.cell.name, *fields, *(self._number(row, name) for name in self.metrics), *facts])
         return lines
 
@@ -362,14 +344,10 @@ def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...],
     always = ["model.n_layers", "model.d_model", "model.d_ff", "model.n_heads"]
     always = always[:2] if configs[base].model.architecture == "recurrent" else always
     columns = tuple(dict.fromkeys(key for key in (*_SYMBOLS, *values[base]) if key in changed or key in always))
-    texts = {
-        name: {
-            key: format_value(fields.get(key))
-            for key in columns
-            if name == base or fields.get(key) != values[base].get(key)
-        }
-        for name, fields in values.items()
-    }
+    texts: dict[str, dict[str, str]] = {}
+    for name, fields in values.items():
+        own = [key for key in columns if name == base or fields.get(key) != values[base].get(key)]
+        texts[name] = {key: format_value(fields.get(key)) for key in own}
     return columns, texts
 
 

@@ -19,13 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_connections
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,7 +35,7 @@ from ..foundation.jsonio import to_json
 from ..training.signals import Interrupted, Signals
 from .sweep_cell import run_cell_job
 from .sweep_report import SweepReport, write_report
-from .sweep_spec import FINAL, RESULT_FILE, SWEEP_FILE, Cell, Sweep, fingerprint, prune_run, read_result, run_folder
+from .sweep_spec import FINAL, RESULT_FILE, SWEEP_FILE, Sweep, fingerprint, prune_run, read_result, run_folder
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -320,17 +319,13 @@ def default_jobs() -> int:
 # ------------------------------------------------------------------------------------- all runs of a sweep
 
 
-@dataclass(frozen=True)
-class SweepRun:
+class SweepRun(NamedTuple):
     """One run that is still to be done."""
 
-    cell: Cell
+    cell: str
     seed: int
+    folder: Path
     order: dict[str, Any]  # the arguments of ``run_cell``
-
-    @property
-    def name(self) -> str:
-        return f"{self.cell.name}, seed {self.seed}"
 
 
 def run_sweep(
@@ -368,7 +363,7 @@ def run_sweep(
             report(f"{n_done} of {n_all} runs are done already")
         if waiting:
             with open_runner(on, jobs, len(waiting)) as runner:
-                _Schedule(out, runner, n_done, n_all, minutes, max_seconds, report).run(waiting)
+                _Schedule(out, runner, n_done, n_all, report).run(waiting, minutes, max_seconds)
     return write_report(out, sweep)
 
 
@@ -396,38 +391,28 @@ def unfinished_runs(sweep: Sweep, out: Path, keep: bool) -> tuple[list[SweepRun]
                 "measures": list(sweep.measures),
                 "keep": keep,
             }
-            waiting.append(SweepRun(cell, seed, order))
+            waiting.append(SweepRun(cell.name, seed, folder, order))
     return waiting, n_done
 
 
 class _Schedule:
     """Starts runs while there is time, collects their results, and stops them when asked to."""
 
-    def __init__(
-        self,
-        out: Path,
-        runner: Runner,
-        n_done: int,
-        n_all: int,
-        minutes: float | None,
-        max_seconds: float | None,
-        report: Callable[[str], None],
-    ) -> None:
+    def __init__(self, out: Path, runner: Runner, n_done: int, n_all: int, report: Callable[[str], None]) -> None:
         self.out, self.runner, self.n_done, self.n_all, self.report = out, runner, n_done, n_all, report
-        self.n_before, self.max_seconds = n_done, max_seconds
-        self.start, self.longest = time.monotonic(), 0.0
-        self.deadline = math.inf if minutes is None else self.start + 60 * minutes
+        self.n_before, self.start, self.longest = n_done, time.monotonic(), 0.0
         self.running: dict[Future[dict[str, Any] | None], tuple[SweepRun, float]] = {}
 
-    def run(self, waiting: list[SweepRun]) -> None:
+    def run(self, waiting: list[SweepRun], minutes: float | None, max_seconds: float | None) -> None:
+        deadline = math.inf if minutes is None else self.start + 60 * minutes
         with Signals() as signals:
-            while not signals.asked and time.monotonic() <= self.deadline:
+            while not signals.asked and time.monotonic() <= deadline:
                 # A run that is not likely to be done in time is not started.
                 while waiting and len(self.running) < self.runner.workers:
-                    if time.monotonic() + self.longest >= self.deadline:
+                    if time.monotonic() + self.longest >= deadline:
                         break
                     run = waiting.pop(0)
-                    future = self.runner.submit(run_cell_job, run.order, self.max_seconds)
+                    future = self.runner.submit(run_cell_job, run.order, max_seconds)
                     self.running[future] = run, time.monotonic()
                 if not self.running:
                     break
@@ -458,30 +443,27 @@ class _Schedule:
                     self._record(run, result, time.monotonic() - start)
 
     def _record(self, run: SweepRun, result: dict[str, Any], seconds: float) -> None:
-        if read_result(self.out, run.cell.name, run.seed) is None:  # a node that does not share this directory
+        if read_result(self.out, run.cell, run.seed) is None:  # a node that does not share this directory
             self._write(run, result)
         self.n_done += 1
         self.longest = max(self.longest, seconds)
         outcome = _format_outcome(result)
-        self.report(f"[{self.n_done}/{self.n_all}] {run.name}: {outcome}, {result['seconds']:.0f} s{self._time_left()}")
+        spent, done = time.monotonic() - self.start, max(1, self.n_done - self.n_before)
+        left = self.n_all - self.n_done
+        guess = f"; about {spent / done * left / 60:.1f} min left" if left > 0 else ""
+        name = f"[{self.n_done}/{self.n_all}] {run.cell}, seed {run.seed}"
+        self.report(f"{name}: {outcome}, {result['seconds']:.0f} s{guess}")
 
     def _write_failure(self, run: SweepRun, why: str) -> None:
         if "exit status" in why:
-            why += f"; {run_folder(self.out, run.cell.name, run.seed) / 'log.txt'} may say why"
+            why += f"; {run.folder / 'log.txt'} may say why"
         mark = run.order["fingerprint"]
         self._write(run, {"fingerprint": mark, "status": "failed", "message": why, "metrics": {}})
-        self.report(f"{run.name}: failed: {why}")
+        self.report(f"{run.cell}, seed {run.seed}: failed: {why}")
 
     def _write(self, run: SweepRun, result: dict[str, Any]) -> None:
-        folder = run_folder(self.out, run.cell.name, run.seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / RESULT_FILE, to_json(result))
-
-    def _time_left(self) -> str:
-        """A guess, from how it went so far."""
-        spent, done = time.monotonic() - self.start, max(1, self.n_done - self.n_before)
-        left = self.n_all - self.n_done
-        return f"; about {spent / done * left / 60:.1f} min left" if left > 0 else ""
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.folder / RESULT_FILE, to_json(result))
 
 
 def _format_outcome(result: dict[str, Any]) -> str:
