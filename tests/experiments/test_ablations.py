@@ -21,8 +21,8 @@ from regard.experiments.ablations import (
     jacobian_norm,
     list_ablations,
     measure_scaling,
-    predicted_scaled,
-    predicted_unscaled,
+    predict_scaled,
+    predict_unscaled,
 )
 from regard.experiments.sweep_cell import token_by_token_loss
 from regard.experiments.sweep_spec import Sweep, read_grid, settings
@@ -250,10 +250,10 @@ def test_saturation_as_predicted(tmp_path: Path) -> None:
     found = measure_scaling(tmp_path, widths=(4, 64, 4096), n_keys=64, n_queries=600)
     by_width = {scaled.d_k: (scaled, plain) for scaled, plain in found.pairs()}
     for scaled, _ in by_width.values():
-        assert scaled.passed == pytest.approx(predicted_scaled(64), rel=0.05)
+        assert scaled.passed == pytest.approx(predict_scaled(64), rel=0.05)
         assert scaled.gradient == pytest.approx(scaled.passed, rel=0.2)
     plain = by_width[4096][1]
-    assert plain.passed == pytest.approx(predicted_unscaled(64, 4096), rel=0.25)
+    assert plain.passed == pytest.approx(predict_unscaled(64, 4096), rel=0.25)
     assert plain.passed_median < 1e-3 < by_width[4096][0].passed_median
     assert plain.saturated > 0.8
     assert by_width[4][1].predicted is None
@@ -262,6 +262,6 @@ def test_saturation_as_predicted(tmp_path: Path) -> None:
 
 
 def test_the_asymptote_falls_with_the_root_of_the_width() -> None:
-    assert predicted_unscaled(64, 400) == pytest.approx(predicted_unscaled(64, 100) / 2)
+    assert predict_unscaled(64, 400) == pytest.approx(predict_unscaled(64, 100) / 2)
     # Two keys: the gap is N(0, 2 d_k), whose density at 0, on both sides, is 2/√(4π d_k).
-    assert predicted_unscaled(2, 100) == pytest.approx(2 / (4 * torch.pi * 100) ** 0.5, rel=1e-6)
+    assert predict_unscaled(2, 100) == pytest.approx(2 / (4 * torch.pi * 100) ** 0.5, rel=1e-6)

@@ -220,12 +220,12 @@ def jacobian_norm(p: Tensor) -> Tensor:
     return (second - 2 * third + second**2).clamp_min(0).sqrt()
 
 
-def predicted_scaled(n: int) -> float:
+def predict_scaled(n: int) -> float:
     """Of n keys whose scores have variance 1: weights are log-normal, Σp² ≈ e/n and Σp³ ≈ e³/n²."""
     return math.sqrt(math.e / n - 2 * math.e**3 / n**2 + (math.e / n) ** 2)
 
 
-def predicted_unscaled(n: int, d_k: int) -> float:
+def predict_unscaled(n: int, d_k: int) -> float:
     """Of saturated scores: only where the two largest nearly tie does anything pass. With a gap g between them
     ‖J‖_F = 2p(1 − p), p = 1/(1 + e^−g), and ∫ 2p(1 − p) dg = 1, so E‖J‖_F → the density of g at 0:
     n(n − 1) ∫ φ(z)² Φ(z)^(n−2) dz / √d_k."""
@@ -278,7 +278,7 @@ def _point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> ScalingPoint:
     assert scores.grad is not None
     norms, largest = jacobian_norm(weights.detach()), weights.detach().max(-1).values
     saturated = d_k >= SATURATED * math.log(n)
-    predicted = predicted_scaled(n) if scaled else predicted_unscaled(n, d_k) if saturated else None
+    predicted = predict_scaled(n) if scaled else predict_unscaled(n, d_k) if saturated else None
     return ScalingPoint(
         d_k=d_k,
         scaled=scaled,

@@ -232,7 +232,7 @@ class SweepReport:
             lines.append("not all runs saw the same data")
         if others := self._cells_with_other_batches():
             lines.append(f"other batches than the base: {', '.join(others)}")
-        return lines + unanswered(self.sweep, runs) + self._samples()
+        return lines + missing_answers(self.sweep, runs) + self._samples()
 
     def _samples(self) -> list[str]:
         """Outputs of the first run of each cell, where a measure gave some."""
@@ -362,7 +362,7 @@ def _displayed_settings(config: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def unanswered(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
+def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
     """Tests, measures and metrics that finished runs lack: done before it was asked, they are not run again."""
     done, lines = [x for x in runs if x["status"] == "done"], list[str]()
     if not done:

@@ -236,10 +236,8 @@ class RayRunner(Runner):
             try:
                 ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level="error")
             except (ConnectionError, ValueError) as error:
-                why = str(error).partition("\n")[0]
-                raise RegardError(
-                    f"on={address}: no Ray cluster answers ({why}); ray start --head begins one"
-                ) from None
+                why = f"no Ray cluster answers ({str(error).partition(chr(10))[0]}); ray start --head begins one"
+                raise RegardError(f"on={address}: {why}") from None
         resources = ray.cluster_resources()
         super().__init__(workers or max(1, int(resources.get("CPU", 1))))
         n_gpus = 0.25 if resources.get("GPU") else 0  # runs are small: four share a GPU
@@ -263,13 +261,12 @@ class RayRunner(Runner):
         finally:
             self._references.discard(reference)
 
-    def interrupt(self) -> None:
+    def interrupt(self, force: bool = False) -> None:
         for reference in list(self._references):
-            self._ray.cancel(reference)
+            self._ray.cancel(reference, force=force)
 
     def kill(self) -> None:
-        for reference in list(self._references):
-            self._ray.cancel(reference, force=True)
+        self.interrupt(force=True)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
