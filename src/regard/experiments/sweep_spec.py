@@ -289,19 +289,8 @@ _FIELDS = ("name", "about", "recipe", "words", "seeds", "metrics", "measures", "
 def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     """The sweep a file describes, with more words about its base; the combination that changes nothing is the base.
 
-    name = "width"                        # unless given, the file's name
-    recipe = "en-ko"                      # of `regard train --list`
-    words = ["train.steps=500"]           # about the base
-    seeds = 3
-    metrics = ["valid_loss", "bleu"]
-    [grid]                                # every combination is a cell
-    "model.n_heads" = [1, 4]
-    "model.d_ff" = [128, 512]
-    [[cells]]                             # and cells of their own
-    name = "no norm"
-    words = ["model.norm=none"]
-    [tests]                               # evaluated too: test_bleu
-    test = "test.en,test.de"
+    [grid] has a list of values for each field, every combination a cell; [[cells]] are further cells (name, words);
+    [tests] are further examples to evaluate on. docs/ablations.md has an example.
 
     Such a file is a script of its reader's: what it names as ``module:Class`` (model.mixer) or ``module:function``
     (measures) is imported and run. A grid of somebody else's is to be read first, as any script is.
