@@ -108,7 +108,7 @@ def _read_costs(file: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError):
         return {}
     costs = stored.items() if isinstance(stored, dict) else ()
-    types = {"ms": int | float, "mib": int | float, "fingerprint": str, "device": str}
+    types: dict[str, Any] = {"ms": int | float, "mib": int | float, "fingerprint": str, "device": str}
     return {
         name: cost
         for name, cost in costs
