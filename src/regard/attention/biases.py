@@ -179,7 +179,7 @@ class DistanceBias(Bias):
             raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
 
     @staticmethod
-    def tile_distances(rows: Span, cols: Span, frame: Frame) -> slice | None:
+    def _tile_distances(rows: Span, cols: Span, frame: Frame) -> slice | None:
         """The R + C - 1 distances of a tile among all distances; None where they are not consecutive."""
         row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
         if frame.steady is None or row_range is None or col_range is None:
@@ -203,7 +203,7 @@ class RelativeBias(DistanceBias):
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         (by_distance,) = operands
-        distances = self.tile_distances(rows, cols, frame)
+        distances = self._tile_distances(rows, cols, frame)
         if distances is not None:
             values, n_rows = by_distance[:, distances], span_length(rows, frame.n_queries)
             if _is_constant(values):
@@ -224,7 +224,7 @@ class RelativeBias(DistanceBias):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        distances = self.tile_distances(rows, cols, frame)
+        distances = self._tile_distances(rows, cols, frame)
         if distances is None:
             return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
         d_operands[0][:, distances] += toeplitz_backward(d_tile.sum(0))
@@ -339,7 +339,7 @@ class XLRelative(DistanceBias):
         r, u, v = operands
         if q.shape[-1] != self.d_head:
             raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
-        distances = self.tile_distances(rows, cols, frame)
+        distances = self._tile_distances(rows, cols, frame)
         nearby = r if distances is None else r[:, distances]
         by_distance = (q + v[:, None]) @ nearby.transpose(-1, -2)  # (B, H, R, distances)
         if distances is None:
@@ -366,7 +366,7 @@ class XLRelative(DistanceBias):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        distances = self.tile_distances(rows, cols, frame)
+        distances = self._tile_distances(rows, cols, frame)
         if distances is None:
             return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
         (r, u, v), (d_r, d_u, d_v) = operands, d_operands
