@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -166,14 +167,16 @@ def able(backend: str, scheme: str) -> bool:
     return not missing_features(backend, "dot", "cpu", "forward", frozenset({feature, "mask", "gqa"}))
 
 
-EVERY = [
-    pytest.param(kind, mask, scheme, backend, id=f"{kind}-{mask}-{scheme}-{backend}".replace(" ", ""))
-    for kind in ("growing", "static", "ring")
-    for mask in masks_for(kind)
-    for scheme in SCHEMES
-    for backend in BACKENDS
-    if able(backend, scheme)
-]
+def covering_cases() -> Iterator[tuple[str, str, str, str]]:
+    """Every (kind, mask, scheme), with backends in turn: each also meets every kind, mask and scheme it can do."""
+    for n, kind in enumerate(("growing", "static", "ring")):
+        for i, mask in enumerate(masks_for(kind)):
+            for j, scheme in enumerate(SCHEMES):
+                backends = [backend for backend in BACKENDS if able(backend, scheme)]
+                yield kind, mask, scheme, backends[(n + i + j) % len(backends)]
+
+
+EVERY = [pytest.param(*case, id="-".join(case).replace(" ", "")) for case in covering_cases()]
 
 
 def check(kind: str, mask: str, scheme: str, backend: str, sizes: tuple[int, ...], atol: float = 1e-11) -> None:
@@ -212,6 +215,15 @@ def test_only_the_last_of_the_new_tokens_may_ask(kind: str) -> None:
         biased = attend(q, k_all, v_all, mask=masks.window(RING), bias=bias_of("t5"), frame=frame).output
         wanted = expected("widest window", "t5")[-1][:, :, cols.stop - 2 : cols.stop]
         torch.testing.assert_close(biased, wanted, rtol=0, atol=1e-11)
+
+
+def test_cases_cover_every_pair_of_choices() -> None:
+    cases = set(covering_cases())
+    assert {(mask, backend) for _, mask, _, backend in cases} == set(itertools.product(ALL_MASKS, BACKENDS))
+    able_pairs = {(s, b) for s in SCHEMES for b in BACKENDS if able(b, s)}
+    assert {(kind, scheme, backend) for kind, _, scheme, backend in cases} == {
+        (kind, *pair) for kind in ("growing", "static", "ring") for pair in able_pairs
+    }
 
 
 def test_only_sdpa_with_content_bias_is_left_out() -> None:
