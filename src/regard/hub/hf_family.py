@@ -95,10 +95,12 @@ def read_fields(theirs: ForeignFields, fields: Fields) -> dict[str, Any]:
     }
 
 
-def write_fields(config: ModelConfig, fields: Fields) -> dict[str, Any]:
-    """Their fields; what is None here is left out there, where it is the default."""
-    values = {name: getattr(config, ours) for name, (ours, _) in fields.items()}
-    return {name: value for name, value in values.items() if value is not None}
+def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> dict[str, Any]:
+    """Their fields. A None of ours is left out, or with ``nulls`` written as the default, be that null."""
+    values = {name: (getattr(config, ours), default) for name, (ours, default) in fields.items()}
+    if nulls:
+        return {name: default if value is None else value for name, (value, default) in values.items()}
+    return {name: value for name, (value, _) in values.items() if value is not None}
 
 
 def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, class_pooler: str) -> dict[str, Any]:

@@ -5,29 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..hf_family import (
-    NEEDED,
-    OLD_NORMS,
-    QUERY_KEY_VALUE,
-    Family,
-    Fields,
-    ForeignFields,
-    drop_modules,
-    from_our_activation,
-    layer,
-    masked_head,
-    modules,
-    text_embeddings,
-    write_fields,
-    write_head,
-)
+from .. import hf_family as hf
 from ..weight_steps import Step
 from .bert import FIELDS, read_text
 
 _CLASSES = {"AlbertModel": "none", "AlbertForMaskedLM": "masked-lm", "AlbertForSequenceClassification": "classify"}
-_FIELDS: Fields = {
+_FIELDS: hf.Fields = {
     **FIELDS,
-    "embedding_size": ("d_embed", NEEDED),
+    "embedding_size": ("d_embed", hf.NEEDED),
     "hidden_dropout_prob": ("dropout", 0.0),
     "attention_probs_dropout_prob": ("attention_dropout", 0.0),
     "classifier_dropout_prob": ("classifier_dropout", 0.1),
@@ -41,7 +26,7 @@ _LAYER = {
 }
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
+def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("num_hidden_groups", 1)
     theirs.only("inner_group_num", 1)
     return ModelConfig(**read_text(theirs, _CLASSES, _FIELDS, "gelu_new"), share_layers=True)
@@ -50,9 +35,9 @@ def read(theirs: ForeignFields) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "albert",
-        **write_head(config, _CLASSES),
-        **write_fields(config, _FIELDS),
-        "hidden_act": from_our_activation(config.activation),
+        **hf.write_head(config, _CLASSES),
+        **hf.write_fields(config, _FIELDS),
+        "hidden_act": hf.from_our_activation(config.activation),
         "num_hidden_groups": 1,
         "inner_group_num": 1,
     }
@@ -60,23 +45,23 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "albert."
-    qkv = tuple(f"attention.{x}" for x in QUERY_KEY_VALUE)
-    head = modules({"pooler": "pooler.dense"})
+    qkv = tuple(f"attention.{x}" for x in hf.QUERY_KEY_VALUE)
+    head = hf.modules({"pooler": "pooler.dense"})
     if config.head == "masked-lm":
         table, names = f"{prefix}embeddings.word_embeddings.weight", ("dense", "LayerNorm", "decoder", "bias")
         head = [
-            *drop_modules(f"{prefix}pooler", "sop_classifier.classifier"),
-            *masked_head(config, table, *(f"predictions.{x}" for x in names)),
+            *hf.drop_modules(f"{prefix}pooler", "sop_classifier.classifier"),
+            *hf.masked_head(config, table, *(f"predictions.{x}" for x in names)),
         ]
     elif config.head == "classify":
-        head = modules({f"{prefix}pooler": "classifier.pooler.dense", "classifier": "classifier.out"})
+        head = hf.modules({f"{prefix}pooler": "classifier.pooler.dense", "classifier": "classifier.out"})
     return [
-        *OLD_NORMS,
+        *hf.OLD_NORMS,
         *head,
-        *text_embeddings(prefix),
-        *modules({f"{prefix}encoder.embedding_hidden_mapping_in": "embeddings.projection"}),
-        *layer(config, f"{prefix}encoder.albert_layer_groups.0.albert_layers.0.", "encoder.blocks.0.", _LAYER, qkv),
+        *hf.text_embeddings(prefix),
+        *hf.modules({f"{prefix}encoder.embedding_hidden_mapping_in": "embeddings.projection"}),
+        *hf.layer(config, f"{prefix}encoder.albert_layer_groups.0.albert_layers.0.", "encoder.blocks.0.", _LAYER, qkv),
     ]
 
 
-ALBERT = Family(("albert",), read, write, steps)
+ALBERT = hf.Family(("albert",), read, write, steps)

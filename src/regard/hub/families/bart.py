@@ -11,7 +11,7 @@ import torch
 
 from ...config import ModelConfig
 from ...layers import Sinusoidal
-from ..hf_family import Family, ForeignFields, from_our_activation, write_head
+from .. import hf_family as hf
 from ..weight_steps import Fill, Join, Rename, Reshape, Step, Tensors, Tie
 
 _CLASSES = {
@@ -20,7 +20,7 @@ _CLASSES = {
 }
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
+def read(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("is_decoder", False)
     theirs.only("normalize_before", False)
@@ -66,7 +66,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     kind = "bart" if config.positions == "learned" else "marian"
     fields: dict[str, Any] = {
         "model_type": kind,
-        "architectures": write_head(config, _CLASSES[kind])["architectures"],
+        "architectures": hf.write_head(config, _CLASSES[kind])["architectures"],
         "is_encoder_decoder": True,
         "vocab_size": config.vocab_size,
         "d_model": config.d_model,
@@ -78,7 +78,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "decoder_ffn_dim": config.d_decoder_ff or config.d_ff,
         "max_position_embeddings": config.max_len,
         "scale_embedding": config.scale_embeddings,
-        "activation_function": from_our_activation(config.activation),
+        "activation_function": hf.from_our_activation(config.activation),
         "tie_word_embeddings": config.tie_head,
         "final_logits_bias": config.head_bias,
         "dropout": config.dropout,
@@ -209,4 +209,4 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     return out
 
 
-BART = Family(("bart", "marian"), read, write, steps)
+BART = hf.Family(("bart", "marian"), read, write, steps)

@@ -5,34 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..hf_family import (
-    NEEDED,
-    OLD_NORMS,
-    QUERY_KEY_VALUE,
-    TEXT,
-    Family,
-    Fields,
-    ForeignFields,
-    drop_modules,
-    from_our_activation,
-    layer,
-    masked_head,
-    modules,
-    read_fields,
-    read_head,
-    text_embeddings,
-    write_fields,
-    write_head,
-)
+from .. import hf_family as hf
 from ..weight_steps import Step
 
-FIELDS: Fields = {
-    "vocab_size": ("vocab_size", NEEDED),
-    "hidden_size": ("d_model", NEEDED),
-    "num_hidden_layers": ("n_layers", NEEDED),
-    "num_attention_heads": ("n_heads", NEEDED),
-    "intermediate_size": ("d_ff", NEEDED),
-    "max_position_embeddings": ("max_len", NEEDED),
+FIELDS: hf.Fields = {
+    "vocab_size": ("vocab_size", hf.NEEDED),
+    "hidden_size": ("d_model", hf.NEEDED),
+    "num_hidden_layers": ("n_layers", hf.NEEDED),
+    "num_attention_heads": ("n_heads", hf.NEEDED),
+    "intermediate_size": ("d_ff", hf.NEEDED),
+    "max_position_embeddings": ("max_len", hf.NEEDED),
     "type_vocab_size": ("n_segments", 2),
     "layer_norm_eps": ("norm_eps", 1e-12),
     "hidden_dropout_prob": ("dropout", 0.1),
@@ -59,16 +41,16 @@ _LAYER = {
 }
 
 
-def read_text(theirs: ForeignFields, classes: dict[str, str], fields: Fields, activation: str) -> dict[str, Any]:
+def read_text(theirs: hf.ForeignFields, classes: dict[str, str], fields: hf.Fields, activation: str) -> dict[str, Any]:
     """Our fields of a BERT-like encoder with segments."""
     theirs.only("is_decoder", False)
     theirs.only("add_cross_attention", False)
     theirs.only("position_embedding_type", "absolute")
     theirs.only("pruned_heads", {})
     ours = {
-        **TEXT,
-        **read_fields(theirs, fields),
-        **read_head(theirs, classes, "tanh", "tanh"),
+        **hf.TEXT,
+        **hf.read_fields(theirs, fields),
+        **hf.read_head(theirs, classes, "tanh", "tanh"),
         "activation": theirs.activation("hidden_act", activation),
     }
     if ours["n_segments"] < 1:
@@ -76,12 +58,12 @@ def read_text(theirs: ForeignFields, classes: dict[str, str], fields: Fields, ac
     return {**ours, "embedding_dropout": ours["dropout"]}
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
+def read(theirs: hf.ForeignFields) -> ModelConfig:
     ours = read_text(theirs, _CLASSES, FIELDS, "gelu")
     return ModelConfig(**ours, classifier_dropout=theirs.get("classifier_dropout", ours["dropout"]))
 
 
-def read_roberta(theirs: ForeignFields) -> ModelConfig:
+def read_roberta(theirs: hf.ForeignFields) -> ModelConfig:
     ours = read_text(theirs, _ROBERTA_CLASSES, {**FIELDS, "pad_token_id": ("pad_id", 1)}, "gelu")
     ours["position_offset"] = ours["pad_id"] + 1
     ours["max_len"] -= ours["position_offset"]
@@ -95,9 +77,9 @@ def read_roberta(theirs: ForeignFields) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "bert",
-        **write_head(config, _CLASSES),
-        **write_fields(config, FIELDS),
-        "hidden_act": from_our_activation(config.activation),
+        **hf.write_head(config, _CLASSES),
+        **hf.write_fields(config, FIELDS),
+        "hidden_act": hf.from_our_activation(config.activation),
         "classifier_dropout": config.classifier_dropout,
     }
 
@@ -106,16 +88,16 @@ def write_roberta(config: ModelConfig) -> dict[str, Any]:
     return {
         **write(config),
         "model_type": "roberta",
-        **write_head(config, _ROBERTA_CLASSES),
+        **hf.write_head(config, _ROBERTA_CLASSES),
         "max_position_embeddings": config.max_len + config.position_offset,
     }
 
 
 def _encoder(config: ModelConfig, prefix: str) -> list[Step]:
-    qkv = tuple(f"attention.self.{x}" for x in QUERY_KEY_VALUE)
+    qkv = tuple(f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE)
     return [
-        *text_embeddings(prefix),
-        *layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
+        *hf.text_embeddings(prefix),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
     ]
 
 
@@ -126,24 +108,24 @@ def steps(config: ModelConfig) -> list[Step]:
         table, cls = f"{prefix}embeddings.word_embeddings.weight", "cls.predictions"
         transform = (f"{cls}.transform.dense", f"{cls}.transform.LayerNorm")
         head = [
-            *drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship"),
-            *masked_head(config, table, *transform, decoder=f"{cls}.decoder", bias=f"{cls}.bias"),
+            *hf.drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship"),
+            *hf.masked_head(config, table, *transform, decoder=f"{cls}.decoder", bias=f"{cls}.bias"),
         ]
     elif config.head == "classify":
-        head = modules({f"{prefix}pooler.dense": "classifier.pooler.dense", "classifier": "classifier.out"})
-    return [*OLD_NORMS, *head, *_encoder(config, prefix)]
+        head = hf.modules({f"{prefix}pooler.dense": "classifier.pooler.dense", "classifier": "classifier.out"})
+    return [*hf.OLD_NORMS, *head, *_encoder(config, prefix)]
 
 
 def roberta_steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "roberta."
-    head = [] if config.head == "none" else drop_modules(f"{prefix}pooler.dense")
+    head = [] if config.head == "none" else hf.drop_modules(f"{prefix}pooler.dense")
     if config.head == "masked-lm":
         table, names = f"{prefix}embeddings.word_embeddings.weight", ("dense", "layer_norm", "decoder", "bias")
-        head += masked_head(config, table, *(f"lm_head.{x}" for x in names))
+        head += hf.masked_head(config, table, *(f"lm_head.{x}" for x in names))
     elif config.head == "classify":
-        head += modules({"classifier.dense": "classifier.pooler.dense", "classifier.out_proj": "classifier.out"})
-    return [*OLD_NORMS, *head, *_encoder(config, prefix)]
+        head += hf.modules({"classifier.dense": "classifier.pooler.dense", "classifier.out_proj": "classifier.out"})
+    return [*hf.OLD_NORMS, *head, *_encoder(config, prefix)]
 
 
-BERT = Family(("bert",), read, write, steps)
-ROBERTA = Family(("roberta", "xlm-roberta", "camembert"), read_roberta, write_roberta, roberta_steps)
+BERT = hf.Family(("bert",), read, write, steps)
+ROBERTA = hf.Family(("roberta", "xlm-roberta", "camembert"), read_roberta, write_roberta, roberta_steps)

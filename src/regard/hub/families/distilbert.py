@@ -5,23 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..hf_family import (
-    NEEDED,
-    OLD_NORMS,
-    TEXT,
-    Family,
-    Fields,
-    ForeignFields,
-    from_our_activation,
-    layer,
-    masked_head,
-    modules,
-    read_fields,
-    read_head,
-    text_embeddings,
-    write_fields,
-    write_head,
-)
+from .. import hf_family as hf
 from ..weight_steps import Step
 
 _CLASSES = {
@@ -29,13 +13,13 @@ _CLASSES = {
     "DistilBertForMaskedLM": "masked-lm",
     "DistilBertForSequenceClassification": "classify",
 }
-_FIELDS: Fields = {
-    "vocab_size": ("vocab_size", NEEDED),
-    "dim": ("d_model", NEEDED),
-    "n_layers": ("n_layers", NEEDED),
-    "n_heads": ("n_heads", NEEDED),
-    "hidden_dim": ("d_ff", NEEDED),
-    "max_position_embeddings": ("max_len", NEEDED),
+_FIELDS: hf.Fields = {
+    "vocab_size": ("vocab_size", hf.NEEDED),
+    "dim": ("d_model", hf.NEEDED),
+    "n_layers": ("n_layers", hf.NEEDED),
+    "n_heads": ("n_heads", hf.NEEDED),
+    "hidden_dim": ("d_ff", hf.NEEDED),
+    "max_position_embeddings": ("max_len", hf.NEEDED),
     "dropout": ("dropout", 0.1),
     "attention_dropout": ("attention_dropout", 0.1),
     "seq_classif_dropout": ("classifier_dropout", 0.2),
@@ -54,14 +38,14 @@ _LAYER = {
 }
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
+def read(theirs: hf.ForeignFields) -> ModelConfig:
     """``sinusoidal_pos_embds`` only says what the table started as; the file holds it either way."""
     theirs.only("pruned_heads", {})
-    ours = read_fields(theirs, _FIELDS)
+    ours = hf.read_fields(theirs, _FIELDS)
     return ModelConfig(
-        **TEXT,
+        **hf.TEXT,
         **ours,
-        **read_head(theirs, _CLASSES, pooler="none", class_pooler="relu"),
+        **hf.read_head(theirs, _CLASSES, pooler="none", class_pooler="relu"),
         activation=theirs.activation("activation", "gelu"),
         norm_eps=1e-12,
         embedding_dropout=ours["dropout"],
@@ -71,9 +55,9 @@ def read(theirs: ForeignFields) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     fields = {
         "model_type": "distilbert",
-        **write_head(config, _CLASSES),
-        **write_fields(config, _FIELDS),
-        "activation": from_our_activation(config.activation),
+        **hf.write_head(config, _CLASSES),
+        **hf.write_fields(config, _FIELDS),
+        "activation": hf.from_our_activation(config.activation),
     }
     fields.pop("has_pooler", None)
     return fields
@@ -85,15 +69,15 @@ def steps(config: ModelConfig) -> list[Step]:
     head: list[Step] = []
     if config.head == "masked-lm":
         table, transform = f"{prefix}embeddings.word_embeddings.weight", ("vocab_transform", "vocab_layer_norm")
-        head = masked_head(config, table, *transform, decoder="vocab_projector", bias="vocab_projector.bias")
+        head = hf.masked_head(config, table, *transform, decoder="vocab_projector", bias="vocab_projector.bias")
     elif config.head == "classify":
-        head = modules({"pre_classifier": "classifier.pooler.dense", "classifier": "classifier.out"})
+        head = hf.modules({"pre_classifier": "classifier.pooler.dense", "classifier": "classifier.out"})
     return [
-        *OLD_NORMS,
+        *hf.OLD_NORMS,
         *head,
-        *text_embeddings(prefix),
-        *layer(config, f"{prefix}transformer.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
+        *hf.text_embeddings(prefix),
+        *hf.layer(config, f"{prefix}transformer.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
     ]
 
 
-DISTILBERT = Family(("distilbert",), read, write, steps)
+DISTILBERT = hf.Family(("distilbert",), read, write, steps)

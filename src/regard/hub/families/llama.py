@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig, RopeScalingConfig
-from ..hf_family import Family, ForeignFields, from_our_activation
+from .. import hf_family as hf
 from ..weight_steps import Drop, Join, Rename, Step, Tie
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
+def read(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("pretraining_tp", 1)
     d_model, n_heads = theirs.need("hidden_size"), theirs.need("num_attention_heads")
@@ -57,14 +57,14 @@ def read(theirs: ForeignFields) -> ModelConfig:
     )
 
 
-def _read_activation(theirs: ForeignFields) -> str:
+def _read_activation(theirs: hf.ForeignFields) -> str:
     name = theirs.activation("hidden_act", "silu")
     if name not in _GATED:
         raise ValueError(f"config.json has hidden_act={name!r}; regard gates with {', '.join(_GATED)}")
     return _GATED[name]
 
 
-def _read_window(theirs: ForeignFields, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+def _read_window(theirs: hf.ForeignFields, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
     """The sliding window and the layers that have it; which layers do is written in three ways over the versions.
 
     Mistral with layer_types is what Ministral is; their automatic classes read it so too.
@@ -104,7 +104,7 @@ def _our_name(field: str) -> str:
     return "original_max_len" if field == _ORIGINAL else field
 
 
-def _read_rope(theirs: ForeignFields) -> tuple[float, RopeScalingConfig | None]:
+def _read_rope(theirs: hf.ForeignFields) -> tuple[float, RopeScalingConfig | None]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
     fields = dict(theirs.get("rope_scaling", {}) or theirs.get("rope_parameters", {}))
     nested = [name for name, value in fields.items() if isinstance(value, dict)]
@@ -143,7 +143,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.d_ff,
         "max_position_embeddings": config.max_len,
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": from_our_activation(gates[config.activation]),
+        "hidden_act": hf.from_our_activation(gates[config.activation]),
         "tie_word_embeddings": config.tie_head,
         "attention_dropout": config.attention_dropout,
         "bos_token_id": config.bos_id,
@@ -232,4 +232,4 @@ def steps(config: ModelConfig) -> list[Step]:
     ]
 
 
-LLAMA = Family(tuple(_CLASSES), read, write, steps)
+LLAMA = hf.Family(tuple(_CLASSES), read, write, steps)

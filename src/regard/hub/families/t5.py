@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import ModelConfig
-from ..hf_family import Family, ForeignFields, write_head
+from .. import hf_family as hf
 from ..weight_steps import Drop, Join, Rename, Step, Tensors, Tie
 
 _ARCHITECTURES = {
@@ -17,7 +17,7 @@ _ARCHITECTURES = {
 _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"}
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
+def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("is_decoder", False)
     theirs.only("feed_forward_proj", *_FEED_FORWARD)
     d_model, rate, scaled = theirs.need("d_model"), theirs.get("dropout_rate", 0.1), _is_scaled(theirs)
@@ -56,7 +56,7 @@ def read(theirs: ForeignFields) -> ModelConfig:
     )
 
 
-def _is_scaled(theirs: ForeignFields) -> bool:
+def _is_scaled(theirs: hf.ForeignFields) -> bool:
     """T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
 
     That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold, and tell the two
@@ -78,7 +78,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(f"activation={config.activation!r} is none of T5's: {', '.join(forward)}")
     return {
         "model_type": "t5",
-        "architectures": write_head(config, heads)["architectures"],
+        "architectures": hf.write_head(config, heads)["architectures"],
         "vocab_size": config.vocab_size,
         "d_model": config.d_model,
         "num_layers": config.n_layers,
@@ -164,4 +164,4 @@ def _stack_steps(config: ModelConfig, stack: str, n_layers: int) -> list[Step]:
     return out
 
 
-T5 = Family(("t5",), read, write, steps)
+T5 = hf.Family(("t5",), read, write, steps)

@@ -5,29 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import ModelConfig
-from ..hf_family import (
-    NEEDED,
-    QUERY_KEY_VALUE,
-    Family,
-    Fields,
-    ForeignFields,
-    drop_modules,
-    from_our_activation,
-    layer,
-    modules,
-    read_fields,
-    read_head,
-    write_fields,
-    write_head,
-)
+from .. import hf_family as hf
 from ..weight_steps import Rename, Reshape, Step
 
 _CLASSES = {"ViTModel": "none", "ViTForImageClassification": "classify"}
-_FIELDS: Fields = {
-    "hidden_size": ("d_model", NEEDED),
-    "num_hidden_layers": ("n_layers", NEEDED),
-    "num_attention_heads": ("n_heads", NEEDED),
-    "intermediate_size": ("d_ff", NEEDED),
+_FIELDS: hf.Fields = {
+    "hidden_size": ("d_model", hf.NEEDED),
+    "num_hidden_layers": ("n_layers", hf.NEEDED),
+    "num_attention_heads": ("n_heads", hf.NEEDED),
+    "intermediate_size": ("d_ff", hf.NEEDED),
     "layer_norm_eps": ("norm_eps", 1e-12),
     "hidden_dropout_prob": ("dropout", 0.0),
     "attention_probs_dropout_prob": ("attention_dropout", 0.0),
@@ -46,8 +32,8 @@ _LAYER = {
 }
 
 
-def read(theirs: ForeignFields) -> ModelConfig:
-    ours = read_fields(theirs, _FIELDS)
+def read(theirs: hf.ForeignFields) -> ModelConfig:
+    ours = hf.read_fields(theirs, _FIELDS)
     theirs.only("pruned_heads", {})
     theirs.only("pooler_act", "tanh", "relu")
     theirs.only("pooler_output_size", None, ours["d_model"])
@@ -60,7 +46,7 @@ def read(theirs: ForeignFields) -> ModelConfig:
         positions="learned",
         norm_place="pre",
         **ours,
-        **read_head(theirs, _CLASSES, pooler=theirs.get("pooler_act", "tanh"), class_pooler="none"),
+        **hf.read_head(theirs, _CLASSES, pooler=theirs.get("pooler_act", "tanh"), class_pooler="none"),
         activation=theirs.activation("hidden_act", "gelu"),
         embedding_dropout=ours["dropout"],
     )
@@ -77,9 +63,9 @@ def _side(name: str, size: int | list[int]) -> int:
 def write(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "vit",
-        **write_head(config, _CLASSES),
-        **write_fields(config, _FIELDS),
-        "hidden_act": from_our_activation(config.activation),
+        **hf.write_head(config, _CLASSES),
+        **hf.write_fields(config, _FIELDS),
+        "hidden_act": hf.from_our_activation(config.activation),
         "pooler_act": "tanh" if config.pooler == "none" else config.pooler,
     }
 
@@ -87,21 +73,21 @@ def write(config: ModelConfig) -> dict[str, Any]:
 def steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "vit."
     embeddings = f"{prefix}embeddings."
-    qkv = tuple(f"attention.attention.{x}" for x in QUERY_KEY_VALUE)
+    qkv = tuple(f"attention.attention.{x}" for x in hf.QUERY_KEY_VALUE)
     places, width = (config.image_size // config.patch_size) ** 2 + 1, config.d_model
     head: list[Step] = []
     if config.head == "classify":
-        head = [*drop_modules(f"{prefix}pooler.dense"), *modules({"classifier": "classifier.out"})]
+        head = [*hf.drop_modules(f"{prefix}pooler.dense"), *hf.modules({"classifier": "classifier.out"})]
     return [
         *head,
-        *modules({f"{embeddings}patch_embeddings.projection": "embeddings.patches"}),
+        *hf.modules({f"{embeddings}patch_embeddings.projection": "embeddings.patches"}),
         Rename(f"{embeddings}cls_token", "embeddings.class_token"),
         Reshape("embeddings.class_token", (1, 1, width), (1, width)),
         Rename(f"{embeddings}position_embeddings", "embeddings.position.weight"),
         Reshape("embeddings.position.weight", (1, places, width), (places, width)),
-        *modules({f"{prefix}layernorm": "encoder.norm"}),
-        *layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
+        *hf.modules({f"{prefix}layernorm": "encoder.norm"}),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
     ]
 
 
-VIT = Family(("vit",), read, write, steps)
+VIT = hf.Family(("vit",), read, write, steps)
