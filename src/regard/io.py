@@ -20,7 +20,7 @@ from .export.quantise import Int8Directory, check_int8, is_quantised, open_int8
 from .foundation.files import replace_directory, write_atomic
 from .foundation.jsonio import to_json
 from .hub.hf_directory import INDEX
-from .hub.manifest import need_ours
+from .hub.manifest import check_replaceable
 from .models import Model
 from .text import Processor, read_processor
 from .training.run_directory import RunDirectory, find_run
@@ -172,7 +172,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to save")
     target = Path(path)
-    need_ours(target, "saving")
+    check_replaceable(target, "saving")
     written = _written(model)
     if written.obstacles:
         _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
@@ -278,7 +278,7 @@ def _written(model: Model) -> hub.WrittenConfig:
     written, came = hub.write_config(model.config), model.provenance
     if written.obstacles or came is None or came.model_type != written.model_type:
         return written
-    return hub.keeping_token_ids(written, came.token_ids)
+    return hub.restore_token_ids(written, came.token_ids)
 
 
 def _tensors(model: Model, written: hub.WrittenConfig) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import transformers as hf
 
 from regard.errors import BadModelFile
-from regard.hub import keeping_token_ids, token_ids, write_config
+from regard.hub import restore_token_ids, token_ids, write_config
 from regard.hub.hf_family import ForeignFields, from_our_activation
 from regard.io import load
 from regard.layers import ACTIVATIONS, GATED
@@ -85,7 +85,7 @@ def test_ids_of_another_kind_of_model_are_not_taken_over(tmp_path: Path) -> None
 
 def test_ids_that_cannot_be_read_are_not_kept() -> None:
     written = write_config(ours(positions="learned", norm_place="pre", activation="gelu_tanh").config)
-    assert keeping_token_ids(written, token_ids(written.fields) | {"eos_token_id": "</s>"}) == written
+    assert restore_token_ids(written, token_ids(written.fields) | {"eos_token_id": "</s>"}) == written
 
 
 @pytest.mark.parametrize("kind", ["llama", "bart", "vit"])

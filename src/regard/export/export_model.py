@@ -21,7 +21,7 @@ from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json
 from ..foundation.logs import silence_warnings
 from ..hub.manifest import NAME as MANIFEST
-from ..hub.manifest import need_ours
+from ..hub.manifest import check_replaceable
 from ..models import Model
 from .certificate import NAME as CERTIFICATE
 from .certificate import BoundBroken, Bounds, certify
@@ -56,7 +56,7 @@ def export(
     kinds = _kinds(kind)
     target = Path(path)
     _need_possible(model, kinds)
-    need_ours(target, "exporting")
+    check_replaceable(target, "exporting")
     own = _plain(model)
     with replace_directory(target) as folder:
         if "int8" in kinds:

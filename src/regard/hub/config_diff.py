@@ -81,14 +81,14 @@ def _has_length(config: ModelConfig) -> bool:
 
 
 def behaviour(config: ModelConfig) -> dict[str, Any]:
-    """The fields that decide, with a value that only says what None means written as None."""
-    off = {name for names, rule in _RULES for name in names if not rule(config)}
-    fields = {name: getattr(config, name) for name in ModelConfig.model_fields if name not in off}
-    same = _defaults_said_aloud(config)
-    return {name: None if name in same else value for name, value in fields.items()}
+    """The fields that decide; a value equal to what None stands for is written as None."""
+    ignored = {name for names, rule in _RULES for name in names if not rule(config)}
+    fields = {name: getattr(config, name) for name in ModelConfig.model_fields if name not in ignored}
+    explicit = _explicit_defaults(config)
+    return {name: None if name in explicit else value for name, value in fields.items()}
 
 
-def _defaults_said_aloud(config: ModelConfig) -> set[str]:
+def _explicit_defaults(config: ModelConfig) -> set[str]:
     """Optional fields whose value is the one that None stands for."""
     encoder_decoder = config.architecture == "encoder-decoder"
     heads = {config.n_heads, (config.n_decoder_heads or config.n_heads) if encoder_decoder else config.n_heads}

@@ -1,5 +1,7 @@
-"""Do the tensors of a directory fit the model its config describes? Every name and shape is compared before any number
-is read, in the directory's own names, and all that is wrong is said at once."""
+"""Whether the tensors of a directory fit the model its config describes, and reading them into it.
+
+All names and shapes are compared, in the directory's own names, before any number is read; all faults are reported.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,25 @@ class Fitting:
 
 def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
     """Compare; BadModelFile lists every tensor that is missing, unexpected or of another shape."""
-    _need_plausible(config, layout)
+    _check_sizes(config, layout)
     try:
         model = build(config, device="meta")
         ours = dict(model.state_dict())
         expected = to_theirs(steps, ours)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise BadModelFile(f"config.json describes no model that can be built: {error}") from None
-    places = _places(steps, expected, layout)
+    matches = _match_names(steps, expected, layout)
     wrong = [
         f"{name} is {_shape(x)} instead of {_shape(wanted)}"
         for name, x in layout.items()
-        if name in places and (wanted := expected.get(places[name].stands_for or "")) is not None
-        if not _alike(x, wanted)
+        if name in matches and (wanted := expected.get(matches[name].stands_for or "")) is not None
+        if not _same_layout(x, wanted)
     ]
-    unexpected = [name for name in layout if name not in places]
+    unexpected = [name for name in layout if name not in matches]
     # With the right shapes in place of those found, so that one wrong tensor does not hide a missing one.
-    there = {place.stands_for for place in places.values() if place.stands_for is not None}
-    complete = set(to_ours(steps, {name: expected[name] for name in there})) == set(ours)
-    missing = [] if complete else [name for name in expected if name not in there]
+    present = {match.stands_for for match in matches.values() if match.stands_for is not None}
+    complete = set(to_ours(steps, {name: expected[name] for name in present})) == set(ours)
+    missing = [] if complete else [name for name in expected if name not in present]
     faults = [
         f"{what} {', '.join(which)}"
         for what, which in (("missing:", missing), ("unexpected:", unexpected), ("misshapen:", wrong))
@@ -60,7 +62,7 @@ def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
     ]
     if faults:
         raise BadModelFile(f"the tensors do not fit config.json; {'; '.join(faults)}")
-    return Fitting(model, {name: place.name for name, place in places.items()})
+    return Fitting(model, {name: match.name for name, match in matches.items()})
 
 
 def fill(
@@ -77,59 +79,53 @@ def fill(
     except ValueError as error:  # two that should be one differ, or a constant is another
         raise BadModelFile(f"the tensors do not fit config.json; {error}") from None
     files = {x.untyped_storage().data_ptr() for x in read.values()}
-    state = {name: _own(_converted(x, device, dtype), files) for name, x in tensors.items()}
+    state = {}
+    for name, x in tensors.items():
+        x = x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
+        # Away from the file's memory: later writes to the file must not change the model, and kernels round differently
+        # on unaligned memory, as a file's is.
+        state[name] = x.clone() if x.untyped_storage().data_ptr() in files else x
     model.load_state_dict(state, assign=True)
     kinds = {x.dtype for x in state.values() if x.is_floating_point()}
     return model.to(kinds.pop() if len(kinds) == 1 else None).eval()  # the buffers too, where there is one type
 
 
-def _converted(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
+class NameMatch(NamedTuple):
+    """Where a tensor of the directory belongs."""
+
+    name: str  # as the steps know it
+    stands_for: str | None  # the expected tensor that it is or stands for; None where the steps drop it
 
 
-def _own(x: Tensor, files: set[int]) -> Tensor:
-    """Away from the file's memory: who writes into the file later must not change the model, and kernels round
-    differently where numbers lie askew, as they do in a file."""
-    return x.clone() if x.untyped_storage().data_ptr() in files else x
+def _match_names(steps: Sequence[Step], expected: Tensors, layout: Tensors) -> dict[str, NameMatch]:
+    """The match of each tensor in ``layout``; unknown ones have none.
 
-
-class Place(NamedTuple):
-    """Where a tensor that was found belongs: the name the steps know it by, and the expected one that it is or stands
-    for; None for one that the steps drop."""
-
-    name: str
-    stands_for: str | None
-
-
-def _places(steps: Sequence[Step], expected: Tensors, layout: Tensors) -> dict[str, Place]:
-    """For each tensor found its place; those without one are unknown.
-
-    Two things are no mistake: a second name of a tensor or a buffer the model makes itself (the steps say so), and a
-    name without the first word that the model with a head puts before it (how the first GPT-2 was published).
+    Two deviations are accepted: a second name of a tensor, or a buffer the model computes itself (the steps know
+    both); and a name without the first word that the model with a head puts before it, as GPT-2 was first published.
     """
     if set(layout) == set(expected):
-        return {name: Place(name, name) for name in layout}
-    known = {_after(steps, name, x): name for name, x in expected.items()}
+        return {name: NameMatch(name, name) for name in layout}
+    known = {_name_after(steps, name, x): name for name, x in expected.items()}
     first_words = list(dict.fromkeys(name.split(".")[0] for name in expected))
 
-    def place(name: str, x: Tensor) -> Place | None:
+    def match(name: str, x: Tensor) -> NameMatch | None:
         if name in expected:
-            return Place(name, name)
-        after = _after(steps, name, x)
+            return NameMatch(name, name)
+        after = _name_after(steps, name, x)
         if after is None:
-            return Place(name, None)
-        return Place(name, known[after]) if after in known and after != name else None
+            return NameMatch(name, None)
+        return NameMatch(name, known[after]) if after in known and after != name else None
 
-    found = {}
+    matches = {}
     for name, x in layout.items():
         longer = (f"{word}.{name}" for word in first_words)
-        candidates = (place(other, x) for other in (name, *longer) if other == name or other not in layout)
+        candidates = (match(other, x) for other in (name, *longer) if other == name or other not in layout)
         if (first := next((one for one in candidates if one is not None), None)) is not None:
-            found[name] = first
-    return found
+            matches[name] = first
+    return matches
 
 
-def _after(steps: Sequence[Step], name: str, x: Tensor) -> str | None:
+def _name_after(steps: Sequence[Step], name: str, x: Tensor) -> str | None:
     """What the steps make of one tensor's name on its own; None when they drop it."""
     try:
         return next(iter(to_ours(steps, {name: x})), None)
@@ -137,8 +133,8 @@ def _after(steps: Sequence[Step], name: str, x: Tensor) -> str | None:
         return name
 
 
-def _need_plausible(config: ModelConfig, layout: Tensors) -> None:
-    """A config may claim any size, and building even an empty model of 10⁹ layers takes forever: files bound it."""
+def _check_sizes(config: ModelConfig, layout: Tensors) -> None:
+    """Refuse sizes that the files cannot hold: building even an empty model of 10⁹ layers would never end."""
     numbers = sum(x.numel() for x in layout.values())
     fields = behaviour(config)
     for name in _SIZES:
@@ -151,8 +147,8 @@ def _need_plausible(config: ModelConfig, layout: Tensors) -> None:
             raise BadModelFile(f"config.json has {name}={size}, but there are only {len(layout)} tensors")
 
 
-def _alike(found: Tensor, wanted: Tensor) -> bool:
-    return found.shape == wanted.shape and found.is_floating_point() == wanted.is_floating_point()
+def _same_layout(x: Tensor, wanted: Tensor) -> bool:
+    return x.shape == wanted.shape and x.is_floating_point() == wanted.is_floating_point()
 
 
 def _shape(x: Tensor) -> str:

@@ -100,7 +100,7 @@ def token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name.endswith(_TOKEN_IDS)}
 
 
-def keeping_token_ids(written: WrittenConfig, kept: Mapping[str, Any]) -> WrittenConfig:
+def restore_token_ids(written: WrittenConfig, kept: Mapping[str, Any]) -> WrittenConfig:
     """Written with its token ids as ``kept`` has them, absent ones too, wherever that still means the same to us.
 
     Several ends, or no padding, are more than a config of ours can say; a value that was changed here since counts.

@@ -46,12 +46,12 @@ def open_safetensors(path: Path) -> Weights:
     from safetensors import safe_open
 
     parse_json(_header(path), path)  # for a name that stands there twice, which safetensors lets pass
-    with _refusing(path):
+    with _bad_file_errors(path):
         file = safe_open(path, framework="pt")  # kept: opened a second time it might be another file
         layout = {name: _on_meta(file.get_slice(name), name, path) for name in file.keys()}  # noqa: SIM118 - no dict
 
     def read() -> Tensors:
-        with _refusing(path):
+        with _bad_file_errors(path):
             return {name: file.get_tensor(name) for name in layout}
 
     return Weights(layout, read)
@@ -59,7 +59,7 @@ def open_safetensors(path: Path) -> Weights:
 
 def open_pickle(path: Path) -> Weights:
     """One of PyTorch's own files, read with ``weights_only``: tensors and plain containers, no other objects."""
-    with _refusing(path):
+    with _bad_file_errors(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
         raise BadModelFile(f"{path} does not hold named tensors")
@@ -67,8 +67,8 @@ def open_pickle(path: Path) -> Weights:
     return Weights({name: torch.empty_like(x, device="meta") for name, x in tensors.items()}, lambda: tensors)
 
 
-def together(shards: Mapping[str, Weights], promised: Mapping[str, str] | None, root: Path) -> Weights:
-    """Several files as one. Each tensor must be in one file, and that file the one the index ``promised``."""
+def merge_shards(shards: Mapping[str, Weights], index: Mapping[str, str] | None, root: Path) -> Weights:
+    """Several files as one. Each tensor must be in one file only, the one that the ``index`` names."""
     place = {name: file for file, shard in shards.items() for name in shard.layout}
     faults = [
         f"{name} is in both {file} and {place[name]}"
@@ -76,9 +76,9 @@ def together(shards: Mapping[str, Weights], promised: Mapping[str, str] | None, 
         for name in shard.layout
         if place[name] != file
     ]
-    if promised is not None:
-        faults += [f"{file} lacks {name}" for name, file in promised.items() if name not in shards[file].layout]
-        unnamed = [(name, file) for name, file in place.items() if name not in promised]
+    if index is not None:
+        faults += [f"{file} lacks {name}" for name, file in index.items() if name not in shards[file].layout]
+        unnamed = [(name, file) for name, file in place.items() if name not in index]
         faults += [f"{file} holds {name}, which the index does not name" for name, file in unnamed]
     if faults:
         raise BadModelFile(f"{root}: index and files disagree: {'; '.join(faults)}")
@@ -110,13 +110,13 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
 def _split(tensors: Tensors, most_bytes: int) -> list[Tensors]:
     """Files in order of the tensors, each filled until the next tensor would not fit; a larger one has its own."""
     shards: list[Tensors] = [{}]
-    room = most_bytes
+    free = most_bytes
     for name, x in tensors.items():
-        if shards[-1] and x.nbytes > room:
+        if shards[-1] and x.nbytes > free:
             shards.append({})
-            room = most_bytes
+            free = most_bytes
         shards[-1][name] = x
-        room -= x.nbytes
+        free -= x.nbytes
     return shards
 
 
@@ -138,7 +138,7 @@ def _on_meta(part: Any, name: str, path: Path) -> Tensor:
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _bad_file_errors(path: Path) -> Iterator[None]:
     """Turn what a reader raises on a damaged file into BadModelFile."""
     from safetensors import SafetensorError
 
@@ -161,14 +161,12 @@ class Provenance:
     path: Path
     model_type: str
     verified: Verified
-    token_ids: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The token ids of config.json exactly as they stood there: several ends, null, or fields that only others read."""
-    generation_config: bytes | None = field(default=None, repr=False)
-    """generation_config.json, which only others read, as it came."""
+    token_ids: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of config.json, unchanged
+    generation_config: bytes | None = field(default=None, repr=False)  # that file, unchanged; only others read it
 
 
 class Directory:
-    """A model directory. With a manifest, every file is compared with it at once, and nothing else is read from it."""
+    """A model directory. With a manifest, all files are checked at once, and only listed files are read."""
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         self.root = _locate(Path(path))
@@ -224,7 +222,7 @@ class Directory:
     def weights(self, *, allow_pickle: bool = False) -> Weights:
         """The tensors: one safetensors file, several with an index, or — only when allowed — PyTorch's pickles."""
         for single, index, pickled in (
-            ("model.safetensors", "model.safetensors.index.json", False),
+            ("model.safetensors", INDEX, False),
             ("pytorch_model.bin", "pytorch_model.bin.index.json", True),
         ):
             if not self.has(single) and not self.has(index):
@@ -234,17 +232,17 @@ class Directory:
                     f"{self.root} has its weights as a pickle only; allow_pickle=True (--allow-pickle) reads it, "
                     f"tensors and nothing else"
                 )
-            promised = None if self.has(single) else self._index(index)
-            names = [single] if promised is None else sorted(set(promised.values()))
+            weight_map = None if self.has(single) else self._weight_map(index)
+            names = [single] if weight_map is None else sorted(set(weight_map.values()))
             open_shard = open_pickle if pickled else open_safetensors
-            return together({name: open_shard(self.path(name)) for name in names}, promised, self.root)
+            return merge_shards({name: open_shard(self.path(name)) for name in names}, weight_map, self.root)
         raise BadModelFile(f"{self.root} has no model.safetensors and no model.safetensors.index.json")
 
-    def _index(self, name: str) -> dict[str, str]:
+    def _weight_map(self, name: str) -> dict[str, str]:
         """Which file holds which tensor."""
         match self.json(name):
-            case {"weight_map": dict(promised)} if all(isinstance(file, str) for file in promised.values()):
-                return promised
+            case {"weight_map": dict(files)} if all(isinstance(file, str) for file in files.values()):
+                return files
         raise BadModelFile(f"{self.root / name} has no weight_map from tensors to files")
 
 

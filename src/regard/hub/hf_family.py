@@ -162,11 +162,13 @@ def layer(config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str],
 def masked_head(config: ModelConfig, table: str, dense: str, norm: str, decoder: str, bias: str) -> list[Step]:
     """Dense layer, norm, and token logits whose matrix is the ``table`` unless untied.
 
-    Where there is a bias beside the decoder's own, the two are one when tied; untied, only the decoder's is read.
+    Some files hold a bias beside the decoder's own. Tied, the two are one; untied, transformers keeps it but reads only
+    the decoder's, except in older files that lack that one.
     """
-    own = f"{decoder}.bias"
-    second: list[Step] = [] if bias == own else [Tie(own, bias) if config.tie_head else Unread(bias, own)]
-    weight = f"{decoder}.weight"
+    weight, own = f"{decoder}.weight", f"{decoder}.bias"
+    second: list[Step] = []
+    if bias != own:
+        second = [Tie(own, bias) if config.tie_head else Tie(bias, own, checked=False, written=True)]
     return [
         *second,
         Tie(weight, table) if config.tie_head else Rename(weight, "head.weight"),
@@ -195,24 +197,6 @@ class OldEnding:
 
     def undo(self, tensors: Tensors) -> Tensors:
         return tensors
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A tensor that they keep and never read. It stands in where an older file lacks the one that is read."""
-
-    theirs: str
-    read: str
-
-    def apply(self, tensors: Tensors) -> Tensors:
-        out = dict(tensors)
-        unread = out.pop(self.theirs, None)
-        if unread is not None:
-            out.setdefault(self.read, unread)
-        return out
-
-    def undo(self, tensors: Tensors) -> Tensors:
-        return {**tensors, self.theirs: tensors[self.read].clone()}
 
 
 OLD_NORMS: list[Step] = [

@@ -66,8 +66,8 @@ def file_names(root: Path) -> Iterator[str]:
     return (path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())
 
 
-def need_ours(target: Path, doing: str) -> None:
-    """Replacing a directory deletes what is in it, so that must all be known to come from here."""
+def check_replaceable(target: Path, doing: str) -> None:
+    """Refuse to replace a directory that holds files not written by regard: they would be deleted."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -86,20 +86,16 @@ def need_ours(target: Path, doing: str) -> None:
 
 
 def _parse(text: bytes, path: Path) -> dict[str, Entry]:
+    entries = {}
     match parse_json(text, path):
         case {"regard_manifest": 1, "files": dict(files)}:
-            entries = {name: _parse_entry(entry) for name, entry in files.items()}
-            found = {name: entry for name, entry in entries.items() if entry is not None}
-            if len(found) == len(entries):
-                return found
+            for name, entry in files.items():
+                match entry:
+                    case {"size": int(size), "sha256": str(digest)} if _SHA256.fullmatch(digest):
+                        entries[name] = Entry(size, digest)
+            if len(entries) == len(files):
+                return entries
     raise BadModelFile(f"{path} is not a manifest of regard's")
-
-
-def _parse_entry(entry: object) -> Entry | None:
-    match entry:
-        case {"size": int(size), "sha256": str(digest)} if _SHA256.fullmatch(digest):
-            return Entry(size, digest)
-    return None
 
 
 def _entry(path: Path) -> Entry:

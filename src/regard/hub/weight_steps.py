@@ -113,26 +113,25 @@ class Join:
 
 @dataclass(frozen=True)
 class Tie:
-    """A second name for a tensor that we keep once. Where it is present it must hold the same numbers."""
+    """A second name for a tensor that we keep once; a file may hold both or either of the two."""
 
     theirs: str
     kept: str
+    checked: bool = True  # both must hold the same numbers
+    written: bool = False  # saving writes a copy under the second name too
 
     def apply(self, tensors: Tensors) -> Tensors:
-        if (
-            self.theirs in tensors
-            and self.kept in tensors
-            and not torch.equal(tensors[self.theirs], tensors[self.kept])
-        ):
-            raise ValueError(f"{self.theirs} and {self.kept} are tied by the config, but hold different numbers")
         out = dict(tensors)
         second = out.pop(self.theirs, None)
-        if second is not None:
-            out.setdefault(self.kept, second)
+        if second is None:
+            return out
+        first = out.setdefault(self.kept, second)
+        if self.checked and first is not second and not second.is_meta and not torch.equal(first, second):
+            raise ValueError(f"{self.theirs} and {self.kept} are tied by the config, but hold different numbers")
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
-        return tensors
+        return {**tensors, self.theirs: tensors[self.kept].clone()} if self.written else tensors
 
 
 @dataclass(frozen=True)

@@ -98,27 +98,6 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A second copy of the table, which a model whose head is its own has for each stack. They must hold one table."""
-
-    copy: str
-    kept: str
-
-    def apply(self, tensors: Tensors) -> Tensors:
-        out = dict(tensors)
-        copy = out.pop(self.copy, None)
-        if copy is None:
-            return out
-        kept = out.setdefault(self.kept, copy)
-        if not copy.is_meta and not torch.equal(copy, kept):
-            raise ValueError(f"{self.copy} and {self.kept} hold different numbers; regard has one table for both texts")
-        return out
-
-    def undo(self, tensors: Tensors) -> Tensors:
-        return {**tensors, self.copy: tensors[self.kept].clone()}
-
-
-@dataclass(frozen=True)
 class Sinusoids:
     """Marian's table of positions, which we compute. Only a model without a head is saved with it."""
 
@@ -154,10 +133,10 @@ def steps(config: ModelConfig) -> list[Step]:
     if config.head == "lm":
         out += _head_steps(config, prefix)
     if config.target_vocab_size is None:
-        second = Tie if config.tie_head else Copy
-        out += [
-            second(f"{prefix}{stack}.embed_tokens.weight", f"{prefix}shared.weight") for stack in ("encoder", "decoder")
-        ]
+        # With a head of its own, transformers writes a copy of the table for each stack.
+        for stack in ("encoder", "decoder"):
+            second = f"{prefix}{stack}.embed_tokens.weight"
+            out.append(Tie(second, f"{prefix}shared.weight", written=not config.tie_head))
         out.append(Rename(f"{prefix}shared.weight", "token.weight"))
     else:
         out.append(Rename(f"{prefix}encoder.embed_tokens.weight", "token.weight"))
