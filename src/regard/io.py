@@ -16,14 +16,14 @@ from torch import Tensor
 from . import hub
 from .config import ModelConfig
 from .errors import BadModelFile
-from .export.quantise import Int8Directory, check_int8, is_quantised, open_int8
+from .export.quantise import check_int8, is_quantised, open_int8
 from .foundation.files import replace_directory, write_atomic
 from .foundation.jsonio import to_json
 from .hub.hf_directory import INDEX
 from .hub.manifest import check_replaceable
 from .models import Model
 from .text import Processor, read_processor
-from .training.run_directory import RunDirectory, find_run
+from .training.run_directory import find_run
 
 __all__ = ["Description", "describe", "load", "save"]
 
@@ -51,30 +51,27 @@ def load(
     ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
     ``allow_pickle`` reads pytorch_model.bin where there is no safetensors file. Anything wrong is a BadModelFile.
     """
-    kind = _float_type(dtype)
-    place = torch.get_default_device() if device is None else torch.device(device)
+    float_type = _float_type(dtype)
+    device = torch.get_default_device() if device is None else torch.device(device)
 
-    if (run := find_run(path)) is not None:
-        return _from_run(*run, place, kind)
+    if (found := find_run(path)) is not None:
+        run, step = found
+        if step is None and run.model_folder.is_dir():
+            return load(run.model_folder, device=device, dtype=float_type)
+        model, _ = run.model(step)
+        return model.to(device, float_type)
     if is_quantised(path):
-        return open_int8(path, verify=verify).to(place)
+        return open_int8(path, verify=verify).to(device)
 
     def read() -> Model:
-        opened = _open(path, allow_pickle, verify)
-        with _naming(opened.directory.root):
-            processor = opened.processor()
-            model = hub.fill(opened.fitting, opened.resolved.steps, opened.weights, place, kind)
-        _attach(model, processor=processor, provenance=opened.provenance)
+        files = _check_directory(path, allow_pickle, verify)
+        with _directory_in_errors(files.directory.root):
+            processor = files.processor()
+            model = hub.fill(files.fitting, files.resolved.steps, files.weights, device, float_type)
+        model.processor, model.provenance = processor, files.provenance
         return model
 
-    return _from_one_directory(path, read)
-
-
-def _from_run(run: RunDirectory, step: int | None, place: torch.device, kind: torch.dtype | None) -> Model:
-    if step is None and run.model_folder.is_dir():
-        return load(run.model_folder, device=place, dtype=kind)
-    model, _ = run.model(step)
-    return model.to(place, kind)
+    return _retry_if_replaced(path, read)
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,11 @@ class Description:
     config: ModelConfig
     n_parameters: int
     dtypes: tuple[str, ...]
-    files: dict[str, int]
-    """Every file and its size."""
+    files: dict[str, int]  # every file and its size
     processor: Processor | None
 
-    def document(self) -> dict[str, Any]:
-        """As one JSON document."""
+    def to_dict(self) -> dict[str, Any]:
+        labels = None if self.processor is None else self.processor.labels
         return {
             "path": str(self.provenance.path),
             "model_type": self.provenance.model_type,
@@ -102,19 +98,18 @@ class Description:
             "dtypes": list(self.dtypes),
             "config": hub.changed_fields(self.config),
             "tokens": None if self.processor is None else self.processor.sizes(),
-            "labels": None if self.processor is None or self.processor.labels is None else list(self.processor.labels),
+            "labels": None if labels is None else list(labels),
             "files": self.files,
         }
 
-    def table(self) -> str:
-        """As lines for people."""
+    def to_text(self) -> str:
         config, sizes = self.config, {} if self.processor is None else self.processor.sizes()
         checked = {
             "verified": "verified: every file is as manifest.json says",
             "unverified": "unverified: checked against no manifest.json, so damage to a file may go unnoticed",
         }
         lines = [
-            f"{self.provenance.path}",
+            str(self.provenance.path),
             f"  {self.provenance.model_type}: {config.architecture}, reads {config.source}, head {config.head}",
             f"  {self.n_parameters:,} parameters, {', '.join(self.dtypes)}",
             *(f"  {name} tokenizer, {size:,} tokens" for name, size in sizes.items()),
@@ -134,29 +129,19 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
             raise BadModelFile(f"{path} is a run that has not come to its end: it has no model yet, only checkpoints")
         path = run[0].model_folder
     if is_quantised(path):
-        return _describe_int8(check_int8(path, verify=verify))
+        int8 = check_int8(path, verify=verify)
+        model, dtypes, sizes = int8.model, _dtypes(int8.weights), int8.directory.files()
+        return Description(model.provenance, model.config, int8.n_parameters, dtypes, sizes, model.processor)
 
     def read() -> Description:
-        opened = _open(path, allow_pickle, verify)
-        with _naming(opened.directory.root):
-            processor = opened.processor()
-        return Description(
-            opened.provenance,
-            opened.resolved.config,
-            opened.fitting.model.n_parameters,
-            _dtypes(opened.weights),
-            opened.directory.files(),
-            processor,
-        )
+        files = _check_directory(path, allow_pickle, verify)
+        with _directory_in_errors(files.directory.root):
+            processor = files.processor()
+        n_parameters, sizes = files.fitting.model.n_parameters, files.directory.files()
+        config, dtypes = files.resolved.config, _dtypes(files.weights)
+        return Description(files.provenance, config, n_parameters, dtypes, sizes, processor)
 
-    return _from_one_directory(path, read)
-
-
-def _describe_int8(found: Int8Directory) -> Description:
-    model = found.model
-    assert model.provenance is not None
-    dtypes, files = _dtypes(found.weights), found.directory.files()
-    return Description(model.provenance, model.config, found.n_parameters, dtypes, files, model.processor)
+    return _retry_if_replaced(path, read)
 
 
 def _dtypes(weights: hub.Weights) -> tuple[str, ...]:
@@ -173,7 +158,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         raise ValueError("the model is on the meta device: it has no numbers to save")
     target = Path(path)
     check_replaceable(target, "saving")
-    written = _written(model)
+    written = _write_config(model)
     if written.obstacles:
         _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
     tensors = _tensors(model, written)
@@ -194,7 +179,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _CheckedDirectory:
     """A directory that has passed every check short of reading its numbers."""
 
     directory: hub.Directory
@@ -217,20 +202,20 @@ class _Opened:
         return read_processor(self.directory, self.fields, self.resolved.config)
 
 
-def _open(path: str | Path, allow_pickle: bool, verify: bool) -> _Opened:
+def _check_directory(path: str | Path, allow_pickle: bool, verify: bool) -> _CheckedDirectory:
     directory = hub.Directory(path, verify=verify)
-    with _naming(directory.root):
+    with _directory_in_errors(directory.root):
         fields = directory.config()
         weights = directory.weights(allow_pickle=allow_pickle)
-        # The one thing no foreign config says: whether a pooler was saved with the encoder.
+        # No foreign config says whether a pooler was saved with the encoder.
         fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
         resolved = hub.read_config(fields)
         fitting = hub.fit(resolved.config, resolved.steps, weights.layout)
-    return _Opened(directory, fields, resolved, weights, fitting)
+    return _CheckedDirectory(directory, fields, resolved, weights, fitting)
 
 
-def _from_one_directory(path: str | Path, read: Callable[[], T]) -> T:
-    """Read again when another process has saved over the directory meanwhile: no half of this and half of that."""
+def _retry_if_replaced(path: str | Path, read: Callable[[], T]) -> T:
+    """Read again when another process has saved over the directory meanwhile, so that files of two saves never mix."""
     for _ in range(_MOST_TRIES):
         before = _identity(path)
         try:
@@ -246,15 +231,15 @@ def _from_one_directory(path: str | Path, read: Callable[[], T]) -> T:
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
-def _naming(root: Path) -> Iterator[None]:
-    """A message that does not say which directory it is about says so after this."""
+def _directory_in_errors(root: Path) -> Iterator[None]:
+    """Put the directory into the message of a BadModelFile that does not name it."""
     try:
         yield
     except BadModelFile as error:
@@ -268,21 +253,16 @@ def _float_type(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return kind
 
 
-def _attach(model: Model, **facts: Any) -> None:
-    for name, fact in facts.items():
-        setattr(model, name, fact)
-
-
-def _written(model: Model) -> hub.WrittenConfig:
-    """The config for the twin, with the token ids of the directory it came from where that was one of the same kind."""
-    written, came = hub.write_config(model.config), model.provenance
-    if written.obstacles or came is None or came.model_type != written.model_type:
+def _write_config(model: Model) -> hub.WrittenConfig:
+    """The config of the twin, with the token ids of the directory it came from if that was of the same model_type."""
+    written, origin = hub.write_config(model.config), model.provenance
+    if written.obstacles or origin is None or origin.model_type != written.model_type:
         return written
-    return hub.restore_token_ids(written, came.token_ids)
+    return hub.restore_token_ids(written, origin.token_ids)
 
 
 def _tensors(model: Model, written: hub.WrittenConfig) -> dict[str, Tensor]:
-    """The state in the twin's names, each tensor with memory of its own, and proven to lead back here."""
+    """The state in the twin's names, each tensor with memory of its own; checked to fit when loaded again."""
     state = {name: x.detach() for name, x in model.state_dict().items()}
     theirs = hub.to_theirs(written.steps, state)
     seen: set[int] = set()

@@ -224,7 +224,7 @@ def test_processor_goes_through_save_and_transformers_opens_it(tmp_path: Path, t
     their_tokenizer = hf.AutoTokenizer.from_pretrained(saved)
     assert their_tokenizer(TEXT[1])["input_ids"] == tokenizer.encode(TEXT[1]).ids
     assert (their_tokenizer.pad_token, their_tokenizer.eos_token) == ("<pad>", "</s>")
-    assert describe(saved).document()["tokens"] == {"source": tokenizer.get_vocab_size()}
+    assert describe(saved).to_dict()["tokens"] == {"source": tokenizer.get_vocab_size()}
 
 
 def test_a_pair_of_tokenizers(tmp_path: Path, tokenizer: Backend) -> None:
@@ -366,7 +366,7 @@ def test_describe_reads_no_numbers_and_says_the_same(folder: Folder, monkeypatch
     assert said.n_parameters == model.n_parameters == theirs("t5").num_parameters()
     assert said.dtypes == ("float32",)
     assert set(said.files) == set(os.listdir(folder("t5")))
-    assert said.document()["verified"] is False
+    assert said.to_dict()["verified"] is False
 
 
 @pytest.mark.parametrize("pooler", [True, False])
