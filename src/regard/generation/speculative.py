@@ -67,8 +67,8 @@ def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: in
     for each in (model, draft):
         if rope_depends_on_length(each.config):
             raise ValueError("draft does not go with rotary angles that follow the length of the text")
-        if each.is_recurrent and n_tokens >= StateCache.kept:
-            most = StateCache.kept - 1
+        if each.is_recurrent and n_tokens >= StateCache.n_states:
+            most = StateCache.n_states - 1
             raise ValueError(f"draft_tokens={n_tokens} is more than the {most} states a recurrent model goes back")
     if model.device != draft.device:
         raise ValueError(f"the draft is on {draft.device}, but the model on {model.device}")

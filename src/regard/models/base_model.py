@@ -1,4 +1,4 @@
-"""What every model has, whatever its architecture: the interface that training, generation, lens and export use."""
+"""The base of all models: the interface that training, generation, lens and export use."""
 
 from __future__ import annotations
 
@@ -66,12 +66,20 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.processor: Any = None
-        self.provenance: Any = None  # where it was loaded from, and whether a manifest vouched for it
+        self.provenance: Any = None  # where it was loaded from, and whether its manifest matched
 
     def _initialise(self) -> None:
-        """Called at the end of each constructor."""
-        if self.config.init_std is not None:
-            initialise(self, self.config)
+        """Called at the end of each constructor: with ``init_std``, normal weights of that spread.
+
+        What adds to the residual of deep pre-norm stacks starts smaller (GPT-2).
+        """
+        config, std = self.config, self.config.init_std
+        if std is None:
+            return
+        for name, p in self.named_parameters():
+            if p.dim() >= 2:
+                adds_to_residual = config.norm_place == "pre" and name.endswith(("w_o.weight", "w_out.weight"))
+                nn.init.normal_(p, std=std / (2 * config.n_layers) ** 0.5 if adds_to_residual else std)
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +92,7 @@ class Model(nn.Module):
 
     @property
     def generates(self) -> bool:
-        """Whether it writes tokens one after the other."""
+        """Whether it writes tokens one by one."""
         return self.head is not None and not self.is_encoder_only
 
     @property
@@ -99,7 +107,6 @@ class Model(nn.Module):
 
     @property
     def class_head(self) -> ClassHead | None:
-        """The head for class logits, where there is one."""
         return getattr(self, "classifier", None)
 
     def hidden(self, *inputs: Any, **options: Any) -> Tensor:
@@ -217,14 +224,3 @@ class SourceToTarget(Model):
 def mask_from_padding(padding_mask: Tensor | None) -> Mask | None:
     """Which tokens are real, (B, T) booleans, as a mask."""
     return None if padding_mask is None else masks.valid_keys(padding_mask.bool())
-
-
-def initialise(model: nn.Module, config: ModelConfig) -> None:
-    """Normal weights of spread ``init_std``, smaller for what adds to the residual of deep pre-norm stacks (GPT-2)."""
-    std = config.init_std
-    assert std is not None
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
-            continue
-        adds_to_residual = config.norm_place == "pre" and name.endswith(("w_o.weight", "w_out.weight"))
-        nn.init.normal_(p, std=std / (2 * config.n_layers) ** 0.5 if adds_to_residual else std)

@@ -42,7 +42,7 @@ class LayerContext:
 
 
 def hide_padding(x: Tensor, mask: Mask) -> Tensor:
-    """x (B, T, M) with zeros where nobody may look: mixing without weights has no other way to leave padding out."""
+    """x (B, T, M) with zeros at masked keys: how mixing without weights leaves padding out."""
     n_batch, length, _ = x.shape
     visible = mask.tile(slice(0, 1), slice(None), Frame.aligned(n_batch, 1, length, length, x.device))
     return x.masked_fill(~visible[:, 0, 0, :, None], 0)
@@ -84,13 +84,8 @@ class Block(nn.Module):
         if not self.attends:
             return self.attention(x if context.mask is None else hide_padding(x, context.mask))
         mask = context.mask if self.mask is None else self.mask if context.mask is None else context.mask & self.mask
-        return self.attention(
-            x,
-            mask=mask,
-            positions=context.positions,
-            cache=cache,
-            position_bias=context.position_bias,
-        )
+        positions, bias = context.positions, context.position_bias
+        return self.attention(x, mask=mask, positions=positions, cache=cache, position_bias=bias)
 
     def _attend_memory(self, x: Tensor, memory: Memory | None, cache: Cache | None) -> Tensor:
         assert self.cross_attention is not None

@@ -26,6 +26,10 @@ from ..layers import (
 )
 
 
+def head_width(config: ModelConfig, n_heads: int) -> int:
+    return config.d_model // n_heads if config.d_head is None else config.d_head
+
+
 def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     width = config.d_model if width is None else width
     return make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias)
@@ -37,7 +41,7 @@ def feed_forward(config: ModelConfig, d_ff: int) -> FeedForward:
 
 def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross: bool = False) -> MultiHeadAttention:
     """Self-attention as the config describes it; cross-attention is the same without positions."""
-    d_head = config.d_model // n_heads if config.d_head is None else config.d_head
+    d_head = head_width(config, n_heads)
     n_kv_heads = n_heads if config.n_kv_heads is None else config.n_kv_heads
     relative = None
     if config.positions == "xl" and not cross:
@@ -60,26 +64,28 @@ def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross
 
 
 def mechanism(config: ModelConfig, n_heads: int, d_head: int, cross: bool) -> Mechanism:
-    """How a query scores a key. Where a mechanism sums up one text, plain attention stands in for it across two."""
+    """How a query scores a key. Cross-attention is plain where the mechanism only works within one text."""
     if cross and not config.mixing.cross:
         return Dot(config.attention_scale)
-    made = _made(config, n_heads, d_head)
-    if not isinstance(made, Mechanism):
-        raise TypeError(f"mixer={config.mixer!r} is a {type(made).__name__}, not an attention.Mechanism")
-    return made
+    mixer = _build_mixer(config, n_heads, d_head)
+    if not isinstance(mixer, Mechanism):
+        raise TypeError(f"mixer={config.mixer!r} is a {type(mixer).__name__}, not an attention.Mechanism")
+    return mixer
 
 
 def mixing(config: ModelConfig, n_heads: int, rope: Rope | None) -> nn.Module:
     """What mixes a layer's tokens: attention, or the module that takes its place."""
     if config.mixing.weights:
         return attention(config, n_heads, rope)
-    made = _made(config, n_heads, config.d_model // n_heads if config.d_head is None else config.d_head)
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"mixer={config.mixer!r} is a {type(made).__name__}, not a module that takes attention's place")
-    return made
+    mixer = _build_mixer(config, n_heads, head_width(config, n_heads))
+    if not isinstance(mixer, nn.Module):
+        raise TypeError(
+            f"mixer={config.mixer!r} is a {type(mixer).__name__}, not a module that takes attention's place"
+        )
+    return mixer
 
 
-def _made(config: ModelConfig, n_heads: int, d_head: int) -> Any:
+def _build_mixer(config: ModelConfig, n_heads: int, d_head: int) -> Any:
     family = config.mixing.family
     return getattr(family, "for_model", lambda _, *sizes: family(*sizes))(config, n_heads, d_head)
 
@@ -88,13 +94,8 @@ def rope(config: ModelConfig, n_heads: int) -> Rope | None:
     """One rotary table for all layers of a stack; it holds no parameters."""
     if config.positions != "rope":
         return None
-    return Rope(
-        config.d_model // n_heads if config.d_head is None else config.d_head,
-        config.rope_base,
-        config.rope_scaling,
-        config.rope_fraction,
-        config.max_len,
-    )
+    d_head = head_width(config, n_heads)
+    return Rope(d_head, config.rope_base, config.rope_scaling, config.rope_fraction, config.max_len)
 
 
 def shared_bias(config: ModelConfig, n_heads: int, bidirectional: bool) -> Bias | None:
@@ -136,11 +137,7 @@ def token_table(config: ModelConfig, vocab_size: int) -> TokenEmbedding:
 def embeddings(config: ModelConfig, max_len: int) -> Embeddings:
     """Positions, segments, norm and dropout around token vectors; the table itself is the model's, it may be shared."""
     width = config.d_model if config.d_embed is None else config.d_embed
-    position: Sinusoidal | Learned | None = None
-    if config.positions == "sinusoidal":
-        position = Sinusoidal(width, layout=config.sinusoid_layout)
-    elif config.positions == "learned":
-        position = Learned(max_len, width, config.position_offset)
+    position = _absolute_positions(config, max_len, width, config.position_offset)
     return Embeddings(
         None,
         segment=TokenEmbedding(config.n_segments, width) if config.n_segments else None,
@@ -151,26 +148,22 @@ def embeddings(config: ModelConfig, max_len: int) -> Embeddings:
     )
 
 
+def _absolute_positions(config: ModelConfig, length: int, width: int, offset: int = 0) -> Sinusoidal | Learned | None:
+    if config.positions == "sinusoidal":
+        return Sinusoidal(width, layout=config.sinusoid_layout)
+    return Learned(length, width, offset) if config.positions == "learned" else None
+
+
 def source_embeddings(config: ModelConfig) -> nn.Module:
     """The encoder's first part. Text brings vectors of the token table, which belongs to the model."""
     if config.source == "text":
         return embeddings(config, config.max_len)
     vision_norm = norm(config) if config.embedding_norm else None
     if config.source == "regions":
-        return RegionEmbedding(
-            config.d_region,
-            d_model=config.d_model,
-            d_box=config.d_box,
-            norm=vision_norm,
-            dropout=config.embedding_dropout,
-        )
+        d_model, d_box, dropout = config.d_model, config.d_box, config.embedding_dropout
+        return RegionEmbedding(config.d_region, d_model=d_model, d_box=d_box, norm=vision_norm, dropout=dropout)
     patches = PatchEmbedding(config.image_size, config.patch_size, config.n_channels, config.d_model)
-    n_places = (config.image_size // config.patch_size) ** 2 + 1
-    position: Learned | Sinusoidal | None = None
-    if config.positions == "learned":
-        position = Learned(n_places, config.d_model)
-    elif config.positions == "sinusoidal":
-        position = Sinusoidal(config.d_model, layout=config.sinusoid_layout)
+    position = _absolute_positions(config, (config.image_size // config.patch_size) ** 2 + 1, config.d_model)
     return VisionEmbeddings(patches, position=position, norm=vision_norm, dropout=config.embedding_dropout)
 
 

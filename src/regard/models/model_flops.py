@@ -1,11 +1,11 @@
-"""Multiplications and additions of every matrix product of a model: the one place that knows how many there are.
+"""Floating-point operations of every matrix product of a model.
 
-Each product of an (m × k) with a (k × n) matrix is 2·m·k·n operations forward and twice that backward (once where its
-input is data, which wants no gradient). Norms, activations, softmax and biases are not counted, as torch's own counter
-does not count them. Two conventions stand side by side:
+The product of an (m × k) with a (k × n) matrix takes 2·m·k·n operations forward and twice that backward (once where its
+input is data, which needs no gradient). Norms, activations, softmax and biases are not counted, as in torch's counter.
+Two conventions are reported:
 
-    full  every query against every key: what the plain formula computes, and what torch's counter sees of it
-    seen  only the pairs a mask lets through: what a fused kernel has to do, about half of it where the future is hidden
+    full  every query against every key: the plain formula, and what torch's counter sees
+    seen  only the pairs a mask lets through: what a fused kernel has to do, about half of it with a causal mask
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from dataclasses import dataclass
 
 from ..config import ModelConfig
 from ..config.mixers import MixingWork, keys_per_query
+from . import components
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
-N_REGIONS = 36
-"""Regions of an image where nobody says how many: what the detectors they come from usually give."""
+N_REGIONS = 36  # regions of an image unless given: what detectors usually return
 
 
 @dataclass(frozen=True)
 class Flops:
-    """What one part of a model computes for a batch, in the two conventions."""
+    """Operations of one part of a model for a batch, in the two conventions."""
 
-    part: str
-    """Of which stack: encoder, decoder, …"""
-    kind: str
-    """What in it: embedding, projections, attention, feed-forward, head."""
+    part: str  # encoder, decoder, head, …
+    kind: str  # embedding, projections, attention, feed-forward, …
     forward: float
     backward: float
     forward_seen: float
@@ -37,7 +35,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class StackShape:
-    """A stack of layers as numbers: all that its costs depend on."""
+    """The sizes of a stack of layers that its costs depend on."""
 
     name: str
     n_layers: int
@@ -47,8 +45,7 @@ class StackShape:
     d_ff: int
     length: int
     causal: bool
-    memory: int | None = None
-    """Places of the encoder that its cross-attention looks at; None: it has none."""
+    memory: int | None = None  # length of the encoder's output; None without cross-attention
 
     @property
     def q_width(self) -> int:
@@ -59,19 +56,17 @@ class StackShape:
         return self.n_kv_heads * self.d_head
 
 
-def n_places(config: ModelConfig, length: int) -> int:
-    """Places an encoder goes through: tokens, an image's patches with the class token before them, or regions."""
-    if config.source == "image":
-        return n_patches(config) + 1
-    return length
-
-
 def n_patches(config: ModelConfig) -> int:
     return (config.image_size // config.patch_size) ** 2
 
 
+def n_places(config: ModelConfig, length: int) -> int:
+    """Length of an encoder's input: tokens, regions, or an image's class token and patches."""
+    return n_patches(config) + 1 if config.source == "image" else length
+
+
 def source_places(config: ModelConfig, length: int, source_length: int | None) -> int:
-    """Places of the encoder beside a decoder."""
+    """Length of the input of an encoder beside a decoder."""
     if config.source == "image":
         return n_patches(config) + 1
     if source_length is not None:
@@ -91,19 +86,19 @@ def stacks_of(config: ModelConfig, length: int, source_length: int | None = None
             config.n_decoder_layers or config.n_layers,
             n_heads,
             config.n_kv_heads or n_heads,
-            config.d_model // n_heads if config.d_head is None else config.d_head,
+            components.head_width(config, n_heads),
             config.d_decoder_ff or config.d_ff,
             length,
             config.causal,
             source,
         )
-        return [_only(config, "encoder", source, causal=False), decoder]
+        return [_stack_shape(config, "encoder", source, causal=False), decoder]
     if config.architecture == "encoder":
-        return [_only(config, "encoder", n_places(config, length), causal=False)]
-    return [_only(config, "decoder", length, config.causal)]
+        return [_stack_shape(config, "encoder", n_places(config, length), causal=False)]
+    return [_stack_shape(config, "decoder", length, config.causal)]
 
 
-def _only(config: ModelConfig, name: str, length: int, causal: bool) -> StackShape:
+def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool) -> StackShape:
     heads = (config.n_heads, config.n_kv_heads or config.n_heads, config.head_width)
     return StackShape(name, config.n_layers, *heads, config.d_ff, length, causal)
 
@@ -130,46 +125,46 @@ def n_tokens(config: ModelConfig, length: int, source_length: int | None = None)
 
 
 def training_flops(config: ModelConfig, length: int, source_length: int | None = None) -> float:
-    """Operations of one example forward and backward, pairs that may look only, backward as twice forward (PaLM)."""
+    """Operations of one example forward and backward, only unmasked pairs, backward as twice forward (PaLM)."""
     return 3 * sum(part.forward_seen for part in count(config, 1, length, source_length))
 
 
-def _even(part: str, kind: str, forward: float, backward: float | None = None) -> Flops:
-    """A part in which nothing is masked: both conventions agree."""
+def _unmasked(part: str, kind: str, forward: float, backward: float | None = None) -> Flops:
+    """A part without a mask: both conventions agree."""
     backward = 2 * forward if backward is None else backward
     return Flops(part, kind, forward, backward, forward, backward)
 
 
 def _embedding(config: ModelConfig, stack: StackShape, batch: int) -> list[Flops]:
-    """From what a stack reads to vectors. Tokens are looked up; where the table is narrower, a matrix follows."""
-    reads_source = stack.name == "encoder"
-    if reads_source and config.source == "image":
-        forward = 2.0 * batch * n_patches(config) * config.n_channels * config.patch_size**2 * config.d_model
-        return [_even(stack.name, "embedding", forward, forward)]  # pixels want no gradient
-    if reads_source and config.source == "regions":
-        forward = 2.0 * batch * stack.length * (config.d_region + config.d_box) * config.d_model
-        return [_even(stack.name, "embedding", forward, forward)]
+    """Patch and region projections. Token lookups cost nothing; a narrower table is followed by a matrix."""
+    if stack.name == "encoder" and config.source != "text":
+        if config.source == "image":
+            forward = 2.0 * batch * n_patches(config) * config.n_channels * config.patch_size**2 * config.d_model
+        else:
+            forward = 2.0 * batch * stack.length * (config.d_region + config.d_box) * config.d_model
+        return [_unmasked(stack.name, "embedding", forward, forward)]  # the input needs no gradient
     if config.d_embed is None:
         return []
-    return [_even(stack.name, "embedding", 2.0 * batch * stack.length * config.d_embed * config.d_model)]
+    return [_unmasked(stack.name, "embedding", 2.0 * batch * stack.length * config.d_embed * config.d_model)]
 
 
 def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flops]:
     tokens, width = batch * stack.length, config.d_model
     if config.mixing.weights:
-        yield _even(stack.name, "projections", stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width))
+        yield _unmasked(
+            stack.name, "projections", stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width)
+        )
     yield _attention(config, stack, tokens)
     if config.positions == "xl":
         yield _distances(config, stack, batch)
     if stack.memory is not None:
         of_memory = batch * stack.memory * stack.kv_width
         products = 4.0 * width * (tokens * stack.q_width + of_memory)
-        yield _even(stack.name, "cross projections", stack.n_layers * products)
-        yield _even(
-            stack.name, "cross attention", stack.n_layers * tokens * mixing_flops(config, stack, stack.memory, True)
-        )
+        yield _unmasked(stack.name, "cross projections", stack.n_layers * products)
+        by_token = mixing_flops(config, stack, stack.memory, cross=True)
+        yield _unmasked(stack.name, "cross attention", stack.n_layers * tokens * by_token)
     matrices = 3 if config.activation in GATED else 2
-    yield _even(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * stack.d_ff * matrices)
+    yield _unmasked(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * stack.d_ff * matrices)
 
 
 def _attention(config: ModelConfig, stack: StackShape, tokens: int) -> Flops:
@@ -179,7 +174,7 @@ def _attention(config: ModelConfig, stack: StackShape, tokens: int) -> Flops:
 
 
 def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
-    """What one token's mixing takes, as its mechanism declares; across two texts the dot product may stand in."""
+    """Operations of one token's mixing, as its mechanism declares; cross-attention may use the dot product instead."""
     mixing = config.mixing
     work = MixingWork(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))
     if cross and not mixing.cross:
@@ -199,7 +194,7 @@ def _distances(config: ModelConfig, stack: StackShape, batch: int) -> Flops:
 
 
 def keys_seen(config: ModelConfig, stack: StackShape, layer: int) -> float:
-    """Keys a query of this layer may look at, on average over the text."""
+    """Unmasked keys per query of this layer, on average over the text."""
     return keys_per_query(config, layer, stack.length, causal=stack.causal, has_memory=stack.memory is not None)
 
 
@@ -210,10 +205,10 @@ def _head(config: ModelConfig, batch: int, length: int) -> list[Flops]:
     if config.head == "classify":
         pooled = 4.0 * batch * n_places(config, length) * width if config.pooling != "first" else 0.0
         dense = 2.0 * batch * width**2 if config.pooler != "none" else 0.0
-        return [_even("head", "classes", pooled + dense + 2.0 * batch * width * config.n_classes)]
+        return [_unmasked("head", "classes", pooled + dense + 2.0 * batch * width * config.n_classes)]
     inner = (config.d_embed or width) if config.head_transform else width
     matrix = inner * (config.output_vocab_size + (width if config.head_transform else 0))
-    return [_even("head", "logits", 2.0 * batch * length * matrix)]
+    return [_unmasked("head", "logits", 2.0 * batch * length * matrix)]
 
 
 def _recurrent(config: ModelConfig, batch: int, length: int, source: int) -> Iterator[Flops]:
@@ -223,21 +218,19 @@ def _recurrent(config: ModelConfig, batch: int, length: int, source: int) -> Ite
     n_to = config.n_decoder_layers or config.n_layers
     directions = 2 if config.bidirectional else 1
     units = width // directions
-    into = embed + (config.n_layers - 1) * width
-    yield _even(
-        "encoder", "cells", 2.0 * batch * source * directions * n_gates * units * (into + config.n_layers * units)
-    )
-    yield _even("bridge", "states", 2.0 * batch * (2 if config.cell == "lstm" else 1) * n_to * width**2)
-    looks = config.alignment != "none"
-    fed = width if looks and (config.alignment == "additive" or config.input_feeding) else 0
+    into = embed + (config.n_layers - 1) * width + config.n_layers * units
+    yield _unmasked("encoder", "cells", 2.0 * batch * source * directions * n_gates * units * into)
+    yield _unmasked("bridge", "states", 2.0 * batch * (2 if config.cell == "lstm" else 1) * n_to * width**2)
+    attends = config.alignment != "none"
+    fed = width if attends and (config.alignment == "additive" or config.input_feeding) else 0
     into = embed + fed + (n_to - 1) * width
-    yield _even("decoder", "cells", 2.0 * batch * length * n_gates * width * (into + n_to * width))
-    if looks:
+    yield _unmasked("decoder", "cells", 2.0 * batch * length * n_gates * width * (into + n_to * width))
+    if attends:
         mapped = 2.0 * batch * width**2
         keys = source * mapped if config.alignment in ("additive", "concat") else 0.0
         queries = 0.0 if config.alignment == "dot" else length * mapped
-        yield _even("decoder", "projections", keys + queries)
-        yield _even("decoder", "attention", 4.0 * batch * length * source * width)
+        yield _unmasked("decoder", "projections", keys + queries)
+        yield _unmasked("decoder", "attention", 4.0 * batch * length * source * width)
         read = 2 * (embed + 2 * width) if config.alignment == "additive" else 2 * width
-        yield _even("decoder", "readout", 2.0 * batch * length * read * width)
+        yield _unmasked("decoder", "readout", 2.0 * batch * length * read * width)
     yield from _head(config, batch, length)

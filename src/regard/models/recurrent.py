@@ -1,10 +1,10 @@
-"""The three recurrent decoders. They differ in when they look at the source, and in what the next step gets to know.
+"""The recurrent encoder-decoder with its three decoders, which differ in when they attend and what they feed back.
 
     plain     s_t = RNN(y_t, s_t-1)                                                       (Sutskever et al. 2014)
     Bahdanau  c_t = attention(s_t-1),  s_t = RNN([y_t; c_t], s_t-1)                       (Bahdanau et al. 2015)
     Luong     s_t = RNN([y_t; h̃_t-1], s_t-1),  h̃_t = tanh(W_c [attention(s_t); s_t])      (Luong et al. 2015)
 
-y is the embedding of the token before, s the top layer's state, c the context: what attention returns.
+y is the embedding of the previous token, s the top layer's state, c the context: the output of attention.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PlainDecoder(nn.Module):
         return self.run_fused(x, state, real)
 
     def run_fused(self, x: Tensor, state: State, real: Tensor | None) -> Tensor:
-        """The top layer's states through the fused kernel: possible where no step waits for what was seen before."""
+        """The top layer's states through the fused kernel, where no step needs another step's attention."""
         if real is None:
             return self.rnn(x, state)[0]
         rows = Rows.of(real)
@@ -78,21 +78,21 @@ class PlainDecoder(nn.Module):
         states: StateCache | None = None,
         seen: MemoryCache | None = None,
     ) -> Tensor:
-        """Token by token, the state put into a cache if there is one. At padding the state stays as it is."""
+        """Token by token, each state put into the cache if there is one. Padding leaves the state unchanged."""
         padding_bias = None if view is None else view.padding_bias()
         steps: list[RecurrentStep] = []
         for t, gates in enumerate(self.rnn.project(x).unbind(1)):
             step = self.step(gates, state, view, padding_bias)
-            here = None if real is None else real[:, t]
-            state = step.state if here is None else _keep_at_padding(here, step.state, state)
+            real_now = None if real is None else real[:, t]
+            state = step.state if real_now is None else _keep_at_padding(real_now, step.state, state)
             if states is not None:
-                state = states.push(state, here)
+                state = states.push(state, real_now)
             steps.append(step)
         h = torch.stack([step.h for step in steps], dim=1)
         if self.cross_attention is None or view is None:
             return h
-        attended = [step.attention for step in steps if step.attention is not None]
-        q, contexts = torch.cat([x.q for x in attended], dim=2), torch.stack([x.context for x in attended], dim=1)
+        attention = [step.attention for step in steps if step.attention is not None]
+        q, contexts = torch.cat([x.q for x in attention], dim=2), torch.stack([x.context for x in attention], dim=1)
         self.cross_attention.record_attention(q, contexts, view, seen)
         return self.output(x, h, contexts)
 
@@ -102,14 +102,14 @@ class PlainDecoder(nn.Module):
         return RecurrentStep(state, state[self.top])
 
     def output(self, x: Tensor, h: Tensor, contexts: Tensor) -> Tensor:
-        """What the head reads (B, T, M), of all steps together."""
+        """What the head reads (B, T, M), for all steps at once."""
         return h
 
 
 class LuongDecoder(PlainDecoder):
-    """Looks after each step; h̃_t is the output and, with input feeding (§3.3), a part of the next input.
+    """Attends after each step; h̃_t is the output and, with input feeding (§3.3), a part of the next input.
 
-    Without input feeding nothing waits for anything: one fused recurrence, then one attention of all states.
+    Without input feeding, all steps run in one fused recurrence and one attention.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -125,7 +125,7 @@ class LuongDecoder(PlainDecoder):
             return self.run_steps(x, state, view, real)
         assert self.cross_attention is not None and view is not None
         h = self.run_fused(x, state, real)
-        return self._attended(self.cross_attention.attend_all(h, view), h)
+        return self._combine(self.cross_attention.attend_all(h, view), h)
 
     def step(self, gates: Tensor, state: State, view: MemoryView | None, padding_bias: Tensor | None) -> RecurrentStep:
         assert self.cross_attention is not None and view is not None
@@ -133,17 +133,17 @@ class LuongDecoder(PlainDecoder):
             gates, state = self.rnn.feed(gates, state[-1]), state[:-1]
         state = self.rnn.step(gates, state)
         attention = self.cross_attention.attend_one(state[self.top], view, padding_bias)
-        h = self._attended(attention.context, state[self.top])
+        h = self._combine(attention.context, state[self.top])
         return RecurrentStep((*state, h) if self.feeds else state, h, attention)
 
-    def _attended(self, context: Tensor, h: Tensor) -> Tensor:
+    def _combine(self, context: Tensor, h: Tensor) -> Tensor:
         """h̃ = tanh(W_c [c; h]), eq. 5."""
         return torch.tanh(self.combine(torch.cat([context, h], dim=-1)))
 
 
 class BahdanauDecoder(PlainDecoder):
-    """Looks before each step, from the state it is in. The output reads token, state and context through a maxout:
-    t_i = max over pairs of W [y_i-1; s_i; c_i] (eq. 4 and A.2.2)."""
+    """Attends before each step. The output is a maxout of token, state and context: t_i = max over pairs of
+    W [y_i-1; s_i; c_i] (eq. 4 and A.2.2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, d_fed=config.d_model)
@@ -167,12 +167,12 @@ def _keep_at_padding(real: Tensor, new: State, old: State) -> State:
 
 
 def linear(d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
-    """A Linear with Xavier-uniform weights and no bias to begin with."""
-    made = nn.Linear(d_in, d_out, bias=bias)
-    nn.init.xavier_uniform_(made.weight)
+    """A Linear with Xavier-uniform weights and zero bias."""
+    layer = nn.Linear(d_in, d_out, bias=bias)
+    nn.init.xavier_uniform_(layer.weight)
     if bias:
-        nn.init.zeros_(made.bias)
-    return made
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 _DECODERS: dict[str, type[PlainDecoder]] = {
@@ -186,7 +186,7 @@ _DECODERS: dict[str, type[PlainDecoder]] = {
 
 @dataclass(frozen=True, eq=False)
 class RecurrentMemory(Memory):
-    """The encoder's states (B, S, M), 0 at padding, and the last state of each layer, where the decoder starts."""
+    """The encoder's states (B, S, M), 0 at padding, and the last state of each layer."""
 
     final: State = ()
 
@@ -219,9 +219,8 @@ class Bridge(nn.Module):
 class Recurrent(SourceToTarget):
     """Sequence to sequence with LSTM or GRU layers.   source (B, S), target (B, T) → (B, T, V)
 
-    ``alignment`` chooses the decoder: none, Bahdanau's additive, or Luong's dot, general and concat. The encoder reads
-    both ways where ``bidirectional``, each with half of d_model. Order is all that tells where a token stands:
-    ``positions`` are taken, as by the other models, for their -1, which marks padding.
+    ``alignment`` chooses the decoder: none, Bahdanau's additive, or Luong's dot, general and concat. Each direction of
+    a ``bidirectional`` encoder has half of d_model. Of ``positions`` only the -1 of padding is used.
     """
 
     is_recurrent = True
@@ -229,20 +228,14 @@ class Recurrent(SourceToTarget):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        cell, d_model = config.cell, config.d_model
+        cell, d_model, n_layers = config.cell, config.d_model, config.n_layers
         self.token = components.token_table(config, config.vocab_size)
         shared = config.target_vocab_size is None
         self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
-        self.encoder = Recurrence(
-            cell,
-            self.token.d_model,
-            d_model,
-            config.n_layers,
-            bidirectional=config.bidirectional,
-            dropout=config.dropout,
-        )
-        self.bridge = Bridge(cell, d_model, config.n_layers, config.n_decoder_layers or config.n_layers)
+        both_ways, d_embed = config.bidirectional, self.token.d_model
+        self.encoder = Recurrence(cell, d_embed, d_model, n_layers, bidirectional=both_ways, dropout=config.dropout)
+        self.bridge = Bridge(cell, d_model, n_layers, config.n_decoder_layers or n_layers)
         self.decoder = _DECODERS[config.alignment](config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = TokenHead(config, config.output_vocab_size, config.tie_head) if config.head == "lm" else None
@@ -253,14 +246,14 @@ class Recurrent(SourceToTarget):
         return [] if own is None else [AttentionSite("decoder.cross_attention", "cross", 0, own)]
 
     def use_checkpointing(self, on: bool = True) -> None:
-        """Trade time for memory: compute each step's scores, S · M numbers a row, again in the backward pass."""
+        """Trade time for memory: recompute each step's scores, S · M numbers a row, in the backward pass."""
         if self.decoder.cross_attention is not None:
             self.decoder.cross_attention.checkpointing = on
 
     def new_cache(
         self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
     ) -> ModelCache:
-        """An empty cache for decoding. A state has one size for any length; batch and max_len keep it in place."""
+        """An empty cache for decoding. A state has one size for any length; batch and max_len make it stay in place."""
         if cache_dtype != "model":
             raise ValueError(f"cache_dtype={cache_dtype!r}: a recurrent model keeps one state, which is not rounded")
         return ModelCache([StateCache(in_place=batch is not None and max_len is not None)], [MemoryCache()])
@@ -268,8 +261,7 @@ class Recurrent(SourceToTarget):
     def encode(
         self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None
     ) -> RecurrentMemory:
-        """What the decoder starts from and looks at."""
-        padding_mask = _real("source", source, padding_mask, positions)
+        padding_mask = _real_tokens("source", source, padding_mask, positions)
         x = self.embedding_dropout(self.token(source))
         if padding_mask is None:
             states, final = self.encoder(x)
@@ -291,7 +283,7 @@ class Recurrent(SourceToTarget):
         """The decoder's states (B, T, M) for target tokens. Once a cache is filled, the memory may be left out."""
         if cache is not None and padding_mask is not None:
             padding_mask = padding_mask[:, -target.shape[1] :]  # of a mask over all of the text, the new tokens' part
-        padding_mask = _real("target", target, padding_mask, positions)
+        padding_mask = _real_tokens("target", target, padding_mask, positions)
         x = self.embedding_dropout(self.target_table(target))
         if cache is None:
             view, state = self._start(memory, len(target))
@@ -305,7 +297,7 @@ class Recurrent(SourceToTarget):
         return self.dropout(self.decoder.run_steps(x, states.state(), seen.view, padding_mask, states, seen))
 
     def _start(self, memory: Memory | None, n_batch: int) -> tuple[MemoryView | None, State]:
-        """What the decoder sees, and its state before the first token."""
+        """The memory's view, and the decoder's state before the first token."""
         if not isinstance(memory, RecurrentMemory):
             got = type(memory).__name__
             raise TypeError(f"memory must come from encode(), with the encoder's last state in it, got {got}")
@@ -316,8 +308,8 @@ class Recurrent(SourceToTarget):
         return view, self.decoder.first_state(self.bridge(memory.final))
 
 
-def _real(name: str, tokens: Tensor, padding_mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
-    """Which tokens are no padding, (B, T) booleans; None for all."""
+def _real_tokens(name: str, tokens: Tensor, padding_mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    """(B, T) booleans, False at padding; None where there is none."""
     if tokens.dim() != 2 or 0 in tokens.shape:
         raise ValueError(f"{name} must be (batch, length) with at least one token, got shape {tuple(tokens.shape)}")
     real = None
@@ -326,8 +318,8 @@ def _real(name: str, tokens: Tensor, padding_mask: Tensor | None, positions: Ten
             continue
         if given.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"{name} {what} has shape {tuple(given.shape)}, but {name} has {tuple(tokens.shape)}")
-        here = (given.bool() if what == "padding_mask" else given >= 0).expand_as(tokens)
-        real = here if real is None else real & here
+        mask = (given.bool() if what == "padding_mask" else given >= 0).expand_as(tokens)
+        real = mask if real is None else real & mask
     return real
 
 

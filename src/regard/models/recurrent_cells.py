@@ -10,6 +10,7 @@ i = 0 and f = 1, or z = 1. A state that is still 0 then stays 0, and c passes th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -31,19 +32,18 @@ from ..attention.taps import tap_attention
 from ..config import ModelConfig
 from .block import Memory
 
-State = tuple[Tensor, ...]
-"""(B, M) tensors: h of each layer, then of an LSTM c of each layer; a decoder may add more."""
+State = tuple[Tensor, ...]  # (B, M) tensors: h of each layer, an LSTM's c of each layer; a decoder may add more
 
 _SHUT = 1e4  # far enough that σ is 0 or 1 in every precision, and still a number in fp16
 _ON_PADDING = {"lstm": (-_SHUT, _SHUT, 0.0, 0.0), "gru": (0.0, _SHUT, 0.0)}  # in torch's order: i f g o, and r z n
 
 
 class Rows(NamedTuple):
-    """A ragged batch put in order: the real tokens of each row first, wherever its padding stands."""
+    """How to move the padding of each row to its end, and back."""
 
-    order: Tensor  # (B, T) for each place in the tight row, the place in the row as given
-    place: Tensor  # (B, T) the way back
-    real: Tensor  # (B, T) booleans: what is no padding in the tight row
+    order: Tensor  # (B, T) indices that move real tokens to the front
+    inverse: Tensor  # (B, T) indices that undo it
+    real: Tensor  # (B, T) booleans: False at padding, after the move
 
     @classmethod
     def of(cls, padding_mask: Tensor) -> Rows:
@@ -51,16 +51,14 @@ class Rows(NamedTuple):
         return cls(order, order.argsort(dim=1), padding_mask.gather(1, order))
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, T, M) with the real tokens first."""
         return x.gather(1, self.order[..., None].expand_as(x))
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(B, T, M) as the row was given."""
-        return x.gather(1, self.place[..., None].expand_as(x))
+        return x.gather(1, self.inverse[..., None].expand_as(x))
 
 
 class Gates(nn.Module):
-    """The weights of one layer in one direction, those of all gates one below the other."""
+    """The weights of one layer in one direction, all gates stacked."""
 
     def __init__(self, cell: str, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -84,7 +82,7 @@ class Gates(nn.Module):
             nn.init.ones_(self.b_x.chunk(4)[1])
 
     def weights(self, padded: bool) -> list[Tensor]:
-        """As the fused kernels take them; ``padded`` adds the column that reads whether a token is padding."""
+        """In the order of torch's kernels; ``padded`` adds the column that reads whether a token is padding."""
         w_x: Tensor = self.w_x
         if padded:
             n_units = w_x.shape[0] // self.n_gates
@@ -130,13 +128,12 @@ class Recurrence(nn.Module):
     ) -> tuple[Tensor, State]:
         """Some layers in one call of torch's kernel (cuDNN on a GPU)."""
         gates = [one for layer in layers for one in self._directions(layer)]
-        weights = _side_by_side([one.weights(padded) for one in gates])
+        weights = _contiguous_weights([one.weights(padded) for one in gates])
         n_kinds = 2 if self.cell == "lstm" else 1
         if start is None:
             state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * n_kinds
         else:
-            held = torch.stack(start).to(x.dtype)
-            state = list(held.split(len(layers)))
+            state = list(torch.stack(start).to(x.dtype).split(len(layers)))
         options = (True, len(layers), self.dropout, self.training, self.back is not None, True)
         if self.cell == "lstm":
             output, *state = torch.lstm(x, state, weights, *options)
@@ -181,8 +178,8 @@ class Recurrence(nn.Module):
         return *hs, *cs
 
 
-def _side_by_side(weights: list[list[Tensor]]) -> list[Tensor]:
-    """On a GPU as views of one block, all matrices, then all biases: otherwise cuDNN copies, with a warning."""
+def _contiguous_weights(weights: list[list[Tensor]]) -> list[Tensor]:
+    """The weights flattened; on a GPU as views of one block, or cuDNN would copy them and warn."""
     if not weights[0][0].is_cuda:
         return [weight for one in weights for weight in one]
     parts = [part for some in (slice(0, 2), slice(2, 4)) for one in weights for part in one[some]]
@@ -207,24 +204,23 @@ def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MemoryView:
-    """A memory as one head looks at it: keys through the mechanism's O(S) half, values, and what is no padding."""
+    """A memory as keys and values of one head; the mechanism has already transformed the keys."""
 
     k: Tensor  # (B, 1, S, D)
     v: Tensor  # (B, 1, S, M) the encoder's states, 0 at padding
     real: Tensor | None = None  # (B, S)
 
     def rows(self, index: Tensor) -> MemoryView:
-        k, v = (x.index_select(0, index) for x in (self.k, self.v))
-        return MemoryView(
-            v if self.k is self.v else k, v, None if self.real is None else self.real.index_select(0, index)
-        )
+        v = self.v.index_select(0, index)
+        k = v if self.k is self.v else self.k.index_select(0, index)
+        return MemoryView(k, v, None if self.real is None else self.real.index_select(0, index))
 
     def padding_bias(self) -> Tensor | None:
-        """To be added to scores, (B, 1, 1, S): -inf at padding. A row of nothing else stays open: its values are 0."""
+        """(B, 1, 1, S) to add to scores: -inf at padding. A row of padding alone stays visible: its values are 0."""
         if self.real is None:
             return None
-        open_ = self.real | ~self.real.any(-1, keepdim=True)
-        return torch.zeros_like(open_, dtype=self.v.dtype).masked_fill(~open_, float("-inf"))[:, None, None]
+        visible = self.real | ~self.real.any(-1, keepdim=True)
+        return torch.zeros_like(visible, dtype=self.v.dtype).masked_fill(~visible, float("-inf"))[:, None, None]
 
 
 class AttentionStep(NamedTuple):
@@ -232,6 +228,14 @@ class AttentionStep(NamedTuple):
 
     q: Tensor  # (B, 1, 1, D) through the mechanism
     context: Tensor  # (B, M)
+
+
+_MECHANISMS: dict[str, Callable[[int], Mechanism]] = {
+    "additive": lambda d_model: Additive(1, d_model),
+    "dot": lambda d_model: Dot(scale=1.0),
+    "general": lambda d_model: General(1, d_model),
+    "concat": lambda d_model: Concat(1, d_model),
+}
 
 
 class Alignment(nn.Module):
@@ -243,24 +247,24 @@ class Alignment(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.mechanism = _mechanism(config.alignment, config.d_model)
+        self.mechanism = _MECHANISMS[config.alignment](config.d_model)
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.checkpointing = False  # recompute a step's scores in the backward pass; set from outside
 
     def view(self, memory: Memory) -> MemoryView:
-        """The memory prepared for any number of looks."""
+        """The memory with its keys transformed once for all queries."""
         n_batch, n_keys, _ = memory.states.shape
-        # A mechanism's O(S) half treats tokens alike: as one long row they are a single matrix product.
+        # Keys are transformed independently: as one long row they are a single matrix product.
         keys = self.mechanism.keys(memory.states.reshape(1, 1, n_batch * n_keys, -1))
         v = memory.states[:, None]
         same = type(self.mechanism).keys is Mechanism.keys
         return MemoryView(v if same else keys.view(n_batch, 1, n_keys, -1), v, real_keys(memory))
 
     def attend_one(self, state: Tensor, view: MemoryView, padding_bias: Tensor | None) -> AttentionStep:
-        """The attention of one state (B, M): the inside of a loop, so nothing here is checked or chosen anew."""
+        """The attention of one state (B, M), without checks: this runs once for each target token."""
         q = self.mechanism.queries(state[None, None]).transpose(0, 2)  # (1, 1, B, D) → (B, 1, 1, D)
         if has_edits(self):
-            return AttentionStep(q, self._attended(q, view)[1][:, 0, 0])
+            return AttentionStep(q, self._attend(q, view)[1][:, 0, 0])
         if self.checkpointing and self.training:
             context = checkpoint(self._weigh, q, view, padding_bias, use_reentrant=False)
         else:
@@ -277,29 +281,28 @@ class Alignment(nn.Module):
         """The attention of all states (B, T, M) at once, where no step waits for another's: → (B, T, M)."""
         n_batch, n_queries, width = states.shape
         q = self.mechanism.queries(states.reshape(1, 1, -1, width)).view(n_batch, 1, n_queries, -1)
-        return tap_attention(self, *self._attended(q, view))[:, 0]
+        return tap_attention(self, *self._attend(q, view))[:, 0]
 
-    def _attended(self, q: Tensor, view: MemoryView) -> tuple[AttentionCall, Tensor]:
-        """The attention of q (B, 1, T, D) as any other attention is computed, → (B, 1, T, M)."""
+    def _attend(self, q: Tensor, view: MemoryView) -> tuple[AttentionCall, Tensor]:
+        """The attention of q (B, 1, T, D) through the configured backend, → (B, 1, T, M)."""
         call = apply_edits_to_call(self, self._call(q, view, self.dropout if self.training else 0.0))
         return call, apply_edits_to_heads(self, call, run(call, self.backend).output)
 
     def record_attention(self, q: Tensor, contexts: Tensor, view: MemoryView, cache: Cache | None) -> None:
-        """Let the recorder see looks made one by one as one attention: q (B, 1, T, D), contexts (B, T, M)."""
+        """Show attention that was computed step by step to the recorder as one: q (B, 1, T, D), contexts (B, T, M)."""
         tap_attention(self, apply_edits_to_call(self, self._call(q, view)), contexts[:, None], cache)
 
     def _call(self, q: Tensor, view: MemoryView, dropout: float = 0.0) -> AttentionCall:
         mask = None if view.real is None else masks.valid_keys(view.real)
-        frame = Frame.of(q, view.k)
         seed = draw_seed(q.device) if dropout > 0 else None
-        return AttentionCall(q, view.k, mask, None, self.mechanism, frame, view.v, dropout, seed)
+        return AttentionCall(q, view.k, mask, None, self.mechanism, Frame.of(q, view.k), view.v, dropout, seed)
 
 
 _ONE_HEAD = Frame.aligned(1, 1, 1, 1)
 
 
 def real_keys(memory: Memory) -> Tensor | None:
-    """Which of a memory's states are no padding, (B, S); None for all."""
+    """(B, S) False at the memory's padding; None where there is none."""
     if memory.mask is None:
         return None
     n_batch, n_keys, _ = memory.states.shape
@@ -307,16 +310,8 @@ def real_keys(memory: Memory) -> Tensor | None:
     return memory.mask.tile(ALL, ALL, frame).expand(n_batch, 1, 1, n_keys)[:, 0, 0]
 
 
-def _mechanism(alignment: str, d_model: int) -> Mechanism:
-    if alignment == "dot":
-        return Dot(scale=1.0)
-    if alignment == "general":
-        return General(1, d_model)
-    return (Concat if alignment == "concat" else Additive)(1, d_model)
-
-
 class MemoryCache(CrossCache):
-    """A view of the memory. As a cache it holds the encoder's states, of which maps make their keys."""
+    """The memory's view, kept for decoding; as a cache it holds the encoder's states as keys and values."""
 
     def reset(self) -> None:
         super().reset()
@@ -336,19 +331,19 @@ class MemoryCache(CrossCache):
 
 
 class StateCache(Cache):
-    """A decoder's state after the tokens seen, and a few earlier ones, so that ``truncate`` can take tokens back.
+    """A decoder's present state and the 16 before it, so that ``truncate`` can take tokens back.
 
-    Its size does not depend on the length of the text. ``in_place`` writes always to the same memory, for captured
-    graphs; gradients then do not pass.
+    Its size does not depend on the length of the text. ``in_place`` always writes to the same memory, for CUDA graphs;
+    gradients then do not pass.
     """
 
-    kept = 17  # states: the present one and 16 before it
+    n_states = 17  # the present one and those before it
 
     def __init__(self, in_place: bool = False) -> None:
         self.in_place = in_place
-        self._state = self._past = torch.empty(0)  # (B, W), all tensors of the state side by side, and (kept, B, W)
+        self._state = self._past = torch.empty(0)  # (B, W), all tensors of the state side by side, and (n_states, B, W)
         self._lengths = torch.zeros(1, dtype=torch.int64)  # (B,)
-        self._past_lengths = self._slot = self._lengths  # (kept, B), -1 where no state is, and the slot to write next
+        self._past_lengths = self._slot = self._lengths  # (n_states, B), -1 where empty; next slot
         self._widths: list[int] = []
         self.reset()
 
@@ -367,8 +362,8 @@ class StateCache(Cache):
         zeros = torch.zeros(joined.shape[0], dtype=torch.int64, device=joined.device)
         self._widths = [part.shape[-1] for part in state]
         self._state, self._lengths = self._put(self._state, joined), self._put(self._lengths, zeros)
-        self._past = self._put(self._past, torch.zeros_like(joined).repeat(self.kept, 1, 1))
-        self._past_lengths = self._put(self._past_lengths, zeros.repeat(self.kept, 1) - 1)
+        self._past = self._put(self._past, torch.zeros_like(joined).repeat(self.n_states, 1, 1))
+        self._past_lengths = self._put(self._past_lengths, zeros.repeat(self.n_states, 1) - 1)
         self._slot = self._put(self._slot, zeros[:1].clone())
         self.filled = True
         self._remember()
@@ -387,19 +382,19 @@ class StateCache(Cache):
     def _move(self, state: Tensor, lengths: Tensor) -> None:
         self._state, self._lengths = self._put(self._state, state), self._put(self._lengths, lengths)
 
-    def _put(self, held: Tensor, new: Tensor) -> Tensor:
+    def _put(self, old: Tensor, new: Tensor) -> Tensor:
         if not self.in_place:
             return new
-        fits = (held.shape, held.dtype, held.device) == (new.shape, new.dtype, new.device)
-        return held.copy_(new.detach()) if fits else new.detach().clone()
+        fits = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+        return old.copy_(new.detach()) if fits else new.detach().clone()
 
     def _remember(self) -> None:
         self._past.index_copy_(0, self._slot, self._state.detach()[None])
         self._past_lengths.index_copy_(0, self._slot, self._lengths[None])
-        self._slot.add_(1).remainder_(self.kept)
+        self._slot.add_(1).remainder_(self.n_states)
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b goes on from row beam_index[b]; the index may be longer than the batch, which then grows."""
+        """Row b continues row beam_index[b]; a longer index makes the batch grow."""
         if self.filled:
             self._move(self._state.index_select(0, beam_index), self._lengths.index_select(0, beam_index))
             self._past = self._put(self._past, self._past.index_select(1, beam_index))
@@ -423,7 +418,9 @@ class StateCache(Cache):
         lengths = self._lengths.clamp(max=length)
         if not (self._past_lengths == lengths).any(0).all():
             back = int((self._lengths - lengths).max())
-            raise ValueError(f"length={length} takes back {back} tokens, but the last {self.kept - 1} states are kept")
+            raise ValueError(
+                f"length={length} takes back {back} tokens, but the last {self.n_states - 1} states are kept"
+            )
 
     def memory(self) -> int:
         return n_bytes(self._state, self._past, self._lengths, self._past_lengths) if self.filled else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,7 @@ class Decoder(Model):
         super().__init__(config)
         self.token = components.token_table(config, config.vocab_size)
         self.embeddings = components.embeddings(config, config.max_len)
-        self.decoder = Stack(
-            config,
-            n_layers=config.n_layers,
-            n_heads=config.n_heads,
-            d_ff=config.d_ff,
-            causal=config.causal,
-            cross=False,
-        )
+        self.decoder = _single_stack(config, config.causal)
         self.head = _token_head(config, config.vocab_size)
         self._initialise()
 
@@ -46,30 +41,22 @@ class Decoder(Model):
         documents: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """The last layer's states (B, T, M), before the head."""
-        padding_mask, positions = _in_cache(padding_mask, positions, cache)
+        """The last layer's states (B, T, M), before the head.
+
+        ``padding_mask`` (B, T) marks real tokens; ``positions`` (B, T) are 0, 1, 2 … unless given; ``documents``
+        (B, T) numbers texts packed into one row, none of which sees another. Padding is not written to a ``cache``.
+        """
+        padding_mask, positions = _positions_in_cache(padding_mask, positions, cache)
         mask = mask_from_padding(padding_mask)
         if documents is not None:
-            apart = masks.packed(documents)
-            mask = apart if mask is None else apart & mask
+            packed = masks.packed(documents)
+            mask = packed if mask is None else packed & mask
         x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
         return self.decoder(x, mask=mask, positions=positions, cache=cache)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """``padding_mask`` (B, T) marks real tokens; ``positions`` places them where they do not stand at 0, 1, 2 …;
-        ``documents`` (B, T) numbers texts packed into one row, none of which sees another.
-
-        With a ``cache`` padding is not written: real tokens then stand one after the other, row by row.
-        """
-        x = self.hidden(tokens, padding_mask=padding_mask, positions=positions, documents=documents, cache=cache)
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
+        """tokens (B, T) → next-token logits (B, T, V); ``options`` are those of ``hidden``."""
+        x = self.hidden(tokens, **options)
         return x if self.head is None else self.head(x, self.output_table)
 
 
@@ -82,7 +69,7 @@ class Encoder(Model):
         super().__init__(config)
         self.token = components.token_table(config, config.vocab_size) if config.source == "text" else None
         self.embeddings = source_embeddings(config)
-        self.encoder = _encoder(config)
+        self.encoder = _single_stack(config, causal=False)
         self.head = _token_head(config, config.vocab_size) if config.head == "masked-lm" else None
         self.classifier = ClassHead(config) if config.head == "classify" else None
         self.pooler = Pooler(config) if config.head == "none" and config.pooler != "none" else None
@@ -100,16 +87,12 @@ class Encoder(Model):
         x = _embed(self, source, positions, segments)
         return self.encoder(x, mask=mask_from_padding(padding_mask), positions=positions)
 
-    def forward(
-        self,
-        source: Tensor,
-        *,
-        padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-    ) -> Tensor:
-        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states."""
-        x = self.hidden(source, padding_mask=padding_mask, positions=positions, segments=segments)
+    def forward(self, source: Tensor, *, padding_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states.
+
+        ``options`` are those of ``hidden``.
+        """
+        x = self.hidden(source, padding_mask=padding_mask, **options)
         if self.classifier is not None:
             return self.classifier(x, mask_from_padding(padding_mask))
         return x if self.head is None else self.head(x, self.output_table)
@@ -131,7 +114,7 @@ class EncoderDecoder(SourceToTarget):
         self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
         self.embeddings = source_embeddings(config)
         self.target_embeddings = components.embeddings(config, config.max_target_len or config.max_len)
-        self.encoder = _encoder(config)
+        self.encoder = _single_stack(config, causal=False)
         self.decoder = Stack(
             config,
             n_layers=config.n_decoder_layers or config.n_layers,
@@ -144,9 +127,8 @@ class EncoderDecoder(SourceToTarget):
         self._initialise()
 
     def encode(self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None) -> Memory:
-        """What the decoder looks at."""
         mask = mask_from_padding(padding_mask)
-        x = _embed(self, source, positions, None)
+        x = _embed(self, source, positions)
         return Memory(self.encoder(x, mask=mask, positions=positions), mask)
 
     def decode(
@@ -158,8 +140,7 @@ class EncoderDecoder(SourceToTarget):
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """The decoder's states (B, T, M) for target tokens."""
-        padding_mask, positions = _in_cache(padding_mask, positions, cache)
+        padding_mask, positions = _positions_in_cache(padding_mask, positions, cache)
         x = self.target_embeddings(self.target_table(target), _positions(self.config, target, positions, cache))
         return self.decoder(x, mask=mask_from_padding(padding_mask), positions=positions, memory=memory, cache=cache)
 
@@ -170,25 +151,23 @@ def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
     return TokenHead(config, vocab_size, tied=config.tie_head)
 
 
-def _encoder(config: ModelConfig) -> Stack:
-    return Stack(config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=False, cross=False)
+def _single_stack(config: ModelConfig, causal: bool) -> Stack:
+    """An encoder, or a decoder without an encoder beside it."""
+    return Stack(config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=causal, cross=False)
 
 
 def _embed(
-    model: Encoder | EncoderDecoder,
-    source: Tensor,
-    positions: Tensor | None,
-    segments: Tensor | None,
+    model: Encoder | EncoderDecoder, source: Tensor, positions: Tensor | None, segments: Tensor | None = None
 ) -> Tensor:
     if model.token is None:
         return model.embeddings(*vision_inputs(model.config, source))
     return model.embeddings(model.token(source), _positions(model.config, source, positions), segments)
 
 
-def _in_cache(
+def _positions_in_cache(
     padding_mask: Tensor | None, positions: Tensor | None, cache: ModelCache | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Padding among tokens that go into a cache, said by positions: what stands at -1 is never written nor seen."""
+    """Mark padding by position -1 instead of a mask: a cache neither writes nor shows such tokens."""
     if padding_mask is None or cache is None:
         return padding_mask, positions
     padding_mask = padding_mask.bool()
@@ -198,17 +177,14 @@ def _in_cache(
 
 
 def _positions(
-    config: ModelConfig,
-    tokens: Tensor,
-    positions: Tensor | None,
-    cache: ModelCache | None = None,
+    config: ModelConfig, tokens: Tensor, positions: Tensor | None, cache: ModelCache | None = None
 ) -> Tensor | None:
-    """Where tokens stand for the embeddings; None lets them stand at 0, 1, 2 …"""
+    """The positions (B, T) that embeddings add; None for 0, 1, 2 …"""
     if positions is not None:
         return positions
     if cache is not None:
         return cache.next_positions(tokens.shape[1], tokens.device)
-    if config.positions_skip_padding:  # by the token, as RoBERTa counts, whatever a mask says
+    if config.positions_skip_padding:  # RoBERTa goes by the pad token, not by a mask
         real = tokens != config.pad_id
         return torch.where(real, real.long().cumsum(-1) - 1, -1)
     return None
