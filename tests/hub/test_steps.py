@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.hub import BY_TYPE, FAMILIES, to_ours, to_theirs
-from regard.hub.families.bart import Copy, Sinusoids
-from regard.hub.hf_family import OldEnding, Unread
+from regard.hub.families.bart import Sinusoids
+from regard.hub.hf_family import OldEnding
 from regard.hub.weight_steps import Drop, Fill, Join, Rename, Reshape, Step, Tensors, Tie, Transpose, matches, translate
 from regard.models import build
 from regard.presets import PRESETS, preset
@@ -132,20 +132,23 @@ def test_old_ending(rest: Tensors, data: st.DataObject) -> None:
 
 
 @given(others(), st.data())
-def test_unread(rest: Tensors, data: st.DataObject) -> None:
-    step, w = Unread("bias", "decoder.bias"), data.draw(tensor(3))
+def test_second_name_that_is_written_but_not_checked(rest: Tensors, data: st.DataObject) -> None:
+    step, w = Tie("bias", "decoder.bias", checked=False, written=True), data.draw(tensor(3))
     ours = there_and_back(step, rest | {"decoder.bias": w, "bias": w.clone()})
     assert same_bits(ours, rest | {"decoder.bias": w})
     assert same_bits(step.apply(rest | {"bias": w}), ours)
+    assert same_bits(step.apply(rest | {"decoder.bias": w, "bias": torch.zeros(3)}), ours)
 
 
 @given(others(), st.data())
-def test_copy(rest: Tensors, data: st.DataObject) -> None:
-    step, w = Copy("decoder.table", "table"), data.draw(tensor(2, 2)).float().nan_to_num()
+def test_second_name_that_is_written(rest: Tensors, data: st.DataObject) -> None:
+    step, w = Tie("decoder.table", "table", written=True), data.draw(tensor(2, 2)).float().nan_to_num()
     ours = there_and_back(step, rest | {"table": w, "decoder.table": w.clone()})
     assert same_bits(ours, rest | {"table": w})
     assert same_bits(step.apply(rest | {"decoder.table": w}), ours)
-    with pytest.raises(ValueError, match=r"decoder\.table and table hold different numbers"):
+    with pytest.raises(
+        ValueError, match=r"decoder\.table and table are tied by the config, but hold different numbers"
+    ):
         step.apply(rest | {"table": w, "decoder.table": torch.where(w == 0, 1.0, 0.0)})
 
 
