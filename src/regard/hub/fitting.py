@@ -81,13 +81,17 @@ def fill(
     files = {x.untyped_storage().data_ptr() for x in read.values()}
     state = {}
     for name, x in tensors.items():
-        x = x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
+        x = _convert(x, device, dtype)
         # Away from the file's memory: later writes to the file must not change the model, and kernels round differently
         # on unaligned memory, as a file's is.
         state[name] = x.clone() if x.untyped_storage().data_ptr() in files else x
     model.load_state_dict(state, assign=True)
     kinds = {x.dtype for x in state.values() if x.is_floating_point()}
     return model.to(kinds.pop() if len(kinds) == 1 else None).eval()  # the buffers too, where there is one type
+
+
+def _convert(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
 
 
 class NameMatch(NamedTuple):

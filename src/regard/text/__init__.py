@@ -1,4 +1,4 @@
-"""Between people and models: text to token ids and back, images to pixels, classes to names."""
+"""Text to token ids and back, images to pixels, classes to names."""
 
 from .image_processor import ImageProcessor
 from .processor import Processor, read_processor

@@ -1,4 +1,4 @@
-"""A picture as a model was shown pictures in training: what a preprocessor_config.json says, done with Pillow."""
+"""Images to pixels as a model's preprocessor_config.json describes, done with Pillow."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Resize, crop the middle, scale to [0, 1], normalise per channel; what is None is not done."""
+    """Resize, crop the middle, scale to [0, 1], normalise per channel; None leaves a step out."""
 
-    size: tuple[int, int] | int | None
-    """Height and width to resize to; one number: the shorter side, with the picture's shape kept."""
+    size: tuple[int, int] | int | None  # height and width to resize to; one number: the shorter side, shape kept
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     rescale: float = 1 / 255
-    resample: int = 2
-    """Pillow's number for the filter; 2 is bilinear."""
-    crop: tuple[int, int] | None = None
-    """Height and width of the middle that is kept; black surrounds a picture smaller than that."""
+    resample: int = 2  # Pillow's number for the filter; 2 is bilinear
+    crop: tuple[int, int] | None = None  # height and width of the middle; a smaller image is padded with black
 
     def __call__(self, image: Image) -> Tensor:
         """pixels (1, C, height, width)"""
@@ -38,7 +35,7 @@ class ImageProcessor:
 
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
         if self.size is not None:
-            image = image.resize(self._resized(*image.size), Resampling(self.resample))
+            image = image.resize(self._target_size(*image.size), Resampling(self.resample))
         if self.crop is not None:
             left, top = (image.width - self.crop[1]) // 2, (image.height - self.crop[0]) // 2
             image = image.crop((left, top, left + self.crop[1], top + self.crop[0]))
@@ -47,7 +44,7 @@ class ImageProcessor:
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         return ((pixels - mean[:, None, None]) / std[:, None, None])[None]
 
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
+    def _target_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing; the longer side is rounded down, as transformers does."""
         if isinstance(self.size, tuple):
             return self.size[1], self.size[0]
@@ -57,14 +54,14 @@ class ImageProcessor:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], config: ModelConfig) -> ImageProcessor:
-        """From the fields of a preprocessor_config.json; what it asks for and we do not do is refused by name."""
+        """From the fields of a preprocessor_config.json; unsupported steps are refused by name."""
         clip = _is_clip(fields)
         for name, value in fields.items():
             if value and (name == "use_square_size" or (name.startswith("do_") and name not in _STEPS)):
                 raise ValueError(f"{name}={value!r}; regard does {', '.join(_STEPS)}")
-        # To transformers a missing step is its kind's default, and null is a step not taken.
+        # As in transformers, a missing field means the default of its kind, and null that the step is left out.
         side = config.image_size
-        mean, std = _normalising(fields, config.n_channels, clip)
+        mean, std = _mean_and_std(fields, config.n_channels, clip)
         resize = fields.get("do_resize", True)
         return cls(
             _size("size", fields.get("size", side), square=not clip) if resize else None,
@@ -76,7 +73,7 @@ class ImageProcessor:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The same as transformers writes it."""
+        """As transformers writes them."""
         size = {"shortest_edge": self.size} if isinstance(self.size, int) else _sides(self.size)
         clip = self.crop is not None or isinstance(self.size, int)
         return {
@@ -103,45 +100,46 @@ def _is_clip(fields: Mapping[str, Any]) -> bool:
     raise ValueError(f"image_processor_type={name!r}; regard does what ViTImageProcessor and CLIPImageProcessor do")
 
 
-def _normalising(fields: Mapping[str, Any], n: int, clip: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and spread of each of the n channels; without the step, those that change nothing."""
+def _mean_and_std(fields: Mapping[str, Any], n: int, clip: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each of the n channels; 0 and 1 without the step."""
     if not fields.get("do_normalize", True):
         return (0.0,) * n, (1.0,) * n
-    found = []
+    statistics = []
     for name, default in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD)):
         values = fields.get(name, default if clip else (0.5,) * n)
         if not isinstance(values, list | tuple) or len(values) != n:
             raise ValueError(f"{name}={values!r} is not one number for each of n_channels={n}")
-        found.append(tuple(float(x) for x in values))
-    return found[0], found[1]
+        statistics.append(tuple(float(x) for x in values))
+    return statistics[0], statistics[1]
 
 
 def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
     if isinstance(size, Mapping):
         size = {side: value for side, value in size.items() if value is not None}
+    sides: tuple[int, int] | int
     match size:
         case int(side):
-            found: tuple[int, ...] = (side, side) if square else (side,)
+            sides = (side, side) if square else side
         case {"shortest_edge": int(side), **rest} if not rest:
-            found = (side,)
+            sides = side
         case {"height": int(height), "width": int(width), **rest} if not rest:
-            found = height, width
+            sides = height, width
         case [int(height), int(width)]:
-            found = height, width
+            sides = height, width
         case _:
             raise ValueError(f"{name}={size!r} is neither a number, nor height and width, nor shortest_edge")
-    if min(found) < 1:
+    if (sides if isinstance(sides, int) else min(sides)) < 1:
         raise ValueError(f"{name}={size!r} must be at least 1")
-    return found[0] if len(found) == 1 else (found[0], found[1])
+    return sides
 
 
 def _crop(size: Any) -> tuple[int, int]:
     if size is None:
         raise ValueError("do_center_crop=True, but there is no crop_size")
-    found = _size("crop_size", size, square=True)
-    if isinstance(found, int):
+    sides = _size("crop_size", size, square=True)
+    if isinstance(sides, int):
         raise ValueError(f"crop_size={size!r} has no height and width")
-    return found
+    return sides
 
 
 def _filter(number: Any) -> int:

@@ -1,4 +1,4 @@
-"""A model's inputs and outputs in people's terms: its tokenizers, image processor and class names, and their files."""
+"""A model's tokenizers, image processor and class names, and the files they are read from and written to."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Processor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, where there is exactly one."""
+        """The only tokenizer; ValueError where there are two or none."""
         tokenizers = [x for x in (self.source, self.target) if x is not None]
         if len(tokenizers) != 1:
             raise ValueError(f"there are {len(tokenizers)} tokenizers; ask for processor.source or processor.target")

@@ -157,7 +157,7 @@ class Tokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text; ``special`` adds the special tokens the file puts around a text."""
+        """The ids of a text; ``special`` adds the tokens the file puts around it."""
         with _library_errors_as_bad_file(self.name):
             return list(self._backend.encode(replace_surrogates(text), add_special_tokens=special).ids)
 
@@ -180,14 +180,13 @@ class Tokenizer:
             return self._backend.decode([int(index) for index in ids])
 
     def token(self, index: int | None) -> str | None:
-        """How an id is written in the vocabulary; None for one that does not exist."""
+        """The vocabulary's entry of an id; None where there is none."""
         return None if index is None or index < 0 else self._backend.id_to_token(index)
 
     def _first_tokens(self) -> tuple[str | None, ...]:
         return tuple(self._backend.id_to_token(index) for index in range(len(SPECIAL)))
 
     def span_texts(self, ids: Sequence[int]) -> list[str]:
-        """The texts of ``token_spans``."""
         return [span.text for span in self.token_spans(ids)]
 
     def token_spans(self, ids: Sequence[int]) -> list[TokenSpan]:
@@ -226,7 +225,7 @@ class Tokenizer:
         return spans
 
     def _special_text(self, index: int, token: str | None) -> tuple[str, bool]:
-        """How a token without text is shown, and whether it marks a place instead of standing for a word."""
+        """How a token without text is shown, and whether it marks a position instead of standing for a word."""
         if token is None:
             return f"<{index}>", False
         if self.is_native:

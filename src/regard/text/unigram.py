@@ -1,8 +1,8 @@
 """Training of the unigram model (Kudo 2018, "Subword regularization"), the same on every run.
 
-A word is the product of its pieces' probabilities, p(x) = Π p(xᵢ); EM finds p, and the pieces whose loss would cost
-least are dropped until enough are left. The trainer of ``tokenizers`` walks hash tables in an order that changes from
-process to process, so the same texts give it another vocabulary each time; here everything is sorted.
+The probability of a word is the product of its pieces', p(x) = Π p(xᵢ). EM fits p, and the pieces whose removal costs
+least likelihood are dropped until ``size`` are left. The trainer of ``tokenizers`` iterates over hash tables, so its
+vocabulary changes from process to process; here everything is sorted.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-_LONGEST = 16
+_MAX_PIECE_LENGTH = 16
 _SEED_FACTOR = 6
-_KEPT = 0.7  # share of the pieces that survives a round
+_SURVIVING_SHARE = 0.7  # of the pieces in each round of pruning
 _ROUNDS_OF_EM = 2
-_LEAST = 1e-250
+_MIN_PROBABILITY = 1e-250
+_UNKNOWN_SCORE = -30.0  # log probability of a character that is no piece
 
 
 def train_unigram(words: Mapping[str, int], size: int) -> list[tuple[str, float]]:
@@ -23,25 +24,26 @@ def train_unigram(words: Mapping[str, int], size: int) -> list[tuple[str, float]
     ordered = sorted(words.items())
     letters = Counter[str]()
     for word, n in ordered:
-        for letter in word:
-            letters[letter] += n
+        letters.update({letter: n * count for letter, count in Counter(word).items()})
     always = sorted(letters, key=lambda letter: (-letters[letter], letter))[:size]
-    scores = _seed(ordered, letters, always, size)
+    scores = _seed_pieces(ordered, letters, always, size)
     while True:
         for _ in range(_ROUNDS_OF_EM):
-            scores = _log_shares(_expected(ordered, scores), always)
+            scores = _log_shares(_expected_counts(ordered, scores), always)
         if len(scores) <= size:
             break
-        scores = _pruned(ordered, scores, always, max(size, int(len(scores) * _KEPT)))
+        scores = _prune(ordered, scores, always, max(size, int(len(scores) * _SURVIVING_SHARE)))
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _seed(words: list[tuple[str, int]], letters: Mapping[str, int], always: list[str], size: int) -> dict[str, float]:
+def _seed_pieces(
+    words: list[tuple[str, int]], letters: Mapping[str, int], always: list[str], size: int
+) -> dict[str, float]:
     """The substrings that cover most text, and all characters."""
     counts: Counter[str] = Counter()
     for word, n in words:
         for start in range(len(word)):
-            for end in range(start + 2, min(len(word), start + _LONGEST) + 1):
+            for end in range(start + 2, min(len(word), start + _MAX_PIECE_LENGTH) + 1):
                 counts[word[start:end]] += n
     often = [piece for piece, n in counts.items() if n > 1]
     often.sort(key=lambda piece: (-counts[piece] * len(piece), piece))
@@ -56,7 +58,7 @@ def _log_shares(counts: Mapping[str, float], always: list[str]) -> dict[str, flo
     return {piece: math.log(n) - total for piece, n in kept.items()}
 
 
-def _expected(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict[str, float]:
+def _expected_counts(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict[str, float]:
     """E step: how often each piece is expected, summed over all ways to cut every word (forward–backward)."""
     share = {piece: math.exp(score) for piece, score in scores.items()}
     counts = dict.fromkeys(scores, 0.0)
@@ -70,7 +72,7 @@ def _expected(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict
             here = here or [(start + 1, "", unknown)]
             edges.append(here)
             ahead[start] = sum(p * ahead[end] for end, _, p in here)
-        if ahead[0] < _LEAST:  # so long that what it is divided by would be no number; left out of this round
+        if ahead[0] < _MIN_PROBABILITY:  # dividing by it would overflow: a very long word is left out of this round
             continue
         behind = [n / ahead[0]] + [0.0] * size
         for start in range(size):
@@ -83,13 +85,11 @@ def _expected(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict
 
 
 def _pieces(word: str, start: int, known: Mapping[str, float]) -> list[tuple[int, str]]:
-    ends = range(start + 1, min(len(word), start + _LONGEST) + 1)
+    ends = range(start + 1, min(len(word), start + _MAX_PIECE_LENGTH) + 1)
     return [(end, word[start:end]) for end in ends if word[start:end] in known]
 
 
-def _pruned(
-    words: list[tuple[str, int]], scores: Mapping[str, float], always: list[str], size: int
-) -> dict[str, float]:
+def _prune(words: list[tuple[str, int]], scores: Mapping[str, float], always: list[str], size: int) -> dict[str, float]:
     """The pieces whose absence would cost most: how often the best cut uses one × what writing it otherwise costs."""
     uses: Counter[str] = Counter()
     for word, n in words:
@@ -102,7 +102,7 @@ def _pruned(
         if not n:
             return 0.0
         instead = _best_cut(piece, scores, without=piece)
-        return n * (scores[piece] - sum(scores.get(part, -30.0) for part in instead))
+        return n * (scores[piece] - sum(scores.get(part, _UNKNOWN_SCORE) for part in instead))
 
     others = sorted((piece for piece in scores if piece not in kept), key=lambda piece: (-loss(piece), piece))
     kept.update(others[: max(0, size - len(kept))])
@@ -116,7 +116,7 @@ def _best_cut(word: str, scores: Mapping[str, float], without: str | None = None
     for start in range(len(word)):
         options = [(end, piece) for end, piece in _pieces(word, start, scores) if piece != without]
         for end, piece in options or [(start + 1, "")]:
-            score = best[start] + scores.get(piece, -30.0)
+            score = best[start] + scores.get(piece, _UNKNOWN_SCORE)
             if score > best[end]:
                 best[end], back[end] = score, start
     cut, end = [], len(word)
