@@ -1,6 +1,6 @@
 """From a model to an artefact: ONNX, CTranslate2, int8 and Hugging Face directories, each with its certificate.
 
-``regard.export(model, kind, path)`` is ``regard.export.export_model``: the room can be called.
+The module can be called: ``regard.export(model, kind, path)`` is ``regard.export.export(model, kind, path)``.
 """
 
 import sys
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 
-class _Room(ModuleType):
-    """This module as a function too: a function ``regard.export`` would be hidden by the room of that name."""
+class _CallableModule(ModuleType):
+    """A function named ``export`` in ``regard`` would be hidden by this submodule, so the submodule is callable."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return export(*args, **options)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallableModule

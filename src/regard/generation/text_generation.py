@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..models import Model
+from ..models import Model, ModelOrPath, open_model
 from .generate import Generated, Hypothesis, inference, stream_tokens
 from .generate import generate as generate_tokens
 from .generation_config import GenerateConfig
@@ -78,23 +78,29 @@ class GeneratedTexts(list[str]):
 
 @overload
 def generate(
-    model: Model, inputs: str | list[str], config: GenerateConfig | None = None, **fields: Any
+    model: ModelOrPath, inputs: str | Sequence[str], config: GenerateConfig | None = None, **fields: Any
 ) -> GeneratedTexts: ...
 @overload
-def generate(model: Model, inputs: Rows, config: GenerateConfig | None = None, **fields: Any) -> Generated: ...
 def generate(
-    model: Model,
+    model: ModelOrPath,
+    inputs: Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor],
+    config: GenerateConfig | None = None,
+    **fields: Any,
+) -> Generated: ...
+def generate(
+    model: ModelOrPath,
     inputs: str | Rows,
     config: GenerateConfig | None = None,
     *,
     target: str | Rows | None = None,
     padding_mask: Tensor | None = None,
-    draft: Model | None = None,
+    draft: ModelOrPath | None = None,
     draft_tokens: int = 4,
     **fields: Any,
 ) -> GeneratedTexts | Generated:
     """What follows a prompt, or what a model with an encoder writes about a source; for one or for several.
 
+    model   a model, or the path of one; so is draft
     inputs  text or token ids, or a list of either: text gives ``GeneratedTexts``, token ids alone give ``Generated``;
             pixels (B, C, height, width) or regions (B, R, d_region) where the encoder reads those
     target  beside an encoder: how the texts begin
@@ -104,7 +110,9 @@ def generate(
             them, ``prefix`` a string, and ``logit_bias`` may name tokens as they are written
     Many texts are cut into batches of similar length. No text depends on those beside it.
     """
+    model = open_model(model)
     if draft is not None:
+        draft = open_model(draft)
         _check_same_tokenizer(model, draft)
     options: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens}
     if not is_text(inputs):
@@ -127,7 +135,7 @@ def generate(
 
 
 def translate(
-    model: Model,
+    model: ModelOrPath,
     texts: str | Sequence[str],
     config: GenerateConfig | None = None,
     *,
@@ -139,6 +147,7 @@ def translate(
 
     Without max_new_tokens a translation may be about twice as long as its source. Fields as in ``generate``.
     """
+    model = open_model(model)
     check_can_translate(model)
     tokenizers = text_tokenizers(model)
     given = {"beam": beam, "max_new_tokens": max_new_tokens}
@@ -146,6 +155,7 @@ def translate(
     by_source = max_new_tokens is None and (config is None or "max_new_tokens" not in config.model_fields_set)
     options: dict[str, Any] = {name: fields.pop(name) for name in ("target", "draft", "draft_tokens") if name in fields}
     if options.get("draft") is not None:
+        options["draft"] = open_model(options["draft"])
         _check_same_tokenizer(model, options["draft"])
     elif config is None:
         fields = {"beam": default_beam(fields), **fields}
@@ -158,7 +168,7 @@ def translate(
 
 
 def caption(
-    model: Model,
+    model: ModelOrPath,
     images: Any,
     config: GenerateConfig | None = None,
     *,
@@ -170,6 +180,7 @@ def caption(
 
     By beam search, beam 4 unless it or a config is given; fields as in ``generate``.
     """
+    model = open_model(model)
     check_can_caption(model)
     tokenizers, pixels = ModelTokenizers(model), image_pixels(model, images)
     given = {"beam": beam, "max_new_tokens": max_new_tokens}
@@ -189,14 +200,14 @@ def caption(
 
 
 def stream(
-    model: Model,
+    model: ModelOrPath,
     inputs: str | Rows,
     decode: Decode | None = None,
     config: GenerateConfig | None = None,
     *,
     stop: Stop | None = None,
     target: str | Rows | None = None,
-    draft: Model | None = None,
+    draft: ModelOrPath | None = None,
     draft_tokens: int = 4,
     **fields: Any,
 ) -> Iterator[str]:
@@ -204,6 +215,7 @@ def stream(
 
     A piece never ends within a character. ``decode`` is the model's own unless given. Fields as in ``generate``.
     """
+    model, draft = open_model(model), None if draft is None else open_model(draft)
     fields |= {} if stop is None else {"stop": stop}
     if decode is None:
         tokenizers = text_tokenizers(model) if is_text(inputs) else ModelTokenizers(model)
@@ -352,11 +364,12 @@ class Classified:
     all: dict[str, float]  # every class with its probability, likeliest first
 
 
-def classify(model: Model, inputs: Any, *, truncate: bool = False) -> list[Classified]:
+def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list[Classified]:
     """The classes of a text or an image, or of several: text or token ids, or what ``caption`` takes.
 
     ``truncate`` cuts too long a text short, which is otherwise an error.
     """
+    model = open_model(model)
     check_can_classify(model)
     with inference(model):
         if model.config.source == "image":

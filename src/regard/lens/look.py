@@ -18,7 +18,7 @@ from ..attention.frame import ALL, span_length
 from ..attention.readings import flow_to, rollout
 from ..foundation.checks import check_positive
 from ..generation import GenerateConfig, Generated, sampling
-from ..models import Model
+from ..models import Model, ModelOrPath, open_model
 from . import render
 from .capture import Capture, GenerateOptions, capture_look
 from .labels import Label, token_text
@@ -42,16 +42,23 @@ class Next(NamedTuple):
 
 
 def look(
-    model: Model, what: Any, target: Any = None, *, generate: GenerateOptions | None = None, device: Any = None
+    model: ModelOrPath,
+    what: Any,
+    target: Any = None,
+    *,
+    generate: GenerateOptions | None = None,
+    device: torch.device | str | None = None,
 ) -> Look:
     """Run a model over one text or image and keep what is needed to read its attention.
 
+    model     a model, or the path of one
     what      text or token ids; for models that read images a file, a PIL image or pixels; for regions a tensor
     target    of an encoder-decoder: the text (or ids) that the decoder is fed
     generate  fields of a GenerateConfig, {"beam": 4}, with which a target, or the continuation of a text, is generated
               first; an encoder-decoder without a target generates greedily
     device    where a path is loaded to; a model stays where it is
     """
+    model = open_model(model, device)
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
     if device is not None and torch.device(device).type != model.device.type:
         raise ValueError(f"device={device} is for loading; this model is on {model.device}: move it with model.to()")

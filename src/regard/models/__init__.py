@@ -2,8 +2,20 @@
 
 from .base_model import Model
 from .block import Block, Memory, Stack
-from .build import build
+from .build import ModelOrPath, build, open_model
 from .recurrent import Recurrent
 from .transformer import Decoder, Encoder, EncoderDecoder
 
-__all__ = ["Block", "Decoder", "Encoder", "EncoderDecoder", "Memory", "Model", "Recurrent", "Stack", "build"]
+__all__ = [
+    "Block",
+    "Decoder",
+    "Encoder",
+    "EncoderDecoder",
+    "Memory",
+    "Model",
+    "ModelOrPath",
+    "Recurrent",
+    "Stack",
+    "build",
+    "open_model",
+]

@@ -61,6 +61,8 @@ class Model(nn.Module):
 
     head: TokenHead | None
     token: TokenEmbedding | None
+    encoder: Any  # a Stack or a recurrent network, in models that have one
+    decoder: Any
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from ..presets import preset
 from .base_model import Model
 from .recurrent import Recurrent
 from .transformer import Decoder, Encoder, EncoderDecoder
+
+ModelOrPath = Model | str | Path  # a model, or the directory of one
 
 _KINDS: dict[str, type[Model]] = {
     "encoder": Encoder,
@@ -25,3 +28,12 @@ def build(model: str | ModelConfig, *, device: torch.device | str | None = None,
     config = preset(model, **fields) if isinstance(model, str) else model.with_(**fields) if fields else model
     with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
         return _KINDS[config.architecture](config)
+
+
+def open_model(model: ModelOrPath, device: torch.device | str | None = None) -> Model:
+    """The model itself, or the one loaded from a path."""
+    if not isinstance(model, str | Path):
+        return model
+    from ..io import load
+
+    return load(model, device=device)

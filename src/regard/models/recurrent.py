@@ -234,7 +234,9 @@ class Recurrent(SourceToTarget):
         self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         both_ways, d_embed = config.bidirectional, self.token.d_model
-        self.encoder = Recurrence(cell, d_embed, d_model, n_layers, bidirectional=both_ways, dropout=config.dropout)
+        self.encoder: Recurrence = Recurrence(
+            cell, d_embed, d_model, n_layers, bidirectional=both_ways, dropout=config.dropout
+        )
         self.bridge = Bridge(cell, d_model, n_layers, config.n_decoder_layers or n_layers)
         self.decoder = _DECODERS[config.alignment](config)
         self.dropout = nn.Dropout(config.dropout)
