@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from ..training.reporter import peak_memory_mib
 
 # ------------------------------------------------------------------------------------- time and memory
 
@@ -38,11 +39,8 @@ def measure(work: Callable[[], object], *, enough_s: float, most_runs: int = 20)
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process has held so far."""
-    import resource  # POSIX only
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The most memory this process has held so far; 0 where the system does not say."""
+    return int(2**20 * (peak_memory_mib("cpu") or 0.0))
 
 
 def available_memory() -> int:

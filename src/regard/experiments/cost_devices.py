@@ -7,10 +7,12 @@ does not move, and only its operations are a floor.
 
 from __future__ import annotations
 
+import csv
 import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 
 import torch
 
@@ -52,24 +54,9 @@ class Device:
         return self.single if precision == "fp32" else self.half
 
 
-# The name a GPU gives itself (operations: the table of training.flops), memory in GB, bandwidth in TB/s.
-_TABLE: dict[str, tuple[str, float, float]] = {
-    "b200": ("B200", 180, 8.0),
-    "h200": ("H200", 141, 4.8),
-    "h100": ("H100", 80, 3.35),
-    "h100-pcie": ("H100 PCIe", 80, 2.0),
-    "a100": ("A100", 80, 2.039),
-    "a100-40gb": ("A100", 40, 1.555),
-    "a6000": ("A6000", 48, 0.768),
-    "a10": ("A10", 24, 0.6),
-    "l40s": ("L40S", 48, 0.864),
-    "l4": ("L4", 24, 0.3),
-    "rtx5090": ("5090", 32, 1.792),
-    "rtx4090": ("4090", 24, 1.008),
-    "rtx3090": ("3090", 24, 0.936),
-    "v100": ("V100", 32, 0.9),
-    "t4": ("T4", 16, 0.32),
-}
+# The name a GPU gives itself (operations: the table of training.precision), memory in GB, bandwidth in TB/s.
+with (files(__package__) / "cost_devices.tsv").open(encoding="utf-8") as _lines:
+    _TABLE = {row["name"]: row for row in csv.DictReader(_lines, delimiter="\t")}
 _MEASURED = {"h200": MeasuredSpeed(804e12, 4.27e12, "one bf16 product of 8192³, one copy (torch 2.11)")}
 CPU = "cpu"
 COST_DEVICES = (*_TABLE, CPU)
@@ -82,15 +69,16 @@ def find_device(name: str) -> Device:
     if name not in _TABLE:
         known = ", ".join(COST_DEVICES)
         raise UsageError(f"there is no device {name!r}{did_you_mean(name, COST_DEVICES)} (all: {known})")
-    gpu, memory, bandwidth = _TABLE[name]
+    row = _TABLE[name]
+    gpu = row["gpu"]
     half, single = peak_of(gpu, "fp16"), peak_of(gpu, "fp32", tf32=True)
     assert half is not None and single is not None
     return Device(
         name,
         half,
         single,
-        bandwidth * 1e12,
-        memory * 1e9,
+        float(row["bandwidth"]) * 1e12,
+        float(row["memory"]) * 1e9,
         half_type="fp16" if gpu in WITHOUT_BF16 else "bf16",
         single_type="fp32" if PEAKS[gpu][1] is None else "TF32",
         reached=_MEASURED.get(name),

@@ -88,7 +88,7 @@ class Sweep:
         folders: dict[str, str] = {}
         for cell in self.rows:
             # Some file systems take upper and lower case for one, and both ways to write an accent.
-            folder = unicodedata.normalize("NFC", _folder_name(cell.name)).casefold()
+            folder = unicodedata.normalize("NFC", cell.name.replace(" ", "_")).casefold()
             if folders.setdefault(folder, cell.name) != cell.name:
                 raise UsageError(f"cells {folders[folder]!r} and {cell.name!r} would have one directory")
         names = [cell.name for cell in self.rows]
@@ -255,11 +255,7 @@ def fingerprint(config: RunConfig) -> str:
 
 
 def run_folder(out: Path, cell: str, seed: int) -> Path:
-    return out / "cells" / _folder_name(cell) / f"seed-{seed}"
-
-
-def _folder_name(cell: str) -> str:
-    return cell.replace(" ", "_")
+    return out / "cells" / cell.replace(" ", "_") / f"seed-{seed}"
 
 
 def prune_run(folder: Path) -> None:
