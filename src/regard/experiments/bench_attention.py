@@ -261,8 +261,8 @@ class AttentionBench:
 
     def series(self, name: str, what: str) -> tuple[list[int], list[float]]:
         """Lengths and values ("seconds" or "peak_bytes") of the cells that were measured."""
-        bench = [(cell.length, getattr(cell, what)) for cell in self.of(name) if cell.skipped is None]
-        return [length for length, _ in bench], [value for _, value in bench]
+        cells = [cell for cell in self.of(name) if cell.skipped is None]
+        return [cell.length for cell in cells], [getattr(cell, what) for cell in cells]
 
     def exponent(self, name: str, what: str) -> float | None:
         """p where the value grows like lengthᵖ at the longer lengths."""
@@ -316,25 +316,21 @@ class AttentionBench:
             for cell in self.cells
             if cell.skipped is not None
         }
-        titles = {c.name: c.title for c in self.contenders}
+        titles = {contender.name: contender.title for contender in self.contenders}
         for contender in self.contenders:
             if note := contender.note(self.setup):
                 titles[contender.name] += f" {_add_remark(remarks, f'{contender.name} {note}')}"
         parts = [f"Attention: {self.headline}"]
         for heading, what, unit in (("time, ms", "seconds", 1e-3), ("peak memory, MiB", "peak_bytes", 2**20)):
-            head = [heading, *[f"{length:,}" for length in self.lengths], "grows like"]
-            rows = [self._row(c, titles[c.name], what, unit, marks) for c in self.contenders]
-            parts.append(format_table([head, *rows]))
+            rows = [[heading, *[f"{length:,}" for length in self.lengths], "grows like"]]
+            for name, title in titles.items():
+                power, cells = self.exponent(name, what), self.of(name)
+                values = [marks.get((name, x.length)) or _format_number(getattr(x, what) / unit) for x in cells]
+                rows.append([title, *values, "–" if power is None else f"T^{power:.2f}"])
+            parts.append(format_table(rows))
         parts += ["\n".join(remarks)] if remarks else []
         parts += ["\n".join(f"wrote {file}" for file in self.files)] if self.files else []
         return "\n\n".join(parts)
-
-    def _row(
-        self, contender: Contender, title: str, what: str, unit: float, marks: dict[tuple[str, int], str]
-    ) -> list[str]:
-        name, power = contender.name, self.exponent(contender.name, what)
-        entries = [marks.get((name, x.length)) or _format_number(getattr(x, what) / unit) for x in self.of(name)]
-        return [title, *entries, "–" if power is None else f"T^{power:.2f}"]
 
 
 def _add_remark(remarks: list[str], remark: str) -> str:
@@ -416,7 +412,7 @@ def _progress_line(cell: BenchCell) -> str:
 
 
 def write_bench(bench: AttentionBench, out: Path) -> AttentionBench:
-    """The table, the to_dict and the picture of a benchmark, as files in a folder."""
+    """The table, the JSON document and the picture of a benchmark, as files in a folder."""
     from .sweep_figures import draw_attention_bench
 
     out.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def _draw_metric(panel: Any, report: SweepReport, metric: str) -> None:
 
 
 def _outliers(report: SweepReport, metric: str) -> dict[str, bool]:
-    """Cells so outliers off that the others would be one dot; True: to the right."""
+    """Cells so far off that the others would be one dot; True: to the right."""
     means = {row.cell.name: row.estimates[metric].mean for row in report.rows if metric in row.estimates}
     base = report.base.estimates.get(metric)
     if base is None or len(means) < 4:
