@@ -166,7 +166,7 @@ def test_of_every_mechanism(name: str, mask: str) -> None:
         every_answer_is_that_of(weights, lambda: AttentionMap(q, k, MASKS[mask](), mechanism=mechanism))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_ragged_shapes(data: st.DataObject) -> None:
     sizes = st.integers(1, 30)
