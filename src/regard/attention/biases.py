@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from .frame import Frame, Span, as_range, span_length
+from .frame import Frame, Span, as_range
 from .mechanisms import Operands, by_group, by_head
 
 __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Sum", "T5Bias", "XLRelative", "alibi_slopes"]
@@ -203,9 +203,9 @@ class RelativeBias(DistanceBias):
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         (by_distance,) = operands
-        distances = self._tile_distances(rows, cols, frame)
-        if distances is not None:
-            values, n_rows = by_distance[:, distances], span_length(rows, frame.n_queries)
+        distances, row_range = self._tile_distances(rows, cols, frame), as_range(rows, frame.n_queries)
+        if distances is not None and row_range is not None:
+            values, n_rows = by_distance[:, distances], row_range[1] - row_range[0]
             if _is_constant(values):
                 return values[None, :, :1, None].expand(1, len(values), n_rows, values.shape[1] - n_rows + 1)
             return toeplitz(values, n_rows)[None]  # (1, H, R, C)
