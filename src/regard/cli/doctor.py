@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     "cluster": ({"ray": "2.40"}, "regard ablate --on ray: sweeps on several machines"),
 }
 _IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
-_HANGUL = "한글을읽다"
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,13 @@ class Finding:
 
     group: str
     name: str
-    state: str
-    """ok, note (something could be added), broken (the core needs it)."""
+    state: str  # ok, note (something could be added), broken (the core needs it)
     text: str
-    type_this: str = ""
+    type_this: str = ""  # what to type to mend it
+
+    def to_dict(self) -> dict[str, str]:
+        fields = {"group": self.group, "name": self.name, "state": self.state, "text": self.text}
+        return {**fields, "type": self.type_this} if self.type_this else fields
 
 
 @dataclass
@@ -65,33 +68,21 @@ class Health:
     def broken(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.state == "broken"]
 
-    def document(self) -> dict[str, Any]:
-        return {
-            "ok": not self.broken,
-            "findings": [
-                {
-                    **{"group": found.group, "name": found.name, "state": found.state, "text": found.text},
-                    **({"type": found.type_this} if found.type_this else {}),
-                }
-                for found in self.findings
-            ],
-        }
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": not self.broken, "findings": [finding.to_dict() for finding in self.findings]}
 
-    def table(self) -> str:
+    def to_text(self) -> str:
         lines: list[str] = []
-        group = ""
         marks = {"ok": "✓", "note": "·", "broken": "✗"}
-        for found in self.findings:
-            if found.group != group:
-                group = found.group
-                lines += ["", group] if lines else [group]
-            lines.append(f"  {marks[found.state]} {found.name:14} {found.text}")
-            if found.type_this:
-                lines.append(f"    {'':14} {found.type_this}")
-        end = "everything the core needs is here"
-        if self.broken:
-            end = f"broken: {', '.join(found.name for found in self.broken)}"
-        return "\n".join([*lines, "", end])
+        for group, findings in groupby(self.findings, key=lambda finding: finding.group):
+            lines.append(group)
+            for finding in findings:
+                lines.append(f"  {marks[finding.state]} {finding.name:14} {finding.text}")
+                if finding.type_this:
+                    lines.append(f"    {'':14} {finding.type_this}")
+            lines.append("")
+        broken = ", ".join(finding.name for finding in self.broken)
+        return "\n".join([*lines, f"broken: {broken}" if broken else "everything the core needs is here"])
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -107,10 +98,9 @@ def doctor(as_json: AsJson = False) -> None:
 def examine() -> Iterator[Finding]:
     """Everything, in the order it is shown."""
     yield from _programs()
-    usable = True
-    for found in _core():
-        usable = usable and found.state != "broken"
-        yield found
+    core = list(_core())
+    yield from core
+    usable = all(finding.state != "broken" for finding in core)
     if usable:
         yield from _devices()
         yield _attention()
@@ -118,9 +108,6 @@ def examine() -> Iterator[Finding]:
         yield _extra(extra, packages, adds)
     if usable:
         yield from _around()
-
-
-# ------------------------------------------------------------------------------------- programs and packages
 
 
 def _programs() -> Iterator[Finding]:
@@ -136,36 +123,33 @@ def _programs() -> Iterator[Finding]:
 
 def _core() -> Iterator[Finding]:
     for name, least in CORE.items():
-        version = version_of(name)
-        again = f'pip install "{name}>={least}"'
-        if version is None:
-            yield Finding("core", name, "broken", "not installed", again)
-            continue
+        version, problem, install = version_of(name), "", f'pip install "{name}>={least}"'
         try:
-            importlib.import_module(_IMPORTED_AS.get(name, name))
+            if version is not None:
+                importlib.import_module(_IMPORTED_AS.get(name, name))
         except Exception as failure:  # a package that is broken may raise anything
-            said = " ".join(str(failure).split()) or type(failure).__name__
-            yield Finding(
-                "core", name, "broken", f"{version}, cannot be imported: {said}", f"{again} --force-reinstall"
-            )
-            continue
-        if numbers(version) < numbers(least):
-            yield Finding("core", name, "broken", f"{version}, older than {least}", again)
+            problem, install = f"cannot be imported: {_one_line(failure)}", f"{install} --force-reinstall"
+        if not problem and numbers(version) < numbers(least):
+            problem = f"older than {least}"
+        if version is None:
+            yield Finding("core", name, "broken", "not installed", install)
+        elif problem:
+            yield Finding("core", name, "broken", f"{version}, {problem}", install)
         else:
             yield Finding("core", name, "ok", version)
 
 
 def _extra(extra: str, packages: dict[str, str], adds: str) -> Finding:
     """Optional ones are not imported: that would take seconds."""
-    found = {name: version_of(name) for name in packages}
-    lacking = [name for name, version in found.items() if version is None or find_spec(name) is None]
-    old = [name for name, least in packages.items() if name not in lacking and numbers(found[name]) < numbers(least)]
-    if not lacking and not old:
-        have = ", ".join(f"{name} {version}" for name, version in found.items())
-        return Finding("extras", extra, "ok", f"{have}: {adds}")
-    state = [f"{name} is not installed" for name in lacking]
-    state += [f"{name} {found[name]} is older than {packages[name]}" for name in old]
-    return Finding("extras", extra, "note", f"{', '.join(state)}; adds: {adds}", f'pip install "regard[{extra}]"')
+    versions = {name: version_of(name) for name in packages}
+    missing = [name for name, version in versions.items() if version is None or find_spec(name) is None]
+    old = [name for name in packages if name not in missing and numbers(versions[name]) < numbers(packages[name])]
+    if not missing and not old:
+        present = ", ".join(f"{name} {version}" for name, version in versions.items())
+        return Finding("extras", extra, "ok", f"{present}: {adds}")
+    problems = [f"{name} is not installed" for name in missing]
+    problems += [f"{name} {versions[name]} is older than {packages[name]}" for name in old]
+    return Finding("extras", extra, "note", f"{', '.join(problems)}; adds: {adds}", f'pip install "regard[{extra}]"')
 
 
 def version_of(name: str) -> str | None:
@@ -175,13 +159,14 @@ def version_of(name: str) -> str | None:
         return None
 
 
+def _one_line(failure: Exception) -> str:
+    return " ".join(str(failure).split()) or type(failure).__name__
+
+
 def numbers(version: str | None) -> tuple[int, ...]:
     """`2.13.0+cpu` → (2, 13, 0): what comparing needs."""
     parts = (version or "").partition("+")[0].split(".")
     return tuple(int(part) if part.isdecimal() else 0 for part in parts)
-
-
-# ------------------------------------------------------------------------------------- devices
 
 
 def _devices() -> Iterator[Finding]:
@@ -204,8 +189,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", "cuda", "note", f"{why}: everything runs on the processor")
     if torch.backends.mps.is_available():
         yield Finding("devices", "mps", "ok", "Apple GPU: --device mps, train.device=mps")
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-    if compiler is not None:
+    if compiler := shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
         yield Finding("devices", "compiler", "ok", f"{compiler}: torch.compile works on the processor")
     else:
         text = "no C++ compiler: training on the processor runs uncompiled"
@@ -224,34 +208,31 @@ def _attention() -> Finding:
         fast = attend(q, k, v, mask=causal()).output
         slow = attend(q, k, v, mask=causal(), backend="reference").output
     except Exception as failure:  # whatever is wrong with torch here is the finding
-        said = " ".join(str(failure).split()) or type(failure).__name__
-        return Finding("devices", "attention", "broken", f"cannot be computed: {said}")
+        return Finding("devices", "attention", "broken", f"cannot be computed: {_one_line(failure)}")
     worst = float((fast - slow).abs().max())
     if not worst < 1e-4:
         return Finding("devices", "attention", "broken", f"the fused path is {worst:.2g} away from the formula")
     return Finding("devices", "attention", "ok", f"the fused path agrees with the formula to {worst:.1e}")
 
 
-# ------------------------------------------------------------------------------------- around
-
-
 def _around() -> Iterator[Finding]:
     from regard.foundation.plotting import fonts_for
 
-    found, missing = fonts_for(_HANGUL)
+    fonts, missing = fonts_for("한글을읽다")
     if missing:
         text = "none with Korean letters: they become boxes in pictures; pages and the explorer are not affected"
         yield Finding("around", "fonts", "note", text, "apt install fonts-noto-cjk")
     else:
-        yield Finding("around", "fonts", "ok", f"Korean labels in pictures: {found[-1]}")
+        yield Finding("around", "fonts", "ok", f"Korean labels in pictures: {fonts[-1]}")
     yield Finding("around", "browser", "ok", "any will do; none is needed but to look at pages and the explorer")
     from regard.training.compilation import table_path
 
-    yield _writable("cache", table_path().parent, "what compiling brings is measured anew in each run", needed=False)
-    yield _writable(
-        "here", Path.cwd(), "runs are written to runs/ here: go elsewhere, or give train.out=DIR", needed=False
-    )
-    yield _writable("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a directory you may write to", needed=True)
+    for name, folder, otherwise in (
+        ("cache", table_path().parent, "what compiling brings is measured anew in each run"),
+        ("here", Path.cwd(), "runs are written to runs/ here: go elsewhere, or give train.out=DIR"),
+        ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a directory you may write to"),
+    ):
+        yield _writable(name, folder, otherwise, needed=name == "temporary")
 
 
 def _writable(name: str, folder: Path, otherwise: str, *, needed: bool) -> Finding:

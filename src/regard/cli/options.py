@@ -62,9 +62,9 @@ class GlobalOptions:
 
 def print_result(result: Any, as_json: bool) -> None:
     if as_json:
-        print_json((getattr(result, "to_dict", None) or result.document)())
+        print_json(result.to_dict())
     else:
-        print((getattr(result, "to_text", None) or result.table)())
+        print(result.to_text())
 
 
 def print_json(document: dict[str, Any]) -> None:

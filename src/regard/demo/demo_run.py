@@ -68,7 +68,7 @@ def train_model(config: RunConfig, command: Sequence[str], style: Any) -> dict[s
     assert config.train.out is not None
     run = Path(config.train.out)
     result = resume(run, style=style) if (run / "run.json").is_file() else train(config, style=style, command=command)
-    return result.to_dict() if hasattr(result, "to_dict") else result.document()
+    return result.to_dict()
 
 
 def evaluate_model(run: Path, n: int) -> dict[str, Any]:
