@@ -13,7 +13,7 @@ from regard.errors import UsageError
 from regard.foundation.logs import silence_warnings
 
 from . import completion
-from .options import AsJson, Words, print_result, progress
+from .options import AsJson, Words, flag, print_result, progress
 
 if TYPE_CHECKING:
     from regard.config import DataConfig
@@ -120,9 +120,9 @@ def info(
     directory: Annotated[
         Path, typer.Argument(help="A model directory, of regard or of Hugging Face.", autocompletion=completion.models)
     ],
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with manifest.json.")] = True,
+    verify: Annotated[bool, flag("--verify/--no-verify", "Compare every file with manifest.json.")] = True,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")
+        bool, flag("--allow-pickle", "Read pytorch_model.bin where there is no safetensors file.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -13,7 +13,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion
-from .options import AsJson, Device, Words, print_json, progress
+from .options import AsJson, Device, Words, argument, flag, print_json, progress
 
 if TYPE_CHECKING:
     from regard.demo.demo_run import Demo
@@ -27,7 +27,7 @@ def demo(
     out: Annotated[Path, typer.Option(file_okay=False, metavar="DIR", help="Where everything is kept.")] = Path(
         "runs/demo"
     ),
-    serve: Annotated[bool, typer.Option("--serve/--no-serve", help="End with the explorer in the browser.")] = True,
+    serve: Annotated[bool, flag("--serve/--no-serve", "End with the explorer in the browser.")] = True,
     port: Annotated[
         int | None,
         typer.Option(
@@ -98,12 +98,7 @@ def _free_port(port: int) -> int:
 
 
 def serve(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN", help="Runs or model directories.", show_default=False, autocompletion=completion.models
-        ),
-    ],
+    models: Annotated[list[str], argument("RUN", "Runs or model directories.", completion.models)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8017,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     open_: Annotated[

@@ -14,8 +14,11 @@ from .options import (
     AsJson,
     Device,
     Words,
+    argument,
     device_name,
+    flag,
     open_model,
+    option,
     print_json,
     print_result,
     progress,
@@ -27,12 +30,11 @@ from .options import (
 def ablate(
     what: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="heads, d_k, d_ff, depth, size, dropout, positions, norm, residual, attention, mask, label-smoothing, "
+        argument(
+            "NAME",
+            "heads, d_k, d_ff, depth, size, dropout, positions, norm, residual, attention, mask, label-smoothing, "
             "warmup, mechanisms, extrapolation, paper, scaling; a grid as a TOML file; or the directory of a sweep to "
             "go on with.",
-            show_default=False,
         ),
     ] = None,
     words: Words = None,
@@ -46,22 +48,14 @@ def ablate(
     test: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Evaluate every model on these examples too: test.en,test.de.")
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="Stop after so many; starting again goes on.", show_default=False)
-    ] = None,
-    max_seconds: Annotated[
-        float | None, typer.Option(min=0, help="A run that takes longer has failed.", show_default=False)
-    ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the weights of finished runs.")] = False,
+    minutes: Annotated[float | None, option(None, "Stop after so many; starting again goes on.", least=0)] = None,
+    max_seconds: Annotated[float | None, option(None, "A run that takes longer has failed.", least=0)] = None,
+    keep: Annotated[bool, flag("--keep", "Leave the weights of finished runs.")] = False,
     on: Annotated[
         str, typer.Option(metavar="PLACE", help="local, ray (this machine's cluster) or ray://HOST:PORT.")
     ] = "local",
-    report_only: Annotated[
-        bool, typer.Option("--report-only", help="Run nothing; tables and pictures of what is done.")
-    ] = False,
-    list_names: Annotated[
-        bool, typer.Option("--list", help="Show the ablations and what they change, and exit.")
-    ] = False,
+    report_only: Annotated[bool, flag("--report-only", "Run nothing; tables and pictures of what is done.")] = False,
+    list_names: Annotated[bool, flag("--list", "Show the ablations and what they change, and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Ablate: every cell with several seeds on the same batches, as the paper's table 3.
@@ -138,10 +132,8 @@ def attention(
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     width: Annotated[int, typer.Option(min=1, help="Width of one head.")] = 64,
-    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Look only at the past.")] = True,
-    backward: Annotated[
-        bool, typer.Option("--backward/--forward", help="Measure forward and backward, or forward alone.")
-    ] = False,
+    causal: Annotated[bool, flag("--causal/--no-causal", "Look only at the past.")] = True,
+    backward: Annotated[bool, flag("--backward/--forward", "Measure forward and backward, or forward alone.")] = False,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the table and the PNG.")] = Path(
         "runs/bench-attention"
     ),
@@ -177,11 +169,7 @@ def attention(
 def generate(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run, a model directory, or a preset with random weights.",
-            autocompletion=completion.presets_or_models,
-        ),
+        argument("MODEL", "A run, a model directory, or a preset with random weights.", completion.presets_or_models),
     ],
     batch: Annotated[str, typer.Option(help="Prompts written at once, separated by commas.")] = "1,8",
     beam: Annotated[str, typer.Option(help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",
@@ -221,16 +209,14 @@ if TYPE_CHECKING:
 
 
 def cost(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A model preset, a run, or a model directory.", show_default=False)
-    ],
+    config: Annotated[str, argument("CONFIG", "A model preset, a run, or a model directory.")],
     words: Words = None,
     batch: Annotated[int, typer.Option(help="Texts or images at once.")] = 1,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a text, of the target beside a source.", show_default="max_len")
     ] = None,
     source_length: Annotated[int | None, typer.Option(help="Tokens of the source.", show_default="as many")] = None,
-    training: Annotated[bool, typer.Option("--training", help="Show memory and time of a training step too.")] = False,
+    training: Annotated[bool, flag("--training", "Show memory and time of a training step too.")] = False,
     compare: Annotated[
         str | None, typer.Option(metavar="OTHER", help="Another preset, run or directory to put beside it.")
     ] = None,

@@ -12,7 +12,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion
-from .options import AsJson, print_result, progress, split_commas
+from .options import AsJson, argument, flag, print_result, progress, split_commas
 
 KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
 
@@ -34,24 +34,16 @@ class Exported:
 
 
 def export(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A run, RUN@STEP, or a model directory.", autocompletion=completion.models
-        ),
-    ],
+    model: Annotated[str, argument("MODEL", "A run, RUN@STEP, or a model directory.", completion.models)],
     kind: Annotated[
         str,
-        typer.Argument(
-            metavar="KIND",
-            help="onnx, hf, ctranslate2, int8, safetensors; several with commas between.",
-            autocompletion=completion.choices(*KINDS),
+        argument(
+            "KIND", "onnx, hf, ctranslate2, int8, safetensors; several with commas between.", completion.choices(*KINDS)
         ),
     ],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory to write; whole or not at all.")],
+    path: Annotated[Path, argument("PATH", "The directory to write; whole or not at all.")],
     check: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare the metric on pairs, texts or labelled texts."),
+        Path | None, typer.Option(metavar="FILE", help="Compare the metric on pairs, texts or labelled texts.")
     ] = None,
     bound: Annotated[float, typer.Option(min=0.0, help="Largest difference of a logit that is allowed.")] = 1e-4,
     same_text: Annotated[
@@ -61,7 +53,7 @@ def export(
     shapes: Annotated[int, typer.Option(min=1, help="Random shapes to compare on.")] = 200,
     seed: Annotated[int, typer.Option(help="Which random shapes.")] = 0,
     beam: Annotated[int, typer.Option(min=1, help="Beam width on FILE.")] = 4,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compare with torch.compile too.")] = True,
+    compiled: Annotated[bool, flag("--compile/--no-compile", "Compare with torch.compile too.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Write a model as ONNX, for CTranslate2, in int8 or for transformers, compare it, and keep the certificate.
@@ -85,15 +77,7 @@ def export(
     progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:
         written = run(
-            opened,
-            kinds,
-            path,
-            check=check,
-            bounds=limits,
-            n_shapes=shapes,
-            seed=seed,
-            compiled=compiled,
-            beam=beam,
+            opened, kinds, path, check=check, bounds=limits, n_shapes=shapes, seed=seed, compiled=compiled, beam=beam
         )
     except BoundBroken as broken:
         progress(certificate_text(broken.document))

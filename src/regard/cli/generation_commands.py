@@ -22,9 +22,12 @@ from .options import (
     ModelPath,
     TextFile,
     Truncate,
+    argument,
     check_out,
+    flag,
     one_line,
     open_model,
+    option,
     print_json,
     progress,
     read_lines,
@@ -40,58 +43,29 @@ if TYPE_CHECKING:
 
 def generate(
     model: ModelPath,
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Or --file, or text piped in.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, argument("PROMPT", "Or --file, or text piped in.")] = None,
     file: TextFile = None,
-    lines: Annotated[bool, typer.Option("--lines", help="Each line of the file or the pipe is a prompt.")] = False,
+    lines: Annotated[bool, flag("--lines", "Each line of the file or the pipe is a prompt.")] = False,
     max_new_tokens: MaxNewTokens = None,
-    min_new_tokens: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Fewest new tokens.", show_default=False)
-    ] = None,
+    min_new_tokens: Annotated[int | None, option("N", "Fewest new tokens.", least=0)] = None,
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
-    n_best: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Texts for each prompt.", show_default=False)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Draw tokens, the flatter the higher.", show_default=False)
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Draw among the K likeliest.", show_default=False)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Draw among the likeliest that have P.", show_default=False)
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Draw among those P times the likeliest.", show_default=False)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same texts every time.", show_default=False)] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="R", help="Above 1 makes what was said less likely.", show_default=False)
-    ] = None,
-    no_repeat_ngram: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="No N tokens in a row come twice.", show_default=False)
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; more than once.", show_default=False)
-    ] = None,
-    stop_token: Annotated[
-        list[str] | None, typer.Option(metavar="TOKEN", help="End at this token, a word or an id.", show_default=False)
-    ] = None,
-    bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKEN=X", help="Add X to a token's logit; -inf forbids it.", show_default=False),
-    ] = None,
-    prefix: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What every text starts with.", show_default=False)
-    ] = None,
+    n_best: Annotated[int | None, option("N", "Texts for each prompt.", least=1)] = None,
+    temperature: Annotated[float | None, option("T", "Draw tokens, the flatter the higher.")] = None,
+    top_k: Annotated[int | None, option("K", "Draw among the K likeliest.")] = None,
+    top_p: Annotated[float | None, option("P", "Draw among the likeliest that have P.")] = None,
+    min_p: Annotated[float | None, option("P", "Draw among those P times the likeliest.")] = None,
+    seed: Annotated[int | None, option(None, "The same texts every time.")] = None,
+    repetition_penalty: Annotated[float | None, option("R", "Above 1 makes what was said less likely.")] = None,
+    no_repeat_ngram: Annotated[int | None, option("N", "No N tokens in a row come twice.", least=0)] = None,
+    stop: Annotated[list[str] | None, option("TEXT", "End before this text; more than once.")] = None,
+    stop_token: Annotated[list[str] | None, option("TOKEN", "End at this token, a word or an id.")] = None,
+    bias: Annotated[list[str] | None, option("TOKEN=X", "Add X to a token's logit; -inf forbids it.")] = None,
+    prefix: Annotated[str | None, option("TEXT", "What every text starts with.")] = None,
     truncate: Truncate = False,
-    draft: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A small model that guesses ahead.", show_default=False)
-    ] = None,
+    draft: Annotated[str | None, option("MODEL", "A small model that guesses ahead.")] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens it guesses at a time.")] = 4,
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    echo: Annotated[bool, flag("--echo", "Print the prompt before the text.")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -186,9 +160,7 @@ _LINES_AT_ONCE = 512
 
 def translate(
     model: ModelPath,
-    texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="Or --file, or lines piped in.", show_default=False)
-    ] = None,
+    texts: Annotated[list[str] | None, argument("TEXT", "Or --file, or lines piped in.")] = None,
     file: TextFile = None,
     beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beams followed at a time.")] = 4,
     length_penalty: LengthPenalty = None,
@@ -197,9 +169,7 @@ def translate(
     engine: Annotated[
         str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES))
     ] = "torch",
-    out: Annotated[
-        Path | None, typer.Option(metavar="F", help="Write the lines to this file.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option("F", "Write the lines to this file.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -294,10 +264,7 @@ def _write_lines(lines: list[str]) -> None:
 
 def classify(
     model: ModelPath,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXT_OR_IMAGE", help="Or --file, or lines piped in.", show_default=False),
-    ] = None,
+    inputs: Annotated[list[str] | None, argument("TEXT_OR_IMAGE", "Or --file, or lines piped in.")] = None,
     file: TextFile = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Classes to show, likeliest first.")] = 1,
     truncate: Truncate = False,
@@ -326,7 +293,7 @@ def classify(
 
 def caption(
     model: ModelPath,
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Image files.", show_default=False)],
+    images: Annotated[list[str], argument("IMAGE", "Image files.")],
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
     max_new_tokens: MaxNewTokens = None,

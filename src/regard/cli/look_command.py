@@ -16,8 +16,11 @@ from .options import (
     Device,
     MaxNewTokens,
     ModelPath,
+    argument,
     check_out,
+    flag,
     open_model,
+    option,
     print_json,
     progress,
     refuse_images,
@@ -34,43 +37,22 @@ _SUFFIXES = (".png", ".svg", ".pdf", ".csv", ".html")
 
 def look(
     model: ModelPath,
-    what: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="A text, or an image file.", show_default=False)
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What is written about it; else the model's.", show_default=False)
-    ] = None,
+    what: Annotated[str | None, argument("TEXT", "A text, or an image file.")] = None,
+    target: Annotated[str | None, option("TEXT", "What is written about it; else the model's.")] = None,
     beam: Beam = None,
     max_new_tokens: MaxNewTokens = None,
     kind: Annotated[
-        str | None,
-        typer.Option(
-            help="self, cross or encoder.",
-            show_default=False,
-            autocompletion=completion.choices("self", "cross", "encoder"),
-        ),
+        str | None, option(None, "self, cross or encoder.", complete=completion.choices("self", "cross", "encoder"))
     ] = None,
     layer: Annotated[int, typer.Option(metavar="N", help="From 0; -1 is the last.")] = -1,
-    head: Annotated[
-        int | None, typer.Option(metavar="N", help="From 0; else the mean of all.", show_default=False)
-    ] = None,
-    top: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Say the K tokens each one looks at.", show_default=False)
-    ] = None,
-    words: Annotated[bool, typer.Option("--words", help="Sub-words as words.")] = False,
-    specials: Annotated[bool, typer.Option("--specials/--no-specials", help="Show special tokens.")] = True,
-    out: Annotated[
-        Path | None, typer.Option(metavar="F", help=f"Write a file: {', '.join(_SUFFIXES)}.", show_default=False)
-    ] = None,
-    score: Annotated[bool, typer.Option("--score", help="How often attention is right where that is known.")] = False,
+    head: Annotated[int | None, option("N", "From 0; else the mean of all.")] = None,
+    top: Annotated[int | None, option("K", "Say the K tokens each one looks at.", least=1)] = None,
+    words: Annotated[bool, flag("--words", "Sub-words as words.")] = False,
+    specials: Annotated[bool, flag("--specials/--no-specials", "Show special tokens.")] = True,
+    out: Annotated[Path | None, option("F", f"Write a file: {', '.join(_SUFFIXES)}.")] = None,
+    score: Annotated[bool, flag("--score", "How often attention is right where that is known.")] = False,
     compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Compare its heads with another's.",
-            show_default=False,
-            autocompletion=completion.models,
-        ),
+        str | None, option("MODEL", "Compare its heads with another's.", complete=completion.models)
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,

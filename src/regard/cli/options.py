@@ -22,30 +22,35 @@ from . import advice, completion
 if TYPE_CHECKING:
     from regard.models import Model
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")]
+
+def argument(metavar: str, help: str, complete: Any = None) -> Any:
+    """An argument without a default to show; ``complete`` offers values at the tab key."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete)
+
+
+def option(metavar: str | None, help: str, *, least: float | None = None, complete: Any = None) -> Any:
+    """An option that is off unless given: no default is shown."""
+    return typer.Option(metavar=metavar, help=help, min=least, show_default=False, autocompletion=complete)
+
+
+def flag(name: str, help: str) -> Any:
+    """``--name``, or ``--name/--no-name`` where it is on unless said otherwise."""
+    return typer.Option(name, help=help)
+
+
+AsJson = Annotated[bool, flag("--json", "Print one JSON document instead of the text.")]
 Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="WORDS",
-        help="Fields as section.field=value: `regard train --fields`.",
-        show_default=False,
-        autocompletion=completion.words,
-    ),
+    list[str] | None, argument("WORDS", "Fields as section.field=value: `regard train --fields`.", completion.words)
 ]
-ModelPath = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A model directory or a run.", show_default=False, autocompletion=completion.models
-    ),
-]
+ModelPath = Annotated[str, argument("MODEL", "A model directory or a run.", completion.models)]
 TextFile = Annotated[
     Path | None, typer.Option("--file", metavar="F", help="Read from this file instead.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", autocompletion=completion.choices(*DEVICES))]
-Beam = Annotated[int | None, typer.Option(min=1, metavar="K", help="Beams followed at a time.", show_default=False)]
-LengthPenalty = Annotated[float | None, typer.Option(metavar="A", help="α in log P / length^α.", show_default=False)]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most new tokens.", show_default=False)]
-Truncate = Annotated[bool, typer.Option("--truncate", help="Cut too long a text short; otherwise it is an error.")]
+Beam = Annotated[int | None, option("K", "Beams followed at a time.", least=1)]
+LengthPenalty = Annotated[float | None, option("A", "α in log P / length^α.")]
+MaxNewTokens = Annotated[int | None, option("N", "Most new tokens.", least=1)]
+Truncate = Annotated[bool, flag("--truncate", "Cut too long a text short; otherwise it is an error.")]
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 

@@ -11,7 +11,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion
-from .options import AsJson, Device, Words, print_json, print_result, progress, without_none
+from .options import AsJson, Device, Words, argument, flag, option, print_json, print_result, progress, without_none
 
 Style = Literal["auto", "json", "quiet"]
 
@@ -19,13 +19,7 @@ Style = Literal["auto", "json", "quiet"]
 def train(
     ctx: typer.Context,
     task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TASK",
-            help="translate, lm, mlm, classify, classify-images or caption.",
-            show_default=False,
-            autocompletion=completion.tasks,
-        ),
+        str | None, argument("TASK", "translate, lm, mlm, classify, classify-images or caption.", completion.tasks)
     ] = None,
     words: Words = None,
     preset: Annotated[
@@ -43,10 +37,10 @@ def train(
         typer.Option(metavar="RUN", help="Go on with the run in this directory.", autocompletion=completion.models),
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only the answer at the end.")] = False,
-    list_recipes: Annotated[bool, typer.Option("--list", help="Show tasks, presets and models, and exit.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Only the answer at the end.")] = False,
+    list_recipes: Annotated[bool, flag("--list", "Show tasks, presets and models, and exit.")] = False,
     list_fields: Annotated[
-        bool, typer.Option("--fields", help="Show every data., model. and train. field with its default, and exit.")
+        bool, flag("--fields", "Show every data., model. and train. field with its default, and exit.")
     ] = False,
 ) -> None:
     """Train a model: regard train translate data=pairs.tsv train.steps=2000 model.n_layers=4.
@@ -116,12 +110,7 @@ def _print_list(recipes: bool, as_json: bool) -> None:
 
 
 def evaluate(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_DIR", help="A run, RUN@STEP, or a model directory.", autocompletion=completion.models
-        ),
-    ],
+    path: Annotated[str, argument("RUN_OR_DIR", "A run, RUN@STEP, or a model directory.", completion.models)],
     words: Words = None,
     against: Annotated[
         str | None,
@@ -138,9 +127,7 @@ def evaluate(
         str, typer.Option(help="Which examples: valid, another set the source holds out, all of those, or train.")
     ] = "valid",
     beam: Annotated[int | None, typer.Option(min=1, help="Beam width; as in training unless given.")] = None,
-    length_penalty: Annotated[
-        float | None, typer.Option(help="Length penalty; as in training unless given.", show_default=False)
-    ] = None,
+    length_penalty: Annotated[float | None, option(None, "Length penalty; as in training unless given.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Move the window of perplexity by so many tokens.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many examples.")] = None,
     device: Device = "auto",
