@@ -14,15 +14,22 @@ from regard.foundation.suggestions import did_you_mean
 
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
 _COMMAND_OF_TASK = {
-    **{"lm": "generate", "translate": "translate", "caption": "caption"},
-    **{"classify": "classify", "classify-images": "classify", "mlm": "look", "features": "look"},
+    "lm": "generate",
+    "translate": "translate",
+    "caption": "caption",
+    "classify": "classify",
+    "classify-images": "classify",
+    "mlm": "look",
+    "features": "look",
 }
 _UNABLE = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
 _MAX_ENTRIES = 500
-_OPTION_SPELLINGS = (  # of the library, of the command line
-    *(("bad_lines='skip'", "data.bad_lines=skip"), ("truncate=True", "--truncate")),
-    *((", with sample=False", ""), ("or sample=True", "or --temperature T")),
-)
+_OPTION_SPELLINGS = {  # of the library: of the command line
+    "bad_lines='skip'": "data.bad_lines=skip",
+    "truncate=True": "--truncate",
+    ", with sample=False": "",
+    "or sample=True": "or --temperature T",
+}
 
 
 def advise(command_line: Sequence[str], failure: Exception) -> str:
@@ -57,7 +64,7 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
 
 def in_command_line_terms(message: str) -> str:
     """A message with the library's options spelt as they are typed here."""
-    for library, option in _OPTION_SPELLINGS:
+    for library, option in _OPTION_SPELLINGS.items():
         message = message.replace(library, option)
     return message
 

@@ -12,8 +12,7 @@ _MAX_ENTRIES = 200
 _RUN_FILES = ("run.json", "config.json")  # of a training run, of a model directory
 _HIDDEN = {"node_modules", "__pycache__"}
 
-Offer = str | tuple[str, str]
-"""What may be typed, alone or with a few words about it."""
+Offer = str | tuple[str, str]  # what may be typed, alone or with a few words about it
 
 
 def choices(*names: str) -> Callable[[str], list[str]]:

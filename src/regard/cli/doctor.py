@@ -22,9 +22,18 @@ from .options import AsJson, print_result
 
 # The core's packages with the lowest version that will do, by the name they are imported by where it differs.
 CORE = {
-    **{"torch": "2.11", "numpy": "1.26", "safetensors": "0.5", "tokenizers": "0.21", "pydantic": "2.9"},
-    **{"typer": "0.20", "rich": "13.8", "sacrebleu": "2.4", "tensorboard": "2.17", "matplotlib": "3.8"},
-    **{"pillow": "10.3", "pyyaml": "6.0"},
+    "torch": "2.11",
+    "numpy": "1.26",
+    "safetensors": "0.5",
+    "tokenizers": "0.21",
+    "pydantic": "2.9",
+    "typer": "0.20",
+    "rich": "13.8",
+    "sacrebleu": "2.4",
+    "tensorboard": "2.17",
+    "matplotlib": "3.8",
+    "pillow": "10.3",
+    "pyyaml": "6.0",
 }
 EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     "hub": (

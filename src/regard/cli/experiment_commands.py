@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -66,7 +66,6 @@ def ablate(
     if list_names:
         _print_ablations(as_json)
         return
-
     if what is None:
         raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")
     if what == "scaling":
@@ -78,14 +77,13 @@ def ablate(
         return
     from regard.experiments import ablate as run
 
-    tests = None if test is None else {"test": test}
     result = run(
         what,
         words or (),
         seeds=seeds,
         jobs=jobs,
         out=out,
-        tests=tests,
+        tests=None if test is None else {"test": test},
         minutes=minutes,
         max_seconds=max_seconds,
         keep=keep,
@@ -151,7 +149,6 @@ def attention(
         raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
     if wanted == []:
         raise typer.BadParameter("names no mechanism", param_hint="--mechanisms")
-
     result = measure(
         lengths=wanted_lengths,
         mechanisms=wanted,
@@ -187,10 +184,8 @@ def generate(
     for kind in kinds:
         if kind not in WEIGHTS:
             raise typer.BadParameter(f"{kind!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
-    if model in PRESETS and not Path(model).exists():
-        opened = build(model).to(device_name(device))
-    else:
-        opened = open_model(model, device)
+    is_preset = model in PRESETS and not Path(model).exists()
+    opened = build(model).to(device_name(device)) if is_preset else open_model(model, device)
     result = bench_generate(
         opened.eval(),
         model,
@@ -202,10 +197,6 @@ def generate(
         progress=progress,
     )
     print_result(result, as_json)
-
-
-if TYPE_CHECKING:
-    from regard.config import TrainConfig
 
 
 def cost(
@@ -246,7 +237,7 @@ def cost(
         check_plot(plot)
 
     def cost_of(name: str, fields: dict[str, Any]) -> Any:
-        recipe: TrainConfig = resolve_model(name, fields)[2]
+        recipe = resolve_model(name, fields)[2]
         return compute_cost(
             name,
             batch,

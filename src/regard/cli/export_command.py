@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,25 +11,9 @@ import typer
 from regard.errors import UsageError
 
 from . import completion
-from .options import AsJson, argument, flag, print_result, progress, split_commas
+from .options import AsJson, argument, flag, print_json, progress, split_commas
 
 KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A directory and the certificate in it."""
-
-    path: Path
-    certificate: dict[str, Any]
-
-    def document(self) -> dict[str, Any]:
-        return {"path": str(self.path), **self.certificate}
-
-    def to_text(self) -> str:
-        from regard.export import certificate_text
-
-        return f"{self.path}: {', '.join(self.certificate['kinds'])}\n{certificate_text(self.certificate)}"
 
 
 def export(
@@ -66,12 +49,12 @@ def export(
     for one in kinds:
         if one not in KINDS:
             raise UsageError(f"there is no kind {one!r}{did_you_mean(one, KINDS)} (all: {', '.join(KINDS)})")
+    if not kinds:
+        raise UsageError(f"there is no kind to export; it is one or several of {', '.join(KINDS)}")
     from regard.export import BoundBroken, Bounds, certificate_text
     from regard.export import export as run
     from regard.io import load
 
-    if not kinds:
-        raise UsageError(f"there is no kind to export; it is one or several of {', '.join(KINDS)}")
     limits = Bounds(max_abs=bound, same_text=same_text, delta=delta)
     opened = load(model)
     progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
@@ -82,4 +65,8 @@ def export(
     except BoundBroken as broken:
         progress(certificate_text(broken.document))
         raise
-    print_result(Exported(written, json.loads((written / "certificate.json").read_text(encoding="utf-8"))), as_json)
+    certificate = json.loads((written / "certificate.json").read_text(encoding="utf-8"))
+    if as_json:
+        print_json({"path": str(written), **certificate})
+    else:
+        print(f"{written}: {', '.join(certificate['kinds'])}\n{certificate_text(certificate)}")

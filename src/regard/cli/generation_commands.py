@@ -72,10 +72,19 @@ def generate(
     """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end."""
     prompts = read_lines(None if prompt is None else [prompt], file) if lines else [read_prompt(prompt, file)]
     options = without_none(
-        **{"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "beam": beam, "n_best": n_best},
-        **{"length_penalty": length_penalty, "temperature": temperature, "top_k": top_k, "top_p": top_p},
-        **{"min_p": min_p, "seed": seed, "repetition_penalty": repetition_penalty, "prefix": prefix},
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        beam=beam,
+        length_penalty=length_penalty,
+        n_best=n_best,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
         no_repeat_ngram=no_repeat_ngram,
+        prefix=prefix,
     )
     from regard.generation import GenerateConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,7 +60,6 @@ def look(
 ) -> None:
     """Where a model looks. A language model reads TEXT (and goes on, with --beam or --max-new-tokens); a translator or
     captioner writes its own answer unless --target gives one."""
-
     if what is None and not score:
         raise UsageError("there is nothing to look at: give a text, an image file, or --score")
     if what is not None and score:
@@ -72,10 +72,11 @@ def look(
     opened = open_model(model, device)
     if score:
         _check_known_alignment(model)
-        _score(opened, as_json)
+        _print_scores(opened, as_json)
         return
     refuse_images(opened, [what or ""])
     from regard.lens import look as look_at
+    from regard.lens.render import select_head
 
     options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
     seen = look_at(opened, what, target, generate=options)
@@ -83,67 +84,62 @@ def look(
     if compare is not None:
         _compare(seen, compare, what, target, options, kind, device, as_json)
         return
+    merging = {"kind": kind, "words": words, "specials": specials}
     with usage_errors("layer", "head", "kind"):
         if out is not None:
-            _write_file(seen, out, layer, head, kind, words, specials)
+            _write_file(seen, out, layer=layer, head=head, **merging)
             progress(f"wrote {out}")
-        if as_json:
-            print_json(_to_dict(seen, model, layer, head, kind, words, specials, top or 3))
-        elif top is not None:
-            for line in _view(seen, kind, words, specials).top(top, layer=layer, head=head):
-                print(line)
+        if as_json or top is not None:
+            view = select_head(seen, **merging).view
+            rows = view.top(top or 3, layer=layer, head=head)
+            if as_json:
+                chosen = {"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head}
+                print_json({"model": model, **_to_dict(seen), **chosen, "rows": _rows_to_dict(rows, view.cols)})
+            else:
+                for row in rows:
+                    print(row)
         elif out is None:
-            seen.print(layer=layer, head=head, kind=kind, words=words, specials=specials)
+            seen.print(layer=layer, head=head, **merging)
 
 
-def _view(seen: Look, kind: str | None, words: bool, specials: bool) -> Any:
-    from regard.lens.render import select_head
-
-    return select_head(seen, kind=kind, words=words, specials=specials).view
-
-
-def _write_file(
-    seen: Look, out: Path, layer: int, head: int | None, kind: str | None, words: bool, specials: bool
-) -> None:
+def _write_file(seen: Look, out: Path, **options: Any) -> None:
     match out.suffix.lower():
         case ".csv":
-            seen.csv(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
+            seen.csv(out, **options)
         case ".html":
-            seen.html(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
-        case _ if any(label.box for label in seen.cols(kind=kind)) and seen.image is not None:
-            seen.overlay(out, layer=layer, head=head, kind=kind, words=words)
+            seen.html(out, **options)
+        case _ if any(label.box for label in seen.cols(kind=options["kind"])) and seen.image is not None:
+            del options["specials"]
+            seen.overlay(out, **options)
         case _:
-            seen.heatmap(out, layer=layer, head=head, kind=kind, words=words, specials=specials)
+            seen.heatmap(out, **options)
 
 
-def _to_dict(
-    seen: Look, model: str, layer: int, head: int | None, kind: str | None, words: bool, specials: bool, top: int
-) -> dict[str, Any]:
-    """What `--json` prints."""
-    view = _view(seen, kind, words, specials)
+def _to_dict(seen: Look) -> dict[str, Any]:
     kinds = {
-        name: {
-            "layers": seen.layers(kind=name),
-            "heads": seen.heads(kind=name),
-            "rows": len(seen.rows(kind=name)),
-            "cols": len(seen.cols(kind=name)),
+        kind: {
+            "layers": seen.layers(kind=kind),
+            "heads": seen.heads(kind=kind),
+            "rows": len(seen.rows(kind=kind)),
+            "cols": len(seen.cols(kind=kind)),
         }
-        for name in seen.kinds
+        for kind in seen.kinds
     }
-    places = {id(label): n for n, label in enumerate(view.cols)}
-    rows = [
+    return {"text": seen.text, "target": seen.target_text, "kinds": kinds}
+
+
+def _rows_to_dict(rows: Sequence[Any], cols: Sequence[Any]) -> list[dict[str, Any]]:
+    """What each token looks at, likeliest first."""
+    places = {id(label): n for n, label in enumerate(cols)}
+    return [
         {
             "index": n,
             "text": looks.row.text,
             "special": looks.row.special,
             "looks_at": [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in looks.at],
         }
-        for n, looks in enumerate(view.top(top, layer=layer, head=head))
+        for n, looks in enumerate(rows)
     ]
-    return {
-        **{"model": model, "text": seen.text, "target": seen.target_text, "kinds": kinds},
-        **{"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head, "rows": rows},
-    }
 
 
 def _check_known_alignment(path: str) -> None:
@@ -157,15 +153,12 @@ def _check_known_alignment(path: str) -> None:
         raise RegardError(f"{path} learned from {source}; where it should look is known for en-ko and shapes alone")
 
 
-def _score(model: Model, as_json: bool) -> None:
+def _print_scores(model: Model, as_json: bool) -> None:
     from regard.lens.head_scores import score
 
     scores = score(model)
     table = scores.pop("table", None)
-    if as_json:
-        print_json(scores)
-    else:
-        print(table)
+    print_json(scores) if as_json else print(table)
 
 
 def _compare(
