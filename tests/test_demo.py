@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from regard import demo as demo_run
 from regard.cli import main
-from regard.demo import demo_run, demo_screen
-from regard.demo.demo_screen import Phrases, environment_language
+from regard.demo import demo_screen
+from regard.demo.demo_screen import DemoTexts, environment_language
 from training.runs import told_after
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -264,12 +265,12 @@ def test_what_is_wrong_is_said_before_anything_is_done(
 
 
 def test_both_languages_say_the_same_things() -> None:
-    for key, texts in demo_screen._TEXTS.items():
-        names = [{name for _, name, _, _ in Formatter().parse(text) if name is not None} for text in texts]
+    for key, texts in demo_screen.load_texts().items():
+        names = [{name for _, name, _, _ in Formatter().parse(text) if name is not None} for text in texts.values()]
         assert names[0] == names[1], key
-        assert re.search("[가-힣]", texts[1]), key
+        assert re.search("[가-힣]", texts["ko"]), key
     with pytest.raises(ValueError, match="none of en, ko"):
-        Phrases("de")
+        DemoTexts("de")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from . import completion
 from .options import AsJson, Device, Words, argument, flag, print_json, progress
 
 if TYPE_CHECKING:
-    from regard.demo.demo_run import Demo
+    from regard.demo import Demo
 
 _PORT = 8017
 
@@ -49,19 +49,19 @@ def demo(
 
     Stopped anywhere, the same command goes on where it stopped. Words change the recipe, as in `regard train`.
     """
-    from regard.demo.demo_screen import LANGUAGES, Phrases, environment_language
+    from regard.demo.demo_screen import LANGUAGES, DemoTexts, environment_language
 
     if lang is not None and lang not in LANGUAGES:
         raise UsageError(f"--lang {lang} is none of {', '.join(LANGUAGES)}")
     from rich.console import Console
 
-    from regard.demo.demo_run import demo_config
+    from regard.demo import demo_config
     from regard.demo.demo_screen import DemoScreen
 
     demo_config(out, words or [])  # what is wrong is said at once
-    screen = DemoScreen(Console(stderr=as_json, highlight=False), Phrases(lang or environment_language()))
+    screen = DemoScreen(Console(stderr=as_json, highlight=False), DemoTexts(lang or environment_language()))
     screen.title()
-    from regard.demo.demo_run import demo as run
+    from regard.demo import demo as run
 
     finished = run(out, words or [], screen=screen, command=ctx.obj.command)
     if as_json:

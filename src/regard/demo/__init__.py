@@ -1,1 +1,275 @@
-"""`regard demo`: one command trains a translator here, evaluates it, looks into it, exports it and shows it."""
+"""`regard demo`: train a translator, evaluate it, translate, look inside, export.
+
+Each stage leaves its files whole or not at all, so a demo that was stopped anywhere goes on where it stopped. Importing
+this module does not import torch: the title is on the screen at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import RunConfig
+from ..data.corpora.enko import REGISTERS, AlignedPair, EnKo, lookup_accuracy, realise
+from ..errors import UsageError
+from ..foundation.files import file_lock, write_atomic
+from ..foundation.jsonio import parse_json, to_json
+from ..foundation.logs import silence_warnings
+from ..recipes import run_config
+from .demo_screen import DemoScreen
+
+if TYPE_CHECKING:
+    from ..models import Model
+
+RECIPE = "en-ko"
+SPLIT = "combinations"  # held out by what sentences are made of
+N_EVALUATED, N_LOOKUP, N_ALIGNED, N_SHAPES = 500, 200, 40, 24
+# Changes to the recipe: checkpoints often enough that a killed demo loses seconds of training, not minutes, and a final
+# evaluation on as many sentences as the stage after it takes.
+_OVERRIDES = {"train.save_every": "100", "data.valid_rows": str(N_EVALUATED)}
+# Examples of the held-out split: one is translated at every level of politeness, then some that differ otherwise.
+_IN_EVERY_REGISTER, _OTHERS = 6, (1, 13, 20)
+_LOOKED_AT = 6
+MARKER = "demo.json"  # makes a directory a demo's; it holds the demo's overrides
+_HALF_WRITTEN = re.compile(r"\..+\.(json|html)\.[0-9a-f]{8}")
+
+
+def demo_config(root: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run; overrides that would make it another demo are refused."""
+    typed = {word.partition("=")[0] for word in overrides}
+    if "train.out" in typed:
+        raise UsageError("train.out is the demo's own: --out DIR says where")
+    if typed & {"data", "data.source"}:
+        raise UsageError("the demo learns en-ko; with your own pairs: regard train translate data.source=pairs.tsv")
+    own = [f"{name}={value}" for name, value in _OVERRIDES.items() if name not in typed]
+    return run_config("translate", [*overrides, *own, f"train.out={root / 'run'}"], preset=RECIPE)
+
+
+def demo_sentences() -> list[AlignedPair]:
+    """What is translated, with the grammar's own answer."""
+    corpus = EnKo()
+    structure = corpus.example(SPLIT, _IN_EVERY_REGISTER).structure
+    registers = [realise({**structure, "register": register}) for register in REGISTERS]
+    return [*registers, *(corpus.example(SPLIT, place) for place in _OTHERS)]
+
+
+def train_model(config: RunConfig, command: Sequence[str], style: Any) -> dict[str, Any]:
+    """A new run, or the rest of one."""
+    from ..training import resume, train
+
+    assert config.train.out is not None
+    run = Path(config.train.out)
+    result = resume(run, style=style) if (run / "run.json").is_file() else train(config, style=style, command=command)
+    return result.to_dict()
+
+
+def evaluate_model(run: Path, n: int) -> dict[str, Any]:
+    """Exact match and BLEU on held-out combinations, beside a dictionary's."""
+    from ..training import evaluate
+
+    metrics = evaluate(run, split=SPLIT, limit=n, beam=1).metrics
+    scores: Any = {name: metrics[name] for name in ("exact", "bleu", "chrf", "bleu_signature") if name in metrics}
+    return {"split": SPLIT, "n": n, **scores, "lookup_exact": lookup_accuracy(SPLIT, min(n, N_LOOKUP))}
+
+
+def translate_sentences(model: Model) -> dict[str, Any]:
+    """A few sentences, and whether they are what the grammar says."""
+    from ..generation import translate
+
+    pairs = demo_sentences()
+    texts = translate(model, [pair.source for pair in pairs], beam=4)
+    return {
+        "sentences": [
+            {"source": pair.source, "text": text, "wanted": pair.target, "right": text == pair.target}
+            for pair, text in zip(pairs, texts, strict=True)
+        ]
+    }
+
+
+def render_alignment(model: Model, page: Path, language: str) -> dict[str, Any]:
+    """Which layer's mean of heads aligns best, and the page of one sentence."""
+    from ..lens import look
+    from ..lens.head_scores import alignment_error
+    from ..lens.render_html import page_html
+
+    error = alignment_error(model, N_ALIGNED, SPLIT)
+    layers = error["together"]["written"]
+    layer = min(range(len(layers)), key=layers.__getitem__)
+    pair = EnKo().example(SPLIT, _LOOKED_AT)
+    own = look(model, pair.source)
+    right = own.target_text == pair.target
+    seen = own if right else look(model, pair.source, pair.target)
+    write_atomic(page, page_html(seen, layer=layer, kind="cross", language=language).encode())
+    facts = {"source": pair.source, "target": pair.target, "right": right, "layer": layer}
+    return facts | {
+        "heads": seen.heads(kind="cross"),
+        "n": error["n"],
+        "error": layers[layer],
+        "diagonal": error["diagonal"],
+    }
+
+
+def export_onnx(model: Model, path: Path) -> dict[str, Any]:
+    """ONNX with its certificate: fewer shapes than `regard export` takes, and without compiling, for time's sake."""
+    from ..export import export
+
+    export(model, "onnx", path, n_shapes=N_SHAPES, compiled=False)
+    certificate = parse_json((path / "certificate.json").read_bytes(), path / "certificate.json")
+    row = next(row for row in certificate["comparisons"] if row["name"].startswith("onnx"))
+    return {name: row[name] for name in ("max_abs", "same_text")} | {"n": N_SHAPES, "passes": certificate["passes"]}
+
+
+@dataclass
+class Demo:
+    """A demo in its directory: finished stages are kept, missing ones are run, all of them are shown."""
+
+    root: Path
+    config: RunConfig
+    overrides: tuple[str, ...]
+    screen: DemoScreen
+    style: Any = "auto"
+    command: Sequence[str] = ()
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage, with ``seconds`` and ``kept``
+
+    def __post_init__(self) -> None:
+        self.run, self.page, self.onnx = self.root / "run", self.root / "look.html", self.root / "onnx"
+        self.texts = self.screen.texts
+
+    def to_dict(self) -> dict[str, Any]:
+        total = sum(stage["seconds"] for stage in self.results.values())
+        paths = {"run": str(self.run), "page": str(self.page), "onnx": str(self.onnx)}
+        return {"out": str(self.root), **paths, "seconds": round(total, 1), "stages": self.results}
+
+    def run_stages(self) -> None:
+        """Run the stages that are not done."""
+        with self._locked_directory():
+            self._train()
+            self._stage("judge", lambda: evaluate_model(self.run, self._n_evaluated), n=self._n_evaluated)
+            self._stage("translate", lambda: translate_sentences(self.model))
+            self._stage("look", lambda: render_alignment(self.model, self.page, self.texts.language), self.page)
+            self._stage("export", self._export, self.onnx / "certificate.json")
+        self.screen.end(self.to_dict()["seconds"], self.run)
+
+    def _train(self) -> None:
+        """Its artefact is the run's own: an evaluation and a model."""
+        done = (self.run / "evaluation.json").is_file() and (self.run / "model").is_dir()
+        self.screen.stage("train", kept=done, n=self.config.data.epoch_examples)
+        started = time.perf_counter()
+        if done:
+            path = self.run / "evaluation.json"
+            result = parse_json(path.read_bytes(), path)
+        else:
+            self._prepare_training()
+            result = train_model(self.config, self.command, self.style)
+            result["seconds"] = round(max(result["seconds"], time.perf_counter() - started), 1)  # of all its parts
+        if not result["finished"]:
+            from ..training.signals import Interrupted
+
+            raise Interrupted(self.texts("stopped"), 0)
+        self.results["train"] = {**result, "kept": done}
+        self.screen.result("train", self.results["train"])
+
+    def _prepare_training(self) -> None:
+        if (self.run / "run.json").is_file():
+            names = [path.name[5:] for path in (self.run / "checkpoints").glob("step-*")]
+            steps = [int(name) for name in names if name.isdigit()]
+            self.screen.note("train.goes_on", step=max(steps, default=0), steps=self.config.train.steps)
+        elif self.run.exists():  # stopped before the run had a config: nothing was learned yet
+            shutil.rmtree(self.run)
+
+    def _stage(self, name: str, compute: Callable[[], dict[str, Any]], *files: Path, **about: Any) -> None:
+        """Keep the record of this very model, or compute it and write it."""
+        record = self.root / f"{name}.json"
+        result = self._load_record(record, files)
+        kept = result is not None
+        self.screen.stage(name, kept=kept, **about)
+        if result is None:
+            started = time.perf_counter()
+            result = {**compute(), "seconds": round(time.perf_counter() - started, 1), "model": self._model_hash}
+            if "left_out" not in result:
+                write_atomic(record, to_json(result))
+        self.results[name] = {**result, "kept": kept}
+        self.screen.result(name, self.results[name], self)
+
+    def _load_record(self, record: Path, files: tuple[Path, ...]) -> dict[str, Any] | None:
+        if not record.is_file() or not all(file.is_file() for file in files):
+            return None
+        result = parse_json(record.read_bytes(), record)
+        return result if result.get("model") == self._model_hash else None
+
+    def _export(self) -> dict[str, Any]:
+        try:
+            return export_onnx(self.model, self.onnx)
+        except ImportError as error:
+            return {"left_out": error.name or str(error)}
+
+    @property
+    def _n_evaluated(self) -> int:
+        return min(N_EVALUATED, self.config.data.valid_rows or N_EVALUATED)
+
+    @cached_property
+    def model(self) -> Model:
+        from ..io import load
+
+        return load(self.run, device="cpu")
+
+    @cached_property
+    def _model_hash(self) -> str:
+        """Of the trained model: records of another one are computed again."""
+        return hashlib.sha256((self.run / "model" / "manifest.json").read_bytes()).hexdigest()
+
+    @contextmanager
+    def _locked_directory(self) -> Iterator[None]:
+        """One demo at a time in a directory, and only in an empty one or one of the same demo."""
+        from ..training.signals import Interrupted
+
+        self._open_directory()
+        with file_lock(self.root, "has a demo running in it; --out names another directory"):
+            for path in self.root.glob(".*"):
+                if _HALF_WRITTEN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            try:
+                yield
+            except (KeyboardInterrupt, Interrupted) as stop:
+                raise Interrupted(self.texts("stopped"), getattr(stop, "exit_code", 130)) from None
+
+    def _open_directory(self) -> None:
+        marker = self.root / MARKER
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"--out {self.root} is a file; a demo needs a directory")
+        if marker.is_file():
+            before = parse_json(marker.read_bytes(), marker).get("words")
+            if before != list(self.overrides):
+                given = " ".join(before or ()) or "no words"
+                raise UsageError(
+                    f"{self.root} holds a demo with {given}; give the same, or --out another directory, or remove it"
+                )
+            return
+        if self.root.exists() and any(path for path in self.root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)):
+            raise UsageError(f"--out {self.root} holds something else; name another directory")
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(marker, to_json({"words": list(self.overrides)}))
+
+
+def demo(
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    screen: DemoScreen,
+    style: Any = "auto",
+    command: Sequence[str] = (),
+) -> Demo:
+    """Do what is not done yet of the demo in ``out``; overrides change the recipe, as in `regard train`."""
+    root = Path(out)
+    run = Demo(root, demo_config(root, overrides), tuple(overrides), screen, style, command)
+    with silence_warnings("regard.io"):  # that transformers has no twin of this model is no news here
+        run.run_stages()
+    return run
