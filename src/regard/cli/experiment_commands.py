@@ -222,13 +222,14 @@ def cost(
 
     Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
-    from regard.config.overrides import SECTIONS, check_section, parse_overrides
+    from regard.config import ModelConfig, TrainConfig
+    from regard.config.overrides import build_section, parse_overrides
 
-    typed = parse_overrides(words or [], sections={name: SECTIONS[name] for name in ("model", "train")})
+    typed = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
     model = dict(typed.get("model", {}))
     if "preset" in model:
         raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")
-    check_section("train", typed.get("train", {}))
+    build_section("train", TrainConfig, typed.get("train", {}))  # refuses values that are wrong in any run
     from regard.experiments.cost import cost as compute_cost
     from regard.experiments.cost import resolve_model
     from regard.experiments.cost_report import CostComparison, check_plot

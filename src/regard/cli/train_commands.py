@@ -77,17 +77,17 @@ def train(
 
 
 def _resume(run: str, words: list[str], style: Style, as_json: bool) -> None:
-    from regard.config.overrides import SECTIONS, check_section, parse_overrides
-    from regard.config.train_config import RESUMABLE
+    from regard.config.overrides import build_section, parse_overrides
+    from regard.config.train_config import RESUMABLE, TrainConfig
 
     if words and "=" not in words[0]:
         raise UsageError(f"--resume RUN knows its task: leave out {words[0]!r}")
-    overrides: dict[str, Any] = parse_overrides(words, sections={"train": SECTIONS["train"]}).get("train", {})
+    overrides: dict[str, Any] = parse_overrides(words, sections={"train": TrainConfig}).get("train", {})
     for field in overrides:
         if field not in RESUMABLE:
             allowed = ", ".join(f"train.{name}" for name in RESUMABLE)
             raise UsageError(f"train.{field} cannot change in a resumed run; {allowed} can")
-    check_section("train", overrides)
+    build_section("train", TrainConfig, overrides)  # refuses values that are wrong in any run
     from regard.training.trainer import resume
 
     _print_once(resume(run, style=style, **overrides), as_json)

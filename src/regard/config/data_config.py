@@ -9,11 +9,8 @@ from pydantic import field_validator, model_validator
 from .base import Config, split_commas
 
 Kind = Literal["pairs", "text", "labelled", "captions", "images"]
-"""Sentence pairs, plain text, labelled text, captioned images, labelled images."""
 Format = Literal["tsv", "csv", "jsonl", "parallel", "text", "captions", "folder", "idx", "hf"]
-"""How it is written down."""
-TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]
-"""Tokenizers that are trained on the data."""
+TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]  # those that are trained on the data
 
 
 class DataConfig(Config):
@@ -88,7 +85,6 @@ class DataConfig(Config):
     @field_validator("columns")
     @classmethod
     def _column_numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
-        """``0,1`` are numbers."""
         return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdigit() else x for x in value)
 
     @model_validator(mode="after")

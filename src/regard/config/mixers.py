@@ -20,8 +20,7 @@ from ..foundation.suggestions import nearest_name
 if TYPE_CHECKING:
     from .model_config import ModelConfig
 
-VARIABLE = "REGARD_MIXERS"
-"""Environment variable with mechanisms of one's own, MODULE:CLASS separated by commas."""
+VARIABLE = "REGARD_MIXERS"  # environment variable with mechanisms of one's own, MODULE:CLASS separated by commas
 
 
 class MixingWork(NamedTuple):
@@ -36,31 +35,6 @@ class MixingWork(NamedTuple):
 def pairs_flops(work: MixingWork) -> float:
     """q·k and weight · v for every key, a multiplication and an addition each."""
     return 4 * work.n_heads * work.d_head * work.keys
-
-
-def _additive_flops(work: MixingWork) -> float:
-    """W_q q and W_k k once a token; v · tanh(…) and weight · value for every pair."""
-    return pairs_flops(work) + 4 * work.n_heads * work.d_head**2
-
-
-def _linear_flops(work: MixingWork) -> float:
-    """φ(k) vᵀ is added to a D × D state, φ(q) is multiplied with it."""
-    return 4 * work.n_heads * work.d_head**2
-
-
-def _performer_flops(work: MixingWork) -> float:
-    """Features of q and k, D × m each, and a state of m × D."""
-    return 8 * work.n_heads * work.d_head * work.size
-
-
-def _linformer_flops(work: MixingWork) -> float:
-    """A column of E and of F for each token, and attention over the summaries."""
-    return 8 * work.n_heads * work.d_head * min(work.size, work.keys)
-
-
-def _no_flops(work: MixingWork) -> float:
-    """A Fourier transform has no matrix products."""
-    return 0.0
 
 
 @dataclass(frozen=True)
@@ -79,8 +53,7 @@ class Mixer:
     flops: Callable[[MixingWork], float] = pairs_flops  # forward, one token, one layer, without W_q, W_k, W_v and W_o
 
     def __post_init__(self) -> None:
-        module, colon, name = self.make.partition(":")
-        if not (module and colon and name):
+        if not all(self.make.partition(":")):
             raise ValueError(f"make={self.make!r} is not of the form package.module:Class")
         if not self.causal or not self.weights:
             object.__setattr__(self, "by_token", False)
@@ -105,20 +78,25 @@ class Mixer:
 MIXERS: dict[str, Mixer] = {
     "dot": Mixer("regard.attention.mechanisms:Dot", "scaled dot product (Vaswani et al. 2017)"),
     "additive": Mixer(
-        "regard.attention.mechanisms:Additive", "v · tanh(W q + W k) (Bahdanau et al. 2015)", flops=_additive_flops
+        "regard.attention.mechanisms:Additive",
+        "v · tanh(W q + W k) (Bahdanau et al. 2015)",
+        # W_q q and W_k k once a token; v · tanh(…) and weight · value for every pair
+        flops=lambda work: pairs_flops(work) + 4 * work.n_heads * work.d_head**2,
     ),
     "linear": Mixer(
         "regard.attention.linear_attention:Linear",
         "φ(q)·φ(k) with φ = elu + 1, O(T) (Katharopoulos et al. 2020)",
         pairs=False,
-        flops=_linear_flops,
+        # φ(k) vᵀ is added to a D × D state, φ(q) is multiplied with it
+        flops=lambda work: 4 * work.n_heads * work.d_head**2,
     ),
     "performer": Mixer(
         "regard.attention.linear_attention:Performer",
         "softmax's kernel by random features, O(T) (Choromanski et al. 2021)",
         pairs=False,
         size=256,
-        flops=_performer_flops,
+        # features of q and k, D × m each, and a state of m × D
+        flops=lambda work: 8 * work.n_heads * work.d_head * work.size,
     ),
     "linformer": Mixer(
         "regard.attention.token_mixing:Linformer",
@@ -128,14 +106,15 @@ MIXERS: dict[str, Mixer] = {
         cross=False,
         size=256,
         built_for_length=True,
-        flops=_linformer_flops,
+        # a column of E and of F for each token, and attention over the summaries
+        flops=lambda work: 8 * work.n_heads * work.d_head * min(work.size, work.keys),
     ),
     "fourier": Mixer(
         "regard.attention.token_mixing:Fourier",
         "Fourier transform instead of attention, FNet (Lee-Thorp et al. 2022)",
         causal=False,
         weights=False,
-        flops=_no_flops,
+        flops=lambda work: 0.0,  # no matrix products
     ),
 }
 
@@ -180,10 +159,9 @@ def register(name: str) -> Mixer:
     """
     if (entry := _lookup(name)) is not None:
         return entry
-    module, colon, kind = name.partition(":")
-    if not (module and colon and kind):
+    if not all(name.partition(":")):
         raise ValueError(f"mixer={name!r} is not of the form module:Class")
-    _import(module, name)
+    _import(name.partition(":")[0], name)
     if (entry := _lookup(name)) is None:
         lines = (Mixer(name).family.__doc__ or "").strip().splitlines()
         entry = MIXERS[name] = Mixer(name, lines[0] if lines else "")

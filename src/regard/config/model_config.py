@@ -233,7 +233,7 @@ class ModelConfig(Config):
         if self.architecture == "recurrent":
             _check_recurrent(self)
             return self
-        for check in (_check_heads, _check_source, _check_output, _check_mixer, _check_windows, _check_sparsity):
+        for check in (_check_heads, _check_ends, _check_mixer, _check_patterns):
             check(self)
         return self
 
@@ -297,14 +297,12 @@ def _check_heads(config: ModelConfig) -> None:
             raise ValueError(f"positions='rope' needs an even head width, got {width}")
 
 
-def _check_source(config: ModelConfig) -> None:
+def _check_ends(config: ModelConfig) -> None:
+    """What goes in and what comes out."""
     if config.source == "image" and config.image_size % config.patch_size:
         raise ValueError(f"image_size={config.image_size} is not divisible by patch_size={config.patch_size}")
     if config.architecture == "decoder" and config.source != "text":
         raise ValueError(f"architecture='decoder' reads text; source={config.source!r} needs an encoder")
-
-
-def _check_output(config: ModelConfig) -> None:
     if config.head in ("masked-lm", "classify") and config.architecture != "encoder":
         raise ValueError(f"head={config.head!r} goes with architecture='encoder', not {config.architecture!r}")
     if config.head == "lm" and not config.has_decoder:
@@ -330,15 +328,8 @@ def _check_mixer(config: ModelConfig) -> None:
         raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which {mixer} has not")
 
 
-def _check_sparsity(config: ModelConfig) -> None:
-    if not 0 <= config.sparsity_random <= 100:
-        raise ValueError(f"sparsity_random={config.sparsity_random} must lie between 0 and 100")
-    for name in ("window", "shifted_windows"):
-        if config.sparsity != "none" and getattr(config, name) is not None:
-            raise ValueError(f"sparsity={config.sparsity!r} and {name}={getattr(config, name)} both say who is seen")
-
-
-def _check_windows(config: ModelConfig) -> None:
+def _check_patterns(config: ModelConfig) -> None:
+    """Windows and sparsity."""
     if config.shifted_windows is not None and config.source != "image":
         raise ValueError(f"shifted_windows={config.shifted_windows} needs source='image', not {config.source!r}")
     layers = config.window_layers
@@ -350,6 +341,11 @@ def _check_windows(config: ModelConfig) -> None:
     for name in ("window_layers", "shifted_windows"):
         if config.share_layers and getattr(config, name) is not None:
             raise ValueError(f"share_layers=True gives all layers one pattern, but {name} tells them apart")
+    if not 0 <= config.sparsity_random <= 100:
+        raise ValueError(f"sparsity_random={config.sparsity_random} must lie between 0 and 100")
+    for name in ("window", "shifted_windows"):
+        if config.sparsity != "none" and getattr(config, name) is not None:
+            raise ValueError(f"sparsity={config.sparsity!r} and {name}={getattr(config, name)} both say who is seen")
 
 
 _NOT_RECURRENT = (

@@ -23,8 +23,7 @@ from .model_config import ModelConfig
 from .train_config import TrainConfig
 
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
-PRESET = "preset"
-"""A key beside the fields of a model: the name of the preset they change."""
+PRESET = "preset"  # a key beside the fields of a model: the name of the preset they change
 SHORT_FORMS = {"data": "source", "model": PRESET}  # data=SOURCE, model=PRESET
 
 C = TypeVar("C", bound=Config)
@@ -54,7 +53,10 @@ def parse_overrides(
         is_preset = field == PRESET and section == "model"
         value = text if is_preset else _parse_value(sections[section].model_fields[field].annotation, text, word)
         if (section, field) == ("model", "mixer") and ":" in text:
-            _import_mixer(text, word)
+            try:
+                register(text)
+            except ValueError as error:
+                raise UsageError(f"{word}: {str(error).removeprefix(f'mixer={text!r}: ')}") from None
         fields.setdefault(section, {})[field] = value
     return fields
 
@@ -87,14 +89,6 @@ def build_section(section: str, config: type[C], fields: Mapping[str, Any]) -> C
         raise UsageError(f"{section}.{message}" if names_field else f"{section}: {message}") from None
 
 
-def check_section(section: str, fields: Mapping[str, Any]) -> None:
-    """Refuse values that are wrong whatever else is chosen."""
-    build_section(section, SECTIONS[section], fields)
-
-
-# ------------------------------------------------------------------------------------- a word and its value
-
-
 def _split_word(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, str, str]:
     """Section, field and value of a word."""
     name, equals, text = word.partition("=")
@@ -115,13 +109,6 @@ def _split_word(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, s
             raise UsageError(f"{word}: {name} is a section; its fields are written {name}.field=value")
         raise UsageError(f"there is no {name}{did_you_mean(name, known)}")
     return section, field, text
-
-
-def _import_mixer(name: str, word: str) -> None:
-    try:
-        register(name)
-    except ValueError as error:
-        raise UsageError(f"{word}: {str(error).removeprefix(f'mixer={name!r}: ')}") from None
 
 
 def _parse_value(annotation: Any, value: Any, word: str) -> Any:
@@ -166,23 +153,12 @@ def _optional(annotation: Any) -> bool:
 
 def literal_choices(annotation: Any) -> Iterator[Any]:
     """The values of a Literal, alone or beside None."""
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    else:
-        for kind in get_args(annotation):
-            if get_origin(kind) is Literal:
-                yield from get_args(kind)
+    for kind in (annotation, *get_args(annotation)):
+        if get_origin(kind) is Literal:
+            yield from get_args(kind)
 
 
-_MESSAGES = {
-    "int_parsing": "not a whole number",
-    "int_from_float": "not a whole number",
-    "int_type": "not a whole number",
-    "float_parsing": "not a number",
-    "float_type": "not a number",
-    "bool_parsing": "neither true nor false",
-    "bool_type": "neither true nor false",
-}
+_MESSAGES = {"int": "not a whole number", "float": "not a number", "bool": "neither true nor false"}
 
 
 def _complaint(annotation: Any, text: str, word: str, error: ValidationError) -> str:
@@ -191,17 +167,15 @@ def _complaint(annotation: Any, text: str, word: str, error: ValidationError) ->
         return f"{word} is none of {', '.join(choices)}{did_you_mean(text, choices)}"
     problem = error.errors()[0]
     wrong = problem["input"] if isinstance(problem["input"], str) else text
-    if problem["type"] in _MESSAGES:
-        return f"{word if wrong == text else f'{word}: {wrong}'} is {_MESSAGES[problem['type']]}"
+    kind, _, reason = problem["type"].partition("_")
+    if kind in _MESSAGES and reason in ("parsing", "from_float", "type"):
+        return f"{word if wrong == text else f'{word}: {wrong}'} is {_MESSAGES[kind]}"
     if problem["type"] in ("missing", "too_long", "tuple_type"):
         return f"{word} is not of the form {_type_text(annotation)}"
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f'{word} must be JSON, {{"field": value}}'
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{word}: {message[:1].lower()}{message[1:]}"
-
-
-# ------------------------------------------------------------------------------------- fields shown to people
 
 
 def format_value(value: Any) -> str:
