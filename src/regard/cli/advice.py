@@ -13,15 +13,8 @@ from regard.errors import Diverged
 from regard.foundation.suggestions import did_you_mean
 
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
-_COMMAND_OF_TASK = {
-    "lm": "generate",
-    "translate": "translate",
-    "caption": "caption",
-    "classify": "classify",
-    "classify-images": "classify",
-    "mlm": "look",
-    "features": "look",
-}
+# By task, where the command is not called as the task.
+_COMMAND_OF_TASK = {"lm": "generate", "classify-images": "classify", "mlm": "look", "features": "look"}
 _UNABLE = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
 _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # of the library: of the command line
@@ -119,4 +112,4 @@ def _advise_command(words: Sequence[str]) -> str:
         task = task_name(describe(words[0], verify=False).config)
     except Exception:  # advice is never worth a second failure
         return ""
-    return f"; it is for {task}: regard {_COMMAND_OF_TASK[task]} {words[0]}"
+    return f"; it is for {task}: regard {_COMMAND_OF_TASK.get(task, task)} {words[0]}"

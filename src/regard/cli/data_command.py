@@ -13,7 +13,7 @@ from regard.errors import UsageError
 from regard.foundation.logs import silence_warnings
 
 from . import completion
-from .options import AsJson, Words, flag, print_result, progress
+from .options import AsJson, Words, flag, option, print_result, progress
 
 if TYPE_CHECKING:
     from regard.config import DataConfig
@@ -39,12 +39,9 @@ def describe(
     ],
     words: Words = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND", help="chars, bytes, words, bpe, unigram or a tokenizer.json; none counts no tokens."
-        ),
+        str | None, option("KIND", "chars, bytes, words, bpe, unigram or a tokenizer.json; none counts no tokens.")
     ] = None,
-    max_len: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most tokens of a text.")] = None,
+    max_len: Annotated[int | None, option("N", "Most tokens of a text.", least=1)] = None,
     examples: Annotated[int, typer.Option(min=0, metavar="N", help="Examples to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:

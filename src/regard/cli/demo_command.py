@@ -99,7 +99,7 @@ def _free_port(port: int) -> int:
 
 def serve(
     models: Annotated[list[str], argument("RUN", "Runs or model directories.", completion.models)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8017,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = _PORT,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     open_: Annotated[
         bool | None,

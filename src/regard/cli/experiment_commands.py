@@ -46,7 +46,7 @@ def ablate(
         Path | None, typer.Option(file_okay=False, help="Where it is kept.", show_default="runs/ablate-NAME")
     ] = None,
     test: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="Evaluate every model on these examples too: test.en,test.de.")
+        str | None, option("SOURCE", "Evaluate every model on these examples too: test.en,test.de.")
     ] = None,
     minutes: Annotated[float | None, option(None, "Stop after so many; starting again goes on.", least=0)] = None,
     max_seconds: Annotated[float | None, option(None, "A run that takes longer has failed.", least=0)] = None,
@@ -126,7 +126,7 @@ def attention(
         str, typer.Option(help="Sequence lengths to measure, separated by commas.")
     ] = "512,1024,2048,4096,8192",
     mechanisms: Annotated[
-        str | None, typer.Option(help="Mechanisms to measure, separated by commas; all of them unless given.")
+        str | None, option(None, "Mechanisms to measure, separated by commas; all of them unless given.")
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     width: Annotated[int, typer.Option(min=1, help="Width of one head.")] = 64,
@@ -208,14 +208,12 @@ def cost(
     ] = None,
     source_length: Annotated[int | None, typer.Option(help="Tokens of the source.", show_default="as many")] = None,
     training: Annotated[bool, flag("--training", "Show memory and time of a training step too.")] = False,
-    compare: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Another preset, run or directory to put beside it.")
-    ] = None,
+    compare: Annotated[str | None, option("OTHER", "Another preset, run or directory to put beside it.")] = None,
     device: Annotated[
         str, typer.Option(help="Whose speed and memory: h200, a100, rtx4090, … or cpu, measured.")
     ] = "h200",
     cache: Annotated[str, typer.Option(help="Numbers of the KV cache: fp32, bf16 or int8.")] = "bf16",
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.")] = None,
+    plot: Annotated[Path | None, option("FILE", "Draw it: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a model costs: parameters, operations, memory, cache, and the least time a device can take for it.

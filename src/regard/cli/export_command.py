@@ -11,7 +11,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion
-from .options import AsJson, argument, flag, print_json, progress, split_commas
+from .options import AsJson, argument, flag, option, print_json, progress, split_commas
 
 KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
 
@@ -25,9 +25,7 @@ def export(
         ),
     ],
     path: Annotated[Path, argument("PATH", "The directory to write; whole or not at all.")],
-    check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compare the metric on pairs, texts or labelled texts.")
-    ] = None,
+    check: Annotated[Path | None, option("FILE", "Compare the metric on pairs, texts or labelled texts.")] = None,
     bound: Annotated[float, typer.Option(min=0.0, help="Largest difference of a logit that is allowed.")] = 1e-4,
     same_text: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Least share of greedy texts that must be the same.")

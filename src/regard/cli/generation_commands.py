@@ -194,8 +194,10 @@ def translate(
         GenerateConfig(**options)
     check_out(out)
     lines = read_lines(texts, file)
-    is_torch = engine == "torch"
-    run = _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
+    if engine == "torch":
+        run = _torch_translator(model, device, options)
+    else:
+        run = _engine_translator(model, engine, options)
     run([line for line in lines if line.strip()], True)  # nothing is written where one of them is refused
     translations: list[str] = []
     scores: list[float | None] = []
@@ -222,8 +224,8 @@ def translate(
         _write_lines(translations)
 
 
+# Texts to their translations; with True, only a check that all of them can be translated.
 Translator = Callable[[list[str], bool], list[str]]
-"""Texts to their translations; with True, only a check that all of them can be translated."""
 
 
 def _torch_translator(path: str, device: str, options: dict[str, Any]) -> Translator:

@@ -43,9 +43,7 @@ Words = Annotated[
     list[str] | None, argument("WORDS", "Fields as section.field=value: `regard train --fields`.", completion.words)
 ]
 ModelPath = Annotated[str, argument("MODEL", "A model directory or a run.", completion.models)]
-TextFile = Annotated[
-    Path | None, typer.Option("--file", metavar="F", help="Read from this file instead.", show_default=False)
-]
+TextFile = Annotated[Path | None, option("F", "Read from this file instead.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", autocompletion=completion.choices(*DEVICES))]
 Beam = Annotated[int | None, option("K", "Beams followed at a time.", least=1)]
 LengthPenalty = Annotated[float | None, option("A", "α in log P / length^α.")]

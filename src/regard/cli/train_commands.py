@@ -23,18 +23,16 @@ def train(
     ] = None,
     words: Words = None,
     preset: Annotated[
-        str | None, typer.Option(help="Start from this recipe; --list shows them.", autocompletion=completion.recipes)
+        str | None, option(None, "Start from this recipe; --list shows them.", complete=completion.recipes)
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read fields from a .yaml, .toml or .json file; words override it."),
+        Path | None, option("FILE", "Read fields from a .yaml, .toml or .json file; words override it.")
     ] = None,
     save_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every field of the run to this file, then train.")
+        Path | None, option("FILE", "Write every field of the run to this file, then train.")
     ] = None,
     resume: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Go on with the run in this directory.", autocompletion=completion.models),
+        str | None, option("RUN", "Go on with the run in this directory.", complete=completion.models)
     ] = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, flag("--quiet", "Only the answer at the end.")] = False,
@@ -55,8 +53,8 @@ def train(
     style: Style = "quiet" if quiet else "json" if as_json else "auto"
     if resume is not None:
         options = {"--preset": preset, "--config": config, "--save-config": save_config}
-        for option in (name for name, value in options.items() if value is not None):
-            raise UsageError(f"--resume goes on with the run's own recipe; {option} cannot change it")
+        for name in (name for name, value in options.items() if value is not None):
+            raise UsageError(f"--resume goes on with the run's own recipe; {name} cannot change it")
         _resume(resume, arguments, style, as_json)
         return
     from regard.recipes import TASKS, run_config
@@ -114,11 +112,7 @@ def evaluate(
     words: Words = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            metavar="OTHER",
-            help="Compare with this run or directory by paired bootstrap.",
-            autocompletion=completion.models,
-        ),
+        option("OTHER", "Compare with this run or directory by paired bootstrap.", complete=completion.models),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder for the output of every example and the worst cases.")
@@ -126,10 +120,10 @@ def evaluate(
     split: Annotated[
         str, typer.Option(help="Which examples: valid, another set the source holds out, all of those, or train.")
     ] = "valid",
-    beam: Annotated[int | None, typer.Option(min=1, help="Beam width; as in training unless given.")] = None,
+    beam: Annotated[int | None, option(None, "Beam width; as in training unless given.", least=1)] = None,
     length_penalty: Annotated[float | None, option(None, "Length penalty; as in training unless given.")] = None,
-    stride: Annotated[int | None, typer.Option(min=1, help="Move the window of perplexity by so many tokens.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many examples.")] = None,
+    stride: Annotated[int | None, option(None, "Move the window of perplexity by so many tokens.", least=1)] = None,
+    limit: Annotated[int | None, option(None, "Only the first so many examples.", least=1)] = None,
     device: Device = "auto",
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16: of the loss's matrix products.", show_default="fp32")
