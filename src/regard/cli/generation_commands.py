@@ -194,10 +194,8 @@ def translate(
         GenerateConfig(**options)
     check_out(out)
     lines = read_lines(texts, file)
-    if engine == "torch":
-        run = _torch_translator(model, device, options)
-    else:
-        run = _engine_translator(model, engine, options)
+    is_torch = engine == "torch"
+    run = _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
     run([line for line in lines if line.strip()], True)  # nothing is written where one of them is refused
     translations: list[str] = []
     scores: list[float | None] = []
