@@ -84,7 +84,7 @@ def look(
     if compare is not None:
         _compare(seen, compare, what, target, options, kind, device, as_json)
         return
-    merging = {"kind": kind, "words": words, "specials": specials}
+    merging: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
     with usage_errors("layer", "head", "kind"):
         if out is not None:
             _write_file(seen, out, layer=layer, head=head, **merging)
