@@ -13,7 +13,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion
-from .options import AsJson, Device, Words, argument, flag, print_json, progress
+from .options import AsJson, Device, Words, argument, flag, option, print_json, progress
 
 if TYPE_CHECKING:
     from regard.demo import Demo
@@ -35,13 +35,7 @@ def demo(
         ),
     ] = None,
     lang: Annotated[
-        str | None,
-        typer.Option(
-            metavar="en|ko",
-            help="What it speaks.",
-            show_default="as LANG",
-            autocompletion=completion.choices("en", "ko"),
-        ),
+        str | None, option("en|ko", "What it speaks.", default="as LANG", complete=completion.choices("en", "ko"))
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,20 +43,17 @@ def demo(
 
     Stopped anywhere, the same command goes on where it stopped. Words change the recipe, as in `regard train`.
     """
-    from regard.demo.demo_screen import LANGUAGES, DemoTexts, environment_language
+    from rich.console import Console
+
+    from regard.demo import demo as run
+    from regard.demo import demo_config
+    from regard.demo.demo_screen import LANGUAGES, DemoScreen, DemoTexts, environment_language
 
     if lang is not None and lang not in LANGUAGES:
         raise UsageError(f"--lang {lang} is none of {', '.join(LANGUAGES)}")
-    from rich.console import Console
-
-    from regard.demo import demo_config
-    from regard.demo.demo_screen import DemoScreen
-
     demo_config(out, words or [])  # what is wrong is said at once
     screen = DemoScreen(Console(stderr=as_json, highlight=False), DemoTexts(lang or environment_language()))
     screen.title()
-    from regard.demo import demo as run
-
     finished = run(out, words or [], screen=screen, command=ctx.obj.command)
     if as_json:
         print_json(finished.to_dict())

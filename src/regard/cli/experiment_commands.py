@@ -38,10 +38,8 @@ def ablate(
         ),
     ] = None,
     words: Words = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every cell.", show_default="3")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once.", show_default="one a core; 4 on a GPU")
-    ] = None,
+    seeds: Annotated[int | None, option(None, "Runs of every cell.", least=1, default="3")] = None,
+    jobs: Annotated[int | None, option(None, "Runs at once.", least=1, default="one a core; 4 on a GPU")] = None,
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where it is kept.", show_default="runs/ablate-NAME")
     ] = None,
@@ -204,9 +202,9 @@ def cost(
     words: Words = None,
     batch: Annotated[int, typer.Option(help="Texts or images at once.")] = 1,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a text, of the target beside a source.", show_default="max_len")
+        int | None, option(None, "Tokens of a text, of the target beside a source.", default="max_len")
     ] = None,
-    source_length: Annotated[int | None, typer.Option(help="Tokens of the source.", show_default="as many")] = None,
+    source_length: Annotated[int | None, option(None, "Tokens of the source.", default="as many")] = None,
     training: Annotated[bool, flag("--training", "Show memory and time of a training step too.")] = False,
     compare: Annotated[str | None, option("OTHER", "Another preset, run or directory to put beside it.")] = None,
     device: Annotated[

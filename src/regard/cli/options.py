@@ -28,9 +28,11 @@ def argument(metavar: str, help: str, complete: Any = None) -> Any:
     return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete)
 
 
-def option(metavar: str | None, help: str, *, least: float | None = None, complete: Any = None) -> Any:
-    """An option that is off unless given: no default is shown."""
-    return typer.Option(metavar=metavar, help=help, min=least, show_default=False, autocompletion=complete)
+def option(
+    metavar: str | None, help: str, *, least: float | None = None, default: str = "", complete: Any = None
+) -> Any:
+    """An option that is None unless given; ``default`` says what that means."""
+    return typer.Option(metavar=metavar, help=help, min=least, show_default=default or False, autocompletion=complete)
 
 
 def flag(name: str, help: str) -> Any:

@@ -126,7 +126,7 @@ def evaluate(
     limit: Annotated[int | None, option(None, "Only the first so many examples.", least=1)] = None,
     device: Device = "auto",
     precision: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16: of the loss's matrix products.", show_default="fp32")
+        str | None, option(None, "fp32, bf16 or fp16: of the loss's matrix products.", default="fp32")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

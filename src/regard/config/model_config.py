@@ -1,6 +1,6 @@
 """ModelConfig: every size and every choice of a model as a checked field.
 
-Features decide behaviour, never a model's name: GPT-2, BERT or T5 are rows of values (``presets.py``), not classes.
+Features decide behaviour, never a model's name: GPT-2, BERT or T5 are rows of values (presets.yaml), not classes.
 """
 
 from __future__ import annotations
