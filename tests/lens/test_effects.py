@@ -209,8 +209,8 @@ def test_blocks_of_any_size_say_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, r = torch.randn(3, 2, 2, 50, 8)
     a, b = AttentionMap(q, k), AttentionMap(r, k)
     whole = compare_maps(a, b)
-    monkeypatch.setattr("regard.lens.compare._AT_ONCE", 64)
-    monkeypatch.setattr("regard.lens.compare._SIDE", 7)
+    monkeypatch.setattr("regard.lens.compare._WEIGHTS_AT_ONCE", 64)
+    monkeypatch.setattr("regard.lens.compare._BLOCK_SIDE", 7)
     torch.testing.assert_close(compare_maps(a, b), whole)
 
 

@@ -1,11 +1,11 @@
-"""Two looks side by side, head by head: two models, two checkpoints, two layers.
+"""Heads of two looks compared: two models, two checkpoints or two layers.
 
-Row by row the distributions are compared by the Jensen–Shannon divergence, in bits between 0 (the same) and 1 (no key
-in common), as Clark et al. 2019 (§6) compare heads:
+Rows are compared by the Jensen–Shannon divergence, in bits between 0 (equal) and 1 (no key in common), as Clark et al.
+2019 (§6) compare heads:
 
     JS(p, q) = ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ (p + q)
 
-It is a sum over keys, so it is summed up block by block: neither matrix is ever formed.
+It is a sum over keys, computed block by block: neither matrix is ever formed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..attention.score_matrix import split_span
 if TYPE_CHECKING:
     from .look import Look
 
-_SIDE = 256  # rows and columns of a block
-_AT_ONCE = 1 << 20
+_BLOCK_SIDE = 256  # rows and columns of a block
+_WEIGHTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class LookComparison:
-    """How far apart the heads of two looks are, for each pair of layers that was compared, (pairs, H)."""
+    """Distances between the heads of two looks, for each pair of layers, (pairs, H)."""
 
     kind: str
     layers: list[tuple[int, int]]
@@ -38,7 +38,7 @@ class LookComparison:
     largest: Tensor  # the largest difference of any weight
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON."""
         numbers = {"divergence": self.divergence.tolist(), "largest": self.largest.tolist()}
         return {"kind": self.kind, "layers": [list(pair) for pair in self.layers], **numbers}
 
@@ -55,33 +55,33 @@ def compare(
             )
         layers = [(layer, layer) for layer in range(a.layers(kind=kind))]
     pairs = [(a._layer(kind, one), b._layer(b._kind(kind), other)) for one, other in layers]
-    found = [compare_maps(a.map(kind=kind, layer=one), b.map(kind=kind, layer=other)) for one, other in pairs]
-    return LookComparison(kind, pairs, *(torch.stack(numbers) for numbers in zip(*found, strict=True)))
+    results = [compare_maps(a.map(kind=kind, layer=one), b.map(kind=kind, layer=other)) for one, other in pairs]
+    return LookComparison(kind, pairs, *(torch.stack(numbers) for numbers in zip(*results, strict=True)))
 
 
 def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:
     """Jensen–Shannon divergence in bits, averaged over rows, and the largest difference of weights, (H,) each."""
-    _check(a, b, same_heads=True)
+    _check_shapes(a, b, same_heads=True)
     n_heads = a.shape[1]
     total, largest = torch.zeros(n_heads, dtype=torch.float64), torch.zeros(n_heads)
     for p, q in _blocks(a, b):
-        total += _js(p, q).sum((0, 2, 3)).double().cpu()
+        total += _js_terms(p, q).sum((0, 2, 3)).double().cpu()
         largest = torch.maximum(largest, (p - q).abs().amax((0, 2, 3)).float().cpu())
     return (total / (_n_rows(a, b) * math.log(2))).clamp(0, 1).float(), largest
 
 
 def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
-    """Every head of a against every head of b, (H_a, H_b), Jensen–Shannon in bits: heads of different models have no
-    order in common, but may have twins."""
-    _check(a, b, same_heads=False)
+    """Every head of a against every head of b, (H_a, H_b), Jensen–Shannon in bits: the heads of two models have no
+    common order."""
+    _check_shapes(a, b, same_heads=False)
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
     for p, q in _blocks(a, b):
         for head in range(p.shape[1]):
-            total[head] += _js(p[:, head : head + 1], q).sum((0, 2, 3)).double().cpu()
+            total[head] += _js_terms(p[:, head : head + 1], q).sum((0, 2, 3)).double().cpu()
     return (total / (_n_rows(a, b) * math.log(2))).clamp(0, 1).float()
 
 
-def _check(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
+def _check_shapes(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
     sizes = [(one.shape[0], *((one.shape[1],) if same_heads else ()), *one.shape[2:]) for one in (a, b)]
     if sizes[0] != sizes[1]:
         what = "batch, heads, rows and columns" if same_heads else "batch, rows and columns"
@@ -89,24 +89,24 @@ def _check(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
 
 
 def _n_rows(a: AttentionMap, b: AttentionMap) -> int:
-    """Rows that see something in both; one that sees nothing is no distribution."""
-    seen = (a.lse()[:, 0] != math.inf).cpu() & (b.lse()[:, 0] != math.inf).cpu()
-    return max(int(seen.sum()), 1)
+    """The number of rows that have keys in both; a row without keys is no distribution."""
+    has_keys = (a.lse()[:, 0] != math.inf).cpu() & (b.lse()[:, 0] != math.inf).cpu()
+    return max(int(has_keys.sum()), 1)
 
 
 def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]:
     """The same block of both, (B, H, R, C)."""
     n_batch, _, n_queries, n_keys = a.shape
     pairs = n_batch * max(a.shape[1], b.shape[1])
-    width = min(n_keys, max(_SIDE, _AT_ONCE // (pairs * _SIDE)))
-    height = max(1, _AT_ONCE // (pairs * width))
+    width = min(n_keys, max(_BLOCK_SIDE, _WEIGHTS_AT_ONCE // (pairs * _BLOCK_SIDE)))
+    height = max(1, _WEIGHTS_AT_ONCE // (pairs * width))
     for rows in split_span(slice(0, n_queries), height):
         for cols in split_span(slice(0, n_keys), width):
             p, q = a.tile(rows, cols), b.tile(rows, cols).to(a.device)
             yield p, q.to(p.dtype)
 
 
-def _js(p: Tensor, q: Tensor) -> Tensor:
-    """What a pair of weights adds to the divergence, in nats: ½ (p log p + q log q) - m log m."""
+def _js_terms(p: Tensor, q: Tensor) -> Tensor:
+    """The terms of the divergence, in nats: ½ (p log p + q log q) - m log m."""
     m = (p + q) / 2
     return (torch.xlogy(p, p) + torch.xlogy(q, q)) / 2 - torch.xlogy(m, m)

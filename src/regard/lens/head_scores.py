@@ -69,12 +69,7 @@ class WordAlignment:
 
 
 def align_words(
-    look: Look,
-    gold: Links,
-    possible: Links | None = None,
-    *,
-    kind: str | None = None,
-    when: RowChoice = "written",
+    look: Look, gold: Links, possible: Links | None = None, *, kind: str | None = None, when: RowChoice = "written"
 ) -> WordAlignment:
     """The heads of one kind against a known alignment of words, split at spaces.
 
@@ -162,11 +157,7 @@ class BestLinks(NamedTuple):
 
 
 def best_links(
-    attention: AttentionMap,
-    rows: WordTokens,
-    cols: WordTokens,
-    allowed: set[tuple[int, int]],
-    with_mean: bool = False,
+    attention: AttentionMap, rows: WordTokens, cols: WordTokens, allowed: set[tuple[int, int]], with_mean: bool = False
 ) -> BestLinks:
     """The link of each row word, and how much of its attention to words lies on allowed links.
 

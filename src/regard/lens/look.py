@@ -125,13 +125,7 @@ class Look:
         return self._maps[kind, layer]
 
     def weights(
-        self,
-        *,
-        layer: int = -1,
-        head: int | None = None,
-        kind: str | None = None,
-        rows: Pick = ALL,
-        cols: Pick = ALL,
+        self, *, layer: int = -1, head: int | None = None, kind: str | None = None, rows: Pick = ALL, cols: Pick = ALL
     ) -> Tensor:
         """The exact weights (R, C) of one head; a row sums to 1 over all columns."""
         attention = self.map(layer=layer, kind=kind)

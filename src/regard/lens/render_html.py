@@ -89,7 +89,8 @@ def _view(look: Look, kind: str, words: bool, specials: bool) -> MergedView:
 
 def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
     """Everything but the weights."""
-    kinds, labels = {}, {}
+    kinds: dict[str, dict[str, int]] = {}
+    labels: dict[str, dict[str, list[list[Any]]]] = {}
     for kind, view in views.items():
         sizes = {"layers": look.layers(kind=kind), "heads": look.heads(kind=kind)}
         kinds[kind] = {**sizes, "n_rows": len(view.rows), "n_cols": len(view.cols)}

@@ -107,11 +107,7 @@ class GrowingLabels:
 
 
 def _stream(
-    served: ServedModel,
-    body: StreamRequest,
-    watch: CrossAttentionWatch | None,
-    sessions: SessionStore,
-    limits: Limits,
+    served: ServedModel, body: StreamRequest, watch: CrossAttentionWatch | None, sessions: SessionStore, limits: Limits
 ) -> Iterator[dict[str, Any]]:
     from ..lens import look
 
