@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from .hashing import bits, integers, permutation, stable_key, uniform
+from .packing import IGNORE
 
 
 class BatchPlan:
@@ -146,7 +147,7 @@ def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> 
 
 @dataclass(frozen=True, eq=False)
 class MaskedTokens:
-    """Token ids with some masked, and the targets: their original ids, −100 elsewhere."""
+    """Token ids with some masked, and the targets: their original ids, IGNORE elsewhere."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -175,7 +176,7 @@ def mask_tokens(
     chosen = draws < share
     if not chosen.any() and len(inputs) and draws.min() < 1.0:
         chosen[draws.argmin()] = True
-    targets = np.where(chosen, inputs, -100)
+    targets = np.where(chosen, inputs, IGNORE)
     action = uniform(stable_key(key, "what"), positions)
     n = len(ordinary_ids)
     random_ids = ordinary_ids[integers(stable_key(key, "which"), positions, n)] if n else inputs

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .hashing import integers, permutation, stable_key
 from .token_files import TokenFile
 
-IGNORE = -100
+IGNORE = -100  # the target of positions without a loss, as torch.nn.functional.cross_entropy has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class PackedRow:
     """One row of T tokens, or several."""
 
     tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]  # the next token of the same document; −100 after its last one
+    targets: NDArray[np.int64]  # the next token of the same document; IGNORE after its last one
     documents: NDArray[np.int64]  # which document of the row a token belongs to, from 0; −1 for padding
     positions: NDArray[np.int64]  # its position in that document's part of the row
 

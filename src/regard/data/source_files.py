@@ -19,24 +19,11 @@ from numpy.typing import NDArray
 from ..config import DataConfig, Format, Kind
 from ..errors import BadData, RegardError
 from ..foundation.suggestions import did_you_mean
+from . import table_files
 from .corpora import CORPORA
 from .examples import ReadReport, Text
 from .images import read_idx
-from .table_files import (
-    Row,
-    Schema,
-    cells_of,
-    csv_records,
-    read_caption_json,
-    read_csv,
-    read_jsonl,
-    read_lines,
-    read_parallel,
-    read_texts,
-    read_tsv,
-    stem_of,
-    suffix_of,
-)
+from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _BY_SUFFIX: dict[str, Format] = {
@@ -142,7 +129,7 @@ def _schema_of_columns(columns: tuple[str | int, ...], kind: Kind | None) -> Sch
 def _sample(path: Path, form: Format) -> list[list[str]]:
     options, report = DataConfig(), ReadReport()
     if form == "csv":
-        records = (cells for _, cells in csv_records(path, report, options))
+        records = (cells for _, cells in table_files.csv_records(path, report, options))
     else:
         lines = read_lines(path, report, options)
         records = (None if line is None else line.split("\t") for _, line in lines)
@@ -302,18 +289,18 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
         assert files.schema is not None
         yield from _table_rows(files, files.schema, report)
         return
-    readers = {"tsv": read_tsv, "csv": read_csv, "jsonl": read_jsonl}
+    readers = {"tsv": table_files.read_tsv, "csv": table_files.read_csv, "jsonl": table_files.read_jsonl}
     match files.form:
         case "tsv" | "csv" | "jsonl":
             assert files.schema is not None
             yield from readers[files.form](files.paths[0], files.schema, report, options)
         case "parallel":
-            yield from read_parallel(files.paths, report, options)
+            yield from table_files.read_parallel(files.paths, report, options)
         case "captions":
-            yield from read_caption_json(files.paths[0], report, options)
+            yield from table_files.read_caption_json(files.paths[0], report, options)
         case "text":
             for path in files.paths:
-                yield from read_texts(path, report, options)
+                yield from table_files.read_texts(path, report, options)
         case "folder":
             yield from _folder_rows(files, report)
 
@@ -361,7 +348,7 @@ def _table_rows(files: SourceFiles, schema: Schema, report: ReadReport) -> Itera
     names = files.labels or ()
     for number, record in enumerate(files.table, start=1):
         report.n_read += 1
-        cells = cells_of(record, schema, files.paths[0], number, report)
+        cells = table_files.cells_of(record, schema, files.paths[0], number, report)
         if cells is None:
             continue
         if names and cells[1].isdigit() and int(cells[1]) < len(names):  # such tables number their classes

@@ -136,7 +136,7 @@ def _recurrent_cache(config: ModelConfig, batch: int, source: int, size: int) ->
     input_feeding = config.alignment not in ("none", "additive") and config.input_feeding
     n_vectors = n_layers * (2 if config.cell == "lstm" else 1) + int(input_feeding)
     state = batch * (n_vectors * config.d_model * size + _POSITION_BYTES)
-    layers = [CacheLayer(0, "state", 1, (1 + StateCache.kept) * state, state)]
+    layers = [CacheLayer(0, "state", 1, (1 + StateCache.n_states) * state, state)]
     if config.alignment != "none":
         n_tensors = 2 if config.alignment in ("additive", "concat") else 1
         place = n_tensors * batch * config.d_model * size

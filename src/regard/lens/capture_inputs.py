@@ -137,7 +137,7 @@ def _crop_to_input(image: Image, processor: ImageProcessor | None) -> Image:
     """The centre of the image that the processor's crop leaves, in the image's own resolution."""
     if processor is None or processor.crop is None:
         return image
-    width, height = image.size if processor.size is None else processor._resized(*image.size)
+    width, height = image.size if processor.size is None else processor._target_size(*image.size)
     part = processor.crop[1] / width * image.width, processor.crop[0] / height * image.height
     left, top = (image.width - part[0]) / 2, (image.height - part[1]) / 2
     return image.crop((round(left), round(top), round(left + part[0]), round(top + part[1])))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,9 +52,17 @@ class Decoder(Model):
         x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
         return self.decoder(x, mask=mask, positions=positions, cache=cache)
 
-    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
-        """tokens (B, T) → next-token logits (B, T, V); ``options`` are those of ``hidden``."""
-        x = self.hidden(tokens, **options)
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        padding_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """tokens (B, T) → next-token logits (B, T, V); the options are those of ``hidden``."""
+        x = self.hidden(tokens, padding_mask=padding_mask, positions=positions, documents=documents, cache=cache)
         return x if self.head is None else self.head(x, self.output_table)
 
 
@@ -87,12 +93,16 @@ class Encoder(Model):
         x = _embed(self, source, positions, segments)
         return self.encoder(x, mask=mask_from_padding(padding_mask), positions=positions)
 
-    def forward(self, source: Tensor, *, padding_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states.
-
-        ``options`` are those of ``hidden``.
-        """
-        x = self.hidden(source, padding_mask=padding_mask, **options)
+    def forward(
+        self,
+        source: Tensor,
+        *,
+        padding_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states."""
+        x = self.hidden(source, padding_mask=padding_mask, positions=positions, segments=segments)
         if self.classifier is not None:
             return self.classifier(x, mask_from_padding(padding_mask))
         return x if self.head is None else self.head(x, self.output_table)

@@ -1,9 +1,9 @@
 """Scenes of shapes: which things there are, where they stand, and their pixels.
 
-A scene is of one of these kinds, and a traits at it tells which: one thing; several of which some are alike (they are
-counted); two that differ (one is left of, right of, above, below or inside the other); three that differ (one of them
-stands so to the other two). Coordinates are shares of the picture's side, x to the right and y downwards. Pixels are
-drawn four times too large and averaged down, which is anti-aliasing.
+A scene has one thing; or several of which some are alike (they are counted); or two that differ, one of them left of,
+right of, above, below or inside the other; or three that differ, one of them so related to the other two. Coordinates
+are shares of the image's side, x to the right and y downwards. Images are drawn four times too large and averaged down
+(anti-aliasing).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is to be seen: things, the relations of the first to the others, and the paper they are drawn on."""
+    """Things, the relations of the first to the others, and the colour of the background."""
 
     kind: Kind
     things: tuple[Thing, ...]
@@ -203,15 +203,9 @@ def _thing_inside(draws: Draws, traits: Traits, outer: Thing) -> Thing:
 
 
 _RGB = {
-    "red": (214, 39, 40),
-    "orange": (245, 130, 25),
-    "yellow": (238, 205, 30),
-    "green": (40, 150, 60),
-    "blue": (35, 95, 215),
-    "purple": (125, 50, 170),
-    "pink": (245, 130, 185),
-    "black": (28, 28, 32),
-}
+    "red": (214, 39, 40), "orange": (245, 130, 25), "yellow": (238, 205, 30), "green": (40, 150, 60),
+    "blue": (35, 95, 215), "purple": (125, 50, 170), "pink": (245, 130, 185), "black": (28, 28, 32),
+}  # fmt: skip
 _SCALE = 4
 _RING_HOLE = 0.55
 
@@ -247,13 +241,8 @@ def box_of(thing: Thing) -> Box:
 
 
 def _disc_box(thing: Thing, share: float, big: int) -> Box:
-    radius = thing.radius * share
-    return (
-        (thing.x - radius) * big,
-        (thing.y - radius) * big,
-        (thing.x + radius) * big - 1,
-        (thing.y + radius) * big - 1,
-    )
+    x, y, radius = thing.x, thing.y, thing.radius * share
+    return (x - radius) * big, (y - radius) * big, (x + radius) * big - 1, (y + radius) * big - 1
 
 
 def _placed_outline(thing: Thing) -> list[tuple[float, float]]:

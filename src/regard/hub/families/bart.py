@@ -149,9 +149,7 @@ def steps(config: ModelConfig) -> list[Step]:
 def _head_steps(config: ModelConfig, prefix: str) -> list[Step]:
     vocab_size = config.output_vocab_size
     table = f"{prefix}shared.weight" if config.target_vocab_size is None else f"{prefix}decoder.embed_tokens.weight"
-    out: list[Step] = [
-        Tie("lm_head.weight", table) if config.tie_head else Rename("lm_head.weight", "head.weight"),
-    ]
+    out: list[Step] = [Tie("lm_head.weight", table) if config.tie_head else Rename("lm_head.weight", "head.weight")]
     if config.head_bias:
         return [*out, Rename("final_logits_bias", "head.bias"), Reshape("head.bias", (1, vocab_size), (vocab_size,))]
     return [*out, Fill("final_logits_bias", (1, vocab_size), 0.0)]
@@ -174,7 +172,7 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     out: list[Step] = [
         Rename(positions, f"{embeddings}.position.weight")
         if config.positions == "learned"
-        else Sinusoids(positions, config.max_len, width, written=config.head == "none"),
+        else Sinusoids(positions, config.max_len, width, written=config.head == "none")
     ]
     for kind in ("weight", "bias"):
         self_parts = tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv")

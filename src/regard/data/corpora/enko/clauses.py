@@ -17,12 +17,7 @@ from .lexicon import ADJECTIVES, NAMES, NOUNS, PEOPLE, VERBS, Adjective, Noun, V
 _SURNAMES, _TITLES, _NUMERALS = tuple(lexicon.SURNAMES), tuple(lexicon.TITLES), tuple(lexicon.NUMERALS)
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(lexicon.DEGREES), tuple(lexicon.FREQUENCIES), tuple(lexicon.RELATIONS)
 # Of a hundred clauses, those below each limit are activities of that frame.
-_ACTIVITY_SHARES: tuple[tuple[int, lexicon.Frame], ...] = (
-    (38, "transitive"),
-    (52, "intransitive"),
-    (61, "motion"),
-    (69, "ditransitive"),
-)
+_ACTIVITY_LIMITS: dict[lexicon.Frame, int] = {"transitive": 38, "intransitive": 52, "motion": 61, "ditransitive": 69}
 _PRONOUNS = ("I", "I", "I", "we", "he", "she", "they")
 _OBJECT_PRONOUNS = ("I", "we", "he", "she", "they")  # in the subject form, as nodes have them
 _TRAVEL_VERBS = ("go to", "come to", "return to", "arrive at", "visit")
@@ -46,34 +41,32 @@ class Phrases:
     """Noun phrases for one sentence: they share its random draws and its duty to contain a held-out combination."""
 
     def __init__(self, draws: Draws, split: str) -> None:
-        self.draws = draws
-        self.split = split
-        # Whether the held-out combination that the split asks for is already in the sentence.
-        self.complete = split == "train"
+        self.draws, self.split = draws, split
+        self.complete = split == "train"  # whether the sentence has the held-out combination that its split asks for
 
     def noun_for(self, predicate: str) -> str:
-        """A noun for a predicate: one held out, if the sentence still lacks it, else one of training."""
-        if not self.complete and self.draws.chance(0.6):
-            held = nouns_of(predicate, self.split)
-            if held:
-                self.complete = True
-                return self.draws.choice(held)
-        return self.draws.choice(nouns_of(predicate, "train"))
+        """A noun for a predicate."""
+        return self._draw_held_out(nouns_of(predicate, self.split)) or self.draws.choice(nouns_of(predicate, "train"))
+
+    def _draw_held_out(self, words: Sequence[str]) -> str | None:
+        """One of the held-out words, often, as long as the sentence lacks the held-out combination of its split."""
+        if self.complete or not self.draws.chance(0.6) or not words:
+            return None
+        self.complete = True
+        return self.draws.choice(words)
 
     def adjective_for(self, noun: str) -> str | None:
         """An adjective that may stand before a noun."""
-        if not self.complete and self.draws.chance(0.6):
-            held = [key for key in predicates_of(noun, "adjective", self.split) if _may_precede(key)]
-            if held:
-                self.complete = True
-                return self.draws.choice(held)
+        held_out = [key for key in predicates_of(noun, "adjective", self.split) if _may_precede(key)]
+        if (adjective := self._draw_held_out(held_out)) is not None:
+            return adjective
         known = predicates_of(noun, "adjective", "train")
         chosen = self.draws.choice(known) if known else None
         return chosen if chosen is not None and _may_precede(chosen) else None
 
     def common(self, name: str, *, definite: bool = False, plain: bool = False) -> Node:
         """A noun with a determiner it may have; `definite` leaves out `a` and numerals, `plain` everything else."""
-        noun, draws = NOUNS[name], self.draws
+        noun = NOUNS[name]
         node: Node = {"noun": name}
         if "kin" in noun.tags:
             self._possess(node, noun)
@@ -81,10 +74,9 @@ class Phrases:
             self._determine_uncountable(node, noun, definite)
         else:
             self._determine(node, noun, definite, plain)
-        if not noun.tags & _UNDESCRIBED and draws.chance(0.1 if plain else 0.3):
-            adjective = self.adjective_for(name)
-            if adjective is not None:
-                node["adjective"] = adjective
+        described = not noun.tags & _UNDESCRIBED and self.draws.chance(0.1 if plain else 0.3)
+        if described and (adjective := self.adjective_for(name)) is not None:
+            node["adjective"] = adjective
         return node
 
     def _possess(self, node: Node, noun: Noun) -> None:
@@ -128,8 +120,7 @@ class Phrases:
             node["det"] = "the"
 
     def _owner(self) -> Node:
-        roll = self.draws.below(3)
-        if roll == 0:
+        if self.draws.below(3) == 0:
             return {"noun": self.draws.choice(NAMES)}
         owner = self.draws.choice(PEOPLE)
         if "plural" in NOUNS[owner].tags:
@@ -201,7 +192,7 @@ class Clauses(Phrases):
     def any_clause(self, *, embedded: bool = False) -> Node:
         """A clause of any kind."""
         roll = self.draws.below(100)
-        for limit, frame in _ACTIVITY_SHARES:
+        for frame, limit in _ACTIVITY_LIMITS.items():
             if roll < limit:
                 return self.activity(self.draws.choice(lexicon.FRAMES[frame]), embedded=embedded)
         if roll < 88:
@@ -302,9 +293,7 @@ class Clauses(Phrases):
         tense = self.draws.choice(("past", "present", "present"))
         clause: Node = {"subject": subject, "predicate": "be", "tense": tense}
         clause["complement"] = {"noun": self.draws.choice(lexicon.JOBS), "det": "a"}
-        if self.draws.chance(0.3):
-            clause["not"] = "long" if agreement(subject) == "I" or self.draws.chance(0.5) else "short"
-        return clause
+        return self._negate_be(clause, 0.3)
 
     def location(self, *, embedded: bool = False) -> Node:
         """Somebody or something is somewhere."""
@@ -317,8 +306,12 @@ class Clauses(Phrases):
             where = self._beside()
         clause: Node = {"subject": subject, "predicate": "be at", "where": where}
         clause["tense"] = self.draws.choice(("past", "present", "present"))
-        if self.draws.chance(0.25):
-            clause["not"] = "long" if agreement(subject) == "I" or self.draws.chance(0.5) else "short"
+        return self._negate_be(clause, 0.25)
+
+    def _negate_be(self, clause: Node, probability: float) -> Node:
+        """Negate a form of `be` with some probability; `am` has no contracted negation."""
+        if self.draws.chance(probability):
+            clause["not"] = "long" if agreement(clause["subject"]) == "I" or self.draws.chance(0.5) else "short"
         return clause
 
     def existence(self) -> Node:
@@ -438,13 +431,9 @@ class Clauses(Phrases):
         if "frequency" in clause or not self.draws.chance(probability):
             return
         tense, aspect = clause["tense"], clause.get("aspect")
-        if aspect in ("can", "want", "must"):
-            return
-        if tense == "present":
-            tense = "now" if aspect == "progressive" else "present"
-        elif aspect == "progressive":
-            return
-        if tense == "present" and "not" in clause:
+        if aspect == "progressive" and tense == "present":
+            tense = "now"
+        elif aspect or (tense == "present" and "not" in clause):
             return
         time = self.draws.choice(lexicon.TIMES_OF[tense])
         verb = VERBS.get(clause["predicate"])

@@ -74,7 +74,6 @@ def attach_particle(word: str, pair: str) -> str:
 # What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own.
 StemKind = Literal["verb", "adjective", "exist", "copula"]
 
-
 _BRIGHT = "ㅏㅑㅗ"
 # Where a vowel meets 아/어: the vowel it becomes. What is not listed keeps the ending as a syllable (쉬다 → 쉬어).
 _CONTRACTED = {
@@ -188,14 +187,9 @@ Ending = Literal[
 # The text of an eojeol and its role: `verb`, `tense` (the future's 거예요), `link` (때문에, 때).
 Eojeol = tuple[str, str]
 
-
 _FUTURE_ENDINGS = {
-    ("statement", "polite"): "거예요",
-    ("statement", "formal"): "겁니다",
-    ("statement", "plain"): "것이다",
-    ("question", "polite"): "거예요",
-    ("question", "formal"): "겁니까",
-    ("question", "plain"): "거니",
+    "statement": {"polite": "거예요", "formal": "겁니다", "plain": "것이다"},
+    "question": {"polite": "거예요", "formal": "겁니까", "plain": "거니"},
 }
 
 
@@ -238,7 +232,7 @@ def _conjugate_future(stem: Stem, ending: Ending, register: Register) -> tuple[E
     will = (_attach_eu(stem, "ㄹ"), "verb")
     match ending:
         case "statement" | "question":
-            return (will, (_FUTURE_ENDINGS[ending, register], "tense"))
+            return (will, (_FUTURE_ENDINGS[ending][register], "tense"))
         case "quote":
             return (will, ("거라고", "tense"))
         case "fact":
@@ -251,9 +245,7 @@ def _conjugate_future(stem: Stem, ending: Ending, register: Register) -> tuple[E
 def _statement(stem: Stem, register: Register) -> str:
     if register == "formal":
         return _formal(stem) + "다"
-    if register == "polite":
-        return _polite(stem)
-    return _declarative(stem)
+    return _polite(stem) if register == "polite" else _declarative(stem)
 
 
 def _question(stem: Stem, register: Register) -> str:

@@ -24,13 +24,9 @@ from .conjugation import (
 from .grammar import Key, Node, Word
 from .lexicon import ADJECTIVES, NOUNS, PREDICATES, VERBS, Verb
 
-_EXISTS = Stem("있", "", "exist")
-_LACKS = Stem("없", "", "exist")
-_STAYS = Stem("계시", "시", "verb")
-_DOES = Stem("하", "하", "verb")
-_WISHES = Stem("싶", "", "adjective")
-_IS_NOT = Stem("아니", "아니", "adjective")
-
+_EXISTS, _LACKS = Stem("있", "", "exist"), Stem("없", "", "exist")
+_STAYS, _DOES = Stem("계시", "시", "verb"), Stem("하", "하", "verb")
+_WISHES, _IS_NOT = Stem("싶", "", "adjective"), Stem("아니", "아니", "adjective")
 
 WholeEojeols = tuple[tuple[str, ...], ...]  # (text, roles …) of each
 
@@ -170,13 +166,11 @@ _TENSELESS = ("so", "and", "hope")
 
 def korean_words(sentence: Node) -> list[Word]:
     """The whole sentence with its full stop."""
-    register: Register = sentence["register"]
-    question = bool(sentence.get("question"))
-    main = sentence["clause"]
-    ending: Ending = "question" if question else "statement"
+    register, main = sentence["register"], sentence["clause"]
+    ending: Ending = "question" if sentence.get("question") else "statement"
     joined = "join" in sentence
     words = _joined_clauses(sentence, register) if joined else _clause(main, main.get("subject"), register, ending)
-    words[-1] = words[-1]._replace(text=words[-1].text + ("?" if question else "."))
+    words[-1] = words[-1]._replace(text=words[-1].text + ("?" if ending == "question" else "."))
     return words
 
 
@@ -293,15 +287,14 @@ def _early_adverbs(clause: Node) -> list[Word]:
 
 
 def _adverbs(clause: Node) -> list[Word]:
-    node = id(clause)
-    words: list[Word] = []
+    texts: dict[str, str] = {}
     if clause.get("frequency") == "often":
-        words.append(Word(lexicon.FREQUENCIES["often"], ((node, "frequency"),)))
+        texts["frequency"] = lexicon.FREQUENCIES["often"]
     if "manner" in clause:
-        words.append(Word(lexicon.MANNERS[clause["manner"]][1], ((node, "manner"),)))
+        texts["manner"] = lexicon.MANNERS[clause["manner"]][1]
     if "degree" in clause:
-        words.append(Word(lexicon.DEGREES[clause["degree"]], ((node, "degree"),)))
-    return words
+        texts["degree"] = lexicon.DEGREES[clause["degree"]]
+    return [Word(text, ((id(clause), role),)) for role, text in texts.items()]
 
 
 def _predicate(clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None) -> list[Word]:
