@@ -21,14 +21,14 @@ class DataConfig(Config):
     valid: str | None = None
     """Held-out examples of their own, written as source is; None: a part of the source is held out."""
     format: Format | None = None
-    """How it is written down; None: told from name and content."""
+    """How it is written down; None: detected from name and content."""
     kind: Kind | None = None
-    """What the examples are; None: told from the content."""
+    """What the examples are; None: detected from the content."""
     columns: tuple[str | int, ...] | None = None
     """Columns by name or number from 0, in the order text/source/image, then target/label/caption; others are ignored.
     For a folder of parallel files the two endings: en, de."""
     header: bool | None = None
-    """Whether the first line of a table names its columns; None: told from the content."""
+    """Whether the first line of a table names its columns; None: detected from the content."""
     labels: tuple[str, ...] | None = None
     """The classes in order, any other being a bad line; None: those that occur, sorted."""
     images: str | None = None

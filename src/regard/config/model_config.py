@@ -91,7 +91,7 @@ class ModelConfig(Config):
     """The same for the decoder beside an encoder; None: max_len."""
 
     positions: Positions = "sinusoidal"
-    """How order is told: added to the embeddings (sinusoidal, learned), rotated (rope), or a bias (alibi, t5, xl)."""
+    """How order is encoded: added to embeddings (sinusoidal, learned), rotated (rope), or a bias (alibi, t5, xl)."""
     sinusoid_layout: Literal["interleaved", "halves"] = "interleaved"
     """Sines and cosines alternating as in the paper, or all sines first (Marian)."""
     position_offset: int = 0
