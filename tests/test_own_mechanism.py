@@ -214,10 +214,10 @@ def test_a_folder_of_ones_own_is_found_too(cosine: Path, place: str, monkeypatch
 
 def test_the_tab_key_runs_nothing(cosine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(mixers.VARIABLE, " cosine:Cosine, nowhere:None,, not a name,dot")
-    offered = [word for word, _ in completion._values("model.mixer", "")]
+    offered = completion._values("model.mixer", "")
     own = ["cosine:Cosine", "nowhere:None", "not a name"]
     assert offered == [f"model.mixer={name}" for name in (*MIXERS, *own)]
-    assert [word for word, _ in completion._values("model.mixer", "cos")] == ["model.mixer=cosine:Cosine"]
+    assert completion._values("model.mixer", "cos") == ["model.mixer=cosine:Cosine"]
     assert "cosine" not in sys.modules
     assert "cosine" not in MIXERS
 
