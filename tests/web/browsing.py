@@ -182,6 +182,12 @@ class Tab:
         self.page.click('[data-do="language"]')
         self.settled()
 
+    def languages(self) -> Iterator[str]:
+        """English, then the same page in Korean: switching needs no new look."""
+        yield "en"
+        self.speak_korean()
+        yield "ko"
+
     def every_view(self) -> list[str]:
         """Open each view, put the pointer on it, and find nothing wrong."""
         for view in self.tabs():

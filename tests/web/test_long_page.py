@@ -1,4 +1,4 @@
-"""4,096 tokens, 12 layers of 12 heads, in the browser: an overview, a zoom, and a number that is exact."""
+"""4,096 tokens in the browser: an overview, a zoom, and a number that is exact; of 144 heads, and every view of 24."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LENGTH = 4096
 TEXT = ("the cat sat on the mat. a dog ran, and the cat ran too. " * 100)[:LENGTH]
 
 
-@pytest.fixture(scope="module")
-def long_model() -> Model:
+@pytest.fixture
+def long_model(n_layers: int) -> Model:
     tokenizer = train_tokenizer(LINES, "chars", None)
-    sizes: dict[str, Any] = {"d_model": 96, "n_layers": 12, "n_heads": 12, "d_ff": 96, "max_len": LENGTH}
+    sizes: dict[str, Any] = {"d_model": 96, "n_layers": n_layers, "n_heads": 12, "d_ff": 96, "max_len": LENGTH}
     return made("gpt2", Processor(source=tokenizer), vocab_size=tokenizer.size, **sizes)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def long_look(long_model: Model) -> Look:
     return look(long_model, TEXT)
 
@@ -47,6 +47,7 @@ def tab(browser: Any, long_model: Model) -> Iterator[Tab]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_layers", [12])
 def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
     layer, head = 7, 5
     tab.open(model="long", text=TEXT, view="heatmap", layer=layer, head=head)
@@ -84,13 +85,14 @@ def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_layers", [2])  # patterns and thumbnails read every weight of every layer
 def test_every_view_of_4096_tokens(tab: Tab, long_look: Look) -> None:
-    tab.open(model="long", text=TEXT, view="sentence", layer=3, head=2, row=3000, col=17, **{"from": 2950})
-    best = long_look.weights(layer=3, head=2, rows=[3000])[0].topk(3)
+    tab.open(model="long", text=TEXT, view="sentence", layer=1, head=2, row=3000, col=17, **{"from": 2950})
+    best = long_look.weights(layer=1, head=2, rows=[3000])[0].topk(3)
     for index, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         assert tab.weight(3000, index) == pytest.approx(weight, **CLOSE)
     assert tab.every_view() == ["heatmap", "sentence", "grid", "walk", "next", "patterns", "variant"]
-    tab.open(model="long", text=TEXT, view="heatmap", layer=3, head=2, words=1, row=700, col=3)
+    tab.open(model="long", text=TEXT, view="heatmap", layer=1, head=2, words=1, row=700, col=3)
     words = long_look.merged(kind="self", words=True, specials=True)
-    exact = float(words.weights(layer=3, head=2, rows=[700], cols=[3]))
+    exact = float(words.weights(layer=1, head=2, rows=[700], cols=[3]))
     assert tab.weight(700, 3) == pytest.approx(exact, **CLOSE)
