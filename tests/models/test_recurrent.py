@@ -57,7 +57,7 @@ def test_a_padded_batch_is_read_as_torch_reads_a_packed_one(cell: str, bidirecti
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     keep = lengths_to_keep(lengths, 5)
 
-    out, final = ours.ragged(mine, keep)
+    out, final = ours.forward_padded(mine, keep)
     packed = pack_padded_sequence(theirs, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
     packed_out, state = twin(packed)
     expected, _ = pad_packed_sequence(packed_out, batch_first=True, total_length=5)

@@ -22,14 +22,14 @@ OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
 _TOKEN_IDS = ("_token_id", "_token_ids", "bad_words_ids")
 _KINDS = ("architecture", "source")
-_MOST_LAYERS = 10_000  # families list the layers; a billion of them would be the end of the memory
-# What translating fields that may hold anything can raise; a family cannot check every value it passes on.
+_MOST_LAYERS = 10_000  # families list the layers; a billion of them would not fit into memory
+# What reading fields of arbitrary values can raise; a family does not check each of them.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StopIteration)
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config.json in our words, and the steps that lead from its tensors to ours."""
+    """A config.json as a ModelConfig, and the steps from its tensors to ours."""
 
     model_type: str
     config: ModelConfig
@@ -38,7 +38,7 @@ class ResolvedConfig:
 
 @dataclass(frozen=True)
 class WrittenConfig:
-    """A config of ours as a config.json. ``obstacles`` says why it has no twin in transformers; empty: it has one."""
+    """A ModelConfig as a config.json. ``obstacles`` says why transformers has no twin; empty: it has one."""
 
     fields: dict[str, Any]
     steps: Sequence[Step]
@@ -50,7 +50,7 @@ class WrittenConfig:
 
 
 def read_config(fields: dict[str, Any]) -> ResolvedConfig:
-    """Read a config.json. Our own section says it exactly; what stands beside it for transformers must agree."""
+    """Read a config.json. Our own section is exact; the fields for transformers beside it must agree."""
     model_type, section = fields.get("model_type"), fields.get(_OWN_SECTION)
     if model_type is None:
         raise BadModelFile(f"config.json has no model_type; regard reads {', '.join(BY_TYPE)}")
@@ -70,10 +70,10 @@ def read_config(fields: dict[str, Any]) -> ResolvedConfig:
     try:
         config = family.read(ForeignFields(fields))
     except _UNREADABLE as error:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise BadModelFile(f"config.json does not describe a {model_type} that regard can read: {said}") from None
-    if own is not None and (found := differences(own, config)):
-        fault = ", ".join(f"{one.field}={one.one!r} and {one.other!r}" for one in found)
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise BadModelFile(f"config.json does not describe a {model_type} that regard can read: {reason}") from None
+    if own is not None and (contradictions := differences(own, config)):
+        fault = ", ".join(f"{one.field}={one.one!r} and {one.other!r}" for one in contradictions)
         raise BadModelFile(
             f"config.json contradicts itself: its section {_OWN_SECTION!r} and the rest give {fault}; "
             f"remove the section if the rest is right"
@@ -82,14 +82,14 @@ def read_config(fields: dict[str, Any]) -> ResolvedConfig:
 
 
 def write_config(config: ModelConfig) -> WrittenConfig:
-    """As the first family that gives the same config back when it reads what it wrote; otherwise in our own words."""
-    tries = [_attempt(family, config) for family in FAMILIES]
+    """As the first family that reads back the config it wrote; as our own model_type where there is none."""
+    attempts = [_attempt(family, config) for family in FAMILIES]
     section = config.model_dump(mode="json")
-    for family, fields, obstacles in tries:
+    for family, fields, obstacles in attempts:
         if not obstacles:
             return WrittenConfig({**fields, _OWN_SECTION: section}, family.steps(config))
-    # The family that comes nearest tells best what stands in the way; of another kind of model, only that it is one.
-    nearest = min((obstacles for _, _, obstacles in tries), key=_distance)
+    # Report the obstacles of the nearest family; where that is another kind of model, only the difference in kind.
+    nearest = min((obstacles for _, _, obstacles in attempts), key=_distance)
     if _distance(nearest)[0] > 0:
         nearest = [one for one in nearest if one.difference is None or one.difference.field in _KINDS]
     return WrittenConfig({"model_type": OWN_TYPE, _OWN_SECTION: section}, (), tuple(str(one) for one in nearest))
@@ -100,25 +100,25 @@ def token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name.endswith(_TOKEN_IDS)}
 
 
-def restore_token_ids(written: WrittenConfig, kept: Mapping[str, Any]) -> WrittenConfig:
-    """Written with its token ids as ``kept`` has them, absent ones too, wherever that still means the same to us.
+def restore_token_ids(written: WrittenConfig, original: Mapping[str, Any]) -> WrittenConfig:
+    """Put back the token ids of the ``original`` config.json, absent ones too, where they still mean our config.
 
-    Several ends, or no padding, are more than a config of ours can say; a value that was changed here since counts.
+    A ModelConfig cannot hold several end tokens or no padding token; an id that was changed since stays changed.
     """
     family = BY_TYPE[written.model_type]
-    fields, meant = written.fields, family.read(ForeignFields(written.fields))
-    for name in {**token_ids(fields), **kept}:
+    fields, config = written.fields, family.read(ForeignFields(written.fields))
+    for name in {**token_ids(fields), **original}:
         changed = {key: value for key, value in fields.items() if key != name}
-        if name in kept:
-            changed[name] = kept[name]
+        if name in original:
+            changed[name] = original[name]
         with suppress(*_UNREADABLE):
-            fields = changed if family.read(ForeignFields(changed)) == meant else fields
+            fields = changed if family.read(ForeignFields(changed)) == config else fields
     return replace(written, fields=fields)
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A field that a family cannot have as we have it; without one, the family has nothing like this model."""
+    """A field that a family cannot express; None where the family has nothing like this model."""
 
     model_type: str
     difference: Difference | None = None
@@ -132,11 +132,11 @@ class Obstacle:
 def _attempt(family: Family, config: ModelConfig) -> tuple[Family, dict[str, Any], list[Obstacle]]:
     """Write and read again; whatever differs is an obstacle.
 
-    A family that cannot write the config at all is asked for its nearest relation, with another head or activation.
+    Where the family cannot write the config at all, variants with another head or activation are tried.
     """
-    for relation in _relations(config):
+    for variant in _variants(config):
         try:
-            fields = json.loads(json.dumps(family.write(relation)))
+            fields = json.loads(json.dumps(family.write(variant)))
             back = family.read(ForeignFields(fields))
         except _UNREADABLE:
             continue
@@ -144,18 +144,18 @@ def _attempt(family: Family, config: ModelConfig) -> tuple[Family, dict[str, Any
     return family, {}, [Obstacle(family.model_types[0])]
 
 
-def _relations(config: ModelConfig) -> Iterator[ModelConfig]:
+def _variants(config: ModelConfig) -> Iterator[ModelConfig]:
     yield config
-    for change in (
-        *({"head": head} for head in get_args(Head)),
-        *({"activation": activation} for activation in FEEDFORWARD_KINDS),
-    ):
+    for head in get_args(Head):
         with suppress(ValueError):
-            yield config.with_(**change)
+            yield config.with_(head=head)
+    for activation in FEEDFORWARD_KINDS:
+        with suppress(ValueError):
+            yield config.with_(activation=activation)
 
 
 def _distance(obstacles: Sequence[Obstacle]) -> tuple[int, int]:
-    """Another kind of model is farther than any number of fields, and nothing like it the farthest."""
+    """(differences in kind, number of fields), to be compared in this order; nothing alike counts most."""
     fields = [None if one.difference is None else one.difference.field for one in obstacles]
     return sum(3 if field is None else field in _KINDS for field in fields), len(fields)
 
@@ -177,7 +177,7 @@ def changed_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_card(model: Model, written: WrittenConfig) -> str:
-    """Facts only: nothing here goes stale, and the same model always gives the same card."""
+    """README.md of a saved model: the same model always gives the same text."""
     config = model.config
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     rows = "\n".join(f"| {field} | {value} |" for field, value in changed_fields(config).items())
@@ -198,7 +198,7 @@ import regard
 model = regard.load("path/to/this/directory")
 ```
 
-{_transformers(written)}
+{_transformers_section(written)}
 
 `manifest.json` holds the SHA-256 of every file here; `regard.load` checks them before it reads anything.
 
@@ -212,7 +212,7 @@ Fields that differ from regard's defaults; config.json has all of them.
 """
 
 
-def _transformers(written: WrittenConfig) -> str:
+def _transformers_section(written: WrittenConfig) -> str:
     if written.obstacles:
         reasons = "\n".join(f"- {reason}" for reason in written.obstacles)
         return f"transformers has no twin of this model and cannot open this directory. In the way:\n\n{reasons}"

@@ -1,7 +1,7 @@
-"""Invertible steps between a foreign state dict and ours. A family is a list of them; loading applies the list,
-saving undoes it from the last to the first, so there is one description for both directions.
+"""Invertible steps between a foreign state dict and ours.
 
-Names are patterns: ``h.{i}.ln_1.weight`` stands for that tensor of every layer; placeholders match whole numbers.
+A family has a list of them: loading applies it, saving undoes it in reverse order. Names are patterns:
+``h.{i}.ln_1.weight`` stands for that tensor of every layer; placeholders match whole numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ Tensors = dict[str, Tensor]
 class Step(Protocol):
     """One change of names or layout. ``undo(apply(x)) == x`` and ``apply(undo(y)) == y``, bit for bit."""
 
-    def apply(self, tensors: Tensors) -> Tensors:
-        """Theirs → ours."""
-        ...
+    def apply(self, tensors: Tensors) -> Tensors: ...  # theirs → ours
 
-    def undo(self, tensors: Tensors) -> Tensors:
-        """Ours → theirs."""
-        ...
+    def undo(self, tensors: Tensors) -> Tensors: ...  # ours → theirs
 
 
 def to_ours(steps: Iterable[Step], tensors: Tensors) -> Tensors:
@@ -177,5 +173,5 @@ def matches(name: str, pattern: str) -> bool:
 
 def translate(name: str, pattern: str, other: str) -> str | None:
     """``name``, which matches ``pattern``, as ``other`` would write it; None when it does not match."""
-    found = _regex(pattern).fullmatch(name)
-    return None if found is None else other.format(**found.groupdict())
+    match = _regex(pattern).fullmatch(name)
+    return None if match is None else other.format(**match.groupdict())

@@ -269,7 +269,7 @@ class Recurrent(SourceToTarget):
             states, final = self.encoder(x)
         else:
             rows = Rows.of(padding_mask)
-            states, final = self.encoder.ragged(rows.pack(x), rows.real)
+            states, final = self.encoder.forward_padded(rows.pack(x), rows.real)
             states = rows.unpack(states)
         return RecurrentMemory(states, mask_from_padding(padding_mask), final)
 

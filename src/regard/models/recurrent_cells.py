@@ -106,9 +106,9 @@ class Recurrence(nn.Module):
 
     def forward(self, x: Tensor, start: State | None = None) -> tuple[Tensor, State]:
         """Unpadded rows, from a first state or 0: all outputs, and the state after the last token."""
-        return self._fused(x, range(self.n_layers), start)
+        return self._run_fused(x, range(self.n_layers), start)
 
-    def ragged(self, x: Tensor, real: Tensor) -> tuple[Tensor, State]:
+    def forward_padded(self, x: Tensor, real: Tensor) -> tuple[Tensor, State]:
         """Rows that end in padding, ``real`` (B, T) False there: outputs, 0 at padding, and the rows' last states."""
         padding = (~real)[..., None]
         last_token = (real.sum(1, keepdim=True) - 1).clamp(min=0)[..., None]  # (B, 1, 1)
@@ -116,14 +116,15 @@ class Recurrence(nn.Module):
         for layer in range(self.n_layers):
             if layer > 0:
                 x = F.dropout(x, self.dropout, self.training)
-            x, final = self._fused(torch.cat([x, padding.to(x.dtype)], dim=-1), range(layer, layer + 1), padded=True)
+            x = torch.cat([x, padding.to(x.dtype)], dim=-1)
+            x, final = self._run_fused(x, range(layer, layer + 1), padded=True)
             x = x.masked_fill(padding, 0.0)
-            # c came through the padding, h did not. The way back ends at the first token: there h is right already.
+            # Padding leaves c unchanged but not h. The backward direction ends at the first token, where h is right.
             h = x[..., : self.n_units].gather(1, last_token.expand(-1, -1, self.n_units))[:, 0]
             finals.append((torch.cat([h, final[0][:, self.n_units :]], dim=-1), *final[1:]))
         return x, tuple(part for kind in zip(*finals, strict=True) for part in kind)
 
-    def _fused(
+    def _run_fused(
         self, x: Tensor, layers: range, start: State | None = None, padded: bool = False
     ) -> tuple[Tensor, State]:
         """Some layers in one call of torch's kernel (cuDNN on a GPU)."""

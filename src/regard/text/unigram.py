@@ -52,10 +52,10 @@ def _seed_pieces(
 
 
 def _log_shares(counts: Mapping[str, float], always: list[str]) -> dict[str, float]:
-    kept = {piece: n for piece, n in counts.items() if n >= 0.5}
-    kept |= {letter: max(counts.get(letter, 0.0), 0.5) for letter in always}
-    total = math.log(math.fsum(kept.values()))
-    return {piece: math.log(n) - total for piece, n in kept.items()}
+    positive = {piece: n for piece, n in counts.items() if n >= 0.5}
+    positive |= {letter: max(counts.get(letter, 0.0), 0.5) for letter in always}
+    total = math.log(math.fsum(positive.values()))
+    return {piece: math.log(n) - total for piece, n in positive.items()}
 
 
 def _expected_counts(words: list[tuple[str, int]], scores: Mapping[str, float]) -> dict[str, float]:

@@ -131,10 +131,10 @@ class Sentences(Clauses):
         return {"gap": "subject", "predicate": verb.key, "object": target}
 
     def _relative_object(self, noun: str) -> Node | None:
-        held = () if self.complete else predicates_of(noun, "transitive", self.split)
-        if held:
+        held_out = () if self.complete else predicates_of(noun, "transitive", self.split)
+        if held_out:
             self.complete = True
-        verb = VERBS[self.draws.choice(held or predicates_of(noun, "transitive", "train"))]
+        verb = VERBS[self.draws.choice(held_out or predicates_of(noun, "transitive", "train"))]
         if verb.key in lexicon.MAIN_CLAUSE_VERBS or verb.key == "become":
             return None
         subject = self._doer(verb, {"noun": noun}, definite=True, embedded=True)
@@ -152,7 +152,7 @@ class Sentences(Clauses):
             return {"register": register, "clause": self.with_relative()}
         if roll < 80:
             return {"register": register, "clause": self.report()}
-        return self.joined(register)
+        return self.joined_clauses(register)
 
     def question(self, register: str) -> Node:
         """A yes-or-no question, to somebody or about somebody."""
@@ -197,7 +197,7 @@ class Sentences(Clauses):
         subject = {"noun": "I"} if self.draws.chance(0.35) else self.person(plain=True)
         tense = "past" if verb in ("say that", "hear that") else "present"
         content = self._content(verb)
-        while self._is_same(content["subject"], subject) if "subject" in content else False:
+        while "subject" in content and self._is_same(content["subject"], subject):
             content = self._content(verb)
         clause: Node = {"subject": subject, "predicate": verb, "tense": tense, "content": content}
         if verb in ("think that", "know that", "believe that") and self.draws.chance(0.15):
@@ -215,12 +215,12 @@ class Sentences(Clauses):
             content.pop(part, None)
         return {**content, "tense": "future"}
 
-    def joined(self, register: str, *, may_share: bool = True) -> Node:
+    def joined_clauses(self, register: str, *, may_share: bool = True) -> Node:
         """Two clauses: a reason and what follows from it, or two deeds side by side; perhaps with one subject."""
         join = self.draws.choice(_JOINS)
         sentence: Node = {"register": register, "join": join}
         if join in ("but", "and"):
-            return self._coordinated(sentence, may_share)
+            return self._coordinate(sentence, may_share)
         shared = may_share and self.draws.chance(0.45)
         tense = self.draws.choice(("past", "present")) if shared or join == "when" else "past"
         earlier, later = ("present", "future") if join == "if" else (tense, tense)
@@ -232,7 +232,7 @@ class Sentences(Clauses):
         verb = self.draws.choice(lexicon.VERBS_FOR_OTHERS) if reason["predicate"] in _MOOD_KEYS else None
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
-    def _coordinated(self, sentence: Node, may_share: bool) -> Node:
+    def _coordinate(self, sentence: Node, may_share: bool) -> Node:
         """Two deeds in a row, or against each other: the second is not done, or is done in spite of a mood."""
         if sentence["join"] == "and":
             tense = self.draws.choice(("past", "past", "present", "future"))
@@ -278,7 +278,7 @@ class Sentences(Clauses):
         roll = self.draws.below(3)
         if roll == 0:  # think that … who … the thing that …
             return {"register": register, "clause": self._report_of_relatives(both=self.draws.chance(0.8))}
-        sentence = self.joined(register, may_share=False)
+        sentence = self.joined_clauses(register, may_share=False)
         if roll == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
             main = self.with_relative(both=self.draws.chance(0.7))
             while not _is_deed(main):
