@@ -61,8 +61,6 @@ class LengthLosses:
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """What ``describe`` reports."""
-
     name: str
     kind: str
     n_train: int
@@ -84,11 +82,9 @@ class SourceDescription:
     examples: list[list[str]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON document."""
         return asdict(self)
 
     def to_text(self) -> str:
-        """As lines for people."""
         lines = [
             f"{self.name}: {self.kind}",
             f"  train {self.n_train:,}, valid {self.n_valid:,}; held out: {self.split['how']}",

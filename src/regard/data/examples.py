@@ -80,7 +80,6 @@ class ReadReport:
             self.first.append(BadLine(str(file), line, f"{reason}: {detail}" if detail else reason))
 
     def raise_if_bad(self) -> None:
-        """Raise BadData if any line was bad."""
         if self.n_bad:
             raise BadData(self.to_text(), tuple(self.first), self.n_bad)
 
@@ -92,7 +91,6 @@ class ReadReport:
         return "\n".join([head, *(f"  {line}" for line in self.first), *(f"  {line}" for line in rest)])
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "read": self.n_read,
             "bad": self.n_bad,

@@ -94,7 +94,6 @@ class Draws:
         return items[(self.bits() * len(items)) >> 64]
 
     def chance(self, probability: float) -> bool:
-        """True with this probability."""
         return self.bits() < probability * 18446744073709551616.0
 
     def uniform(self, low: float, high: float) -> float:

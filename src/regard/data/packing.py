@@ -48,7 +48,6 @@ class PackedRows:
             raise ValueError(f"context={self.context} must be at least 1")
 
     def __len__(self) -> int:
-        """Rows of an epoch."""
         return -(-len(self.file.tokens) // self.context)
 
     def row(self, epoch: int, index: int) -> PackedRow:
@@ -107,7 +106,6 @@ class TokenBlocks:
         return self._at(integers(key, np.arange(batch), len(self.tokens) - self.context))
 
     def __len__(self) -> int:
-        """Blocks that cover the text one after the other; an unfinished last one is not counted."""
         return (len(self.tokens) - 1) // self.context
 
     def sequential(self, first: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

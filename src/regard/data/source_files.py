@@ -186,7 +186,6 @@ class SourceFiles:
 
 
 def find_source_files(name: str, options: DataConfig) -> SourceFiles:
-    """The files that the name of a source means."""
     if name.startswith("hf:"):
         return _from_hugging_face(name, options)
     path = Path(name).expanduser()
@@ -284,7 +283,6 @@ def _from_idx_folder(path: Path, files: list[Path]) -> SourceFiles:
 
 
 def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row | Text]:
-    """The rows of a source, one after the other."""
     if files.table is not None:
         assert files.schema is not None
         yield from _table_rows(files, files.schema, report)

@@ -121,7 +121,6 @@ def _split(tensors: Tensors, most_bytes: int) -> list[Tensors]:
 
 
 def _header(path: Path) -> bytes:
-    """The JSON at the start of a safetensors file."""
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
@@ -239,7 +238,6 @@ class Directory:
         raise BadModelFile(f"{self.root} has no model.safetensors and no model.safetensors.index.json")
 
     def _weight_map(self, name: str) -> dict[str, str]:
-        """Which file holds which tensor."""
         match self.json(name):
             case {"weight_map": dict(files)} if all(isinstance(file, str) for file in files.values()):
                 return files

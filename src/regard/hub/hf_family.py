@@ -119,7 +119,6 @@ def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, cl
 
 
 def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any]:
-    """Their class and labels for our head."""
     names = [name for name, head in classes.items() if head == config.head]
     if not names:
         raise ValueError(f"head={config.head!r} has no class among {', '.join(classes)}")

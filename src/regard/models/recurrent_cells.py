@@ -225,8 +225,6 @@ class MemoryView:
 
 
 class AttentionStep(NamedTuple):
-    """One query's attention."""
-
     q: Tensor  # (B, 1, 1, D) through the mechanism
     context: Tensor  # (B, M)
 
@@ -358,7 +356,6 @@ class StateCache(Cache):
         return self._lengths if self.filled else torch.zeros(1, dtype=torch.int64, device=self._lengths.device)
 
     def start(self, state: State) -> None:
-        """The state before the first token."""
         joined = torch.cat(state, dim=-1)
         zeros = torch.zeros(joined.shape[0], dtype=torch.int64, device=joined.device)
         self._widths = [part.shape[-1] for part in state]

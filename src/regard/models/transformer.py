@@ -162,7 +162,6 @@ def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
 
 
 def _single_stack(config: ModelConfig, causal: bool) -> Stack:
-    """An encoder, or a decoder without an encoder beside it."""
     return Stack(config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=causal, cross=False)
 
 

@@ -107,7 +107,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """The native tokenizer in a file."""
         try:
             return cls.read_native(Path(path).read_bytes(), str(path))
         except OSError as error:

@@ -39,7 +39,6 @@ def train_unigram(words: Mapping[str, int], size: int) -> list[tuple[str, float]
 def _seed_pieces(
     words: list[tuple[str, int]], letters: Mapping[str, int], always: list[str], size: int
 ) -> dict[str, float]:
-    """The substrings that cover most text, and all characters."""
     counts: Counter[str] = Counter()
     for word, n in words:
         for start in range(len(word)):

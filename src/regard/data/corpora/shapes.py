@@ -203,7 +203,6 @@ class Shapes:
         return None
 
     def example(self, split: str, index: int) -> CaptionedScene:
-        """The scene at this index."""
         check_index(self, split, index)
         attempt = 0
         while True:

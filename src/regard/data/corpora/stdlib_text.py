@@ -52,7 +52,6 @@ class Stdlib:
         self.undecodable: list[str] = []  # names of files that were left out
 
     def size(self, split: str) -> int:
-        """How many documents a split has."""
         return len(self._files[split])
 
     def example(self, split: str, index: int) -> ModuleText:

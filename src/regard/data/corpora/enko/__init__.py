@@ -77,7 +77,6 @@ class EnKo:
         return None
 
     def example(self, split: str, index: int) -> AlignedPair:
-        """The pair at this index."""
         check_index(self, split, index)
         attempt = 0
         while True:

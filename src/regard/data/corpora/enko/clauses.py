@@ -45,7 +45,6 @@ class Phrases:
         self.complete = split == "train"  # whether the sentence has the held-out combination that its split asks for
 
     def noun_for(self, predicate: str) -> str:
-        """A noun for a predicate."""
         return self._draw_held_out(nouns_of(predicate, self.split)) or self.draws.choice(nouns_of(predicate, "train"))
 
     def _draw_held_out(self, words: Sequence[str]) -> str | None:
@@ -56,7 +55,6 @@ class Phrases:
         return self.draws.choice(words)
 
     def adjective_for(self, noun: str) -> str | None:
-        """An adjective that may stand before a noun."""
         held_out = [key for key in predicates_of(noun, "adjective", self.split) if _may_precede(key)]
         if (adjective := self._draw_held_out(held_out)) is not None:
             return adjective
@@ -132,7 +130,6 @@ class Phrases:
         return {"title": self.draws.choice(_TITLES), "noun": self.draws.choice(_SURNAMES)}
 
     def person(self, *, definite: bool = True, titles: bool = True, pronouns: bool = True, plain: bool = False) -> Node:
-        """Somebody as a subject."""
         roll = self.draws.below(100)
         if roll < 22 and pronouns:
             return {"noun": self.draws.choice(_PRONOUNS)}
@@ -190,7 +187,6 @@ class Clauses(Phrases):
     """Clauses for one sentence. `embedded` ones stay short, and no pronoun of the third person is their subject."""
 
     def any_clause(self, *, embedded: bool = False) -> Node:
-        """A clause of any kind."""
         roll = self.draws.below(100)
         for frame, limit in _ACTIVITY_LIMITS.items():
             if roll < limit:
@@ -359,7 +355,6 @@ class Clauses(Phrases):
         return self.draws.choice(("past", "present", "future", likely))
 
     def _add_tense(self, clause: Node, verb: Verb) -> None:
-        """Tense, aspect and negation of an activity or a state."""
         clause["tense"] = self._tense("past")
         roll = self.draws.below(100)
         human = "person" in _tags(clause["subject"])

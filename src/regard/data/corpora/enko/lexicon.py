@@ -155,7 +155,6 @@ class _Marks:
 
 
 def _predicate_fields(key: str, stem: Stem, nouns: str, marks: _Marks) -> dict[str, Any]:
-    """The fields of ``Predicate``, apart from the honorific stem."""
     people = not {"@person", "@adult"}.isdisjoint(nouns.split())
     return {
         "key": key,

@@ -73,7 +73,6 @@ class Sentences(Clauses):
         return {"subject": subject, "predicate": verb.key, "tense": tense}
 
     def mood(self, mood: Adjective, tense: str, subject: Node) -> Node:
-        """Somebody is tired, happy, lonely …"""
         return {"subject": subject, "predicate": mood.key, "tense": tense}
 
     def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
