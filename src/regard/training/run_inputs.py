@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -112,10 +112,11 @@ def open_run_source(inputs: RunInputs) -> Source:
     return Source(IN_MEMORY, inputs.task_class.kinds[0], train, valid, split, inputs.labels)
 
 
-def _examples_of(data: Iterable[Any], task_class: type[Task]) -> tuple[list[Example], tuple[str, ...] | None]:
+def _examples_of(data: Any, task_class: type[Task]) -> tuple[list[Example], tuple[str, ...] | None]:
     """A Dataset or iterable of texts, pairs or Examples as the task reads them, and the labels of classes."""
-    rows = [data[i] for i in range(len(data))] if hasattr(data, "__getitem__") and hasattr(data, "__len__") else data  # type: ignore[arg-type]  # a map-style Dataset has no __iter__
-    rows, kind = list(rows), task_class.kinds[0]
+    is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")  # such a Dataset has no __iter__
+    rows = [data[i] for i in range(len(data))] if is_map_style else list(data)
+    kind = task_class.kinds[0]
     labels: tuple[str, ...] | None = None
     if task_class.has_labels:
         names = {x.label if isinstance(x, Labelled | ImageExample) else x[1] for x in rows}

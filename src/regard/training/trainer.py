@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.train_config import RESUMABLE
@@ -67,7 +68,7 @@ def train(
     config: RunConfig | str | Path | type[Task] | None = None,
     *,
     task: str | type[Task] | None = None,
-    data: str | Path | Mapping[str, Any] | DataConfig | Iterable[Any] | None = None,
+    data: str | Path | Mapping[str, Any] | DataConfig | Iterable[Any] | Dataset[Any] | None = None,
     model: str | Mapping[str, Any] | ModelConfig | Model | None = None,
     train: Mapping[str, Any] | TrainConfig | None = None,
     preset: str | None = None,
@@ -116,7 +117,7 @@ def resume(
     *,
     style: Style = "auto",
     task: type[Task] | None = None,
-    data: Iterable[Any] | None = None,
+    data: Iterable[Any] | Dataset[Any] | None = None,
     callbacks: Sequence[Callback] = (),
     **changes: Any,
 ) -> TrainResult:
