@@ -123,7 +123,10 @@ class Tie:
             return out
         first = out.setdefault(self.kept, second)
         if self.checked and first is not second and not second.is_meta and not torch.equal(first, second):
-            raise ValueError(f"{self.theirs} and {self.kept} are tied by the config, but hold different numbers")
+            names = f"{self.theirs} and {self.kept}"
+            if self.written:
+                raise ValueError(f"{names} hold different numbers; regard has one table for both texts")
+            raise ValueError(f"{names} are tied by the config, but hold different numbers")
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
