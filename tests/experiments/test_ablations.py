@@ -27,7 +27,7 @@ from regard.experiments.ablations import (
 from regard.experiments.sweep_cell import token_by_token_loss
 from regard.experiments.sweep_spec import Sweep, read_grid, settings
 from regard.models.build import build
-from regard.training.loss import Batch, Objective, shifted
+from regard.training.loss import Batch, Objective, shift_targets
 
 TINY = (
     *("data.epoch_examples=100", "data.valid_rows=4", "data.tokenizer=chars", "model.d_model=16", "model.d_ff=16"),
@@ -228,7 +228,7 @@ def test_the_loss_token_by_token_is_the_ordinary_one_where_the_future_is_hidden(
     ).eval()
     source, target = torch.randint(3, 30, (3, 7)), torch.randint(3, 30, (3, 6))
     target[1, 4:] = 0
-    read, wanted = shifted(target, 0)
+    read, wanted = shift_targets(target, 0)
     batch = Batch((source, read), wanted, {"source_padding_mask": source != 0})
     with torch.no_grad():
         whole = float(Objective(model).eval()(batch))

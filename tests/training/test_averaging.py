@@ -40,7 +40,7 @@ def test_the_recurrence_with_its_warm_up(dtype: torch.dtype) -> None:
         move(net)
         ema.update()
         expected = {name: decay * expected[name] + (1 - decay) * x for name, x in values(net).items()}
-    with ema.swapped():
+    with ema.averaged_weights():
         found = values(net)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     for name, x in expected.items():
@@ -56,7 +56,7 @@ def test_swapped_puts_everything_back_even_after_an_error() -> None:
     averages = {name: x.clone() for name, x in ema.state_tensors().items()}
 
     def fail() -> None:
-        with ema.swapped():
+        with ema.averaged_weights():
             assert any(not torch.equal(x, before[name]) for name, x in values(net).items())
             raise KeyboardInterrupt
 

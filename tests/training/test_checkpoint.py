@@ -27,7 +27,7 @@ from regard.errors import BadModelFile, RegardError
 from regard.foundation.files import acquire_lock
 from regard.training import shards
 from regard.training.checkpoint import Checkpoint, Checkpoints, first_non_finite
-from regard.training.shards import Box, Index, Reader, write_tensors
+from regard.training.shards import Index, Reader, TensorRegion, write_tensors
 
 DTYPES = [
     torch.float64,
@@ -153,7 +153,7 @@ def test_a_file_of_any_tensors_is_safetensors(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_box_is_put_together_from_pieces(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Cut along one dimension into any number of files, read any box."""
+    """Cut along one dimension into any number of files, read any region."""
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -163,13 +163,13 @@ def test_any_box_is_put_together_from_pieces(tmp_path_factory: pytest.TempPathFa
         if part.numel():
             write_tensors(folder / f"{i}.safetensors", {"x/x": part})
             offset = [0] * len(shape)
-            offset[dim] = sum(piece.box.size[dim] for piece in pieces)
-            pieces.append(shards.Piece(f"{i}.safetensors", Box(tuple(offset), tuple(part.shape))))
-    text = Index({"x/x": shards.Stored(tuple(shape), x.dtype, tuple(pieces))}, {}).text()
+            offset[dim] = sum(piece.region.size[dim] for piece in pieces)
+            pieces.append(shards.TensorSlice(f"{i}.safetensors", TensorRegion(tuple(offset), tuple(part.shape))))
+    text = Index({"x/x": shards.StoredTensor(tuple(shape), x.dtype, tuple(pieces))}, {}).text()
     (folder / "index.json").write_bytes(text)
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    box = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
-    assert Reader(folder).read("x/x", box).equal(x[tuple(slice(a, b) for a, b in ends)])
+    region = TensorRegion(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    assert Reader(folder).read("x/x", region).equal(x[tuple(slice(a, b) for a, b in ends)])
     assert Reader(folder).read("x/x").equal(x)
 
 

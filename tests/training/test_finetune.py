@@ -46,7 +46,7 @@ def test_everything_is_copied_where_everything_fits() -> None:
     old, new = small("gpt2"), fresh("gpt2")
     started = start_from(new, "somewhere", lambda path: old)
     assert set(started.copied) == set(old.state_dict())
-    assert (started.new, started.left, started.partly, started.differs) == ({}, (), (), {})
+    assert (started.new, started.unused, started.partly, started.differs) == ({}, (), (), {})
     assert all(torch.equal(x, old.state_dict()[name]) for name, x in new.state_dict().items())
     old.token.weight.data.zero_()
     assert new.token.weight.abs().sum() > 0  # a copy, not the same memory
@@ -67,7 +67,7 @@ def test_a_classifier_from_a_masked_language_model_has_a_new_head() -> None:
     first = state(new)
     started = start_from(new, "x", lambda path: old)
     assert set(started.new) == {f"classifier.{n}" for n in ("out.weight", "out.bias", *POOLER)}
-    assert all(name.startswith("head.") for name in started.left)
+    assert all(name.startswith("head.") for name in started.unused)
     assert all(torch.equal(new.state_dict()[name], first[name]) for name in started.new)
     assert torch.equal(new.encoder.blocks[1].ff.w_in.weight, old.encoder.blocks[1].ff.w_in.weight)
     assert "weights copied" in started.to_text()
@@ -82,7 +82,7 @@ def test_an_encoders_pooler_becomes_the_classifiers() -> None:
     started = start_from(new, "x", lambda path: old)
     assert set(started.new) == {"classifier.out.weight", "classifier.out.bias"}
     assert torch.equal(new.classifier.pooler.dense.weight, old.pooler.dense.weight)
-    assert started.left == ()
+    assert started.unused == ()
 
 
 def test_another_number_of_classes_is_a_new_head() -> None:

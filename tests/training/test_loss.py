@@ -75,7 +75,7 @@ def test_any_shape_and_any_share_of_ignored_rows(rows: int, vocab: int, chunk: i
     hidden, weight, bias, targets = problem(rows, vocab, ignored)
     counted = int((targets != IGNORE).sum()) if told else None
     wanted = value_and_gradients(cross_entropy(F.linear(hidden, weight, bias), targets, 0.1), hidden, weight, bias)
-    loss = linear_cross_entropy(hidden, weight, targets, bias, 0.1, chunk=chunk, counted=counted)
+    loss = linear_cross_entropy(hidden, weight, targets, bias, 0.1, chunk=chunk, n_counted=counted)
     assert_alike(value_and_gradients(loss, hidden, weight, bias), wanted)
 
 
@@ -184,7 +184,7 @@ def test_on_a_gpu_as_on_the_cpu() -> None:
     here, there = (problem(dtype=torch.float32, device=device) for device in ("cpu", "cuda"))
     wanted = value_and_gradients(linear_cross_entropy(*here[:2], here[3], here[2], 0.1, chunk=8), *here[:3])
     for counted in (None, int((here[3] != IGNORE).sum())):
-        loss = linear_cross_entropy(*there[:2], there[3], there[2], 0.1, chunk=8, counted=counted)
+        loss = linear_cross_entropy(*there[:2], there[3], there[2], 0.1, chunk=8, n_counted=counted)
         found = [x.cpu() for x in value_and_gradients(loss, *there[:3])]
         assert_alike(found, wanted, rtol=1e-4, atol=1e-4)
 

@@ -44,12 +44,12 @@ from regard.training.parallel import (
     clip_grad_norm,
     first_non_finite_gradient,
     full_state,
-    gathered,
+    gather_parameters,
     open_group,
     parallelise,
     syncing,
 )
-from regard.training.shards import box_of, is_sharded, local
+from regard.training.shards import is_sharded, local, local_region
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -443,7 +443,7 @@ def look_inside(group: Group, kind: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for i in range(2):
         module.eval()
-        with torch.no_grad(), gathered(module):
+        with torch.no_grad(), gather_parameters(module):
             if group.is_main:
                 told[f"logits {i}"] = model(*batch.inputs)
         assert not group.is_distributed or all(is_sharded(p) for p in model.parameters())
@@ -620,7 +620,7 @@ def test_all_take_the_same_checkpoint(tmp_path: Path) -> None:
 def test_what_is_a_shard() -> None:
     x = torch.zeros(3, 2)
     assert not is_sharded(x)
-    assert box_of(x).size == (3, 2)
+    assert local_region(x).size == (3, 2)
 
 
 # ------------------------------------------------------------------------------------- torchrun itself

@@ -18,7 +18,7 @@ from regard.config import TrainConfig
 from regard.errors import RegardError
 from regard.models import build
 from regard.training import compilation
-from regard.training.compilation import Choice, choose, compile_objective, compiler_trouble, record, undisturbed
+from regard.training.compilation import Choice, choose, compile_objective, compiler_trouble, preserve_state, record
 from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision, choices
 
@@ -202,7 +202,7 @@ def test_choosing_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -
 def test_an_error_inside_puts_everything_back_too() -> None:
     module = Drawing().eval()
     torch.manual_seed(3)
-    with pytest.raises(RuntimeError, match="stop"), undisturbed(module):  # noqa: PT012
+    with pytest.raises(RuntimeError, match="stop"), preserve_state(module):  # noqa: PT012
         torch.rand(2)
         module.calls += 1
         assert module.training

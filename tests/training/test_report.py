@@ -31,7 +31,7 @@ from regard.config import ModelConfig
 from regard.models import build
 from regard.training.console_display import (
     LiveLine,
-    Standing,
+    RunStatus,
     Style,
     clip_to_width,
     format_count,
@@ -386,7 +386,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
 
 @given(st.integers(10, 200), st.booleans())
 def test_the_live_line_fits_every_terminal(width: int, doing: bool) -> None:
-    now = Standing(
+    now = RunStatus(
         100_000, 4_321, 1.2345, 3e-4, 0.5, 123_456.0, 0.384, 12_345.0, 4_321.0, "evaluating …" if doing else ""
     )
     line = LiveLine(now, sys.stderr, force=True)

@@ -39,8 +39,8 @@ class Ema:
         self.n_updates += 1
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """The model with averaged weights inside, its own, bit for bit, after; copied: storage stays where it is."""
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards its own, bit for bit. Storage stays where it is."""
         own = [param.detach().clone() for param in self._params.values()]
         self._write(self._averages.values())
         try:
@@ -63,7 +63,7 @@ class Ema:
         """Go on exactly where ``state_tensors`` was taken. Whole tensors are sharded as their parameters are."""
         expected = {_UPDATES, *(f"{_AVERAGE}{name}" for name in self._averages)}
         if odd := expected ^ set(tensors):
-            raise ValueError(f"the moving average's state and the model differ in {_listed(odd)}")
+            raise ValueError(f"the moving average's state and the model differ in {_name_list(odd)}")
         for name, average in self._averages.items():
             value = tensors[f"{_AVERAGE}{name}"]
             if value.shape != average.shape:
@@ -83,7 +83,7 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     count = 0
     for state in states:
         if count and (odd := set(state) ^ set(total)):
-            raise ValueError(f"states to average differ in {_listed(odd)}")
+            raise ValueError(f"states to average differ in {_name_list(odd)}")
         for name, value in state.items():
             if not count:
                 dtypes[name] = value.dtype
@@ -115,6 +115,6 @@ def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
     return shard(value, like) if hasattr(like, "full_tensor") and not hasattr(value, "full_tensor") else value
 
 
-def _listed(names: Iterable[str]) -> str:
+def _name_list(names: Iterable[str]) -> str:
     first, *rest = sorted(names)
     return f"{first!r}" + (f" and {len(rest)} more" if rest else "")

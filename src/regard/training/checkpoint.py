@@ -29,7 +29,7 @@ from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Entry, Manifest
 from .parallel import Group
-from .shards import INDEX, Index, Piece, Reader, Stored, box_of, is_sharded, local, write_tensors
+from .shards import INDEX, Index, Reader, StoredTensor, TensorSlice, is_sharded, local, local_region, write_tensors
 
 __all__ = ["Checkpoint", "Checkpoints", "first_non_finite"]
 
@@ -38,7 +38,7 @@ _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)/.+", re.DOTALL)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Part = tuple[dict[str, Piece], dict[str, Entry]]
+_Part = tuple[dict[str, TensorSlice], dict[str, Entry]]
 
 
 class Checkpoint:
@@ -184,7 +184,7 @@ class Checkpoints:
     def _checked(self, step: int) -> int:
         steps = self.steps()
         if step not in steps:
-            raise BadModelFile(f"{self.root} has no checkpoint of step {step}; it has {_listed(steps)}")
+            raise BadModelFile(f"{self.root} has no checkpoint of step {step}; it has {_step_list(steps)}")
         Checkpoint(self._path(step)).check()
         return step
 
@@ -233,12 +233,12 @@ class Checkpoints:
         rank, world = self._group.rank, self._group.world
         sharded = any(is_sharded(x) for x in tensors.values())
         files: dict[str, dict[str, Tensor]] = {}
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, TensorSlice] = {}
         for name, x in tensors.items():
-            box = box_of(x)
-            if box.numel and (is_sharded(x) or rank == 0):
+            region = local_region(x)
+            if region.numel and (is_sharded(x) or rank == 0):
                 file = f"shard-{rank:05}-of-{world:05}" if sharded else name.split("/")[0]
-                pieces[name] = Piece(f"{file}.safetensors", box)
+                pieces[name] = TensorSlice(f"{file}.safetensors", region)
                 files.setdefault(f"{file}.safetensors", {})[name] = local(x)
         return pieces, {file: write_tensors(folder / file, held) for file, held in files.items()}
 
@@ -287,7 +287,7 @@ def _write_rest(
 ) -> None:
     """Index and state, then the manifest: the last thing written."""
     stored = {
-        name: Stored(tuple(x.shape), x.dtype, tuple(pieces[name] for pieces, _ in parts if name in pieces))
+        name: StoredTensor(tuple(x.shape), x.dtype, tuple(pieces[name] for pieces, _ in parts if name in pieces))
         for name, x in tensors.items()
     }
     texts = {INDEX: Index(stored, tied).text(), STATE: state}
@@ -337,5 +337,5 @@ def _not_json(value: object, where: str) -> str | None:
     return next((fault for fault in faults if fault), None)
 
 
-def _listed(steps: list[int]) -> str:
+def _step_list(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"

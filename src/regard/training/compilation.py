@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,24 +29,9 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig, TrainConfig
 from ..errors import RegardError
+from ..foundation.files import write_atomic
 from .loss import Batch
 from .precision import Precision, PrecisionName, choices
-
-__all__ = [
-    "Compiling",
-    "expected",
-    "key_of",
-    "remember",
-    "table_path",
-    "Choice",
-    "Compiled",
-    "choose",
-    "compile_objective",
-    "compiler_trouble",
-    "record",
-    "undisturbed",
-]
-
 
 _MOST_ENTRIES = 1000
 # Guesses, used until a compiled run of the same model has been recorded here: what a small Transformer takes cold.
@@ -116,7 +100,9 @@ def remember(key: str, seconds: float, eager_ms: float, compiled_ms: float) -> N
     for name in list(table)[: max(0, len(table) - _MOST_ENTRIES)]:  # the oldest
         del table[name]
     with suppress(OSError):
-        _write(table_path(), table)
+        path = table_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(table, indent=1).encode())
 
 
 def _read() -> dict[str, Any]:
@@ -125,20 +111,6 @@ def _read() -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
-
-
-def _write(path: Path, table: dict[str, Any]) -> None:
-    """Beside it, then in its place: whoever reads at the same time reads a whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".speed-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(table, file, indent=1)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _n_layers(module: nn.Module) -> int:
@@ -167,11 +139,9 @@ class Choice:
 
     precision: PrecisionName
     compile: bool
-    table: dict[str, float]
-    """Milliseconds of an eager forward and backward pass in each precision that was timed."""
+    table: dict[str, float]  # milliseconds of an eager forward and backward pass in each precision that was timed
     reason: str
-    key: str = ""
-    """Under which ``record`` keeps what compiling turned out to bring."""
+    key: str = ""  # under which ``record`` stores the measured cost and gain
 
 
 def choose(
@@ -189,10 +159,10 @@ def choose(
     batch = make_batch(0)
     if train.compile == "on" and (trouble := compiler_trouble(device.type)) is not None:
         raise RegardError(f"train.compile=on cannot be done here: {trouble}; train.compile=auto goes on without")
-    with undisturbed(objective):
+    with preserve_state(objective):
         timer = _Timer(objective, batch, device)
-        precision, why = _precision(timer, train, device, n_passes)
-        compiles, why_compile = _whether(timer, train, device, n_passes, precision)
+        precision, why = _choose_precision(timer, train, device, n_passes)
+        compiles, why_compile = _choose_compilation(timer, train, device, n_passes, precision)
     key = _key(objective, batch, precision, device)
     return Choice(precision, compiles, timer.table(), f"{why}; {why_compile}", key)
 
@@ -204,7 +174,9 @@ def record(choice: Choice, compile_seconds: float, eager_ms: float | None, compi
         remember(choice.key, compile_seconds, eager, compiled_ms)
 
 
-def _precision(timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int) -> tuple[PrecisionName, str]:
+def _choose_precision(
+    timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int
+) -> tuple[PrecisionName, str]:
     if train.precision != "auto":
         return train.precision, f"{train.precision} as asked"
     can = choices(device)
@@ -222,7 +194,7 @@ def _precision(timer: _Timer, train: TrainConfig, device: torch.device, n_passes
     return ("bf16", f"bf16: {found}") if ratio >= _WORTH_IT else ("fp32", f"fp32: {found}")
 
 
-def _whether(
+def _choose_compilation(
     timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int, precision: PrecisionName
 ) -> tuple[bool, str]:
     if train.compile != "auto":
@@ -286,8 +258,8 @@ class _Timer:
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """In training mode, and afterwards as if nothing had happened: buffers, modes and every generator put back."""
+def preserve_state(module: nn.Module) -> Iterator[None]:
+    """In training mode inside; afterwards buffers, modes and all random generators are restored."""
     python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     modes = {part: part.training for part in module.modules()}
@@ -330,7 +302,7 @@ class Compiled(nn.Module):
         self.note: str | None = None
         self.seconds: float | None = None
         # In a tuple: registered, its parameters would appear under a second name.
-        options: dict[str, Any] = {"guard_filter_fn": _worth_checking}
+        options: dict[str, Any] = {"guard_filter_fn": _needs_guard}
         self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -356,7 +328,7 @@ class Compiled(nn.Module):
         sharded = any(hasattr(p, "to_local") for p in parameters)  # FSDP gathers in hooks that belong to a real step
         if torch.is_grad_enabled() and parameters and not sharded:
             try:
-                with undisturbed(self.inner):
+                with preserve_state(self.inner):
                     loss = self._fast[0](*args, **kwargs)
                     if isinstance(loss, Tensor) and loss.requires_grad:
                         torch.autograd.grad(loss.float().sum(), parameters, allow_unused=True)
@@ -370,7 +342,7 @@ class Compiled(nn.Module):
         self._fast = ()
 
 
-def _worth_checking(guards: Sequence[Any]) -> list[bool]:
+def _needs_guard(guards: Sequence[Any]) -> list[bool]:
     """All that torch checks before it runs compiled code, but for our table of capabilities, which is a constant.
 
     Choosing a backend reads it: 4,000 comparisons of strings before each step, 4 ms on a CPU.

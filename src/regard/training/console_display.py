@@ -144,8 +144,8 @@ STYLES = ("auto", "live", "plain", "json", "quiet", "off")
 
 
 @dataclass
-class Standing:
-    """Where a run stands, for the line that shows it."""
+class RunStatus:
+    """The numbers of a run's progress line."""
 
     steps: int
     step: int = 0
@@ -173,10 +173,10 @@ class Standing:
 
 
 class Console:
-    """Says nothing; the others say it better."""
+    """Prints nothing; the base of the others."""
 
-    def __init__(self, standing: Standing) -> None:
-        self.standing = standing
+    def __init__(self, status: RunStatus) -> None:
+        self.status = status
 
     width = 120
 
@@ -184,10 +184,10 @@ class Console:
         """A line that stays."""
 
     def line(self) -> None:
-        """The standing has new numbers."""
+        """``status`` has new numbers."""
 
     def saved(self, step: int, path: str) -> None:
-        self.say(f"{_step(self.standing, step)}{GAP}saved {path}", "dim")
+        self.say(f"{_step(self.status, step)}{GAP}saved {path}", "dim")
 
     def header(self, title: str, facts: dict[str, Any]) -> None:
         self.say(printable(title), "bold")
@@ -196,7 +196,7 @@ class Console:
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         found = GAP.join(f"{name.replace('_', ' ')} {format_value(value)}" for name, value in metrics.items())
-        self.say(f"{_step(self.standing, step)}{GAP}{found}", "bold")
+        self.say(f"{_step(self.status, step)}{GAP}{found}", "bold")
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         for text in format_rows(rows, self.width):
@@ -213,8 +213,8 @@ class Console:
 class Plain(Console):
     """Lines for logs and pipes."""
 
-    def __init__(self, standing: Standing, file: TextIO) -> None:
-        super().__init__(standing)
+    def __init__(self, status: RunStatus, file: TextIO) -> None:
+        super().__init__(status)
         self._file = file
 
     def say(self, text: str, style: str = "") -> None:
@@ -222,16 +222,16 @@ class Plain(Console):
         self._file.flush()
 
     def line(self) -> None:
-        fields = self.standing.fields().values()
+        fields = self.status.fields().values()
         said = GAP.join(f"{label} {value}".strip() for label, value in fields)
-        self.say(f"{_step(self.standing, self.standing.step)}{GAP}{said}")
+        self.say(f"{_step(self.status, self.status.step)}{GAP}{said}")
 
 
 class LiveLine(Console):
     """A terminal: one line that moves at the bottom, and above it what is worth keeping."""
 
-    def __init__(self, standing: Standing, file: TextIO, force: bool) -> None:
-        super().__init__(standing)
+    def __init__(self, status: RunStatus, file: TextIO, force: bool) -> None:
+        super().__init__(status)
         from rich.console import Console as RichConsole
 
         self._console: RichConsole = RichConsole(
@@ -282,10 +282,10 @@ class LiveLine(Console):
         """The line in at most ``width`` columns: what matters least goes first where it is narrow."""
         from rich.text import Text
 
-        fields = self.standing.fields()
+        fields = self.status.fields()
         fields.pop("grad_norm", None)
-        doing = f"{GAP}{self.standing.doing}" if self.standing.doing else ""
-        place = f"{self.standing.step:,}/{self.standing.steps:,}"
+        doing = f"{GAP}{self.status.doing}" if self.status.doing else ""
+        place = f"{self.status.step:,}/{self.status.steps:,}"
         used = 0
         for name in ("", "memory", "lr", "mfu", "tokens", "left"):
             fields.pop(name, None)
@@ -294,7 +294,7 @@ class LiveLine(Console):
                 break
         text = Text(no_wrap=True, overflow="crop", end="")
         if (room := min(30, width - used - len(GAP))) >= 5:
-            done = min(1.0, self.standing.step / max(1, self.standing.steps))
+            done = min(1.0, self.status.step / max(1, self.status.steps))
             full = int(room * done)
             text.append(("━" if unicode else "=") * full, "green")
             text.append(("─" if unicode else "-") * (room - full), "dim").append(GAP)
@@ -304,7 +304,7 @@ class LiveLine(Console):
         return text.append(doing, "yellow")
 
 
-class Sturdy:
+class SafeStream:
     """A stream that swallows the failure of writing: a closed pipe or a lost terminal must not end a run."""
 
     def __init__(self, file: TextIO) -> None:
@@ -323,18 +323,18 @@ class Sturdy:
         return getattr(self._file, name)
 
 
-def make_console(style: Style, standing: Standing) -> Console:
+def make_console(style: Style, status: RunStatus) -> Console:
     """``auto``: live where stderr is a terminal that can move its cursor, plain otherwise. ``json``: plain."""
     if style not in STYLES:
         raise ValueError(f"style={style!r} is none of {', '.join(STYLES)}")
     if style in ("quiet", "off"):
-        return Console(standing)
+        return Console(status)
     able = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-    file: Any = Sturdy(sys.stderr)
+    file: Any = SafeStream(sys.stderr)
     if style == "live" or (style == "auto" and able):
-        return LiveLine(standing, file, force=not able)
-    return Plain(standing, file)
+        return LiveLine(status, file, force=not able)
+    return Plain(status, file)
 
 
-def _step(standing: Standing, step: int) -> str:
-    return f"step {step:>{len(f'{standing.steps:,}')},}/{standing.steps:,}"
+def _step(status: RunStatus, step: int) -> str:
+    return f"step {step:>{len(f'{status.steps:,}')},}/{status.steps:,}"

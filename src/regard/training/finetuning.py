@@ -1,4 +1,4 @@
-"""Starting from weights that were trained before: what fits is copied, what does not starts anew, and both are said."""
+"""Fine-tuning: start from trained weights (what fits is copied, the rest is reported), freezing, LoRA."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from ..models.heads import TokenHead
 from ..text.processor import Processor
 from ..text.tokenizer import MarianTokenizer, Tokenizer
 
-__all__ = ["Started", "freeze", "start_from"]
-
-
 # The same layer, where it stands with another head: an encoder's own pooler, a classifier's.
 _ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.pooler."))
 # Fields that change what weights of the same shape mean.
@@ -34,19 +31,15 @@ _MEANINGS = (
 
 
 @dataclass(frozen=True)
-class Started:
-    """What became of the weights a run starts from. LoRA has to train ``unlearned`` beside its own."""
+class WeightTransfer:
+    """Which weights of a trained model a run starts from. LoRA has to train ``unlearned`` beside its own."""
 
     path: str
     copied: tuple[str, ...]
-    partly: tuple[str, ...]
-    """Tables of positions of another length: as many rows as both have."""
-    new: dict[str, str]
-    """Parameters that keep their first values, and why."""
-    left: tuple[str, ...]
-    """Weights there for which there is no place here."""
-    differs: dict[str, tuple[Any, Any]]
-    """Config fields, theirs and ours, that give the same weights another meaning."""
+    partly: tuple[str, ...]  # tables of positions of another length: as many rows as both have
+    new: dict[str, str]  # parameters that keep their initial values, and why
+    unused: tuple[str, ...]  # weights that this model has no place for
+    differs: dict[str, tuple[Any, Any]]  # config fields, theirs and ours, that change what the weights mean
 
     @property
     def unlearned(self) -> tuple[str, ...]:
@@ -54,24 +47,25 @@ class Started:
         return (*self.new, *self.partly)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
+        """As in started.json, where ``unused`` is called left."""
+        return {"left" if name == "unused" else name: value for name, value in asdict(self).items()}
 
     def to_text(self) -> str:
-        """In a few lines, for people."""
-        lines = [f"{self.path}: {len(self.copied) + len(self.partly)} weights copied, {len(self.left)} not needed"]
+        lines = [f"{self.path}: {len(self.copied) + len(self.partly)} weights copied, {len(self.unused)} not needed"]
         reasons: dict[str, list[str]] = {}
         for name, why in self.new.items():
             reasons.setdefault(why, []).append(name)
-        lines += [f"  new, {why}: {_few(names)}" for why, names in reasons.items()]
-        lines += [f"  only the rows both have: {_few(self.partly)}"] if self.partly else []
+        lines += [f"  new, {why}: {_first_names(names)}" for why, names in reasons.items()]
+        lines += [f"  only the rows both have: {_first_names(self.partly)}"] if self.partly else []
         lines += [
             f"  {name} was {theirs!r} there and is {ours!r} here" for name, (theirs, ours) in self.differs.items()
         ]
         return "\n".join(lines)
 
 
-def start_from(model: Model, path: str, load: Callable[[str], Model], processor: Processor | None = None) -> Started:
+def start_from(
+    model: Model, path: str, load: Callable[[str], Model], processor: Processor | None = None
+) -> WeightTransfer:
     """Copy into ``model`` what fits of the model ``load(path)`` gives, by name and shape; ValueError if nothing does.
 
     Rows of token tables belong to tokens, those of a classifier to classes: they are copied only where tokenizers and
@@ -107,8 +101,8 @@ def start_from(model: Model, path: str, load: Callable[[str], Model], processor:
         raise ValueError(_nothing_fits(path, there, model, new))
     parameters = {name for name, _ in model.named_parameters()}
     new = {name: why for name, why in new.items() if name in parameters}
-    left = tuple(name for name in given if name not in taken)
-    return Started(str(path), tuple(copied), tuple(partly), new, left, _differences(there, model))
+    unused = tuple(name for name in given if name not in taken)
+    return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, _differences(there, model))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -209,7 +203,7 @@ def _differences(there: Model, model: Model) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-# ------------------------------------------------------------------------------------- saying so
+# ------------------------------------------------------------------------------------- messages
 
 
 def _nothing_fits(path: str, there: Model, model: Model, new: dict[str, str]) -> str:
@@ -235,7 +229,7 @@ def _shape(x: Tensor) -> str:
     return "×".join(map(str, x.shape)) or "a number"
 
 
-def _few(names: Sequence[str], most: int = 4) -> str:
+def _first_names(names: Sequence[str], most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

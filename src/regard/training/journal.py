@@ -1,4 +1,4 @@
-"""What a run leaves behind as it goes: metrics.jsonl and TensorBoard's events. Neither ever stops a run."""
+"""What a run writes as it goes: metrics.jsonl, TensorBoard events, curves.png. A failure in them never stops a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..foundation.files import write_atomic
-from ..foundation.plotting import INK, SOFT, style_panel
+from ..foundation.jsonio import to_jsonable
+from ..foundation.plotting import INK, SOFT, fonts_for, new_figure, style_panel
 from .console_display import format_count, format_duration
 
 Note = Callable[[str], None]
@@ -49,7 +50,7 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append; numbers that JSON does not know become null. What was said before a crash is not repeated."""
-        record = clean(record)
+        record = to_jsonable(record)
         if record["step"] == self.last.get("step") and without_timings(record) in self._here:
             return
         self._remember(record)
@@ -91,21 +92,6 @@ def read_line(line: bytes | str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def clean(value: Any) -> Any:
-    """What JSON can say: NaN and infinity become null, one-element tensors numbers, anything unknown its text."""
-    if isinstance(value, dict):
-        return {str(key): clean(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if not isinstance(value, float) and hasattr(value, "item"):
-        return clean(value.item())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return str(value)
 
 
 class TensorBoard:
@@ -160,7 +146,6 @@ METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
 # With a panel of their own each, best first: what a person looks for before the rest.
 WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
-KOREAN = ("Noto Sans CJK KR", "Noto Sans KR", "NanumGothic", "Malgun Gothic", "Apple SD Gothic Neo", "UnDotum")
 Points = tuple[list[float], list[float]]
 
 
@@ -170,11 +155,7 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
         records = [record for line in lines if (record := read_line(line)) is not None]
     if not records:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.6), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 5.6)
     groups = _groups([record for record in records if is_evaluation(record)])
     heights = [1.0] * len(groups) + [0.62 if groups else 1.0]
     grid = figure.add_gridspec(
@@ -352,28 +333,12 @@ def _title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
         facts.append(f"{format_count(last['tokens'])} tokens")
     if last.get("seconds"):
         facts.append(format_duration(last["seconds"]))
-    name, fonts = _drawable(file.resolve().parent.name)
-    figure.text(0.05, 0.925, name or "Training", fontsize=15, weight="bold", color=INK, family=fonts)
+    name = file.resolve().parent.name.replace("$", "")  # which would begin a formula
+    fonts, missing = fonts_for(name)
+    figure.text(
+        0.05, 0.925, "Training" if missing or not name else name, fontsize=15, weight="bold", color=INK, family=fonts
+    )
     figure.text(0.05, 0.878, "  ·  ".join(facts), fontsize=10, color=SOFT)
-
-
-def _drawable(text: str) -> tuple[str, list[str]]:
-    """The text and fonts that have all of its characters; without such fonts the text is left out, not boxed."""
-    from matplotlib import font_manager
-
-    text = text.replace("$", "")  # would begin a formula
-    plain = "DejaVu Sans"
-    have = font_manager.get_font(font_manager.findfont(plain)).get_charmap()
-    missing = {character for character in text if ord(character) not in have}
-    if not missing:
-        return text, [plain]
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    for name in KOREAN:
-        if name in installed:
-            more = font_manager.get_font(font_manager.findfont(name)).get_charmap()
-            if all(ord(character) in more for character in missing):
-                return text, [plain, name]
-    return "", [plain]
 
 
 def _name(metric: str) -> str:

@@ -23,7 +23,7 @@ from .averaging import Ema
 from .checkpoint import Checkpoint, Checkpoints, first_non_finite
 from .loss import Batch, Objective
 from .optimiser import Optimiser, Schedule
-from .parallel import Group, clip_grad_norm, gathered, syncing
+from .parallel import Group, clip_grad_norm, gather_parameters, syncing
 from .precision import Precision
 from .reporter import Reporter
 from .shards import is_sharded
@@ -63,7 +63,7 @@ class Prefetch:
         return self._coming.pop(number).result().to(self._device)
 
     def _ready(self, number: int) -> Batch:
-        return self._make(number).pinned()
+        return self._make(number).pin_memory()
 
     def close(self) -> None:
         if self._pool is not None:
@@ -222,7 +222,7 @@ class Loop:
 
     def _diverged(self, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
         output = None
-        with gathered(self.objective), self.precision.forward():
+        with gather_parameters(self.objective), self.precision.forward():
             for batch, number in zip(batches, numbers, strict=True):
                 seed_everything(self.train.seed, "batch", number)
                 output = output or broken_output(self.objective, batch)
@@ -263,12 +263,12 @@ class Loop:
     def _as_shipped(self) -> Iterator[None]:
         """The model whole, with the weights one would ship, to be asked and not taught."""
         self.objective.eval()
-        averaged = nullcontext() if self.ema is None else self.ema.swapped()
+        averaged = nullcontext() if self.ema is None else self.ema.averaged_weights()
         # Layers that were sharded are whole in the dtype they are sent in, so that texts, too, need autocast.
         sharded = any(is_sharded(p) for p in self.model.parameters())
         with (
             averaged,
-            gathered(self.objective),
+            gather_parameters(self.objective),
             torch.no_grad(),
             self.precision.forward() if sharded else nullcontext(),
         ):

@@ -1,4 +1,4 @@
-"""What one forward pass of training is given."""
+"""A training batch, its loss (chunked over a large vocabulary), and the objective that is trained."""
 
 from __future__ import annotations
 
@@ -15,24 +15,20 @@ from ..data.packing import IGNORE
 from ..models import Model
 from ..models.heads import TokenHead
 
-__all__ = ["Batch", "shifted", "Objective"]
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The model's arguments, and what it should have said: token ids (B, T), IGNORE where nothing is asked, or (B,)."""
+    """The model's arguments and targets: token ids (B, T), IGNORE at positions without a target, or classes (B,)."""
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
     options: dict[str, Tensor] = field(default_factory=dict)
-    n_tokens: int = 0
-    """Tokens or patches the model goes through, padding not counted; pairs count both sides."""
-    n_counted: int | None = None
-    """``n_targets``, counted before the batch went to a device that would have to be waited for."""
+    n_tokens: int = 0  # tokens or patches the model reads, without padding; pairs count both sides
+    n_counted: int | None = None  # ``n_targets``, counted before the batch moved to a device
 
     @property
     def n_targets(self) -> int:
-        """How many answers the loss is a sum over."""
+        """How many targets the loss is a sum over."""
         return int((self.targets != IGNORE).sum()) if self.n_counted is None else self.n_counted
 
     def to(self, device: torch.device) -> Batch:
@@ -49,15 +45,14 @@ class Batch:
             n_counted=self.n_targets,
         )
 
-    def pinned(self) -> Batch:
-        """In memory the GPU can copy from by itself."""
+    def pin_memory(self) -> Batch:
         options = {name: x.pin_memory() for name, x in self.options.items()}
         inputs = tuple(x.pin_memory() for x in self.inputs)
         return replace(self, inputs=inputs, targets=self.targets.pin_memory(), options=options)
 
 
-def shifted(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
-    """<bos> a b <eos> as what the decoder reads, <bos> a b, and what it must say, a b <eos>. (B, T + 1) → two (B, T)"""
+def shift_targets(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+    """<bos> a b <eos> (B, T + 1) → the decoder's input <bos> a b and its targets a b <eos>, each (B, T)."""
     wanted = target[:, 1:]
     return target[:, :-1].contiguous(), torch.where(wanted == pad_id, IGNORE, wanted)
 
@@ -74,7 +69,7 @@ LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum ov
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """The sum over targets of -Σ_c y_c log p_c, y smoothed (Szegedy et al. 2016; Vaswani et al. 2017, §5.4).
 
-    y = (1 - smoothing) · one-hot + smoothing / classes. A sum, not a mean: whoever averages knows over how many.
+    y = (1 - smoothing) · one-hot + smoothing / classes. The caller divides by the number of targets.
     """
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -88,7 +83,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     smoothing: float = 0.0,
     *,
-    counted: int | None = None,
+    n_counted: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """``cross_entropy(hidden @ weightᵀ + bias, targets)`` whose logits, where they are large, are never held whole.
@@ -96,23 +91,23 @@ def linear_cross_entropy(
     hidden (…, M), weight (V, M). A vocabulary of 50,000 at 65,536 tokens would be 13 GB of fp32 logits, and as much
     again for their gradient; here it is chunk × V of each. Small logits are held whole: nothing is saved by less.
 
-    Rows that count for nothing are left out of the products. Their number is read off ``targets`` on a CPU; on a GPU
-    asking would stop it, so there all rows go through unless ``counted`` says, exactly, how many are not IGNORE.
+    Rows without a target are left out of the products. Counting them on a GPU would synchronise, so there all rows
+    are computed unless ``n_counted`` gives the exact number of targets other than IGNORE.
     ``chunk`` rows at a time, else as many as suit the device.
 
     torch 2.13 has a chunked loss too: without label smoothing, without torch.compile, and with every row.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten()
     most = _BYTES.get(rows.device.type, _BYTES["cuda"]) // (4 * weight.shape[0])
-    few = counted is not None and 2 * counted <= rows.shape[0]  # worth leaving out the others, however small
-    if chunk is None and rows.shape[0] <= most and not few:
+    skips_rows = n_counted is not None and 2 * n_counted <= rows.shape[0]  # worth leaving out the others, however small
+    if chunk is None and rows.shape[0] <= most and not skips_rows:
         return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
     device = rows.device.type
     low = torch.is_autocast_enabled(device) and rows.dtype != torch.float64  # which autocast leaves as it is
     dtype = torch.get_autocast_dtype(device) if low else rows.dtype
     size = max(1, most) if chunk is None else chunk
-    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, counted, dtype, *needs)
+    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs)
     return total
 
 
@@ -124,7 +119,7 @@ def _chunked(
     targets: Tensor,
     smoothing: float,
     chunk: int,
-    counted: int | None,
+    n_counted: int | None,
     dtype: torch.dtype,
     for_hidden: bool,
     for_weight: bool,
@@ -135,7 +130,7 @@ def _chunked(
     An operator of its own, so that torch.compile takes it as it is, whatever the lengths, and never unrolls the chunks.
     """
     total, d_hidden, d_weight, d_bias = _zeros(hidden, weight, for_hidden, for_weight, for_bias)
-    places = _places(targets, counted)
+    places = _places(targets, n_counted)
     n_rows = targets.shape[0] if places is None else places.shape[0]
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):  # each product's dtype is chosen here
@@ -153,14 +148,14 @@ def _chunked(
     return total, d_hidden, d_weight, d_bias
 
 
-def _places(targets: Tensor, counted: int | None) -> Tensor | None:
-    """The rows that count, in order; None: all of them, or not known without stopping a GPU to ask."""
-    if counted is None:
+def _places(targets: Tensor, n_counted: int | None) -> Tensor | None:
+    """The rows with a target, in order; None: all of them, or unknown without synchronising a GPU."""
+    if n_counted is None:
         if targets.device.type != "cpu":
             return None
         places = (targets != IGNORE).nonzero()[:, 0]
-    elif counted < targets.shape[0]:
-        places = (targets == IGNORE).byte().argsort(stable=True)[:counted]
+    elif n_counted < targets.shape[0]:
+        places = (targets == IGNORE).byte().argsort(stable=True)[:n_counted]
     else:
         return None
     return None if places.shape[0] == targets.shape[0] else places
@@ -216,7 +211,7 @@ def _(
     targets: Tensor,
     smoothing: float,
     chunk: int,
-    counted: int | None,
+    n_counted: int | None,
     dtype: torch.dtype,
     for_hidden: bool,
     for_weight: bool,
@@ -225,7 +220,7 @@ def _(
     return _zeros(hidden, weight, for_hidden, for_weight, for_bias)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
     ctx.needs = inputs[-3:]
     ctx.save_for_backward(*output[1:])
@@ -239,7 +234,7 @@ def _backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...
     return (*grads, *[None] * 8)
 
 
-_chunked.register_autograd(_backward, setup_context=_keep)
+_chunked.register_autograd(_backward, setup_context=_setup_context)
 
 
 class Objective(nn.Module):
@@ -267,7 +262,7 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
     states, weight = _states_and_weight(model, batch)
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted
-    return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, counted=n_targets)
+    return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets)
 
 
 @torch.no_grad()

@@ -118,14 +118,14 @@ class Muon(torch.optim.Optimizer):
             "steps": steps,
         }
         super().__init__(params, defaults)
-        self._joined = {} if joined is None else dict(joined)
+        self._row_sizes = {} if joined is None else dict(joined)
         for param in (param for group in self.param_groups for param in group["params"]):
             rows = self._rows(param)
             if param.dim() != 2 or sum(rows) != param.shape[0]:
                 raise ValueError(f"joined={rows} does not divide a parameter of shape {tuple(param.shape)}")
 
     def _rows(self, param: Tensor) -> tuple[int, ...]:
-        return self._joined.get(param, (param.shape[0],))
+        return self._row_sizes.get(param, (param.shape[0],))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch declares overloads
@@ -310,14 +310,14 @@ class Optimiser:
             optimiser, param, fused = places[f"{kind}/{name}"]
             if state != "step" and value.shape != param.shape:
                 raise ValueError(f"{key!r} has shape {tuple(value.shape)}, but its parameter {tuple(param.shape)}")
-            loaded.append((optimiser, param, state, _placed(value, param, on_device=state != "step" or fused)))
+            loaded.append((optimiser, param, state, _to_param_device(value, param, on_device=state != "step" or fused)))
         for optimiser in self.optimisers:
             optimiser.state.clear()
         for optimiser, param, state, tensor in loaded:
             optimiser.state[param][state] = tensor
 
 
-def _placed(value: Tensor, param: Tensor, on_device: bool) -> Tensor:
+def _to_param_device(value: Tensor, param: Tensor, on_device: bool) -> Tensor:
     """A copy where the optimiser wants it; step counters of all but fused kernels stay on the CPU."""
     copy = value.detach().to(param.device if on_device else "cpu", copy=True)
     sharded = hasattr(param, "full_tensor") and copy.dim() == param.dim() and not hasattr(copy, "full_tensor")
@@ -360,7 +360,7 @@ def _adam(trained: list[Role], train: TrainConfig) -> torch.optim.Optimizer:
 
 def roles(model: nn.Module) -> Iterator[Role]:
     """What each parameter that is not frozen is; a shared one once, by its first name."""
-    rows = {param: sizes for module in model.modules() for param, sizes in _joined(module)}
+    rows = {param: sizes for module in model.modules() for param, sizes in _joined_matrices(module)}
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block | Gates))
     seen: set[Tensor] = set()
     for path, module in model.named_modules():
@@ -384,7 +384,7 @@ def _is_table(module: nn.Module, own: str) -> bool:
     return isinstance(module, nn.Embedding | VisionEmbeddings) or (isinstance(module, Additive) and own == "v")
 
 
-def _joined(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """The parameters of a module that hold several matrices one below the other, and the rows of each."""
     if isinstance(module, MultiHeadAttention):
         q_rows, kv_rows = module.n_heads * module.d_head, module.n_kv_heads * module.d_head

@@ -30,7 +30,7 @@ __all__ = [
     "clip_grad_norm",
     "first_non_finite_gradient",
     "full_state",
-    "gathered",
+    "gather_parameters",
     "open_group",
     "parallelise",
     "syncing",
@@ -224,7 +224,7 @@ def _copies(module: nn.Module) -> DistributedDataParallel | None:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def gather_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, every process holds all weights, and any part of the model may be run on any of them, or on one alone.
 
     For evaluation and generation, without gradients: they call the model by other ways than the wrapped objective's.
@@ -252,12 +252,12 @@ def full_state(model: nn.Module, *, everywhere: bool = False) -> dict[str, Tenso
     """
     wanted = everywhere or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
-    gathered: dict[int, Tensor] = {}  # tied tensors once, and still tied afterwards
+    whole_tensors: dict[int, Tensor] = {}  # tied tensors once, and still tied afterwards
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) not in gathered:
+        if id(x) not in whole_tensors:
             whole = x.detach().full_tensor() if _is_dtensor(x) else x.detach()  # one at a time: it may not fit together
-            gathered[id(x)] = whole.cpu() if wanted else torch.empty(0)
-        state[name] = gathered[id(x)]
+            whole_tensors[id(x)] = whole.cpu() if wanted else torch.empty(0)
+        state[name] = whole_tensors[id(x)]
     return state if wanted else {}
 
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .console_display import Standing, Style, format_value, make_console, printable
-from .journal import MetricsFile, TensorBoard, clean, draw_curves
+from ..foundation.jsonio import to_jsonable
+from .console_display import RunStatus, Style, format_value, make_console, printable
+from .journal import MetricsFile, TensorBoard, draw_curves
 
 
 class Mark(NamedTuple):
@@ -137,8 +138,8 @@ class Reporter:
         self.out = Path(out)
         self._active, self._log_every = style != "off", log_every
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._standing = Standing(steps=steps, step=start_step)
-        self._console = make_console(style, self._standing)
+        self._status = RunStatus(steps=steps, step=start_step)
+        self._console = make_console(style, self._status)
         self._device: str | None = None
         self._losses: list[Any] = []
         self._tensorboard: TensorBoard | None = None
@@ -157,8 +158,8 @@ class Reporter:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "train_seconds": self.train_seconds,
-            "loss": clean(self.last_loss),
-            "losses": clean(self._losses),
+            "loss": to_jsonable(self.last_loss),
+            "losses": to_jsonable(self._losses),
         }
 
     def restore(self, known: dict[str, Any]) -> None:
@@ -208,7 +209,7 @@ class Reporter:
         if not self._active:
             self._losses = self._losses[-1:]
             return
-        due = step == 1 or step % self._log_every == 0 or step >= self._standing.steps
+        due = step == 1 or step % self._log_every == 0 or step >= self._status.steps
         if due:
             self._line(step, {"lr": lr, "grad_norm": grad_norm}, more)
         self._stand(step)
@@ -217,7 +218,7 @@ class Reporter:
 
     def _line(self, step: int, numbers: dict[str, Any], more: dict[str, Any]) -> None:
         losses = _numbers(self._losses)  # waits for the device: from here on the clock is true
-        numbers = clean({name: _number(value) for name, value in (numbers | more).items()})
+        numbers = to_jsonable({name: _number(value) for name, value in (numbers | more).items()})
         training, known = self._pace.training(), {}
         if self._line_training > 0 and training > self._line_training:  # the first line's time is start-up
             speed = (self.tokens - self._line_tokens) / (training - self._line_training)
@@ -232,13 +233,13 @@ class Reporter:
         if self._file is not None:
             self._file.write(record)
         self._events().scalars(step, {_tag(name): value for name, value in record.items() if name != "step"})
-        now = self._standing
+        now = self._status
         now.loss, now.lr, now.grad_norm = losses[-1], numbers["lr"], numbers["grad_norm"]
         now.memory_mib = mib
 
     def _stand(self, step: int) -> None:
         """What the live line can know without asking the device."""
-        now, steps_per_s = self._standing, self._pace.steps_per_s
+        now, steps_per_s = self._status, self._pace.steps_per_s
         now.step = step
         now.tokens_per_s = self._pace.tokens_per_s
         now.mfu = self._mfu(now.tokens_per_s)
@@ -254,19 +255,19 @@ class Reporter:
         """Time that is not training: evaluating, saving."""
         _wait()  # what was asked of the GPU before belongs to training
         self._pace.pause()
-        before, self._standing.doing = self._standing.doing, f"{doing} …"
+        before, self._status.doing = self._status.doing, f"{doing} …"
         try:
             yield
         finally:
             _wait()
-            self._standing.doing = before
+            self._status.doing = before
             self._pace.resume()
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """Numbers of an evaluation, such as valid_loss and bleu; texts among them (a signature) are kept too."""
         if not self._active:
             return
-        found: dict[str, Any] = clean(metrics)
+        found: dict[str, Any] = to_jsonable(metrics)
         record = {"step": step, "loss": self.last_loss} | found
         record |= {"tokens": self.tokens, "seconds": round(self.seconds, 3)}
         if self._file is not None:

@@ -1,6 +1,6 @@
 """Tensors on disk in pieces: each process writes the pieces it holds, any number of processes reads what it needs.
 
-A file is safetensors, an index says which box of which tensor lies in which file. Nothing here is a pickle.
+A file is safetensors, an index says which region of which tensor lies in which file. Nothing here is a pickle.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _AT_ONCE = 1 << 24  # bytes written and hashed at a time
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorRegion:
     """A part of a tensor: where it starts and how long it is, in each dimension."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Iterable[int]) -> Box:
+    def whole(cls, shape: Iterable[int]) -> TensorRegion:
         size = tuple(shape)
         return cls((0,) * len(size), size)
 
@@ -51,34 +51,34 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.size)
 
-    def overlap(self, other: Box) -> Box:
+    def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both hold; its size is 0 somewhere where that is nothing."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         size = tuple(max(0, min(a + n, b + m) - o) for (a, n, b, m), o in zip(ends, offset, strict=True))
-        return Box(offset, size)
+        return TensorRegion(offset, size)
 
-    def slices(self, within: Box) -> tuple[slice, ...]:
-        """This box as an index into the tensor that holds the box ``within``."""
+    def slices(self, within: TensorRegion) -> tuple[slice, ...]:
+        """This region as an index into the tensor that holds the region ``within``."""
         starts = (own - outer for own, outer in zip(self.offset, within.offset, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor and the file it lies in, under the tensor's name."""
+class TensorSlice:
+    """A region of a tensor and the file it lies in, under the tensor's name."""
 
     file: str
-    box: Box
+    region: TensorRegion
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor as the index has it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
 
 
 # ------------------------------------------------------------------------------------- what a process holds
@@ -95,11 +95,11 @@ def local(x: Tensor) -> Tensor:
     return x.detach() if _placement(x) is None else x.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
 
 
-def box_of(x: Tensor) -> Box:
+def local_region(x: Tensor) -> TensorRegion:
     """Which part of the tensor this process holds: all of it, or one of the even slices fully_shard cuts."""
     placed = _placement(x)
     if placed is None or placed.is_replicate():
-        return Box.whole(x.shape)
+        return TensorRegion.whole(x.shape)
     if not placed.is_shard():
         raise ValueError(f"a tensor placed as {placed} cannot be stored: it is a sum not yet taken")
     mesh, dim = x.device_mesh, placed.dim  # type: ignore[attr-defined]  # a DTensor, since it is placed
@@ -110,7 +110,7 @@ def box_of(x: Tensor) -> Box:
     held = tuple(local(x).shape)
     if held != tuple(size):
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is cut unevenly: {held} here instead of {tuple(size)}")
-    return Box(tuple(offset), tuple(size))
+    return TensorRegion(tuple(offset), tuple(size))
 
 
 def _placement(x: Tensor) -> Any:
@@ -169,7 +169,7 @@ def _bytes(x: Tensor) -> Any:
 class Index:
     """Where every tensor lies; ``tied`` gives names whose tensor is stored under another name."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
 
     def text(self) -> bytes:
@@ -196,7 +196,7 @@ class Index:
     def _check(self, path: Path) -> None:
         """Every tensor whole: pieces are even slices, so that those which add up to it also cover it."""
         for name, stored in self.tensors.items():
-            held = sum(piece.box.numel for piece in stored.pieces)
+            held = sum(piece.region.numel for piece in stored.pieces)
             if held != math.prod(stored.shape):
                 raise BadModelFile(f"{path}: the pieces of {name} hold {held} of {math.prod(stored.shape)} numbers")
         for name, target in self.tied.items():
@@ -225,15 +225,15 @@ class Reader:
             raise BadModelFile(f"{self.root} holds no tensor {name}")
         return found
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or one box of it, put together from its pieces."""
+    def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
+        """A tensor, or one region of it, put together from its pieces."""
         stored = self.index.tensors[self.stored_as(name)]
-        box = Box.whole(stored.shape) if box is None else box
-        out = torch.empty(box.size, dtype=stored.dtype)
+        region = TensorRegion.whole(stored.shape) if region is None else region
+        out = torch.empty(region.size, dtype=stored.dtype)
         for piece in stored.pieces:
-            shared = box.overlap(piece.box)
+            shared = region.overlap(piece.region)
             if shared.numel:
-                out[shared.slices(box)] = self._slice(piece, self.stored_as(name), shared.slices(piece.box))
+                out[shared.slices(region)] = self._slice(piece, self.stored_as(name), shared.slices(piece.region))
         return out
 
     def read_like(self, name: str, like: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class Reader:
         shape = self.index.tensors[self.stored_as(name)].shape
         if shape != tuple(like.shape):
             raise BadModelFile(f"{self.root}: {name} has shape {shape}, the run needs {tuple(like.shape)}")
-        here = self.read(name, box_of(like)).to(like.device)
+        here = self.read(name, local_region(like)).to(like.device)
         if _placement(like) is None:
             return here
         return type(like).from_local(  # type: ignore[attr-defined]  # a DTensor, since it is placed
@@ -253,7 +253,7 @@ class Reader:
             stride=like.stride(),
         )
 
-    def _slice(self, piece: Piece, name: str, slices: tuple[slice, ...]) -> Tensor:
+    def _slice(self, piece: TensorSlice, name: str, slices: tuple[slice, ...]) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
         path = resolve_inside(self.root, piece.file)
@@ -266,16 +266,16 @@ class Reader:
             raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {error}") from None
 
 
-def _stored_to_json(stored: Stored) -> dict[str, Any]:
-    pieces = [{"file": p.file, "offset": list(p.box.offset), "size": list(p.box.size)} for p in stored.pieces]
+def _stored_to_json(stored: StoredTensor) -> dict[str, Any]:
+    pieces = [{"file": p.file, "offset": list(p.region.offset), "size": list(p.region.size)} for p in stored.pieces]
     return {"shape": list(stored.shape), "dtype": _DTYPES[stored.dtype], "pieces": pieces}
 
 
-def _stored_from_json(entry: Any) -> Stored:
+def _stored_from_json(entry: Any) -> StoredTensor:
     shape = tuple(map(int, entry["shape"]))
-    boxes = [Box(tuple(map(int, p["offset"])), tuple(map(int, p["size"]))) for p in entry["pieces"]]
-    for box in boxes:
-        if box.overlap(Box.whole(shape)) != box:
-            raise ValueError(f"{box} does not lie in {shape}")
-    pieces = (Piece(str(p["file"]), box) for p, box in zip(entry["pieces"], boxes, strict=True))
-    return Stored(shape, _KINDS[entry["dtype"]], tuple(pieces))
+    regions = [TensorRegion(tuple(map(int, p["offset"])), tuple(map(int, p["size"]))) for p in entry["pieces"]]
+    for region in regions:
+        if region.overlap(TensorRegion.whole(shape)) != region:
+            raise ValueError(f"{region} does not lie in {shape}")
+    pieces = (TensorSlice(str(p["file"]), region) for p, region in zip(entry["pieces"], regions, strict=True))
+    return StoredTensor(shape, _KINDS[entry["dtype"]], tuple(pieces))

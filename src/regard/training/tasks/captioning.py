@@ -18,7 +18,7 @@ from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
 from .. import metrics
-from ..loss import Batch, shifted
+from ..loss import Batch, shift_targets
 from ..metrics.statistics import Statistics
 from .classification import image_name, image_pixels, images_per_batch, new_image_processor
 from .task import ExampleResult, SkippedExamples, Task, truncate
@@ -116,7 +116,7 @@ class CaptionTask(Task):
             self.skipped = SkippedExamples(n_cut=self.skipped.n_cut + longer, max_len=self._most)
         model, pad_id = self.config.model, self._tokens.pad_id
         said = self._pad(rows, pad_id, max(self._most, model.max_target_len or model.max_len))
-        read, wanted = shifted(F.pad(said, (1, 0), value=self._tokens.bos_id), pad_id)
+        read, wanted = shift_targets(F.pad(said, (1, 0), value=self._tokens.bos_id), pad_id)
         patches = len(rows) * (model.image_size // model.patch_size) ** 2
         return Batch((pixels, read), wanted, n_tokens=patches + sum(len(row) + 1 for row in rows))
 

@@ -18,7 +18,7 @@ from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
 from .. import metrics
-from ..loss import Batch, shifted
+from ..loss import Batch, shift_targets
 from ..metrics.statistics import Statistics
 from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
 
@@ -123,7 +123,7 @@ class Translate(Task):
         source = self._pad(sources, self._source.pad_id, most_source)
         # <bos> apart: the decoder reads all but the last token, so that is what has a width to choose.
         said = self._pad([row[1:] for row in targets], self._target.pad_id, most_target)
-        read, wanted = shifted(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
+        read, wanted = shift_targets(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
         return Batch((source, read), wanted, {"source_padding_mask": source != self._source.pad_id}, n_tokens)
 
