@@ -268,7 +268,8 @@ def test_a_device_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.Captu
     data = write_data("classify", tmp_path)
     words = words_of("classify", data, f"train.out={tmp_path / 'run'}", "train.device=cuda")
     assert cli.main(["train", "classify", *words]) == 1
-    assert capsys.readouterr().err == "regard: train.device=cuda: this machine, or this torch, has none\n"
+    expected = "regard: train.device=cuda: this machine, or this torch, has none; use train.device=cpu\n"
+    assert capsys.readouterr().err == expected
     assert not (tmp_path / "run").exists()
 
 

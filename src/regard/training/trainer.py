@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.train_config import RESUMABLE
 from ..data.sources import Source
-from ..errors import RegardError
+from ..errors import RegardError, UsageError
 from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
@@ -89,7 +89,7 @@ def train(
     """
     inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
     run_config = inputs.config
-    group = open_group(resolve_device(run_config.train.device, "train.device"))
+    group = _open_group(run_config.train)
     try:
         source, opened = open_run_source(inputs), None
         if group.is_main:
@@ -138,7 +138,7 @@ def resume(
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} lies behind the {done} steps that {path} has done")
-    group = open_group(resolve_device(recipe.device, "train.device"))
+    group = _open_group(recipe)
     try:
         source = open_run_source(resolve_run(config, task=task, data=data))
         _check_same_data(run, config, source)
@@ -152,6 +152,13 @@ def resume(
             return _run(shared, opened, group, style, run, callbacks)
     finally:
         group.close()
+
+
+def _open_group(recipe: TrainConfig) -> Group:
+    try:
+        return open_group(resolve_device(recipe.device, "train.device"))
+    except UsageError as error:  # the config is well formed, but this machine has no such device: exit code 1, not 2
+        raise RegardError(str(error)) from None
 
 
 def _check_same_data(run: RunDirectory, config: RunConfig, source: Source) -> None:
