@@ -45,9 +45,9 @@ from regard.training.parallel import (
     first_non_finite_gradient,
     full_state,
     gather_parameters,
+    gradient_sync,
     open_group,
     parallelise,
-    syncing,
 )
 from regard.training.shards import is_sharded, local, local_region
 
@@ -172,7 +172,7 @@ def run(
         for micro, (number, batch) in enumerate(zip(numbers, batches, strict=True)):
             seed_everything(7, "batch", number)
             cast = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-            with syncing(module, last=micro == accumulate - 1):
+            with gradient_sync(module, last=micro == accumulate - 1):
                 with cast:
                     loss = module(batch) * (group.world / n_targets)
                 loss.backward()
@@ -402,7 +402,7 @@ def interrupted(group: Group, parallel: str, root: str) -> dict[str, Tensor]:
                 p.grad = found.tensor(f"grad/{name}", like=p)
         number = part * group.world + group.rank
         seed_everything(7, "batch", number)
-        with syncing(module, last=part == 1):
+        with gradient_sync(module, last=part == 1):
             (module(make_batch(model, number)) * group.world).backward()
         if part == 0:
             average_gradients(module, group)
@@ -470,7 +470,7 @@ def synced(group: Group) -> list[bool]:
     module = parallelise(objective, "ddp", group)
     found = []
     for last in (False, True):
-        with syncing(torch.compile(module), last):  # the loop holds the compiled one; what is compiled does not matter
+        with gradient_sync(torch.compile(module), last):  # the loop holds the compiled one
             module(make_batch(objective.model, group.rank)).backward()
         grad = next(objective.parameters()).grad
         assert grad is not None

@@ -31,8 +31,6 @@ from ..hub.manifest import Entry, Manifest
 from .parallel import Group
 from .shards import INDEX, Index, Reader, StoredTensor, TensorSlice, is_sharded, local, local_region, write_tensors
 
-__all__ = ["Checkpoint", "Checkpoints", "first_non_finite"]
-
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)/.+", re.DOTALL)
@@ -117,12 +115,12 @@ class Checkpoints:
 
     def at(self, step: int) -> Checkpoint:
         """The checkpoint of one step; BadModelFile where there is none or it is damaged."""
-        self._agreed(lambda: self._checked(step))
+        self._choose_on_main(lambda: self._check_step(step))
         return Checkpoint(self._path(step))
 
     def latest(self) -> Checkpoint | None:
         """The newest that is what its manifest says; None where there is none. Damaged ones are told of in the log."""
-        step = self._agreed(self._newest)
+        step = self._choose_on_main(self._newest)
         return None if step is None else Checkpoint(self._path(step))
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
@@ -133,11 +131,11 @@ class Checkpoints:
             raise ValueError(fault)
         _check_tensors(tensors)
         target, state_text = self._path(step), to_json(dict(state))
-        tied = self._group.broadcast_object(_tied(tensors))
+        tied = self._group.broadcast_object(_tied_names(tensors))
         stored = {name: x for name, x in tensors.items() if name not in tied}
         try:
             self._write(target, stored, tied, state_text)
-        except _NotWritten as error:
+        except _WriteFailed as error:
             needed = sum(x.numel() * x.element_size() for x in stored.values()) + len(state_text)
             free = shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
             raise RegardError(
@@ -168,7 +166,7 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:06}"
 
-    def _agreed(self, choose: Callable[[], int | None]) -> int | None:
+    def _choose_on_main(self, choose: Callable[[], int | None]) -> int | None:
         """What the main process found, so that all read the same, and only one reads everything to check it."""
         found: int | RegardError | None = None
         if self._group.is_main:
@@ -181,7 +179,7 @@ class Checkpoints:
             raise found
         return found
 
-    def _checked(self, step: int) -> int:
+    def _check_step(self, step: int) -> int:
         steps = self.steps()
         if step not in steps:
             raise BadModelFile(f"{self.root} has no checkpoint of step {step}; it has {_step_list(steps)}")
@@ -191,7 +189,7 @@ class Checkpoints:
     def _newest(self) -> int | None:
         for step in reversed(self.steps()):
             try:
-                return self._checked(step)
+                return self._check_step(step)
             except (BadModelFile, OSError) as error:
                 self._damaged.add(step)
                 _log.warning("%s; the checkpoint before it is taken", error)
@@ -217,14 +215,14 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], _T]) -> list[_T]:
         """What the action gives on each process, by rank; where it failed on one it raises on all."""
-        outcome: _T | _NotWritten
+        outcome: _T | _WriteFailed
         try:
             outcome = action()
         except OSError as error:
-            outcome = _NotWritten(error.strerror or str(error))
+            outcome = _WriteFailed(error.strerror or str(error))
         outcomes = self._group.gather_objects(outcome)
         for fault in outcomes:
-            if isinstance(fault, _NotWritten):
+            if isinstance(fault, _WriteFailed):
                 raise fault
         return outcomes
 
@@ -260,7 +258,7 @@ def _make_folder(path: Path) -> None:
         fsync(path.parent)
 
 
-class _NotWritten(Exception):
+class _WriteFailed(Exception):
     """What the system said on some process."""
 
 
@@ -298,7 +296,7 @@ def _write_rest(
     Manifest(entries).write(folder)
 
 
-def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names of tensors that are another one's very numbers, and that one's name."""
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}

@@ -23,7 +23,7 @@ from .averaging import Ema
 from .checkpoint import Checkpoint, Checkpoints, first_non_finite
 from .loss import Batch, Objective
 from .optimiser import Optimiser, Schedule
-from .parallel import Group, clip_grad_norm, gather_parameters, syncing
+from .parallel import Group, clip_grad_norm, gather_parameters, gradient_sync
 from .precision import Precision
 from .reporter import Reporter
 from .shards import is_sharded
@@ -89,21 +89,14 @@ def seed_everything(seed: int, what: str, number: int = 0) -> None:
 class Position:
     """Where a run stands. With the tensors of a checkpoint it is all that continuing takes."""
 
-    step: int = 0
-    """Optimiser steps done."""
+    step: int = 0  # optimiser steps done
     seconds: float = 0.0
-    best: float | None = None
-    """The best value of the task's criterion so far, …"""
-    best_step: int | None = None
-    """… and where it was."""
-    waited: int = 0
-    """Evaluations since."""
-    micro: int = 0
-    """Of the next step: batches whose gradients are already summed, …"""
-    losses: list[Any] = field(default_factory=list)
-    """… their losses, …"""
-    n_targets: int = 0
-    """… and the targets and tokens of all its batches, on all processes."""
+    best: float | None = None  # the best value of the task's criterion so far
+    best_step: int | None = None  # where it was reached
+    waited: int = 0  # evaluations since then
+    micro: int = 0  # batches of the next step whose gradients are already summed
+    losses: list[Any] = field(default_factory=list)  # the losses of those batches
+    n_targets: int = 0  # of the next step, like n_tokens: over all its batches and processes
     n_tokens: int = 0
 
     def begin_step(self) -> None:
@@ -118,10 +111,8 @@ class Loop:
     train: TrainConfig
     task: Task
     model: Model
-    objective: Objective
-    """Model and loss as they are: for evaluation, and for finding what broke."""
-    step_module: nn.Module
-    """The same, compiled or wrapped for several processes."""
+    objective: Objective  # model and loss as they are: for evaluation, and for finding what broke
+    step_module: nn.Module  # the same, compiled or wrapped for several processes
     optimiser: Optimiser
     schedule: Schedule
     precision: Precision
@@ -132,10 +123,8 @@ class Loop:
     callbacks: Sequence[Callable[[StepRecord], None]] = ()
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     at: Position = field(default_factory=Position)
-    saved: int | None = None
-    """The step of the last checkpoint that was written or read, …"""
-    stopgap: int | None = None
-    """… and of one written only because the run was asked to stop: the next one takes its place."""
+    saved: int | None = None  # the step of the last checkpoint that was written or read
+    stopgap: int | None = None  # a checkpoint written only because the run was asked to stop: the next replaces it
 
     def run(self) -> None:
         """From where it stands to ``train.steps``; raises Interrupted or Diverged when it does not get there."""
@@ -190,7 +179,7 @@ class Loop:
         """Add one batch's gradients: those of its part of the mean over all targets of the step."""
         seed_everything(self.train.seed, "batch", number)
         last = self.at.micro == self.train.accumulate - 1
-        with syncing(self.step_module, last):
+        with gradient_sync(self.step_module, last):
             with self.precision.forward():
                 # Gradients of several processes are averaged; what is wanted is their sum.
                 loss = self.step_module(batch) * (self.group.world / max(1, self.at.n_targets))

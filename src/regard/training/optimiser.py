@@ -19,8 +19,7 @@ from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
 from ..models.recurrent_cells import Gates
 
-Schedule = Callable[[int], float]
-"""The factor on the peak learning rate at a step, counted from 1."""
+Schedule = Callable[[int], float]  # the factor on the peak learning rate at a step, counted from 1
 
 
 def schedule_of(train: TrainConfig, d_model: int) -> Schedule:
@@ -148,7 +147,7 @@ class Muon(torch.optim.Optimizer):
         here: list[tuple[Tensor, Tensor]] = []
         for param, sizes in zip(params, rows, strict=True):
             found = [next(directions) for _ in sizes]
-            if _sharded(param):
+            if _is_sharded(param):
                 param.add_(shard(torch.cat(found), param), alpha=-group["lr"])
             else:
                 here += zip(param.split(sizes), found, strict=True)
@@ -164,16 +163,16 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[param]["momentum"] for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
-        return [_whole(update) for update in updates]
+        return [_gather(update) for update in updates]
 
 
-def _sharded(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor, without loading torch.distributed to find out."""
     return hasattr(tensor, "full_tensor")
 
 
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if _sharded(tensor) else tensor
+def _gather(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def shard(whole: Tensor, like: Any) -> Tensor:

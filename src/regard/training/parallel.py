@@ -24,18 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..models.block import Block, Stack
 from .shards import local
 
-__all__ = [
-    "Group",
-    "average_gradients",
-    "clip_grad_norm",
-    "first_non_finite_gradient",
-    "full_state",
-    "gather_parameters",
-    "open_group",
-    "parallelise",
-    "syncing",
-]
-
 Parallel = Literal["ddp", "fsdp"]
 # One process may evaluate while the others wait for it. A process that dies ends the rest through torchrun, not through
 # this.
@@ -188,7 +176,7 @@ def _units(objective: nn.Module) -> Iterator[Block]:
 
 
 @contextmanager
-def syncing(module: nn.Module, last: bool) -> Iterator[None]:
+def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch; ``last`` of those accumulated for a step.
 
     DDP averages once, with the last. FSDP sums each into its shards: gradients kept whole until the last would take

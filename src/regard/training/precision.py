@@ -18,9 +18,6 @@ from torch.optim import Optimizer
 from ..config import ModelConfig
 from ..models.model_flops import n_tokens, training_flops
 
-__all__ = ["Precision", "PrecisionName", "choices"]
-
-
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -40,9 +40,6 @@ from .checkpoint import Checkpoint, Checkpoints
 from .finetuning import add_lora, merge
 from .parallel import Group
 
-__all__ = ["RUN_FILE", "RunDirectory", "provenance"]
-
-
 RUN_FILE = "run.json"
 _LABELS = "labels.json"
 # How files are called while they are written, beside what they will be.

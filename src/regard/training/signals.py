@@ -16,8 +16,6 @@ from ..errors import RegardError
 from .loss import Batch
 from .shards import local
 
-__all__ = ["Interrupted", "Signals", "broken_gradient", "broken_output"]
-
 
 class Interrupted(RegardError):
     """Training was asked to stop, and everything up to there is saved."""
@@ -38,7 +36,7 @@ class Signals:
         self.asked, self._patient = 0, patient
         self._before: dict[int, Any] = {}
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         code = 128 + number
         if self.asked and not self._patient:
             os._exit(code)
@@ -47,7 +45,7 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers no signals
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._heard)
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:

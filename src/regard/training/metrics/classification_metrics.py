@@ -38,11 +38,9 @@ class ClassificationScores(MetricResult):
 
     n: int
     accuracy: float
-    macro_f1: float
-    """The mean over classes that occur, as truth or as prediction."""
+    macro_f1: float  # the mean over classes that occur, as truth or as prediction
     classes: tuple[ClassScores, ...]
-    confusion: tuple[tuple[int, ...], ...]
-    """confusion[i][j]: how often i was taken for j."""
+    confusion: tuple[tuple[int, ...], ...]  # confusion[i][j]: how often i was taken for j
 
     def to_text(self) -> str:
         return f"accuracy {percent(self.accuracy)}, macro F1 {percent(self.macro_f1)} ({self.n} examples)"

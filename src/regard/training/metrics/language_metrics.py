@@ -26,8 +26,7 @@ _SPAN = 256  # characters resampled together where two models have different tok
 class LanguageScores(MetricResult):
     """How well text was foreseen. Perplexity is per token of this tokenizer; the others do not depend on it."""
 
-    loss: float
-    """Mean, in nats a token."""
+    loss: float  # mean, in nats a token
     perplexity: float
     n_tokens: int
     bits_per_character: float | None = None
@@ -235,8 +234,7 @@ def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[
     return [(hits_a, hits_b), (loss_a, loss_b)]
 
 
-_Unit = tuple[int, int]
-"""A document, and which span of 256 characters of it."""
+_Unit = tuple[int, int]  # a document, and which span of 256 characters of it
 
 
 def _by_characters(a: TextLosses, b: TextLosses) -> tuple[Statistics, Statistics]:

@@ -13,10 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from ...data import hashing
 
 Floats = NDArray[np.float64]
-References = Sequence[str] | Sequence[Sequence[str]]
-"""For each example its reference, or its references."""
-NOT_WRITTEN = {"written": False}
-"""The metadata of a field that stays out of a result's document."""
+References = Sequence[str] | Sequence[Sequence[str]]  # for each example its reference, or its references
+NOT_WRITTEN = {"written": False}  # the metadata of a field that stays out of a result's document
 
 
 @dataclass(frozen=True)
@@ -146,15 +144,11 @@ class Comparison(MetricResult):
     metric: str
     a: float
     b: float
-    difference: float
-    """b - a."""
+    difference: float  # b - a
     low: float
-    high: float
-    """95 % of the resampled differences lie from low to high."""
-    p_value: float
-    """How often chance alone would give a difference of this size or more, in either direction."""
-    b_wins: float
-    """Share of resamples where b is better than a, ties counting half: Koehn's own number."""
+    high: float  # 95 % of the resampled differences lie from low to high
+    p_value: float  # how often chance alone would give a difference of this size or more, in either direction
+    b_wins: float  # share of resamples where b is better than a, ties counting half: Koehn's own number
     n: int
     samples: int
     seed: int
@@ -185,7 +179,7 @@ def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: in
     if samples < 1:
         raise ValueError(f"samples={samples} is less than 1")
     score_a, score_b = a.corpus(), b.corpus()
-    resampled_a, resampled_b = _resampled(a, b, n, samples, seed)
+    resampled_a, resampled_b = _resample(a, b, n, samples, seed)
     differences, difference = resampled_b - resampled_a, score_b - score_a
     # A rounding error must not make a difference of exactly the observed size look smaller than it.
     slack = 1e-9 * max(abs(score_a), abs(score_b))
@@ -208,7 +202,7 @@ def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: in
     )
 
 
-def _resampled(a: Statistics, b: Statistics, n: int, samples: int, seed: int) -> tuple[Floats, Floats]:
+def _resample(a: Statistics, b: Statistics, n: int, samples: int, seed: int) -> tuple[Floats, Floats]:
     """The scores (samples,) of both systems on the same draws."""
     at_once = max(1, _DRAWS_AT_ONCE // n)
     scores_a, scores_b = [], []

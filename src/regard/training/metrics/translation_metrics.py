@@ -48,8 +48,7 @@ class TranslationScores(MetricResult):
     exact: float
     bleu_signature: str
     chrf_signature: str
-    note: str | None = None
-    """A reason to distrust the numbers, where there is one."""
+    note: str | None = None  # a reason to distrust the numbers, where there is one
 
     def to_text(self) -> str:
         line = f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}, exact {percent(self.exact)}"
@@ -130,7 +129,7 @@ def sentence_chrf(hypotheses: Sequence[str], references: References) -> list[flo
 def exact_statistics(hypotheses: Sequence[str], references: References) -> Statistics:
     """1 where the text is one of its references, any run of white space counting as one space."""
     lists = reference_lists(hypotheses, references)
-    hits = [_spaced(text) in map(_spaced, own) for text, own in zip(hypotheses, lists, strict=True)]
+    hits = [_collapse_spaces(text) in map(_collapse_spaces, own) for text, own in zip(hypotheses, lists, strict=True)]
     return mean_statistics("exact match", hits, signature="spaces:one")
 
 
@@ -145,7 +144,7 @@ def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], referenc
     return Statistics(name, rows, score, signature=str(metric.get_signature()))
 
 
-def _spaced(text: str) -> str:
+def _collapse_spaces(text: str) -> str:
     return " ".join(text.split())
 
 
@@ -164,10 +163,8 @@ class CaptionScores(MetricResult):
     bleu_1: float
     bleu_2: float
     bleu_3: float
-    bleu_4: float
-    """From 0 to 100, not smoothed."""
-    cider: float
-    """CIDEr-D from 0 to 10, as its authors' program prints it; papers often show 100 times that."""
+    bleu_4: float  # from 0 to 100, not smoothed
+    cider: float  # CIDEr-D from 0 to 10, as its authors' program prints it; papers often show 100 times that
     exact: float
     signature: str
     scores: tuple[float, ...] = field(default=(), repr=False, metadata=NOT_WRITTEN)

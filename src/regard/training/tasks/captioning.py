@@ -67,10 +67,10 @@ class CaptionTask(Task):
     def _order(self) -> BatchPlan:
         train = self.config.train
         at_once = images_per_batch(self.config.model, train.batch_tokens, train.batch_size)
-        return BatchPlan.by_examples(len(self._kept), at_once, seed=train.seed)
+        return BatchPlan.by_examples(len(self._images), at_once, seed=train.seed)
 
     @cached_property
-    def _kept(self) -> list[tuple[int, Sequence[str]]]:
+    def _images(self) -> list[tuple[int, Sequence[str]]]:
         """The images to learn from, by number, and their captions; too long ones may have to go."""
         examples = cast(Sequence[ImageExample], self.source.train)
         if self.config.data.too_long != "drop":
@@ -89,7 +89,7 @@ class CaptionTask(Task):
 
     def batch(self, number: int) -> Batch:
         epoch, place = self._order.at(number)
-        chosen, data = [self._kept[int(i)] for i in self._order.batch(epoch, place)], self.config.data
+        chosen, data = [self._images[int(i)] for i in self._order.batch(epoch, place)], self.config.data
         examples, index = cast(Sequence[ImageExample], self.source.train), [i for i, _ in chosen]
         captions = [texts[(epoch + i) % len(texts)] for i, texts in chosen]
         seed = self.config.train.seed

@@ -52,14 +52,14 @@ class TextTask(Task):
     @property
     def model_config(self) -> ModelConfig:
         ids: dict[str, int | None] = {**self._special_ids, "bos_id": EOS}
-        if not self._separated:
+        if not self._separates_documents:
             ids |= {"bos_id": None, "eos_id": None}
         return self.config.model.with_(
             vocab_size=self._tokens.size, max_len=max(self.context, self.config.model.max_len), **ids
         )
 
     @property
-    def _separated(self) -> bool:
+    def _separates_documents(self) -> bool:
         """Whether documents are told apart. A single text has neither beginning nor end worth learning."""
         packing = self.config.data.packing
         return len(self.source.train) > 1 if packing == "auto" else packing == "documents"
@@ -67,7 +67,7 @@ class TextTask(Task):
     def _documents(self, examples: Sequence[Example]) -> Iterator[list[int]]:
         """Each between two <eos>, as GPT-2 has them, where they are told apart."""
         for ids in self._tokens.encode_stream((cast(Text, x).text for x in examples), special=False):
-            yield [self._tokens.eos_id, *ids, self._tokens.eos_id] if self._separated else ids
+            yield [self._tokens.eos_id, *ids, self._tokens.eos_id] if self._separates_documents else ids
 
     def token_file(self, examples: Sequence[Example]) -> TokenFile:
         """The tokens of some texts, in their order."""
@@ -77,7 +77,7 @@ class TextTask(Task):
     def _train(self) -> TokenFile:
         if self.tokens_folder is None:
             return self.token_file(self.source.train)
-        about = f"{self.source.split.train_sha256} {self._separated}"
+        about = f"{self.source.split.train_sha256} {self._separates_documents}"
         return cached_tokens(
             self.tokens_folder,
             about,
@@ -188,7 +188,7 @@ class LanguageModel(TextTask):
         return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts))
 
     def _scored_width(self, n_tokens: int) -> int:
-        return self.context if self._separated else min(self.context, n_tokens - 1)
+        return self.context if self._separates_documents else min(self.context, n_tokens - 1)
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         return {"bits_per_character": text_losses.scores().bits_per_character}
@@ -210,14 +210,14 @@ class LanguageModel(TextTask):
 
     @property
     def ragged(self) -> bool:
-        return self._separated and super().ragged
+        return self._separates_documents and super().ragged
 
     @property
     def batches_per_epoch(self) -> int:
-        return self._order.count() if self._separated else max(1, len(self._blocks) // self._rows)
+        return self._order.count() if self._separates_documents else max(1, len(self._blocks) // self._rows)
 
     def batch(self, number: int) -> Batch:
-        if self._separated:
+        if self._separates_documents:
             _, _, packed = self._packed_batch(number)
             return _next_token(packed)
         return _plain(*self._blocks.random(self.config.train.seed, number, self._rows))
@@ -226,7 +226,7 @@ class LanguageModel(TextTask):
         """Rows of a context each, one after the other; every token but the first of a document is asked for."""
         file = self.token_file(examples)
         at_once = max(1, 32768 // self.context)
-        if self._separated:
+        if self._separates_documents:
             rows = PackedRows(file, self.context, shuffle=False)
             for first in range(0, len(rows), at_once):
                 index = list(range(first, min(first + at_once, len(rows))))
@@ -286,16 +286,16 @@ class MaskedLanguageModel(TextTask):
 
     def batch(self, number: int) -> Batch:
         epoch, index, packed = self._packed_batch(number)
-        return self._masked(packed, epoch, [int(i) for i in index])
+        return self._masked_batch(packed, epoch, [int(i) for i in index])
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         rows = PackedRows(self.token_file(examples), self.context, shuffle=False)
         at_once = max(1, 32768 // self.context)
         for first in range(0, len(rows), at_once):
             index = list(range(first, min(first + at_once, len(rows))))
-            yield index, self._masked(rows.batch(0, index), -1, index)
+            yield index, self._masked_batch(rows.batch(0, index), -1, index)
 
-    def _masked(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
+    def _masked_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
         made = [
             mask_tokens(
                 row,
