@@ -4,7 +4,7 @@
     model = open_onnx("out")             a model like any other: call it, or give it to generate
     model.maps(source, target)           its attention, exactly, where it was exported with maps=True
 
-onnx.json says what a program in any language has to know: the config, the special tokens, every input and output.
+onnx.json describes the graphs for programs in any language: the config, the special tokens, every input and output.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from ..models import Model
 from ..text import read_processor
 from .onnx_graphs import Graph, graphs_of
 from .onnx_models import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder, OnnxRecurrent
-from .onnx_runtime import OnnxModel, OnnxSession, weighing_parts
+from .onnx_runtime import OnnxModel, OnnxSession, score_modules
 
-FOLDER = "onnx"
-"""Where in an exported directory the graphs lie."""
-
+FOLDER = "onnx"  # where in an exported directory the graphs lie
 DESCRIPTION, MAPS = "onnx.json", "maps.safetensors"
 _VERSION = 1
 OPSET = 20  # the first with Gelu as one operation
 _MAX_INLINE_BYTES = 1_500_000_000  # of weights in one file; a protobuf ends at 2³¹
-_MOST_JSON = 1 << 20
+_MAX_JSON_BYTES = 1 << 20
 
 _KINDS: dict[str, type[Any]] = {
     "encoder": OnnxEncoder,
@@ -52,27 +50,27 @@ _KINDS: dict[str, type[Any]] = {
 def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path:
     """Write the graphs of a model to ``folder/onnx``, which appears whole or not at all; returns that path.
 
-    Weights are float32 whatever the model holds. ``maps`` adds queries and keys as outputs, so that every attention
-    weight can be had (``open_onnx(folder).maps``); whoever does not ask for them does not pay for them.
+    Weights are written as float32. ``maps`` adds queries and keys as outputs, from which every attention weight can be
+    computed (``open_onnx(folder).maps``).
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
     if not isinstance(model, Model):
         raise TypeError(f"model is a {type(model).__name__}; ONNX graphs are written of regard's own models")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
-    place = Path(folder) / FOLDER
-    with replace_directory(place) as new:
+    target = Path(folder) / FOLDER
+    with replace_directory(target) as new:
         graphs = {}
         for name, graph in graphs_of(model, maps).items():
-            graphs[name] = {"inputs": _inputs(graph), "outputs": write_graph(graph, new / f"{name}.onnx")}
-        if parts := _for_maps(model) if maps else {}:
-            write_atomic(new / MAPS, save(parts))
+            graphs[name] = {"inputs": _describe_inputs(graph), "outputs": write_graph(graph, new / f"{name}.onnx")}
+        if tensors := _score_parameters(model) if maps else {}:
+            write_atomic(new / MAPS, save(tensors))
         write_atomic(new / DESCRIPTION, to_json(_description(model.config, graphs, maps)))
-    return place
+    return target
 
 
-def _inputs(graph: Graph) -> dict[str, Any]:
-    """Of each input its type and shape; a name stands where the length is free."""
+def _describe_inputs(graph: Graph) -> dict[str, Any]:
+    """The type and shape of each input; a free axis has a name instead of a length."""
     return {
         name: {
             "type": str(example.dtype).removeprefix("torch."),
@@ -96,40 +94,40 @@ def _description(config: ModelConfig, graphs: dict[str, Any], maps: bool) -> dic
     }
 
 
-def _for_maps(model: Model) -> dict[str, Tensor]:
+def _score_parameters(model: Model) -> dict[str, Tensor]:
     return {
-        f"{place}.{name}": x.detach().cpu().float().contiguous()
-        for place, part in weighing_parts(model)
-        for name, x in part.state_dict().items()
+        f"{module_name}.{name}": x.detach().cpu().float().contiguous()
+        for module_name, module in score_modules(model)
+        for name, x in module.state_dict().items()
     }
 
 
 def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list[str] | None = None) -> OnnxModel:
-    """The model in ``folder/onnx``, or in that folder itself, run by ONNX Runtime; with the tokenizers beside it.
+    """The model in ``folder/onnx``, or in that folder itself, run by ONNX Runtime; with the directory's tokenizers.
 
     threads    for each operation; None: as many as torch uses
     providers  ONNX Runtime's execution providers, best first; None: the CPU
     Anything wrong with the files is a BadModelFile.
     """
     root = Path(folder)
-    place = root / FOLDER if (root / FOLDER / DESCRIPTION).is_file() else root
-    config, maps = _read(place)
+    graphs = root / FOLDER if (root / FOLDER / DESCRIPTION).is_file() else root
+    config, has_maps = _read_description(graphs)
     kind = _KINDS[config.architecture]
-    sessions = {name: OnnxSession(place / f"{name}.onnx", threads, providers) for name in kind.graph_names}
+    sessions = {name: OnnxSession(graphs / f"{name}.onnx", threads, providers) for name in kind.graph_names}
     model = kind(config, sessions)
-    if maps:
-        model.take_parts(_parts(place / MAPS), place)
-    if place != root and (root / "config.json").is_file():
+    if has_maps:
+        model.load_score_parameters(_read_tensors(graphs / MAPS), graphs)
+    if graphs != root and (root / "config.json").is_file():
         directory = hub.Directory(root)
         model.processor = read_processor(directory, directory.config(), config)
     return model
 
 
-def _read(place: Path) -> tuple[ModelConfig, bool]:
-    path = place / DESCRIPTION
+def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
+    path = folder / DESCRIPTION
     if not path.is_file():
-        raise BadModelFile(f"{place} has no {DESCRIPTION}, so no model was exported to ONNX there")
-    if path.stat().st_size > _MOST_JSON:
+        raise BadModelFile(f"{folder} has no {DESCRIPTION}, so no model was exported to ONNX there")
+    if path.stat().st_size > _MAX_JSON_BYTES:
         raise BadModelFile(f"{path} has {path.stat().st_size} bytes, too many for what it should be")
     match parse_json(path.read_bytes(), path):
         case {"regard_onnx": 1, "config": dict(fields), "maps": bool(maps)}:
@@ -140,7 +138,7 @@ def _read(place: Path) -> tuple[ModelConfig, bool]:
     raise BadModelFile(f"{path} is no description of ONNX graphs that this version of regard reads")
 
 
-def _parts(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path) if path.exists() else {}  # most models have none
     except (OSError, SafetensorError) as error:
@@ -152,9 +150,9 @@ def _parts(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write_graph(graph: Graph, path: Path) -> list[str]:
-    """Trace a graph and write it; its outputs' names. Nothing in the file says on which machine it was made."""
+    """Trace a graph, write it and return the names of its outputs. The file holds no paths of this machine."""
     try:
-        import onnxscript  # noqa: F401 - is it there?
+        import onnxscript  # noqa: F401 - is it installed?
     except ImportError:
         raise RegardError(
             'ONNX files are written by onnxscript, which is not installed: pip install "regard[export]"'
@@ -183,7 +181,7 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
 
 
 def _translations() -> dict[Any, Any]:
-    """What torch's exporter has no word for and ONNX has: a stable sort is TopK of everything, ties in their order."""
+    """Operations that torch's exporter does not translate: a stable sort is TopK of everything, ties in their order."""
     from onnxscript import opset18 as op
 
     int64 = 7  # onnx.TensorProto.INT64
@@ -197,7 +195,7 @@ def _translations() -> dict[Any, Any]:
 
 
 def _strip_metadata(model: Any) -> None:
-    """The exporter notes for each node from which line of which file it came: paths of this machine."""
+    """Remove the source lines that the exporter stores for each node, which are paths of this machine."""
     for graph in (model.graph, *model.functions.values()):
         graph.metadata_props.clear()
         for node in graph:
@@ -223,6 +221,3 @@ def _silence_exporter() -> Iterator[None]:
     with silence_warnings("torch.onnx"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-_B, _S = 2, 6  # as in onnx_graphs

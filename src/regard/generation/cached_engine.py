@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
-from ..models import Decoder, EncoderDecoder, Memory, Model, Recurrent
+from ..models import Memory, Model
 from ..models.base_model import mask_from_padding
 from ..models.recurrent import RecurrentMemory
 from .prompts import Prompts, Sources, max_text_length
@@ -35,13 +35,13 @@ _CACHE_DTYPES: dict[CacheName, CacheDtype] = {
 class DecodingEngine:
     """Base class. With a ``static`` cache, which is preallocated, every step has one shape and rows stay in place."""
 
-    def __init__(self, model: Decoder | EncoderDecoder | Recurrent, cache: CacheName = "growing") -> None:
+    def __init__(self, model: Model, cache: CacheName = "growing") -> None:
         if model.head is None:
             raise ValueError(f"this model has head={model.config.head!r}; only with head='lm' does it know tokens")
         if not model.config.mixing.by_token:
             raise ValueError(f"mixer={model.config.mixer!r} mixes a whole text at once and cannot go token by token")
-        self.head, self.static, self._cache_dtype = model.head, cache != "growing", _CACHE_DTYPES[cache]
-        self._model = model
+        self.model, self.head = model, model.head
+        self.static, self._cache_dtype = cache != "growing", _CACHE_DTYPES[cache]
         self._cache: ModelCache = model.new_cache()
         self._max_length: int | None = None  # set where finished rows may fill the cache while others are decoded
 
@@ -50,7 +50,7 @@ class DecodingEngine:
         rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
         tokens, positions = prompts.tokens, prompts.positions
         if self.static:
-            self._cache = self._model.new_cache(len(rows), self._cache_length(prompts), self._cache_dtype)
+            self._cache = self.model.new_cache(len(rows), self._cache_length(prompts), self._cache_dtype)
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
             self._repeat_source(rows)
         logits = self._logits(self._states(tokens, positions))
@@ -71,7 +71,7 @@ class DecodingEngine:
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Read several tokens a row (R, T); logits (R, T, V) of what follows each."""
-        return self.head(self._states(tokens, None), self._table()).float()
+        return self.head(self._states(tokens, None), self.model.output_table).float()
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from position ``length`` on."""
@@ -83,20 +83,17 @@ class DecodingEngine:
 
     def _cache_length(self, prompts: Prompts) -> int:
         """Length of a preallocated cache: the longest prompt and the largest limit, which may be of different rows."""
-        max_length = max_text_length(self._model.config, target=not isinstance(self._model, Decoder))
+        max_length = max_text_length(self.model.config, target=not self.model.is_decoder_only)
         length = max(len(row) for row in prompts.rows) + int(prompts.limit.max())
         self._max_length = max_length if length > max_length else None
         return min(length, max_length)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Of the last state, in float32 whatever the model computes in: (B, T, M) → (B, V)."""
-        return self.head(states[:, -1:], self._table())[:, 0].float()
+        return self.head(states[:, -1:], self.model.output_table)[:, 0].float()
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         raise NotImplementedError
-
-    def _table(self) -> Tensor:
-        raise NotImplementedError  # the token table of a tied head
 
     def _repeat_source(self, rows: Tensor) -> None:
         """Repeat encoder outputs before a static prefill; a decoder-only model has none."""
@@ -105,32 +102,22 @@ class DecodingEngine:
 class DecoderEngine(DecodingEngine):
     """Decoder-only models."""
 
-    def __init__(self, model: Decoder, cache: CacheName = "growing") -> None:
-        super().__init__(model, cache)
-        self.model = model
-
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         return self.model.hidden(tokens, positions=positions, cache=self._cache)
-
-    def _table(self) -> Tensor:
-        return self.model.token.weight
 
 
 class EncoderDecoderEngine(DecodingEngine):
     """Models with an encoder, recurrent ones included. The encoder runs once a source."""
 
-    def __init__(self, model: EncoderDecoder | Recurrent, sources: Sources, cache: CacheName = "growing") -> None:
+    def __init__(self, model: Model, sources: Sources, cache: CacheName = "growing") -> None:
         super().__init__(model, cache)
-        self.model, self._padding_mask = model, sources.padding_mask
+        self._padding_mask = sources.padding_mask
         self._memory: Memory = model.encode(sources.values, padding_mask=sources.padding_mask)
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         states = self.model.decode(tokens, self._memory, positions=positions, cache=self._cache)
         self._memory = Memory(self._memory.states[:0], self._memory.mask)  # from now on the cache holds it
         return states
-
-    def _table(self) -> Tensor:
-        return self.model.output_table
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
@@ -150,8 +137,8 @@ class EncoderDecoderEngine(DecodingEngine):
 
 def engine_for(model: Model, sources: Sources | None, cache: CacheName = "growing") -> DecodingEngine:
     """The engine for a model; a model with an encoder needs its sources."""
-    if isinstance(model, Decoder):
+    if model.is_decoder_only:
         return DecoderEngine(model, cache)
-    if isinstance(model, EncoderDecoder | Recurrent) and sources is not None:
+    if model.is_encoder_decoder and sources is not None:
         return EncoderDecoderEngine(model, sources, cache)
     raise TypeError(f"a model with architecture={model.config.architecture!r} writes no text")

@@ -375,15 +375,15 @@ class CpuEngine(DecodingEngine):
         assert isinstance(model, Decoder | EncoderDecoder)
         super().__init__(model)
         self._plain = plain
-        table = model.token if isinstance(model, Decoder) else model.target_token or model.token
-        assert table is not None
-        self.table: nn.Module = table
-        self.embeddings = model.embeddings if isinstance(model, Decoder) else model.target_embeddings
+        if isinstance(model, Decoder):
+            self.table, self.embeddings = model.token, model.embeddings
+        else:
+            self.table, self.embeddings = model.target_table, model.target_embeddings
         packed, stack = packed_weights(model), model.decoder
         blocks = [RowBlock(block, packed) for block in stack.blocks if isinstance(block, Block)]
         self.layers = [blocks[number % len(blocks)] for number in range(stack.n_layers)]
         self.norm = None if stack.norm is None else row_norm(stack.norm)
-        self.output = _output_map(self.head, table, packed)
+        self.output = _output_map(self.head, self.table, packed)
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         logits = self._plain.prefill(prompts)
@@ -413,10 +413,10 @@ class CpuEngine(DecodingEngine):
             self.memory = [part.select(prompts) for part in self.memory]
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError("FastEngine goes one token at a time; several are for the plain engine")
+        raise NotImplementedError("CpuEngine goes one token at a time; several are for the plain engine")
 
     def truncate(self, length: int) -> None:
-        raise NotImplementedError("FastEngine takes nothing back; that is for the plain engine")
+        raise NotImplementedError("CpuEngine takes nothing back; that is for the plain engine")
 
     def _embed(self, tokens: Tensor) -> Tensor:
         part = self.embeddings

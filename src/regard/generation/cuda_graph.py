@@ -234,6 +234,8 @@ def can_capture(model: Model) -> bool:
 class CudaGraphEngine(DecoderEngine):
     """A decoder-only model with captured steps, for every search that uses ``decode_one_token``."""
 
+    model: Decoder
+
     def __init__(self, model: Decoder) -> None:
         super().__init__(model, "static")
         self.decoder: GraphDecoder | None = None
