@@ -1,8 +1,8 @@
-"""The certificate: that what was exported computes what the model computes, in numbers, on random shapes and on a file.
+"""The certificate: how far an exported model is from the original, on random shapes and on a file.
 
-The measure is the formula itself: the model with attention computed step by step, "eager". Against it stand the fused
-kernels, the cache, the compiled graph, the directory read back, and each engine in it. Where logits cannot be had, log
-probabilities of given tokens are compared. Nothing in the document depends on when or where it was made.
+The reference is the model with attention computed step by step. Compared with it are the fused kernels, the cache, the
+compiled graph, the directory read back, and each engine in it; for an engine that returns no logits, log probabilities
+of given tokens are compared. The document does not depend on when or where it was made.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,26 +20,23 @@ from torch import Tensor
 from ..attention import MultiHeadAttention
 from ..errors import RegardError
 from ..generation import GenerateConfig
+from ..generation.generate import inference
 from ..models import Model
 from .engines import Ct2Engine, Engine, TorchEngine, engines_in, open_engine, open_model
-from .parity_cases import ParityCase, check_file, make_cases, task_name
+from .parity_cases import BATCH, ParityCase, check_file, largest_sizes, make_cases, task_name
 from .quantise import is_quantised
 
 NAME = "certificate.json"
 _NEW_TOKENS = 16
-_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an exported model may differ by. None: it is stated, whatever it is."""
+    """How far an exported model may differ. None: it is measured without a bound."""
 
-    max_abs: float | None = 1e-4
-    """Largest difference of a logit, or of a token's log probability; not asked of int8."""
-    same_text: float | None = 0.99
-    """Least share of greedy texts that are the same, token for token; not asked of int8."""
-    delta: float | None = 0.2
-    """Largest loss of the metric on a given file, in its points (BLEU, accuracy in percent, perplexity); int8 too."""
+    max_abs: float | None = 1e-4  # largest difference of a logit, or of a token's log probability; not for int8
+    same_text: float | None = 0.99  # least share of greedy texts with the same tokens; not for int8
+    delta: float | None = 0.2  # largest loss of the metric on a file: points of BLEU, percent, perplexity; int8 too
 
     def __post_init__(self) -> None:
         for name in ("max_abs", "same_text", "delta"):
@@ -47,16 +44,13 @@ class Bounds:
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative")
 
-    def rounding(self) -> Bounds:
-        """The same for int8: how far its logits are is a number to know, how good its texts are is to be kept."""
+    def for_int8(self) -> Bounds:
+        """The bounds for int8: the metric must hold; logits and tokens may differ."""
         return replace(self, max_abs=None, same_text=None)
 
-    def document(self) -> dict[str, float | None]:
-        return {"max_abs": self.max_abs, "same_text": self.same_text, "delta": self.delta}
 
-
-class Opened(NamedTuple):
-    """An engine by the name it has in the document, and what is asked of it."""
+class OpenedEngine(NamedTuple):
+    """An engine, its name in the document, and its bounds."""
 
     name: str
     engine: Engine
@@ -64,11 +58,11 @@ class Opened(NamedTuple):
 
 
 class BoundBroken(RegardError):
-    """What was exported is farther from the model than it may be; ``document`` is the certificate it did not get."""
+    """An exported model exceeds its bounds; ``document`` is the certificate with the measurements."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
-        super().__init__("; ".join(faults(document)))
+        super().__init__("; ".join(broken_bounds(document)))
 
 
 def certify(
@@ -85,35 +79,35 @@ def certify(
     """Compare a float32 model on the CPU with everything in an exported directory.
 
     check     a file of pairs, texts or labelled texts, on which the metric of the task is compared too
-    compiled  whether torch.compile is among what is compared; it takes some of a minute
+    compiled  whether torch.compile is compared too, which takes up to a minute
     """
     if n_shapes < 1:
         raise ValueError(f"n_shapes={n_shapes} must be at least 1")
     bounds, root = bounds or Bounds(), Path(exported)
     cases = make_cases(model.config, n_shapes, seed)
-    with _still(model), torch.no_grad():
-        measure = _measure(model, cases)
-        comparisons = _own_paths(model, cases, measure, bounds, compiled)
-        opened = _opened(root, bounds)
-        comparisons += _engines(model, opened, cases, measure)
+    with inference(model):
+        reference = _reference_logits(model, cases)
+        comparisons = _compare_torch_paths(model, cases, reference, bounds, compiled)
+        opened = _open_engines(root, bounds)
+        comparisons += _compare_engines(model, opened, cases, reference)
         file = None
         if check is not None:
-            held = [(one.name, one.engine, one.bounds.delta) for one in opened]
-            file = check_file(TorchEngine(model), held, Path(check), beam)
+            engines = [(name, engine, limits.delta) for name, engine, limits in opened]
+            file = check_file(TorchEngine(model), engines, Path(check), beam)
     document: dict[str, Any] = {
         "task": task_name(model.config),
         "parameters": model.n_parameters,
-        "shapes": {"count": n_shapes, "seed": seed, "most": ParityCase.most(cases)},
-        "bounds": bounds.document(),
+        "shapes": {"count": n_shapes, "seed": seed, "most": largest_sizes(cases)},
+        "bounds": asdict(bounds),
         "comparisons": comparisons,
         "file": file,
     }
-    return {**document, "passes": not faults(document)}
+    return {**document, "passes": not broken_bounds(document)}
 
 
-def faults(document: Mapping[str, Any]) -> list[str]:
+def broken_bounds(document: Mapping[str, Any]) -> list[str]:
     """Every bound that is broken, in words."""
-    found = []
+    messages = []
     for row in document["comparisons"]:
         for name, bound in row.get("bounds", {}).items():
             value = row.get(name)
@@ -121,14 +115,14 @@ def faults(document: Mapping[str, Any]) -> list[str]:
                 continue
             if value > bound if name == "max_abs" else value < bound:
                 relation = "more than" if name == "max_abs" else "less than"
-                found.append(f"{row['name']}: {name}={value:g} is {relation} the bound {bound:g}")
+                messages.append(f"{row['name']}: {name}={value:g} is {relation} the bound {bound:g}")
     file = document.get("file") or {}
     for row in file.get("engines", []):
         if row.get("worse_by") is not None and row.get("bound") is not None and row["worse_by"] > row["bound"]:
-            found.append(
+            messages.append(
                 f"{row['name']}: {file['metric']} is worse by {row['worse_by']:g}, more than the bound {row['bound']:g}"
             )
-    return found
+    return messages
 
 
 def certificate_text(document: Mapping[str, Any]) -> str:
@@ -155,8 +149,7 @@ def certificate_text(document: Mapping[str, Any]) -> str:
                 continue
             text = "" if row["same_text"] is None else f", {100 * row['same_text']:.1f} % of the texts the same"
             lines.append(f"{row['name']:18}{row['value']:.2f}, {row['value'] - file['value']:+.2f}{text}")
-    broken = faults(document)
-    lines += [f"broken: {fault}" for fault in broken] or ["every bound holds"]
+    lines += [f"broken: {message}" for message in broken_bounds(document)] or ["every bound holds"]
     return "\n".join(lines)
 
 
@@ -166,31 +159,31 @@ def certificate_text(document: Mapping[str, Any]) -> str:
 Compute = Callable[[Model, ParityCase], Tensor]
 
 
-def plain(model: Model, case: ParityCase) -> Tensor:
-    """Logits of every real place, all rows one after the other (N, V); class logits (B, C)."""
+def full_logits(model: Model, case: ParityCase) -> Tensor:
+    """Logits of every real token, all rows one after the other (N, V); class logits (B, C)."""
     if case.target is None:
         options = {} if case.padding_mask is None else {"padding_mask": case.padding_mask}
-        return case.real(model(case.source, **options))
-    return case.real(model(case.source, case.target, source_padding_mask=case.padding_mask))
+        return case.drop_padding(model(case.source, **options))
+    return case.drop_padding(model(case.source, case.target, source_padding_mask=case.padding_mask))
 
 
-def cached(model: Model, case: ParityCase) -> Tensor:
-    """The same token by token through the cache, after a prompt of one token."""
+def cached_logits(model: Model, case: ParityCase) -> Tensor:
+    """The same logits, token by token through the cache."""
     cache = model.new_cache()
     if model.is_decoder_only:
         tokens = case.source
         out = [model(tokens[:, at : at + 1], cache=cache) for at in range(tokens.shape[1])]
-        return case.real(torch.cat(out, 1))
+        return case.drop_padding(torch.cat(out, 1))
     assert case.target is not None
     memory = model.encode(case.source, padding_mask=case.padding_mask)
     steps = [model.decode(case.target[:, at : at + 1], memory, cache=cache) for at in range(case.target.shape[1])]
     states = torch.cat(steps, 1)
-    return case.real(states if model.head is None else model.head(states, model.output_table))
+    return case.drop_padding(states if model.head is None else model.head(states, model.output_table))
 
 
 @contextmanager
-def formula(model: Model) -> Iterator[None]:
-    """Attention computed step by step, as it is written, in every layer."""
+def reference_attention(model: Model) -> Iterator[None]:
+    """Every attention of the model by the "reference" backend, which computes the formula step by step."""
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     before = [layer.backend for layer in layers]
     for layer in layers:
@@ -202,18 +195,18 @@ def formula(model: Model) -> Iterator[None]:
             layer.backend = backend
 
 
-def _measure(model: Model, cases: list[ParityCase]) -> list[Tensor]:
-    with formula(model):
-        return [plain(model, case) for case in cases]
+def _reference_logits(model: Model, cases: list[ParityCase]) -> list[Tensor]:
+    with reference_attention(model):
+        return [full_logits(model, case) for case in cases]
 
 
-def _own_paths(
-    model: Model, cases: list[ParityCase], measure: list[Tensor], bounds: Bounds, compiled: bool
+def _compare_torch_paths(
+    model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds, compiled: bool
 ) -> list[dict[str, Any]]:
-    """Fused, cached, compiled: the ways this very model can be run."""
+    """The model itself with fused kernels, with its cache, and compiled."""
     has_attention = any(isinstance(module, MultiHeadAttention) for module in model.modules())
     rows = [
-        _row("fused", plain, model, cases, measure, bounds)
+        _row("fused", full_logits, model, cases, reference, bounds)
         if has_attention
         else _skipped("fused", "the model has no attention layer with a choice of kernels")
     ]
@@ -222,44 +215,48 @@ def _own_paths(
     elif not model.config.mixing.by_token or not model.config.causal:
         rows.append(_skipped("cached", "every token sees those after it, so there is nothing to keep"))
     else:
-        rows.append(_row("cached", cached, model, cases, measure, bounds))
-    rows.append(_compiled(model, cases, measure, bounds) if compiled else _skipped("compiled", "not asked for"))
+        rows.append(_row("cached", cached_logits, model, cases, reference, bounds))
+    if compiled:
+        rows.append(_compare_compiled(model, cases, reference, bounds))
+    else:
+        rows.append(_skipped("compiled", "not asked for"))
     return rows
 
 
-def _compiled(model: Model, cases: list[ParityCase], measure: list[Tensor], bounds: Bounds) -> dict[str, Any]:
-    if shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None:
+def _compare_compiled(model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds) -> dict[str, Any]:
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return _skipped("compiled", "this machine has no C++ compiler for torch.compile")
     torch.compiler.reset()
     graph = torch.compile(model, dynamic=True, fullgraph=True)
 
     def run(_: Model, case: ParityCase) -> Tensor:
-        return plain(cast(Model, graph), case)  # torch.compile returns a function of the same call
+        return full_logits(cast(Model, graph), case)  # torch.compile returns a function of the same call
 
-    # Every size of one is a graph of its own, and some of a minute to compile; one graph serves all other sizes.
-    pairs = [pair for pair in zip(cases, measure, strict=True) if not pair[0].has_size_one]
+    # A size of one would be compiled separately, for up to a minute each; one graph serves all other sizes.
+    pairs = [pair for pair in zip(cases, reference, strict=True) if not pair[0].has_size_one]
     if not pairs:
         return _skipped("compiled", "every random shape has a size of one, which is a graph of its own")
     try:
         return _row("compiled", run, model, [case for case, _ in pairs], [wanted for _, wanted in pairs], bounds)
-    except Exception as error:  # whatever a compiler raises is its own; it says nothing about the export
+    except Exception as error:  # a compiler's own failure says nothing about the export
         return _skipped("compiled", f"torch.compile failed: {type(error).__name__}")
     finally:
         torch.compiler.reset()
 
 
 def _row(
-    name: str, run: Compute, model: Model, cases: list[ParityCase], measure: list[Tensor], bounds: Bounds
+    name: str, run: Compute, model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds
 ) -> dict[str, Any]:
-    worst = max(_distance(run(model, case), wanted) for case, wanted in zip(cases, measure, strict=True))
+    worst = max(_distance(run(model, case), wanted) for case, wanted in zip(cases, reference, strict=True))
     return _result(name, len(cases), worst, None, bounds, "logits")
 
 
 def _result(
     name: str, n_shapes: int, worst: float | None, same: float | None, bounds: Bounds, of: str
 ) -> dict[str, Any]:
-    held = {"max_abs": bounds.max_abs, "same_text": bounds.same_text}
-    return {"name": name, "shapes": n_shapes, "max_abs": _digits(worst), "same_text": same, "of": of, "bounds": held}
+    limits = {"max_abs": bounds.max_abs, "same_text": bounds.same_text}
+    max_abs = None if worst is None else float(f"{worst:.3g}")  # further digits depend on the processor
+    return {"name": name, "shapes": n_shapes, "max_abs": max_abs, "same_text": same, "of": of, "bounds": limits}
 
 
 def _skipped(name: str, reason: str) -> dict[str, Any]:
@@ -267,64 +264,59 @@ def _skipped(name: str, reason: str) -> dict[str, Any]:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Largest difference; what is not a number is as far as can be."""
+    """Largest difference; NaN counts as the largest float."""
     gap = (one.float() - other.float()).abs().nan_to_num(nan=torch.finfo(torch.float32).max).amax().item()
     return min(gap, torch.finfo(torch.float32).max)
-
-
-def _digits(value: float | None) -> float | None:
-    """Three digits: more would be a different document on another processor."""
-    return None if value is None else float(f"{value:.3g}")
 
 
 # ------------------------------------------------------------------------------------------------- what was exported
 
 
-def _opened(root: Path, bounds: Bounds) -> list[Opened]:
-    """Every engine of a directory, and CTranslate2 once more as it rounds when it is asked to, which is only stated."""
-    held: list[Opened] = []
+def _open_engines(root: Path, bounds: Bounds) -> list[OpenedEngine]:
+    """Every engine of a directory; CTranslate2 a second time with int8 weights, without bounds."""
+    engines: list[OpenedEngine] = []
     for name in engines_in(root):
-        rounds = name == "torch" and is_quantised(root)
-        called = "int8" if rounds else "read back" if name == "torch" else name
-        # Weights are compared as they were written; in what precision someone computes with them later is theirs.
-        engine = TorchEngine(open_model(root).float()) if name == "torch" else open_engine(root, name)
-        held.append(Opened(called, engine, bounds.rounding() if rounds else bounds))
+        if name == "torch":
+            engine: Engine = TorchEngine(open_model(root).float())  # whatever precision it is used in later
+            int8 = is_quantised(root)
+            engines.append(OpenedEngine("int8" if int8 else "read back", engine, bounds.for_int8() if int8 else bounds))
+            continue
+        engines.append(OpenedEngine(name, open_engine(root, name), bounds))
         if name == "ctranslate2":
-            rounding = open_engine(root, name, compute_type="int8")
-            held.append(Opened("ctranslate2 int8", rounding, Bounds(None, None, None)))
-    return held
+            engine = open_engine(root, name, compute_type="int8")
+            engines.append(OpenedEngine("ctranslate2 int8", engine, Bounds(None, None, None)))
+    return engines
 
 
-def _engines(
-    model: Model, opened: list[Opened], cases: list[ParityCase], measure: list[Tensor]
+def _compare_engines(
+    model: Model, engines: list[OpenedEngine], cases: list[ParityCase], reference: list[Tensor]
 ) -> list[dict[str, Any]]:
-    writes = model.config.architecture != "encoder" and model.config.source == "text" and model.config.head == "lm"
-    rows = [case.first() for case in cases] if writes else []
-    wanted = _texts(TorchEngine(model), rows)
-    out = []
-    for name, engine, bounds in opened:
-        of, worst = _engine_distance(engine, cases, measure)
+    writes = model.generates and model.config.source == "text"
+    prompts = [case.first_prompt() for case in cases] if writes else []
+    wanted = _texts(TorchEngine(model), prompts)
+    rows = []
+    for name, engine, bounds in engines:
+        of, worst = _engine_distance(engine, cases, reference)
         same = None
         if writes:
-            same = sum(a == b for a, b in zip(_texts(engine, rows), wanted, strict=True)) / len(rows)
-        out.append(_result(name, len(cases), worst, same, bounds, of))
-    return out
+            same = sum(a == b for a, b in zip(_texts(engine, prompts), wanted, strict=True)) / len(prompts)
+        rows.append(_result(name, len(cases), worst, same, bounds, of))
+    return rows
 
 
-def _engine_distance(engine: Engine, cases: list[ParityCase], measure: list[Tensor]) -> tuple[str, float]:
+def _engine_distance(engine: Engine, cases: list[ParityCase], reference: list[Tensor]) -> tuple[str, float]:
+    pairs = zip(cases, reference, strict=True)
     if isinstance(engine, TorchEngine):
-        pairs = ((plain(engine.model, case), wanted) for case, wanted in zip(cases, measure, strict=True))
-        return "logits", max(_distance(one, other) for one, other in pairs)
+        return "logits", max(_distance(full_logits(engine.model, case), wanted) for case, wanted in pairs)
     assert isinstance(engine, Ct2Engine)
-    gaps = [_distance(*_log_probs(engine, case, wanted)) for case, wanted in zip(cases, measure, strict=True)]
-    return "log P of given tokens", max(gaps)
+    return "log P of given tokens", max(_distance(*_log_probs(engine, case, wanted)) for case, wanted in pairs)
 
 
 def _log_probs(engine: Ct2Engine, case: ParityCase, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """log P of each row's tokens and its end: the engine's, and from the logits of the measure."""
-    read = case.rows(case.source if case.target is None else case.target)
-    follows = [[*row[1:], engine.config.eos_id] for row in read]
-    theirs = engine.log_probs(case.sources(), read if case.target is None else [row[1:] for row in read])
+    """log P of each row's tokens and its end: by the engine, and from the reference logits."""
+    texts = case.rows(case.source if case.target is None else case.target)
+    follows = [[*row[1:], engine.config.eos_id] for row in texts]
+    theirs = engine.log_probs(case.sources(), texts if case.target is None else [row[1:] for row in texts])
     ids = torch.tensor([token for row in follows for token in row])
     ours = wanted.log_softmax(-1).gather(1, ids[:, None])[:, 0]
     return torch.tensor([value for row in theirs for value in row]), ours
@@ -332,16 +324,5 @@ def _log_probs(engine: Ct2Engine, case: ParityCase, wanted: Tensor) -> tuple[Ten
 
 def _texts(engine: Engine, rows: list[list[int]]) -> list[list[int]]:
     config = GenerateConfig(max_new_tokens=_NEW_TOKENS)
-    groups = (rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE))
+    groups = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
     return [text for group in groups for text in engine.write(group, config)]
-
-
-@contextmanager
-def _still(model: Model) -> Iterator[None]:
-    """In eval mode, and afterwards as it was."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

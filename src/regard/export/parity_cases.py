@@ -1,4 +1,4 @@
-"""What an exported model is compared on: random inputs of random shapes, and a file of the user's own.
+"""What an exported model is compared on: random inputs of random shapes, and a file of the user.
 
 pairs           BLEU, and the share of translations that are the same           translation
 lines of text   the share of texts that are the same; perplexity                translation; language models
@@ -24,8 +24,9 @@ from ..errors import BadData
 from ..training import metrics
 from .engines import Ct2Engine, Engine, TorchEngine
 
-_MOST_ROWS = 4
-_LONGEST = 24
+_MAX_ROWS = 4
+_MAX_LENGTH = 24
+BATCH = 32  # rows that are computed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +38,8 @@ class ParityCase:
     target: Tensor | None  # (B, T) ids, beside an encoder
     lengths: list[int] | None  # of the rows that come out; None: one vector a row
 
-    def real(self, out: Tensor) -> Tensor:
-        """The output at real places, rows one after the other."""
+    def drop_padding(self, out: Tensor) -> Tensor:
+        """The output at real tokens, rows one after the other."""
         if self.lengths is None or out.dim() == 2:
             return out
         return torch.cat([row[:length] for row, length in zip(out, self.lengths, strict=True)])
@@ -54,7 +55,7 @@ class ParityCase:
             return self.source.tolist()
         return [row[real].tolist() for row, real in zip(self.source, self.padding_mask, strict=True)]
 
-    def first(self) -> list[int]:
+    def first_prompt(self) -> list[int]:
         """The first source; of a language model, the first half of the first text, as a prompt."""
         row = self.sources()[0]
         return row if self.target is not None else row[: max(1, len(row) // 2)]
@@ -64,19 +65,18 @@ class ParityCase:
         tensors = (self.source, self.source if self.target is None else self.target)
         return any(1 in x.shape[:2] for x in tensors)
 
-    @staticmethod
-    def most(cases: list[ParityCase]) -> dict[str, int]:
-        """The largest of each size, for the document."""
-        sizes = {"rows": max(len(case.source) for case in cases)}
-        if cases[0].source.dim() < 4:
-            sizes["source" if cases[0].target is not None else "length"] = max(case.source.shape[1] for case in cases)
-        if cases[0].target is not None:
-            sizes["target"] = max(case.target.shape[1] for case in cases if case.target is not None)
-        return sizes
+
+def largest_sizes(cases: list[ParityCase]) -> dict[str, int]:
+    """The largest of each size, for the certificate."""
+    sizes = {"rows": max(len(case.source) for case in cases)}
+    targets = [case.target.shape[1] for case in cases if case.target is not None]
+    if cases[0].source.dim() < 4:
+        sizes["source" if targets else "length"] = max(case.source.shape[1] for case in cases)
+    return sizes | ({"target": max(targets)} if targets else {})
 
 
 def task_name(config: ModelConfig) -> str:
-    """What the model does, in a word."""
+    """The model's task."""
     if config.architecture == "decoder":
         return "language model"
     if config.architecture == "encoder":
@@ -91,15 +91,14 @@ def make_cases(config: ModelConfig, count: int, seed: int) -> list[ParityCase]:
 
 
 def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
-    n_rows = _between(1, _MOST_ROWS, generator)
+    n_rows = _random_size(1, _MAX_ROWS, generator)
     padding_mask = None
     if config.source == "image":
         shape = (n_rows, config.n_channels, config.image_size, config.image_size)
         source, lengths = torch.randn(shape, generator=generator), None
     else:
-        lengths = [_between(1, min(_LONGEST, config.max_len - 1), generator) for _ in range(n_rows)]
-        places = torch.arange(max(lengths))
-        padding_mask = places < torch.tensor(lengths)[:, None]
+        lengths = [_random_size(1, min(_MAX_LENGTH, config.max_len - 1), generator) for _ in range(n_rows)]
+        padding_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         if config.source == "regions":
             source = torch.randn(n_rows, max(lengths), config.d_region + config.d_box, generator=generator)
         else:
@@ -108,95 +107,92 @@ def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
     if config.architecture in ("decoder", "encoder"):
         pooled = config.head == "classify"
         return ParityCase(source, padding_mask, None, None if pooled else lengths)
-    most = min(_LONGEST, (config.max_target_len or config.max_len) - 1)
-    lengths = [_between(1, most, generator) for _ in range(n_rows)]
+    max_length = min(_MAX_LENGTH, (config.max_target_len or config.max_len) - 1)
+    lengths = [_random_size(1, max_length, generator) for _ in range(n_rows)]
     target = _ids(config, config.output_vocab_size, (n_rows, max(lengths)), generator)
     if config.bos_id is not None:
         target[:, 0] = config.bos_id
     return ParityCase(source, padding_mask, target, lengths)
 
 
-def _between(least: int, most: int, generator: torch.Generator) -> int:
+def _random_size(least: int, most: int, generator: torch.Generator) -> int:
     return int(torch.randint(least, max(least, most) + 1, (), generator=generator))
 
 
 def _ids(config: ModelConfig, n_tokens: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Ordinary tokens: those that mark padding, beginning and end are left out where others remain."""
+    """Random tokens, without those for padding, beginning and end where there are others."""
     special = {config.pad_id, config.bos_id, config.eos_id}
     ordinary = torch.tensor([index for index in range(n_tokens) if index not in special] or [0])
     return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
 
 
-_AT_ONCE = 32
-
-
-class Scored(NamedTuple):
+class FileScore(NamedTuple):
     """One engine on the file: the metric, and the texts it wrote, where it writes any."""
 
     value: float
     texts: list[str] | None
 
 
-class Examination(NamedTuple):
-    """What a file asks of an engine. ``sign`` is 1 where more is better; ``score`` raises TypeError where it cannot."""
+class FileCheck(NamedTuple):
+    """A metric on a file. ``sign`` is 1 where more is better; ``score`` raises TypeError where an engine has none."""
 
     metric: str
     sign: int
     n: int
-    score: Callable[[Engine], Scored]
+    score: Callable[[Engine], FileScore]
 
 
 def check_file(
     model: TorchEngine, engines: Sequence[tuple[str, Engine, float | None]], path: Path, beam: int
 ) -> dict[str, Any]:
     """The metric of the task on a file: the model's own, and beside it that of engines (name, engine, bound)."""
-    asked = _examination(model, path, beam)
-    own = asked.score(model)
+    check = _file_check(model, path, beam)
+    own = check.score(model)
     rows: list[dict[str, Any]] = []
     for name, engine, bound in engines:
         try:
-            other = asked.score(engine)
+            other = check.score(engine)
         except TypeError as error:
             rows.append({"name": name, "skipped": str(error)})
             continue
         same = None
         if own.texts is not None and other.texts is not None:
-            same = sum(a == b for a, b in zip(own.texts, other.texts, strict=True)) / asked.n
-        worse = asked.sign * (own.value - other.value)
+            same = sum(a == b for a, b in zip(own.texts, other.texts, strict=True)) / check.n
+        worse = check.sign * (own.value - other.value)
         row = {"name": name, "value": round(other.value, 4), "worse_by": round(worse, 4)}
         rows.append({**row, "same_text": same, "bound": bound})
     return {
         "file": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "n": asked.n,
-        "metric": asked.metric,
+        "n": check.n,
+        "metric": check.metric,
         "value": round(own.value, 4),
         "engines": rows,
     }
 
 
-def _examination(model: TorchEngine, path: Path, beam: int) -> Examination:
+def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
     config = model.config
     if not path.is_file():
         raise BadData(f"there is no file {path} to check with")
     if config.architecture == "decoder":
         lines = _lines(path)
-        return Examination("perplexity", -1, len(lines), lambda engine: _perplexity(engine, lines))
+        return FileCheck("perplexity", -1, len(lines), lambda engine: _perplexity(engine, lines))
     if config.architecture == "encoder" and config.head == "classify" and config.source == "text":
-        return _labelled(model, path)
+        return _accuracy_check(model, path)
     if config.source != "text" or config.architecture == "encoder":
         raise ValueError(f"architecture={config.architecture!r}, source={config.source!r}: no file is checked with it")
     pairs = _pairs(path)
     if pairs is None:
-        return _sentences(model, _lines(path), beam)
+        return _same_translations_check(model, _lines(path), beam)
     references = [pair.target for pair in pairs]
     tokenize = metrics.bleu_tokenizer(references)
 
-    def score(engine: Engine) -> Scored:
+    def score(engine: Engine) -> FileScore:
         texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True)
-        return Scored(metrics.translation(texts, references, tokenize).bleu, texts)
+        return FileScore(metrics.translation(texts, references, tokenize).bleu, texts)
 
-    return Examination(f"BLEU ({tokenize})", 1, len(pairs), score)
+    return FileCheck(f"BLEU ({tokenize})", 1, len(pairs), score)
 
 
 def _pairs(path: Path) -> list[Pair] | None:
@@ -213,18 +209,18 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
-def _sentences(model: TorchEngine, lines: list[str], beam: int) -> Examination:
-    """Without references the model's own translations are the measure."""
+def _same_translations_check(model: TorchEngine, lines: list[str], beam: int) -> FileCheck:
+    """Without references, the translations are compared with the model's own."""
     wanted = model.translate(lines, beam=beam, truncate=True)
 
-    def score(engine: Engine) -> Scored:
+    def score(engine: Engine) -> FileScore:
         texts = wanted if engine is model else engine.translate(lines, beam=beam, truncate=True)
-        return Scored(100 * sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(lines), texts)
+        return FileScore(100 * sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(lines), texts)
 
-    return Examination("same translations in percent", 1, len(lines), score)
+    return FileCheck("same translations in percent", 1, len(lines), score)
 
 
-def _labelled(model: TorchEngine, path: Path) -> Examination:
+def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
     labels = None if model.processor is None else model.processor.labels
     options: dict[str, Any] = {} if labels is None else {"labels": labels}
     opened = open_source(path, valid_fraction=0.0, **options)
@@ -232,22 +228,22 @@ def _labelled(model: TorchEngine, path: Path) -> Examination:
     if opened.kind != "labelled":
         raise BadData(f"{path} holds {opened.kind}; a classifier is checked with texts and their labels")
 
-    def score(engine: Engine) -> Scored:
+    def score(engine: Engine) -> FileScore:
         guesses = classify(engine, [example.text for example in examples])
         hits = sum(guess == example.label for guess, example in zip(guesses, examples, strict=True))
-        return Scored(100 * hits / len(examples), None)
+        return FileScore(100 * hits / len(examples), None)
 
-    return Examination("accuracy in percent", 1, len(examples), score)
+    return FileCheck("accuracy in percent", 1, len(examples), score)
 
 
 @torch.no_grad()
 def classify(engine: Engine, texts: list[str]) -> list[int]:
-    """The number of each text's likeliest class."""
-    tokenizer, most = engine.tokenizer("source"), engine.config.max_len
-    rows = [torch.tensor(tokenizer.encode(text)[:most]) for text in texts]
+    """The index of each text's likeliest class."""
+    tokenizer, max_len = engine.tokenizer("source"), engine.config.max_len
+    rows = [torch.tensor(tokenizer.encode(text)[:max_len]) for text in texts]
     out: list[int] = []
-    for start in range(0, len(rows), _AT_ONCE):
-        group = rows[start : start + _AT_ONCE]
+    for start in range(0, len(rows), BATCH):
+        group = rows[start : start + BATCH]
         source = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=engine.config.pad_id)
         padding_mask = torch.arange(source.shape[1]) < torch.tensor([len(row) for row in group])[:, None]
         out += engine.token_logits(source, padding_mask=padding_mask).argmax(-1).tolist()
@@ -255,10 +251,10 @@ def classify(engine: Engine, texts: list[str]) -> list[int]:
 
 
 @torch.no_grad()
-def _perplexity(engine: Engine, lines: list[str]) -> Scored:
+def _perplexity(engine: Engine, lines: list[str]) -> FileScore:
     """exp of the mean loss of a token after those before it in its line."""
-    tokenizer, most = engine.tokenizer("target"), engine.config.max_len
-    rows = [row[:most] for row in map(tokenizer.encode, lines)]
+    tokenizer, max_len = engine.tokenizer("target"), engine.config.max_len
+    rows = [row[:max_len] for row in map(tokenizer.encode, lines)]
     rows = [row for row in rows if len(row) > 1]
     if not rows:
         raise BadData("no line is longer than one token, so nothing follows anything")
@@ -269,4 +265,4 @@ def _perplexity(engine: Engine, lines: list[str]) -> Scored:
         else:
             logits = engine.token_logits(torch.tensor([row]))[0, :-1]
             log_probs += logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
-    return Scored(math.exp(-math.fsum(log_probs) / len(log_probs)), None)
+    return FileScore(math.exp(-math.fsum(log_probs) / len(log_probs)), None)
