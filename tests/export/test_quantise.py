@@ -13,7 +13,7 @@ from torch import Tensor
 from models.small import inputs_of, outputs_of, small
 from regard.attention import record
 from regard.errors import BadModelFile
-from regard.export.quantise import MARK, int8_files, is_quantised, open_int8, quantise
+from regard.export.quantise import MARK, is_quantised, open_int8, quantise, write_int8
 from regard.generation import generate
 from regard.hub import Manifest
 from regard.io import describe
@@ -29,7 +29,7 @@ OTHERS = ("vit-tiny", "swin-tiny", "captioner", "captioner-regions", "bahdanau-g
 
 def written(name: str, folder: Path) -> Path:
     folder.mkdir()
-    int8_files(quantise(small(name)), folder)
+    write_int8(quantise(small(name)), folder)
     return folder
 
 
@@ -45,7 +45,7 @@ def test_there_and_back_to_the_last_bit(name: str, tmp_path: Path) -> None:
     assert not any(isinstance(module, Int8Linear) for module in model.modules())
     folder = tmp_path / "int8"
     folder.mkdir()
-    int8_files(rounded, folder)
+    write_int8(rounded, folder)
     back = open_int8(folder)
     assert torch.equal(outputs_of(back, inputs), outputs_of(rounded, inputs))
     assert back.config == model.config
@@ -60,7 +60,7 @@ def test_what_lies_in_the_directory(tmp_path: Path) -> None:
     model.save(tmp_path / "float")
     folder = tmp_path / "int8"
     folder.mkdir()
-    int8_files(quantise(model), folder)
+    write_int8(quantise(model), folder)
     tensors = load_file(folder / "model.safetensors")
     assert tensors["encoder.blocks.0.ff.w_in.weight"].dtype == torch.int8
     assert tensors["encoder.blocks.0.ff.w_in.scale"].dtype == torch.float32

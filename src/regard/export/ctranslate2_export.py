@@ -1,7 +1,7 @@
 """CTranslate2: our weights as one of its specifications, written without going through any other library's model.
 
-A spec is a tree of named tensors that the C++ runtime reads (``model.bin``, vocabularies, ``config.json``). Features of
-ours that the runtime has no word for are obstacles, and each is named; nothing is approximated.
+A spec is a tree of named tensors that the C++ runtime reads (``model.bin``, vocabularies, ``config.json``). Fields that
+the runtime does not support are reported as obstacles; nothing is approximated.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from ..layers.rope import rotated_width
 from ..models import Block, Decoder, EncoderDecoder, Model, Stack
 from ..models.heads import TokenHead
 
-FOLDER = "ctranslate2"
-"""Where in an exported directory the runtime's files lie."""
-
+FOLDER = "ctranslate2"  # where in an exported directory the runtime's files lie
 _ACTIVATIONS = {
     "relu": "RELU",
     "gelu_tanh": "GELUTanh",
@@ -36,18 +34,25 @@ _ACTIVATIONS = {
     "reglu": "RELU",
 }
 _GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
-_ALWAYS = {
-    **{"source": "text", "head": "lm", "d_embed": None, "n_segments": 0, "positions_skip_padding": False},
-    **{"residual": True, "mixer": "dot", "sparsity": "none", "causal": True, "head_transform": False},
+_REQUIRED = {  # the only values that CTranslate2 supports
+    "source": "text",
+    "head": "lm",
+    "d_embed": None,
+    "n_segments": 0,
+    "positions_skip_padding": False,
+    "residual": True,
+    "mixer": "dot",
+    "sparsity": "none",
+    "causal": True,
+    "head_transform": False,
 }
-"""Fields that must be so; CTranslate2 knows nothing else."""
 
 
 def obstacles(config: ModelConfig) -> list[str]:
-    """The fields that CTranslate2 has no word for, each as ``field=value``; empty where it can run the model."""
+    """The fields that CTranslate2 does not support, each as ``field=value``; empty where it can run the model."""
     if config.architecture not in ("encoder-decoder", "decoder"):
         return [f"architecture={config.architecture!r}"]
-    wrong = [name for name, value in _ALWAYS.items() if getattr(config, name) != value]
+    wrong = [name for name, value in _REQUIRED.items() if getattr(config, name) != value]
     both = config.architecture == "encoder-decoder"
     if config.positions == "xl" or (both and config.positions == "alibi"):
         wrong.append("positions")
@@ -73,17 +78,20 @@ def obstacles(config: ModelConfig) -> list[str]:
 def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None = None) -> None:
     """Write the model into ``folder``. ``quantization`` stores the weights as int8, int16 or half precision.
 
-    Any stored precision can also be chosen when it is opened (``compute_type``), so float32 is what serves everyone.
+    The precision can also be chosen when the model is opened (``compute_type``), which float32 weights allow.
     """
-    need_ctranslate2()
-    if found := obstacles(model.config):
-        raise ValueError(f"CTranslate2 cannot run a model with {', '.join(found)}")
+    require_ctranslate2()
+    if fields := obstacles(model.config):
+        raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already; export the model it was made from")
     with torch.no_grad():
-        spec = _translator(model) if isinstance(model, EncoderDecoder) else _generator(cast(Decoder, model))
+        if model.is_encoder_decoder:
+            spec = _translator_spec(cast(EncoderDecoder, model))
+        else:
+            spec = _generator_spec(cast(Decoder, model))
         spec.validate()
         spec.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,22 +99,22 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
 
 
 def vocabulary(tokenizer: Any, size: int) -> list[str]:
-    """How each id is written, ``size`` of them, all different; ``<17>`` for an id that no token has."""
+    """The tokens of the first ``size`` ids, all different; ``<17>`` for an id without a token."""
     tokens = [None if tokenizer is None else tokenizer.token(index) for index in range(size)]
-    taken = {token for token in tokens if token is not None}
-    return [token if token is not None else _free(f"<{index}>", taken) for index, token in enumerate(tokens)]
+    used = {token for token in tokens if token is not None}
+    return [token if token is not None else _unused_name(f"<{index}>", used) for index, token in enumerate(tokens)]
 
 
-def _free(name: str, taken: set[str]) -> str:
-    while name in taken:
+def _unused_name(name: str, used: set[str]) -> str:
+    while name in used:
         name = f"<{name}>"
     return name
 
 
-def need_ctranslate2() -> None:
+def require_ctranslate2() -> None:
     """Raise where the library is not installed."""
     try:
-        import ctranslate2  # noqa: F401 - is it there?
+        import ctranslate2  # noqa: F401 - is it installed?
     except ImportError:
         raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
 
@@ -114,7 +122,7 @@ def need_ctranslate2() -> None:
 # ------------------------------------------------------------------------------------------------- the two kinds
 
 
-def _translator(model: EncoderDecoder) -> Any:
+def _translator_spec(model: EncoderDecoder) -> Any:
     from ctranslate2 import specs
 
     config = model.config
@@ -125,16 +133,16 @@ def _translator(model: EncoderDecoder) -> Any:
         model.decoder.n_layers, decoder_heads, **_stack_fields(config, decoder_heads), with_encoder_attention=True
     )
     assert model.token is not None
-    target_table = model.token if model.target_token is None else model.target_token
     _embed(
         encoder, encoder.embeddings[0], model.token.weight, cast(Embeddings, model.embeddings), config, config.max_len
     )
-    _embed(decoder, decoder.embeddings, target_table.weight, model.target_embeddings, config, _target_len(config))
+    max_target_len = config.max_target_len or config.max_len
+    _embed(decoder, decoder.embeddings, model.output_table, model.target_embeddings, config, max_target_len)
     _stack(encoder, model.encoder)
     _stack(decoder, model.decoder)
     _project(decoder, cast(TokenHead, model.head), model.output_table)
     spec = specs.TransformerSpec(encoder, decoder)
-    source, target = _sides(model)
+    source, target = _vocabularies(model)
     spec.register_source_vocabulary(source)
     spec.register_target_vocabulary(target)
     _describe(spec.config, config, target)
@@ -142,7 +150,7 @@ def _translator(model: EncoderDecoder) -> Any:
     return spec
 
 
-def _generator(model: Decoder) -> Any:
+def _generator_spec(model: Decoder) -> Any:
     from ctranslate2 import specs
 
     config = model.config
@@ -158,17 +166,13 @@ def _generator(model: Decoder) -> Any:
     _stack(decoder, model.decoder)
     _project(decoder, cast(TokenHead, model.head), model.token.weight)
     spec = specs.TransformerDecoderModelSpec(decoder)
-    tokens = _sides(model)[1]
+    tokens = _vocabularies(model)[1]
     spec.register_vocabulary(tokens)
     _describe(spec.config, config, tokens)
     return spec
 
 
-def _target_len(config: ModelConfig) -> int:
-    return config.max_target_len or config.max_len
-
-
-def _sides(model: Model) -> tuple[list[str], list[str]]:
+def _vocabularies(model: Model) -> tuple[list[str], list[str]]:
     """The vocabularies of source and target."""
     config, processor = model.config, model.processor
     source = None if processor is None else processor.source
@@ -180,7 +184,7 @@ def _sides(model: Model) -> tuple[list[str], list[str]]:
 
 
 def _describe(theirs: Any, config: ModelConfig, tokens: list[str]) -> None:
-    """Special tokens and ε. A token that CTranslate2 does not find it would add, and no row of the table is its."""
+    """Set special tokens and ε. CTranslate2 would add a token that is missing, without a row in the table."""
     theirs.eos_token = tokens[cast(int, config.eos_id)]
     theirs.bos_token = tokens[cast(int, config.eos_id if config.bos_id is None else config.bos_id)]
     theirs.unk_token = "<unk>" if "<unk>" in tokens else theirs.eos_token
@@ -191,7 +195,7 @@ def _describe(theirs: Any, config: ModelConfig, tokens: list[str]) -> None:
 
 
 def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
-    """What both kinds of stack are told, in CTranslate2's words."""
+    """Options of CTranslate2 for both kinds of stack."""
     from ctranslate2 import specs
     from ctranslate2.specs import attention_spec
 
@@ -221,15 +225,14 @@ def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
 
 
 def _embed(spec: Any, table: Any, weight: Tensor, embeddings: Embeddings, config: ModelConfig, max_len: int) -> None:
-    table.weight = _plain(weight)
+    table.weight = _float32_copy(weight)
     spec.scale_embeddings = math.sqrt(config.d_model) if config.scale_embeddings else False
     if hasattr(spec, "position_encodings") and config.positions in ("sinusoidal", "learned", "none"):
-        places = torch.arange(max_len, device=weight.device)
-        # Always the table itself: what the runtime would compute without one is another sinusoid.
-        own = embeddings.position
-        spec.position_encodings.encodings = _plain(
-            torch.zeros(max_len, config.d_model) if own is None else own(places, torch.float32)
-        )
+        # Always an explicit table: the runtime's default is another sinusoid.
+        encodings = torch.zeros(max_len, config.d_model)
+        if embeddings.position is not None:
+            encodings = embeddings.position(torch.arange(max_len, device=weight.device), torch.float32)
+        spec.position_encodings.encodings = _float32_copy(encodings)
     if embeddings.norm is not None:
         _norm(spec.layernorm_embedding, embeddings.norm)
 
@@ -243,7 +246,7 @@ def _stack(spec: Any, stack: Stack) -> None:
             import numpy as np
 
             bias = cast(Any, stack.position_bias)
-            attention.relative_attention_bias = _plain(bias.w)
+            attention.relative_attention_bias = _float32_copy(bias.w)
             attention.relative_attention_max_distance = np.int32(bias.max_distance)
         if block.cross_attention is not None:
             _attention(block_spec.attention, block.cross_attention, cast(nn.Module, block.cross_norm))
@@ -281,10 +284,10 @@ def _project(spec: Any, head: TokenHead, table: Tensor) -> None:
 
 def _norm(spec: Any, norm: nn.Module) -> None:
     weight = cast(Tensor, norm.weight)
-    spec.gamma = _plain(weight)
+    spec.gamma = _float32_copy(weight)
     if hasattr(spec, "beta"):
         bias = cast(Tensor | None, norm.bias)
-        spec.beta = _plain(torch.zeros_like(weight) if bias is None else bias)
+        spec.beta = _float32_copy(torch.zeros_like(weight) if bias is None else bias)
 
 
 def _linear(spec: Any, linear: nn.Linear) -> None:
@@ -292,11 +295,11 @@ def _linear(spec: Any, linear: nn.Linear) -> None:
 
 
 def _set(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
-    spec.weight = _plain(weight)
+    spec.weight = _float32_copy(weight)
     if bias is not None:
-        spec.bias = _plain(bias)
+        spec.bias = _float32_copy(bias)
 
 
-def _plain(x: Tensor) -> Tensor:
-    """Float32 with memory of its own: the file is written from the pointer."""
+def _float32_copy(x: Tensor) -> Tensor:
+    """A contiguous float32 copy: the file is written from its pointer."""
     return x.detach().float().cpu().contiguous().clone()

@@ -1,10 +1,10 @@
-"""One exported directory, three ways to run it: torch, ONNX Runtime, CTranslate2, all asked the same way.
+"""One exported directory, three engines with one interface: torch, ONNX Runtime, CTranslate2.
 
     engine = open_engine(path, "ctranslate2")
     engine.translate(["The cat sleeps."], beam=4)        texts in, texts out
     engine.write([[5, 9, 2]], GenerateConfig(beam=4))    token ids in, token ids out
 
-What a text may be, how long, and how batches are made is decided here once, so that engines differ in speed alone.
+Inputs are checked, limited and batched here, in the same way for all engines.
 """
 
 from __future__ import annotations
@@ -25,21 +25,17 @@ from ..generation.prompts import add_bos, default_output_length, pad_prompts, so
 from ..models import Model
 from ..text import Processor, read_processor
 from .ctranslate2_export import FOLDER as CT2_FOLDER
-from .ctranslate2_export import need_ctranslate2, vocabulary
+from .ctranslate2_export import require_ctranslate2, vocabulary
 from .quantise import is_quantised, open_int8
 
 EngineName = Literal["torch", "onnx", "ctranslate2"]
 ONNX_FOLDER = "onnx"
-_CT2_WRITES = frozenset(
-    {
-        *("max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"),
-        *("truncate", "cache"),
-    }
-)
+_CT2_FIELDS = {"max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"}
+_CT2_FIELDS |= {"truncate", "cache"}  # the fields of GenerateConfig that CTranslate2 supports
 
 
 class Engine(ABC):
-    """Something that writes texts. A kind of engine says how rows of ids become rows of ids."""
+    """Writes texts; a subclass defines how rows of ids become rows of ids."""
 
     name: EngineName
 
@@ -48,18 +44,18 @@ class Engine(ABC):
 
     @abstractmethod
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        """The best text for each source or prompt, all checked before; without what only ends it."""
+        """The best text for each checked source or prompt, without the end token."""
 
     def write(
         self, rows: Sequence[Sequence[int]], config: GenerateConfig | None = None, **fields: Any
     ) -> list[list[int]]:
         """New tokens for each row of token ids, a source or a prompt, without the end token."""
         config = (config or GenerateConfig()).with_(**fields)
-        given = [list(row) for row in rows]
-        return self._write(self._checked(given, config), config) if given else []
+        lists = [list(row) for row in rows]
+        return self._write(self._check_rows(lists, config), config) if lists else []
 
     def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
-        """Logits of every place, or of the classes; TypeError where the engine shows none."""
+        """Logits of every token, or of the classes; TypeError where the engine returns none."""
         raise TypeError(f"the {self.name} engine shows no logits")
 
     def translate(
@@ -83,16 +79,19 @@ class Engine(ABC):
             raise ValueError(
                 f"architecture={self.config.architecture!r}, source={self.config.source!r} translates nothing"
             )
-        how = {
-            **{"beam": beam, "length_penalty": length_penalty, "penalty_form": penalty_form},
-            **{"early_stopping": early_stopping, "truncate": truncate},
-        }
+        config = GenerateConfig(
+            beam=beam,
+            length_penalty=length_penalty,
+            penalty_form=penalty_form,
+            early_stopping=early_stopping,
+            truncate=truncate,
+        )
 
         def limit(longest: int) -> int:
             return max_new_tokens or default_output_length(self.config, longest, multiple=1)
 
         source, target = self.tokenizer("source"), self.tokenizer("target")
-        return self._by_length(texts, source.encode, target.decode, how, limit, batch)
+        return self._write_texts(texts, source.encode, target.decode, config, limit, batch)
 
     def generate(
         self,
@@ -107,55 +106,56 @@ class Engine(ABC):
         """What follows each prompt, without the prompt."""
         if self.config.architecture != "decoder":
             raise ValueError(f"architecture={self.config.architecture!r} reads a source; translate is for it")
-        how = {"beam": beam, "length_penalty": length_penalty, "truncate": truncate}
+        config = GenerateConfig(beam=beam, length_penalty=length_penalty, truncate=truncate)
         tokenizer = self.tokenizer("target")
-        return self._by_length(prompts, tokenizer.encode, tokenizer.decode, how, lambda _: max_new_tokens, batch)
+        return self._write_texts(prompts, tokenizer.encode, tokenizer.decode, config, lambda _: max_new_tokens, batch)
 
-    def _by_length(
+    def _write_texts(
         self,
         texts: Sequence[str],
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
-        how: dict[str, Any],
+        config: GenerateConfig,
         limit: Callable[[int], int],
         batch: int,
     ) -> list[str]:
+        """The text for each text, in batches of similar length; ``limit`` of new tokens by the longest row."""
         if isinstance(texts, str):
             raise TypeError("texts is one string; give a list of them")
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
         rows = [encode(text) for text in texts]
-        # The runtimes do not agree what follows a source that is its end alone, and no one asks.
-        said = [index for index, text in enumerate(texts) if self.config.architecture == "decoder" or text.strip()]
-        order = sorted(said, key=lambda index: len(rows[index]), reverse=True)
+        # An empty source gives an empty text: the runtimes do not agree on what follows the end token alone.
+        is_decoder = self.config.architecture == "decoder"
+        order = [index for index, text in enumerate(texts) if is_decoder or text.strip()]
+        order.sort(key=lambda index: len(rows[index]), reverse=True)
         out = [""] * len(rows)
         for start in range(0, len(order), batch):
             group = order[start : start + batch]
-            config = GenerateConfig(**how, max_new_tokens=limit(len(rows[group[0]])))
-            for index, tokens in zip(group, self.write([rows[i] for i in group], config), strict=True):
+            limited = config.with_(max_new_tokens=limit(len(rows[group[0]])))
+            for index, tokens in zip(group, self.write([rows[i] for i in group], limited), strict=True):
                 out[index] = decode(tokens)
         return out
 
-    def _checked(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        """Rows as the model may read them, in the words that generation itself refuses others with."""
+    def _check_rows(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
+        """Rows checked and truncated as by ``generate``."""
         if self.config.architecture != "decoder":
             return [item.tolist() for item in source_tensors(rows, None, self.config, config.truncate)]
         prompts = add_bos(rows, self.config.bos_id, "prompt")
         return pad_prompts(prompts, self.config, config, torch.device("cpu")).rows
 
     def tokenizer(self, side: Literal["source", "target"]) -> Any:
-        """What reads a source, or writes a target; where there is one for both, that one."""
+        """The tokenizer of the source or target; of the other one where there is one for both."""
         processor = self.processor
-        own = None if processor is None else getattr(processor, side)
-        other = None if processor is None else getattr(processor, "target" if side == "source" else "source")
-        found = own or other
-        if found is None:
+        tokenizers = {} if processor is None else {"source": processor.source, "target": processor.target}
+        tokenizer = tokenizers.get(side) or tokenizers.get("target" if side == "source" else "source")
+        if tokenizer is None:
             raise ValueError("this model came without a tokenizer, so it reads token ids: use write")
-        return found
+        return tokenizer
 
 
 class TorchEngine(Engine):
-    """Our own: the model as it is, float or int8."""
+    """The torch model, float or int8."""
 
     name: EngineName = "torch"
 
@@ -176,7 +176,7 @@ class TorchEngine(Engine):
 class Ct2Engine(Engine):
     """CTranslate2's runtime. ``compute_type`` "int8" quantises the weights as they are loaded.
 
-    Its beam search is ours with early_stopping=True; other values of that field are taken for it.
+    Its beam search is ours with early_stopping=True; other values of that field are ignored.
     """
 
     name: EngineName = "ctranslate2"
@@ -191,7 +191,7 @@ class Ct2Engine(Engine):
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        need_ctranslate2()
+        require_ctranslate2()
         import ctranslate2
 
         super().__init__(config, processor)
@@ -214,80 +214,81 @@ class Ct2Engine(Engine):
         self._ids = {token: index for index, token in enumerate(self._target_tokens)}
 
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        # The runtime forbids tokens before it takes the logarithm, so that its beams would have other scores than ours.
-        allowed = _CT2_WRITES - {"min_new_tokens"} if config.beam > 1 else _CT2_WRITES
+        # The runtime forbids tokens before the softmax, so that beams would have other scores than ours.
+        allowed = _CT2_FIELDS - {"min_new_tokens"} if config.beam > 1 else _CT2_FIELDS
         for name in sorted(config.model_fields_set - allowed):
-            if _differs(config, name):
-                beside = f" with beam={config.beam}" if name in _CT2_WRITES else ""
+            if not _is_default(config, name):
+                beside = f" with beam={config.beam}" if name in _CT2_FIELDS else ""
                 raise ValueError(f"the ctranslate2 engine has no {name}={getattr(config, name)!r}{beside}; torch has")
         options = self._options(config)
         if self.config.architecture == "encoder-decoder":
-            return self._translated(rows, config, options)
-        return self._continued(rows, config, options)
+            return self._translate(rows, config, options)
+        return self._continue(rows, config, options)
 
-    def _translated(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
-        words = self._source_tokens
+    def _translate(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
         limit = min(config.max_new_tokens, (self.config.max_target_len or self.config.max_len) - 1)
-        made = self.runtime.translate_batch(
-            [[words[token] for token in row] for row in rows],
+        results = self.runtime.translate_batch(
+            [[self._source_tokens[token] for token in row] for row in rows],
             max_input_length=0,
             max_decoding_length=limit,
             min_decoding_length=min(config.min_new_tokens, limit),
             **options,
         )
-        return [self._best([self._to_ids(h) for h in one.hypotheses], one.scores, config) for one in made]
+        out = []
+        for result in results:
+            texts = [[self._ids[token] for token in tokens] for tokens in result.hypotheses]
+            out.append(self._best(texts, result.scores, config))
+        return out
 
-    def _continued(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
-        """Prompts of one length at a time: the runtime steps through the longer part of a ragged prompt one by one."""
+    def _continue(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
+        """Prompts of one length at a time: of ragged prompts the runtime reads the longer part token by token."""
         out: list[list[int]] = [[] for _ in rows]
         for length in sorted({len(row) for row in rows}):
             group = [index for index, row in enumerate(rows) if len(row) == length]
             limit = min(config.max_new_tokens, self.config.max_len - length)
-            made = self.runtime.generate_batch(
+            results = self.runtime.generate_batch(
                 [[self._target_tokens[token] for token in rows[index]] for index in group],
                 include_prompt_in_result=False,
                 max_length=limit,
                 min_length=min(config.min_new_tokens, limit),
                 **options,
             )
-            for index, one in zip(group, made, strict=True):
-                out[index] = self._best(one.sequences_ids, one.scores, config)
+            for index, result in zip(group, results, strict=True):
+                out[index] = self._best(result.sequences_ids, result.scores, config)
         return out
 
     def _options(self, config: GenerateConfig) -> dict[str, Any]:
-        # The end token is asked for because without it a text is shorter than the score is divided by.
-        plain = config.penalty_form == "hf"
+        # With the end token, the text has the length by which its score was divided.
+        is_own_form = config.penalty_form == "hf"
         return {
             "beam_size": config.beam,
-            "num_hypotheses": 1 if plain else config.beam,
+            "num_hypotheses": 1 if is_own_form else config.beam,
             "length_penalty": _exponent(config),
             "return_end_token": True,
-            "return_scores": not plain,
+            "return_scores": not is_own_form,
         }
 
     def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
-        if len(texts) > 1:  # the other form of the penalty, on the texts that were found
+        if len(texts) > 1:  # rank the texts by the other form of the penalty
             summed = [score * len(text) ** _exponent(config) for score, text in zip(scores, texts, strict=True)]
             value = [total / config.length_penalty_at(len(text)) for total, text in zip(summed, texts, strict=True)]
             texts = [texts[max(range(len(texts)), key=value.__getitem__)]]
         text = texts[0]
         return text[:-1] if text and text[-1] == self.config.eos_id else text
 
-    def _to_ids(self, tokens: list[str]) -> list[int]:
-        return [self._ids[token] for token in tokens]
-
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
-        """log P of each target token after those before it, the end included: what two engines are compared by."""
-        ends = self._target_tokens[cast(int, self.config.eos_id)]
+        """log P of each target token after those before it, the end token included."""
         if self.config.architecture == "encoder-decoder":
-            made = self.runtime.score_batch(
+            results = self.runtime.score_batch(
                 [[self._source_tokens[token] for token in row] for row in sources],
                 [[self._target_tokens[token] for token in row] for row in targets],
                 max_input_length=0,
             )
-            return [one.log_probs for one in made]
-        rows = [[self._target_tokens[token] for token in row] + [ends] for row in targets]
-        return [one.log_probs for one in self.runtime.score_batch(rows, max_input_length=0)]
+        else:
+            end = self._target_tokens[cast(int, self.config.eos_id)]
+            rows = [[*(self._target_tokens[token] for token in row), end] for row in targets]
+            results = self.runtime.score_batch(rows, max_input_length=0)
+        return [result.log_probs for result in results]
 
 
 class OnnxEngine(TorchEngine):
@@ -330,7 +331,7 @@ def engines_in(root: Path) -> list[EngineName]:
 
 
 def open_description(root: Path) -> tuple[hub.Directory, ModelConfig, Processor | None]:
-    """What stands in a directory around its weights."""
+    """A directory, its model config and its processor; the weights are not read."""
     directory = hub.Directory(root)
     fields = directory.config()
     config = hub.read_config(fields).config
@@ -338,7 +339,7 @@ def open_description(root: Path) -> tuple[hub.Directory, ModelConfig, Processor 
 
 
 def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
-    """The torch model of an exported directory, float or int8: what ``regard.load`` opens too."""
+    """The torch model of an exported directory, float or int8."""
     if is_quantised(root):
         return open_int8(root).to(device)
     directory = hub.Directory(root)
@@ -351,16 +352,15 @@ def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     return model
 
 
-def _differs(config: GenerateConfig, name: str) -> bool:
-    """Whether a field says something else than it does by itself."""
-    return bool(getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True))
+def _is_default(config: GenerateConfig, name: str) -> bool:
+    return bool(getattr(config, name) == GenerateConfig.model_fields[name].get_default(call_default_factory=True))
 
 
 def _exponent(config: GenerateConfig) -> float:
-    """The length penalty as CTranslate2 is told it. Exactly 0 would switch on another way to stop.
+    """The exponent of CTranslate2's length penalty n^α; exactly 0 would change its stopping rule.
 
-    It knows n^α alone, and by it chooses which of the texts it found it returns; half of α is how ((5 + n) / 6)^α grows
-    at the length of a short sentence, so that the best by that form is among them.
+    By it the runtime chooses the texts that it returns. For ((5 + n) / 6)^α half of α is used, which is how that form
+    grows at the length of a short sentence, so that the best text by that form is among them.
     """
     alpha = config.length_penalty if config.penalty_form == "hf" else config.length_penalty / 2
     return alpha or 1e-9

@@ -1,9 +1,9 @@
-"""``export``: a model as something to ship, in one or several forms side by side, never without its certificate.
+"""``export``: write a model in one or several formats into one directory, with a certificate.
 
 path/
   config.json  model.safetensors  tokenizer.json  README.md      what regard.load and transformers open
   onnx/  ctranslate2/                                            what the other engines run
-  certificate.json  manifest.json                                how near they are; that nothing changed since
+  certificate.json  manifest.json                                differences from the model; checksums of all files
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..models import Model
 from .certificate import NAME as CERTIFICATE
 from .certificate import BoundBroken, Bounds, certify
 from .ctranslate2_export import FOLDER as CT2_FOLDER
-from .ctranslate2_export import export_ctranslate2, need_ctranslate2, obstacles
-from .quantise import int8_files, quantise
+from .ctranslate2_export import export_ctranslate2, obstacles, require_ctranslate2
+from .quantise import quantise, write_int8
 
 Kind = Literal["onnx", "hf", "ctranslate2", "int8", "safetensors"]
 
@@ -53,14 +53,14 @@ def export(
     check        a file the metric is compared on too: pairs, texts, or labelled texts
     The directory appears whole or not at all. A bound that is broken is a BoundBroken, and nothing is left at ``path``.
     """
-    kinds = _kinds(kind)
+    kinds = _parse_kinds(kind)
     target = Path(path)
-    _need_possible(model, kinds)
+    _check_exportable(model, kinds)
     check_replaceable(target, "exporting")
-    own = _plain(model)
+    own = _cpu_float32(model)
     with replace_directory(target) as folder:
         if "int8" in kinds:
-            int8_files(quantise(own), folder)
+            write_int8(quantise(own), folder)
         else:
             _save(model, folder)
         if "onnx" in kinds:
@@ -79,7 +79,7 @@ def export(
     return target
 
 
-def _kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
+def _parse_kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
     given = (kind,) if isinstance(kind, str) else tuple(kind)
     known = get_args(Kind)
     if not given:
@@ -94,23 +94,23 @@ def _kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
     return chosen
 
 
-def _need_possible(model: Model, kinds: tuple[Kind, ...]) -> None:
-    """What cannot be done is said before anything is written."""
+def _check_exportable(model: Model, kinds: tuple[Kind, ...]) -> None:
+    """Raise before anything is written where the model has no such form."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
-    if "hf" in kinds and (found := hub.write_config(model.config).obstacles):
+    if "hf" in kinds and (reasons := hub.write_config(model.config).obstacles):
         raise ValueError(
-            f"transformers has no twin of this model: {'; '.join(found)}; onnx and int8 take every model, and what is "
-            "trained with model=transformer-tiny, gpt2 or bert-base has a twin"
+            f"transformers has no twin of this model: {'; '.join(reasons)}; onnx and int8 take every model, and what "
+            "is trained with model=transformer-tiny, gpt2 or bert-base has a twin"
         )
     if "ctranslate2" in kinds:
-        need_ctranslate2()
-        if found := tuple(obstacles(model.config)):
-            raise ValueError(f"CTranslate2 cannot run a model with {', '.join(found)}")
+        require_ctranslate2()
+        if fields := obstacles(model.config):
+            raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
 
 
-def _plain(model: Model) -> Model:
-    """The model in float32 on the CPU, in eval mode: itself, or a copy."""
+def _cpu_float32(model: Model) -> Model:
+    """The model in float32 on the CPU, in eval mode: itself if it is so, else a copy."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
     if kinds == {(torch.float32, "cpu")} and not model.training:
         return model
@@ -118,7 +118,7 @@ def _plain(model: Model) -> Model:
 
 
 def _save(model: Model, folder: Path) -> None:
-    """What model.save writes, straight into the folder that is about to take its place."""
+    """Write what model.save writes into a folder that exists, without the manifest."""
     inner = folder / "model"
     with silence_warnings("regard.io"):  # whether transformers has a twin is no question here
         model.save(inner)

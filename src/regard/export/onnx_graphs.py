@@ -343,6 +343,8 @@ class StepGraph(Graph):
 class DecoderOnlyGraph(StepGraph):
     """A language model."""
 
+    model: Decoder
+
     def __init__(self, model: Decoder, maps: bool) -> None:
         super().__init__(model, {}, maps)
         self.model = model
@@ -353,6 +355,8 @@ class DecoderOnlyGraph(StepGraph):
 
 class DecoderGraph(StepGraph):
     """The decoder beside an encoder, whose keys and values are inputs as the encoder's graph returned them."""
+
+    model: EncoderDecoder
 
     def __init__(self, model: EncoderDecoder, maps: bool) -> None:
         self.n_blocks, shape = len(model.decoder.blocks), model.decoder_shape
