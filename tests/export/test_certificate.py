@@ -222,7 +222,7 @@ def test_random_shapes_reach_the_corners() -> None:
     assert {len(case.source) for case in cases} == {1, 2, 3, 4}
     lengths = [len(row) for case in cases for row in case.sources()]
     assert (min(lengths), max(lengths)) == (1, 23)
-    assert any(case.keep is not None and not case.keep.all() for case in cases)
+    assert any(case.padding_mask is not None and not case.padding_mask.all() for case in cases)
     assert all((case.target[:, 0] == 1).all() for case in cases if case.target is not None)
 
 
