@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,7 +256,11 @@ class CostComparison:
         for name in self.first.floors:
             if name in self.second.floors and (training or name != "training step"):
                 wording = _time_wording(self.first)
-                yield f"{name}, {wording}", format_seconds, lambda cost, name=name: cost.floors[name].seconds
+                yield f"{name}, {wording}", format_seconds, partial(_floor_seconds, name)
+
+
+def _floor_seconds(name: str, cost: Cost) -> float:
+    return cost.floors[name].seconds
 
 
 # ------------------------------------------------------------------------------------- figure

@@ -383,8 +383,8 @@ def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: 
     stages = list(step_stages(config, groups, setting))
     has_grads = setting.accumulate > 1  # gradients of the micro-batch before are alive
     held = sum(static.values()) + (4.0 * number if has_grads else 0.0)
-    groups = list(_stages_by_layer(stages, setting.checkpointing))
-    after, peak_forward, peak_backward = _walk(groups, held, has_grads)
+    layers = list(_stages_by_layer(stages, setting.checkpointing))
+    after, peak_forward, peak_backward = _walk(layers, held, has_grads)
     # Fused Adam has no temporaries. Muon holds all its updates and directions, and orthogonalises some at a time.
     temporaries = 8.0 * by_muon + 2.0 * min(by_muon, MUON_AT_ONCE)
     pairs = (size for stage in stages for name, size in stage.saved.items() if name.startswith("pairs"))
@@ -420,14 +420,14 @@ def _saved_by_stage(stages: list[StepStage], setting: Setting) -> dict[str, floa
     return totals
 
 
-def _walk(groups: list[list[StepStage]], held: float, has_grads: bool) -> tuple[float, float, float]:
+def _walk(layers: list[list[StepStage]], held: float, has_grads: bool) -> tuple[float, float, float]:
     """Bytes held after the forward pass, and the peaks of forward and backward pass.
 
     A group of several stages is a checkpointed layer: it keeps its input alone and is recomputed in the backward pass.
     """
     live = peak_forward = held
     casts = 0.0  # autocast keeps a checkpointed layer's copies of the weights to the end of the forward pass
-    for group in groups:
+    for group in layers:
         cast, saved = sum(stage.weights.cast for stage in group), _kept_bytes(group)
         inner = saved if len(group) > 1 else 0.0
         widest = max(stage.saved_bytes + stage.forward for stage in group)
@@ -435,7 +435,7 @@ def _walk(groups: list[list[StepStage]], held: float, has_grads: bool) -> tuple[
         live += saved + (cast if len(group) == 1 else 0.0)
         casts += cast if len(group) > 1 else 0.0
     after = peak_backward = live
-    for group in reversed(groups):
+    for group in reversed(layers):
         kept = _kept_bytes(group) + (group[0].weights.cast if len(group) == 1 else 0.0)
         inner = live + sum(stage.saved_bytes + stage.weights.cast for stage in group) - kept  # recomputed
         for stage in reversed(group):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json
 from ..models import build
@@ -81,8 +82,7 @@ def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: b
     marks = {row.cell.name: fingerprint(sweep.config(row.cell)) for row in report.rows}
     known = {name: cost for name, cost in before.items() if cost["fingerprint"] == marks.get(name)}
     if measure:
-        name, auto = sweep.config(report.base.cell).train.device, "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(auto if name == "auto" else name).type
+        device = resolve_device(sweep.config(report.base.cell).train.device, "train.device").type
     else:  # then those there are, wherever it was
         device = next((cost["device"] for cost in known.values()), "")
     known = {name: cost for name, cost in known.items() if cost["device"] == device}

@@ -262,8 +262,8 @@ def draw_lengths(report: ExtrapolationReport, file: Path) -> None:
             continue
         panel.plot(xs[-1], ys[-1], "x", color=colour, markersize=12, markeredgewidth=2.4)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
-        style = {"xytext": (9, 4), "textcoords": "offset points", "fontsize": 9, "zorder": 5, "bbox": box}
-        panel.annotate(f"{name}: cannot go on", (xs[-1], ys[-1]), color=colour, **style)
+        label: dict[str, Any] = {"xytext": (9, 4), "textcoords": "offset points", "fontsize": 9, "zorder": 5}
+        panel.annotate(f"{name}: cannot go on", (xs[-1], ys[-1]), color=colour, bbox=box, **label)
     panel.axvline(sizes[0], color="#999999", linewidth=0.9)
     panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
     panel.set_xlim(sizes[0] * 0.9, sizes[-1] * 1.05)
