@@ -322,14 +322,14 @@ FAULTS = [
     ),
     Fault(
         "server answers any Host",
-        "web/request_limits.py",
+        "web/requests.py",
         "if len(host) != 1 or not self._is_own_host(host[0]):",
         "if len(host) != 1:",
         "tests/web",
     ),
     Fault(
         "bodies without an announced length are not limited",
-        "web/request_limits.py",
+        "web/requests.py",
         "if n_bytes > limits.body_bytes:",
         "if False:",
         "tests/web",

@@ -17,8 +17,7 @@ import pytest
 import typer
 
 from generation.spoken import captioner, classifier, image_classifier, language_model, picture, translator
-from regard.cli import app, completion, doctor, main
-from regard.cli.help_examples import EXAMPLES
+from regard.cli import EXAMPLES, app, completion, doctor, main
 from regard.recipes import run_config
 
 ROOT = Path(__file__).resolve().parents[1]

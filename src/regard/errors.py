@@ -6,6 +6,9 @@ caller may want to tell apart: a file that cannot be trusted, a training run tha
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = ["BadData", "BadLine", "BadModelFile", "Diverged", "RegardError", "UsageError"]
@@ -53,3 +56,15 @@ class Diverged(RegardError):
     """Training reached a loss or gradient that is not finite and could not recover."""
 
     exit_code = 4
+
+
+@contextmanager
+def silence_warnings(logger: str) -> Iterator[None]:
+    """Inside the block, the named logger reports errors only: its warnings are no news here, or said another way."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .config import ModelConfig
 from .config.config_file import load_package_data
 from .config.overrides import check_fields
-from .foundation.suggestions import nearest_name
+from .foundation.checks import nearest_name
 
 
 @cache

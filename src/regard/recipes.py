@@ -11,7 +11,7 @@ from .config import Config, DataConfig, ModelConfig, RunConfig, Task, TrainConfi
 from .config.config_file import check_content, load_config_file, load_package_data
 from .config.overrides import PRESET, SECTIONS, build_section, check_fields, format_value, parse_overrides
 from .errors import UsageError
-from .foundation.suggestions import did_you_mean
+from .foundation.checks import did_you_mean
 from .presets import load_presets
 
 Recipe = dict[str, Any]

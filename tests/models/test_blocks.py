@@ -14,7 +14,7 @@ from regard.attention import multihead, record
 from regard.config import ModelConfig, mixers
 from regard.models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, build
 from regard.models.block import LayerContext
-from regard.models.heads import Pooler
+from regard.models.components import Pooler
 
 from .small import SIZES, decode, inputs_of, shaken, source_of, target_of
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from generation.spoken import captioner, classifier, image_classifier, language_model, translator
 from regard.models import Model
 from regard.web import explorer
-from regard.web.request_limits import Limits
+from regard.web.requests import Limits
 
 HOME = "http://127.0.0.1"
 TEXT = "the cat sat on the mat."

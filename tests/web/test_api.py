@@ -25,7 +25,7 @@ from regard.lens.effects import logit_lens
 from regard.lens.labels import token_text
 from regard.lens.patterns import patterns
 from regard.models import Model
-from regard.web.request_limits import Limits
+from regard.web.requests import Limits
 from regard.web.served_models import decode_image, example_input
 
 from .served import TEXT, asked, asking, numbers, opened, picture, refusal, small_models

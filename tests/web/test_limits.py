@@ -15,7 +15,7 @@ import regard.web.served_models
 from generation.spoken import language_model
 from regard.models import Model
 from regard.web import explorer
-from regard.web.request_limits import Limits, RequestGuard, RequestRefused
+from regard.web.requests import Limits, RequestGuard, RequestRefused
 from regard.web.served_models import name_models
 from regard.web.sessions import WorkerPools
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..foundation.suggestions import nearest_name
+from ..foundation.checks import nearest_name
 from .fused import flex, flex_fits, is_square_causal, sdpa, sees_everything
 from .linear_attention import linear
 from .mask import And, Mask

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,16 +24,52 @@ from . import (
     experiment_commands,
     export_command,
     generation_commands,
-    help_examples,
     look_command,
     train_commands,
 )
 from . import doctor as doctor_command
 from .options import GlobalOptions, report_failure
 
+
+def _load_examples() -> dict[str, list[tuple[str, str]]]:
+    examples: dict[str, list[tuple[str, str]]] = {}
+    rows: list[tuple[str, str]] = []
+    for line in Path(__file__).with_name("help_examples.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            rows = examples[line.strip("[]")] = []
+        elif line and not line.startswith("#"):
+            typed, _, what_for = line.partition("  # ")
+            rows.append((typed, what_for))
+    return examples
+
+
+EXAMPLES = _load_examples()  # by the command's name: what is typed, what for; `regard` is the program itself
+
+
+def epilog(name: str) -> str | None:
+    """The examples of a command as they stand at the end of its help; None where there are none."""
+    if name not in EXAMPLES:
+        return None
+    lines = ["[bold]Examples[/bold]"]
+    for row in EXAMPLES[name]:
+        typed, what_for = (text.replace("[", r"\[") for text in row)  # square brackets are markup in a help text
+        lines += [f"[dim]# {what_for}[/dim]", typed]
+    return "\n".join(lines)
+
+
+def add_examples(app: typer.Typer, path: str = "") -> None:
+    """Give every command of the program its examples."""
+    for command in app.registered_commands:
+        name = f"{path} {command.name}".strip()
+        command.epilog = epilog(name) or command.epilog
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            add_examples(group.typer_instance, f"{path} {group.name}".strip())
+
+
 app = typer.Typer(
     help="Build a Transformer, train it, see inside it, ship it.",
-    epilog=help_examples.epilog("regard"),
+    epilog=epilog("regard"),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -52,7 +89,7 @@ app.add_typer(data_command.data_app, name="data")
 app.command("info")(data_command.info)
 app.add_typer(experiment_commands.bench_app, name="bench")
 app.command("doctor")(doctor_command.doctor)
-help_examples.add_examples(app)  # after the last command
+add_examples(app)  # after the last command
 
 
 def _print_version(wanted: bool) -> None:

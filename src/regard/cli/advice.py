@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from regard.errors import Diverged
-from regard.foundation.suggestions import did_you_mean
+from regard.foundation.checks import did_you_mean
 
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
 # By task, where the command is not called as the task.

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from regard.errors import UsageError
-from regard.foundation.logs import silence_warnings
+from regard.errors import UsageError, silence_warnings
 
 from . import completion
 from .options import AsJson, Words, flag, option, print_result, progress
@@ -76,7 +75,7 @@ def describe(
 def _tokenizer_kind(config: DataConfig) -> str:
     """What the option names, checked before anything is read; auto is what training takes it for."""
     from regard.config.data_config import TokenizerKind
-    from regard.foundation.suggestions import did_you_mean
+    from regard.foundation.checks import did_you_mean
 
     kinds = get_args(TokenizerKind)
     kind = "bpe" if config.tokenizer == "auto" else config.tokenizer

@@ -101,7 +101,7 @@ def serve(
 ) -> None:
     """Explore models in the browser: every head, every weight, exactly. Ctrl-C ends it."""
     from regard.web import serve as run
-    from regard.web.request_limits import MEGABYTE, Limits
+    from regard.web.requests import MEGABYTE, Limits
 
     code = run(
         models,

@@ -41,7 +41,7 @@ def export(
 
     Where a bound is broken the exit code is 1 and nothing is written.
     """
-    from regard.foundation.suggestions import did_you_mean
+    from regard.foundation.checks import did_you_mean
 
     kinds: Any = split_commas(kind)
     for one in kinds:

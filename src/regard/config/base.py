@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..foundation.suggestions import nearest_name
+from ..foundation.checks import nearest_name
 
 
 class Config(BaseModel):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadModelFile, UsageError
+from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..foundation.suggestions import did_you_mean
 from .overrides import PRESET, SECTIONS, SHORT_FORMS, check_fields, field_names
 from .train_config import RunConfig
 

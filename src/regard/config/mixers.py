@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..foundation.suggestions import nearest_name
+from ..foundation.checks import nearest_name
 
 if TYPE_CHECKING:
     from .model_config import ModelConfig

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from ..foundation.suggestions import nearest_name
+from ..foundation.checks import nearest_name
 from .base import Config
 from .mixers import Mixer, get_mixer
 

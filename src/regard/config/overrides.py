@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import UsageError
-from ..foundation.suggestions import did_you_mean
+from ..foundation.checks import did_you_mean
 from .base import Config
 from .data_config import DataConfig
 from .mixers import register

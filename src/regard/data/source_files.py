@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..config import DataConfig, Format, Kind
 from ..errors import BadData, RegardError
-from ..foundation.suggestions import did_you_mean
+from ..foundation.checks import did_you_mean
 from . import table_files
 from .corpora import CORPORA
 from .examples import ReadReport, Text

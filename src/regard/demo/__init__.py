@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..data.corpora.enko import REGISTERS, AlignedPair, EnKo, lookup_accuracy, realise
-from ..errors import UsageError
+from ..errors import UsageError, silence_warnings
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..foundation.logs import silence_warnings
 from ..recipes import run_config
 from .demo_screen import DemoScreen
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from ..config import Positions, RunConfig
 from ..config.mixers import all_mixers
 from ..errors import UsageError
+from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json
-from ..foundation.suggestions import did_you_mean
 from .shootout import extrapolation_report, shootout_report
 from .sweep_report import SweepReport
 from .sweep_spec import Cell, Sweep, check_words

@@ -20,8 +20,7 @@ from ..attention.biases import T5Bias
 from ..attention.masks import Mask, bigbird, causal, strided, window
 from ..config import ModelConfig
 from ..config.mixers import Mixer, MixingWork, all_mixers, get_mixer, register
-from ..foundation.checks import check_positive
-from ..foundation.suggestions import nearest_name
+from ..foundation.checks import check_positive, nearest_name
 from ..models.components import mechanism, mixing
 from .benchmarking import available_memory, fit_exponent, format_table, measure
 from .sweep_runner import LocalRunner, Runner

@@ -19,7 +19,7 @@ import torch
 from ..config import ModelConfig
 from ..config.mixers import keys_per_query
 from ..errors import UsageError
-from ..foundation.suggestions import did_you_mean
+from ..foundation.checks import did_you_mean
 from ..models.model_flops import Flops, count, source_places, stacks_of
 from ..training.precision import PEAKS, WITHOUT_BF16, peak_of
 from .flops_estimate import CacheLayer, ParameterGroup

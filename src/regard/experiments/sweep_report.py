@@ -14,8 +14,8 @@ from typing import Any
 
 from ..config import RunConfig
 from ..config.overrides import format_value
+from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
-from ..foundation.suggestions import did_you_mean
 from .benchmarking import align_columns
 from .significance import Estimate, compare, estimate
 from .sweep_spec import Cell, Sweep, read_result, settings

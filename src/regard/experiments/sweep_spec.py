@@ -31,9 +31,9 @@ from ..config import RunConfig
 from ..config.mixers import get_mixer
 from ..config.overrides import format_value, parse_overrides
 from ..errors import BadModelFile, RegardError, UsageError
+from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..foundation.suggestions import did_you_mean
 from ..recipes import recipe as recipe_of
 from ..recipes import run_config
 

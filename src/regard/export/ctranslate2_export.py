@@ -19,7 +19,7 @@ from ..layers import Embeddings
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Block, Decoder, EncoderDecoder, Model, Stack
-from ..models.heads import TokenHead
+from ..models.components import TokenHead
 
 FOLDER = "ctranslate2"  # where in an exported directory the runtime's files lie
 _ACTIVATIONS = {

@@ -17,9 +17,9 @@ from typing import Literal, get_args
 import torch
 
 from .. import hub
+from ..errors import silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json
-from ..foundation.logs import silence_warnings
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import check_replaceable
 from ..models import Model

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from .. import hub
 from ..config import ModelConfig
-from ..errors import BadModelFile, RegardError
+from ..errors import BadModelFile, RegardError, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..foundation.logs import silence_warnings
 from ..models import Model
 from ..text import read_processor
 from .onnx_graphs import Graph, graphs_of

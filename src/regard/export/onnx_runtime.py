@@ -29,7 +29,7 @@ from ..generation import GenerateConfig, Generated, generate
 from ..generation.prompts import Rows
 from ..models import Block, Memory, Model, Stack
 from ..models.base_model import mask_from_padding
-from ..models.heads import TokenHead
+from ..models.components import TokenHead
 
 
 class OnnxSession:

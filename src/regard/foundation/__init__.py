@@ -1,1 +1,1 @@
-"""What every room stands on: safe files, JSON, device choice, name suggestions, checks, plotting style. Each once."""
+"""What every package stands on, each once: files, JSON, device choice, checks of arguments, plotting style."""

@@ -1,8 +1,12 @@
-"""Refusals of wrong numbers, one sentence each, naming the argument."""
+"""Refusals of wrong arguments in one sentence: numbers out of range, and unknown names with the nearest known one."""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean", "nearest_name", "unknown_name"]
 
 
 def check_positive(**sizes: int | float | None) -> None:
@@ -24,3 +28,33 @@ def check_probability(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name}={value} must lie in [0, 1)")
+
+
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str | None:
+    """The known name closest to ``name``; None where none is near.
+
+    Of ``dotted`` names (``train.steps``) those that share the last part come first: ``model.lr`` suggests ``train.lr``.
+    """
+    names = list(known)
+    if not dotted:  # file names, versions
+        return next(iter(difflib.get_close_matches(name, names, 1, cutoff)), None)
+    last = name.rpartition(".")[2]
+    lasts = {each.rpartition(".")[2] for each in names}
+    similar = [last] if last in lasts else difflib.get_close_matches(last, lasts, 1, cutoff)
+    same = [each for each in names if similar and each.rpartition(".")[2] == similar[0]]
+    close = difflib.get_close_matches(name, same or names, 1, 0.0 if same else cutoff)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str:
+    """``; did you mean train.steps?`` to end a sentence with, or nothing where no name is near."""
+    nearest = nearest_name(name, known, cutoff, dotted=dotted)
+    return "" if nearest is None else f"; did you mean {nearest}?"
+
+
+def unknown_name(what: str, name: object, known: Iterable[str], nearest: str | None = None) -> ValueError:
+    """The error for a name outside a table: it offers the nearest name, and lists all of them."""
+    names = list(known)
+    nearest = nearest or nearest_name(str(name), names, cutoff=0.4)
+    hint = "" if nearest is None else f" did you mean {nearest!r}?"
+    return ValueError(f"{what}={name!r} is not known;{hint} known: {', '.join(names)}")

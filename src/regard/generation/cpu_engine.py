@@ -31,7 +31,7 @@ from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm
 from ..layers.quantised_linear import Int8Linear
 from ..models import Block, Decoder, EncoderDecoder
-from ..models.heads import TokenHead
+from ..models.components import TokenHead
 from .cached_engine import DecoderEngine, DecodingEngine, EncoderDecoderEngine
 from .prompts import Prompts
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..foundation.checks import check_positive
-from ..foundation.suggestions import unknown_name
+from ..foundation.checks import check_positive, unknown_name
 
 
 def quick_gelu(x: Tensor) -> Tensor:

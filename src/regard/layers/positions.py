@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..foundation.checks import check_positive
-from ..foundation.suggestions import unknown_name
+from ..foundation.checks import check_positive, unknown_name
 
 LAYOUTS = ("interleaved", "halves")
 

@@ -16,7 +16,7 @@ from ..config import ModelConfig
 from ..layers import TokenEmbedding
 from . import components
 from .block import Stack
-from .heads import ClassHead, TokenHead
+from .components import ClassHead, TokenHead
 
 
 class DecoderShape(NamedTuple):

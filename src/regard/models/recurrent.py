@@ -23,7 +23,7 @@ from ..layers import TokenEmbedding
 from . import components
 from .base_model import AttentionSite, SourceToTarget, mask_from_padding
 from .block import Memory
-from .heads import TokenHead
+from .components import TokenHead
 from .recurrent_cells import (
     Alignment,
     AttentionStep,

@@ -12,8 +12,7 @@ from ..layers import TokenEmbedding
 from . import components
 from .base_model import Model, SourceToTarget, mask_from_padding
 from .block import Memory, Stack
-from .components import source_embeddings, vision_inputs
-from .heads import ClassHead, Pooler, TokenHead
+from .components import ClassHead, Pooler, TokenHead, source_embeddings, vision_inputs
 
 
 class Decoder(Model):

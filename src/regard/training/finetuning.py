@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention import MultiHeadAttention
 from ..layers import FeedForward, Learned
 from ..models import Model
-from ..models.heads import TokenHead
+from ..models.components import TokenHead
 from ..text.processor import Processor
 from ..text.tokenizer import MarianTokenizer, Tokenizer
 

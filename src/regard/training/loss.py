@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..data.packing import IGNORE
 from ..models import Model
-from ..models.heads import TokenHead
+from ..models.components import TokenHead
 
 
 @dataclass(frozen=True, eq=False)

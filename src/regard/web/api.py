@@ -22,8 +22,7 @@ from ..foundation.jsonio import to_jsonable
 from . import look_queries
 from .arithmetic import explain_weight
 from .look_queries import MEAN, HeadView, beam_tree, encode_png
-from .request_bodies import ErrorBody, LookRequest, StreamRequest
-from .request_limits import Limits, RequestRefused
+from .requests import ErrorBody, Limits, LookRequest, RequestRefused, StreamRequest
 from .served_models import ServedModel, find_model, open_look
 from .sessions import LookSession, SessionStore, WorkerPools
 from .stream_writing import stream_text

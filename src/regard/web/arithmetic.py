@@ -16,7 +16,7 @@ from ..attention.mechanisms import Dot
 from ..generation.generate import inference
 from ..lens.capture import attention_at
 from .look_queries import HeadView, check_index, merged_view
-from .request_limits import Limits
+from .requests import Limits
 from .sessions import LookSession
 
 

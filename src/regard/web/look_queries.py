@@ -14,7 +14,7 @@ from torch import Tensor
 from ..generation.generate import Generated
 from ..lens.labels import token_labels, token_text
 from ..lens.merged_view import MergedView
-from .request_limits import Limits, RequestRefused
+from .requests import Limits, RequestRefused
 from .sessions import LookSession
 
 if TYPE_CHECKING:

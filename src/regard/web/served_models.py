@@ -19,8 +19,7 @@ from ..errors import UsageError
 from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of
 from ..models import Model
-from .request_bodies import LookRequest, ModelChanges, SearchRequest
-from .request_limits import Limits, RequestRefused
+from .requests import Limits, LookRequest, ModelChanges, RequestRefused, SearchRequest
 from .sessions import LookSession, SessionStore
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
-from .request_limits import App, Limits, RequestGuard, RequestRefused, is_local
+from .requests import App, Limits, RequestGuard, RequestRefused, is_local
 
 if TYPE_CHECKING:
     from ..models import Model

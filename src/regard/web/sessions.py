@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from .request_limits import Limits, RequestRefused
+from .requests import Limits, RequestRefused
 
 if TYPE_CHECKING:
     from ..generation import Generated

@@ -15,8 +15,7 @@ from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of, record_attention
 from ..lens.labels import Label, token_labels
 from .look_queries import label_document, look_document
-from .request_bodies import LookRequest, StreamRequest, WatchRequest
-from .request_limits import Limits, RequestRefused
+from .requests import Limits, LookRequest, RequestRefused, StreamRequest, WatchRequest
 from .served_models import ServedModel, change_model, check_inputs, decode_image, planned_bytes, search_fields
 from .sessions import LookSession, SessionStore
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
-from ...foundation.suggestions import did_you_mean
+from ...foundation.checks import did_you_mean
 from ..hashing import Draws
 
 __all__ = ["CORPORA", "Corpus", "Draws", "check_index", "examples", "fingerprint", "open_corpus"]
