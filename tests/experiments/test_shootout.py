@@ -143,7 +143,7 @@ def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path, mon
     steps = steps_of(sweep, "cpu")
     (tmp_path / shootout.STEPS_FILE).write_text(json.dumps(steps))
     monkeypatch.setattr(shootout, "LocalRunner", None)  # a report measures nothing, nor does a run that knows it all
-    monkeypatch.setattr(shootout, "_step_device", lambda name: "cpu")
+    monkeypatch.setattr(shootout, "resolve_device", lambda *_: torch.device("cpu"))
     found = ablate(str(tmp_path), report_only=True)
     assert ablate(str(tmp_path)).to_dict() == found.to_dict()
     cells = {cell["name"]: cell for cell in found.to_dict()["cells"]}
@@ -185,7 +185,7 @@ def test_steps_of_another_device_or_a_damaged_file_are_measured_anew(
     texts = {"another device": json.dumps(elsewhere), "cut": json.dumps(elsewhere)[:50], "a list": "[1]"}
     texts["half of it"] = json.dumps({"base": {"fingerprint": elsewhere["base"]["fingerprint"]}})
     (tmp_path / shootout.STEPS_FILE).write_text(texts[before])
-    monkeypatch.setattr(shootout, "_step_device", lambda name: "cpu")
+    monkeypatch.setattr(shootout, "resolve_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(shootout, "LocalRunner", FakeRunner)
     shown = ablate(tmp_path, report_only=True).to_dict()  # what was measured there is shown, and nothing measured
     assert shown["step_device"] == ("cuda" if before == "another device" else None)

@@ -79,7 +79,7 @@ def train(
 ) -> TrainResult:
     """Train in a new directory, as a RunConfig says or as ``regard train TASK`` would with the same fields.
 
-    config     a RunConfig, the name of a task ("translate"), the path of a JSON or TOML file, or a Task class
+    config     a RunConfig, the name of a task ("translate"), the path of a YAML, TOML or JSON file, or a Task class
     task       a Task class of one's own, for a config that names its data and defaults
     data       a file or corpus, fields of DataConfig, or a Dataset or iterable of examples
     model      the name of a preset, fields of ModelConfig, or a model whose weights are the start
