@@ -30,10 +30,10 @@ class Measured:
     def __init__(self, asked: dict[str, Any]) -> None:
         self.asked = asked
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"lengths": self.asked["lengths"], "unit": "µs"}
 
-    def table(self) -> str:
+    def to_text(self) -> str:
         return "a table"
 
 
@@ -268,7 +268,7 @@ def test_info_reads_a_pickle_only_when_asked(saved: Path, tmp_path: Path, capsys
 class Trained(Measured):
     """Stands in for a run that would take minutes."""
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"steps": 3}
 
 

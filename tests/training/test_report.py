@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -402,6 +402,7 @@ def test_the_live_line_fits_every_terminal(width: int, doing: bool) -> None:
 # ------------------------------------------------------------------------------------ text in columns
 
 
+@example("aᄒ\u200d\u200dᄒ한글", 4)
 @given(st.text(st.sampled_from("a 한글á́👨‍👩‍👧ᄒ\u1161\u11ab\n\t界"), max_size=30), st.integers(1, 20))
 def test_clipping_keeps_whole_characters(text: str, width: int) -> None:
     text = printable(text)

@@ -84,16 +84,14 @@ def clip_to_width(text: str, width: int) -> str:
 
     if cell_len(text) <= width:
         return text
-    used, end, joined = 0, 0, False
-    for place, character in enumerate(text):
-        size = cell_len(character)
+    end = 0
+    for place in range(1, len(text)):
         # What has no width belongs to the character before it, and so does whatever a joiner ties to it.
-        if size and not joined and used + size > width - 1:
+        if cell_len(text[place]) == 0 or text[place - 1] == JOINER:
+            continue
+        if cell_len(text[:place]) > width - 1:
             break
-        if size and not joined:
-            used += size
-        joined = character == JOINER
-        end = place + 1
+        end = place
     return text[:end] + "…" if width > 0 else ""
 
 
