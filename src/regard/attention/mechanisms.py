@@ -51,7 +51,7 @@ class Mechanism:
         order = cls.__mro__.index
         if order(cls._defining_class("tile")) < order(cls._defining_class("tile_backward")):
             # The inherited tile_backward belongs to the replaced tile.
-            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]
+            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]  # of the new class
 
     @classmethod
     def _defining_class(cls, name: str) -> Any:
@@ -63,7 +63,7 @@ class Mechanism:
         """Build one for a layer of a model, by default from (n_heads, d_head)."""
         if cls.__init__ in (object.__init__, nn.Module.__init__):
             return cls()
-        return cls(n_heads, d_head)  # type: ignore[call-arg]
+        return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base takes nothing
 
     def queries(self, q: Tensor) -> Tensor:
         """The projection or feature map of the queries, (B, H, T, D)."""

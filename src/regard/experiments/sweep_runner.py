@@ -432,7 +432,7 @@ class _Schedule:
             run, start = self.running.pop(future)
             try:
                 result = future.result()
-            except Exception as failure:
+            except Exception as failure:  # whatever a job raised fails its own run only
                 if not stopping:
                     self._write_failure(run, str(failure))
             else:
