@@ -51,7 +51,9 @@ def load(
     ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
     ``allow_pickle`` reads pytorch_model.bin where there is no safetensors file. Anything wrong is a BadModelFile.
     """
-    float_type = _float_type(dtype)
+    float_type = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(float_type, torch.dtype) and float_type.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} is not a floating type such as float32 or bfloat16")
     device = torch.get_default_device() if device is None else torch.device(device)
 
     if (found := find_run(path)) is not None:
@@ -158,16 +160,24 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         raise ValueError("the model is on the meta device: it has no numbers to save")
     target = Path(path)
     check_replaceable(target, "saving")
-    written = _write_config(model)
+    written, origin = hub.write_config(model.config), model.provenance
+    if not written.obstacles and origin is not None and origin.model_type == written.model_type:
+        written = hub.restore_token_ids(written, origin.token_ids)
     if written.obstacles:
         _log.warning("%s: transformers has no twin of this model: %s", target, "; ".join(written.obstacles))
     tensors = _tensors(model, written)
-    fields = _config_fields(model, written)
+    fields = {**written.fields, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    labels = None if model.processor is None else model.processor.labels
+    if labels is not None:
+        if len(labels) != model.config.n_classes:
+            raise ValueError(f"the processor has {len(labels)} labels, but n_classes={model.config.n_classes}")
+        fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
+        fields["label2id"] = {label: index for index, label in enumerate(labels)}
     with replace_directory(target) as folder:
         index = hub.write_safetensors(folder, tensors, most_shard_bytes)
         files = {} if model.processor is None else model.processor.files(model.config)
-        if model.provenance is not None and model.provenance.generation_config is not None:
-            files[GENERATION] = model.provenance.generation_config
+        if origin is not None and origin.generation_config is not None:
+            files[GENERATION] = origin.generation_config
         if index is not None:
             files[INDEX] = to_json(index)
         files["config.json"] = to_json(fields)
@@ -246,21 +256,6 @@ def _directory_in_errors(root: Path) -> Iterator[None]:
         raise BadModelFile(str(error) if str(root) in str(error) else f"{root}: {error}") from None
 
 
-def _float_type(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype={dtype!r} is not a floating type such as float32 or bfloat16")
-    return kind
-
-
-def _write_config(model: Model) -> hub.WrittenConfig:
-    """The config of the twin, with the token ids of the directory it came from if that was of the same model_type."""
-    written, origin = hub.write_config(model.config), model.provenance
-    if written.obstacles or origin is None or origin.model_type != written.model_type:
-        return written
-    return hub.restore_token_ids(written, origin.token_ids)
-
-
 def _tensors(model: Model, written: hub.WrittenConfig) -> dict[str, Tensor]:
     """The state in the twin's names, each tensor with memory of its own; checked to fit when loaded again."""
     state = {name: x.detach() for name, x in model.state_dict().items()}
@@ -273,14 +268,3 @@ def _tensors(model: Model, written: hub.WrittenConfig) -> dict[str, Tensor]:
         seen.add(x.data_ptr())
     hub.fit(model.config, written.steps, {name: x.to("meta") for name, x in out.items()})
     return out
-
-
-def _config_fields(model: Model, written: hub.WrittenConfig) -> dict[str, Any]:
-    fields = {**written.fields, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    labels = None if model.processor is None else model.processor.labels
-    if labels is not None:
-        if len(labels) != model.config.n_classes:
-            raise ValueError(f"the processor has {len(labels)} labels, but n_classes={model.config.n_classes}")
-        fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
-        fields["label2id"] = {label: index for index, label in enumerate(labels)}
-    return fields

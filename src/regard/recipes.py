@@ -83,7 +83,8 @@ def run_config(
     start = default_recipe(task)
     if preset is not None and (start := recipe(preset))["task"] != task:
         raise UsageError(f"preset={preset} is for the task {start['task']}, not for {task}")
-    sections = {"data": _data_fields(data), "model": _model_fields(model), "train": _fields_of(train)}
+    model_fields = {PRESET: model} if isinstance(model, str) else _fields_of(model)
+    sections = {"data": _data_fields(data), "model": model_fields, "train": _fields_of(train)}
     values = {section: check_fields(section, fields) for section, fields in sections.items()}
     layers: list[Mapping[str, Any]] = [start, content, values, parse_overrides(overrides)]
     fields = {section: _merge_layers([layer.get(section, {}) for layer in layers]) for section in SECTIONS}
@@ -112,10 +113,6 @@ def _data_fields(data: str | Path | Sequence[str | Path] | Mapping[str, Any] | C
         if isinstance(value, Path) or (isinstance(value, Sequence) and not isinstance(value, str)):
             fields[name] = str(value) if isinstance(value, Path) else ",".join(map(str, value))
     return fields
-
-
-def _model_fields(model: str | Mapping[str, Any] | Config | None) -> dict[str, Any]:
-    return {PRESET: model} if isinstance(model, str) else _fields_of(model)
 
 
 def _merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -147,13 +144,13 @@ def recipes_to_text() -> str:
         lines.append(f"  {name}: {content['task']}")
         for section in SECTIONS:
             if fields := content.get(section):
-                lines.append("      " + " ".join(_format_word(section, key, value) for key, value in fields.items()))
+                words = (
+                    f"{section}={value}" if key == PRESET else f"{section}.{key}={format_value(value)}"
+                    for key, value in fields.items()
+                )
+                lines.append(f"      {' '.join(words)}")
     lines.append("models: regard train TASK model=NAME")
     return "\n".join([*lines, f"  {', '.join(load_presets())}"])
-
-
-def _format_word(section: str, key: str, value: Any) -> str:
-    return f"{section}={value}" if key == PRESET else f"{section}.{key}={format_value(value)}"
 
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ def test_a_device_that_is_full_is_not_the_files_fault(folder: Folder, monkeypatc
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("regard.hub.fitting._convert", full)
+    monkeypatch.setattr(torch.Tensor, "clone", full)
     with pytest.raises(torch.OutOfMemoryError):
         load(folder("gpt2"))
 

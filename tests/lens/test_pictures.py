@@ -156,7 +156,12 @@ def test_a_part_and_an_overview(seen: Look, tmp_path: Path) -> None:
     assert look.heatmap(tmp_path / "long.png", layer=0, head=0).stat().st_size > 1000
     whole = select_head(look, 0, 0).sheet(100, 100)
     torch.testing.assert_close(whole.values, look.pooled(layer=0, head=0, h=100, w=100))
-    torch.testing.assert_close(select_head(look, 0, 0)._means(100, 100), whole.values, atol=1e-6, rtol=1e-4)
+    same = select_head(look, 0, 0, rows=slice(0, 1200)).sheet(100, 100)
+    torch.testing.assert_close(same.values, whole.values, atol=1e-6, rtol=1e-4)
+    uneven = select_head(look, 0, 0, rows=slice(0, 7), cols=slice(0, 7)).sheet(7, 2)
+    assert [label.text for label in uneven.cols] == ["0", "4"]
+    left, right = look.weights(layer=0, head=0, rows=slice(0, 7), cols=slice(0, 7)).split([4, 3], 1)
+    torch.testing.assert_close(uneven.values, torch.stack([left.mean(1), right.mean(1)], 1))
 
 
 def test_an_overlay_for_each_word_and_for_the_patches(caption: Look, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from generation.spoken import language_model, translator
 from regard.attention import record
 from regard.foundation.jsonio import to_jsonable
 from regard.lens import interventions
-from regard.lens.capture import attention_at
+from regard.lens.capture import attention_site
 from regard.lens.effects import logit_lens
 from regard.lens.labels import token_text
 from regard.lens.patterns import patterns
@@ -249,7 +249,7 @@ def test_the_walk_can_be_done_by_hand(client: TestClient, models: dict[str, Mode
                 assert step["weight"] == pytest.approx(math.exp(step["score"] - step["lse"]), abs=1e-5)
                 assert step["score"] <= step["max"] + 1e-5
             assert step["contribution"] == pytest.approx([step["weight"] * x for x in step["v"]], abs=1e-6)
-        place = next(n for n, m in model.named_modules() if m is attention_at(model, kind, layer))
+        place = next(n for n, m in model.named_modules() if m is attention_site(model, kind, layer).owner)
         output = recorder.attentions[place][-1].output
         assert output is not None
         total = torch.tensor([step["contribution"] for step in steps]).sum(0)

@@ -33,13 +33,18 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
     if match := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", message):
         return _advise_directory(match[1], command)
     if match := re.match(r"(.+) has no run\.json, so it is no training run", message):
-        return _advise_run(match[1])
+        if (Path(match[1]) / "config.json").is_file():
+            return f"; it is a model: regard train TASK train.init={match[1]} starts from its weights"
+        runs = [run for run in _models_near(match[1]) if (Path(run) / "run.json").is_file()]
+        return _nearest_or_newest(match[1], runs) or "; regard train --list shows what can be trained"
     if match := re.match(r"(.+) has no checkpoint yet|(.+) is a run that has not come to its end", message):
         return f"; regard train --resume {match[1] or match[2]} goes on with it"
     if match := re.match(r"(.+) has no config\.json, so it is no model directory", message):
         return _nearest_or_newest(match[1], _models_near(match[1])) or "; regard train --list shows how to train one"
     if match := re.search(r"there is no file ([^;]+)", message):
-        return _advise_file(match[1])
+        folder = Path(match[1]).parent
+        names = [str(folder / entry.name) for entry in list(folder.iterdir())[:_MAX_ENTRIES]] if folder.is_dir() else []
+        return did_you_mean(str(Path(match[1])), names, dotted=False)
     lines = [str(line) for line in getattr(failure, "lines", ())]
     images_given = any("data.images=" in word for word in command_line)
     if lines and all("no such file" in line for line in lines) and not images_given:
@@ -73,13 +78,6 @@ def _advise_directory(path: str, command: str) -> str:
     return hint or "; regard demo makes one, regard train --list shows how to train others"
 
 
-def _advise_run(path: str) -> str:
-    if (Path(path) / "config.json").is_file():
-        return f"; it is a model: regard train TASK train.init={path} starts from its weights"
-    runs = [run for run in _models_near(path) if (Path(run) / "run.json").is_file()]
-    return _nearest_or_newest(path, runs) or "; regard train --list shows what can be trained"
-
-
 def _nearest_or_newest(path: str, runs: Sequence[str]) -> str:
     return did_you_mean(path, runs, dotted=False) or (f"; the newest here is {runs[-1]}" if runs else "")
 
@@ -93,14 +91,6 @@ def _models_near(path: str) -> list[str]:
             if marker is not None and not entry.name.startswith("."):
                 times[str(entry)] = marker.stat().st_mtime
     return sorted(times, key=times.__getitem__)
-
-
-def _advise_file(path: str) -> str:
-    folder = Path(path).parent
-    if not folder.is_dir():
-        return ""
-    names = [str(folder / entry.name) for entry in list(folder.iterdir())[:_MAX_ENTRIES]]
-    return did_you_mean(str(Path(path)), names, dotted=False)
 
 
 def _advise_command(words: Sequence[str]) -> str:

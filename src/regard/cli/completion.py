@@ -36,20 +36,20 @@ def recipes(incomplete: str) -> list[Offer]:
 
 def words(ctx: typer.Context, incomplete: str) -> list[Offer]:
     """`section.field=`, and after the sign the values of the field."""
+    from regard.config.overrides import fields_to_dict
+
     before: list[str] = list(ctx.params.get("words") or ())
     if len(before) > 1 and before[-1] == "=":  # bash splits a word at its sign
         return [offer.partition("=")[2] for offer in _values(before[-2], incomplete)]
     name, equals, value = incomplete.partition("=")
-    return [(offer, "") for offer in _values(name, value)] if equals else list(_fields(name))
-
-
-def _fields(start: str) -> Iterator[tuple[str, str]]:
-    from regard.config.overrides import SECTIONS
-
-    for section, config in SECTIONS.items():
-        for name, field in config.model_fields.items():
-            if (word := f"{section}.{name}=").startswith(start):
-                yield word, " ".join((field.description or "").split()).partition(";")[0][:60]
+    if equals:
+        return [(offer, "") for offer in _values(name, value)]
+    return [
+        (f"{section}.{field}=", facts["about"].partition(";")[0][:60])
+        for section, fields in fields_to_dict().items()
+        for field, facts in fields.items()
+        if f"{section}.{field}=".startswith(name)
+    ]
 
 
 def _values(name: str, start: str) -> list[str]:
@@ -78,8 +78,9 @@ def _values(name: str, start: str) -> list[str]:
 
 def models(incomplete: str) -> list[Offer]:
     """Runs and model directories; those in runs/ are offered before anything is typed."""
-    offers: list[Offer] = [*_runs(incomplete), *_paths(incomplete, files=False)]
-    return offers[:_MAX_ENTRIES]
+    runs = [] if incomplete.startswith("runs/") else list(_paths("runs/", files=False))
+    offers: list[Offer] = [path for path in runs if path.startswith(incomplete) and not path.endswith("/")]
+    return [*offers, *_paths(incomplete, files=False)][:_MAX_ENTRIES]
 
 
 def presets_or_models(incomplete: str) -> list[Offer]:
@@ -91,15 +92,6 @@ def presets_or_models(incomplete: str) -> list[Offer]:
 def sources(incomplete: str) -> list[Offer]:
     """An embedded corpus, a file or a folder."""
     return [value.partition("=")[2] for value in _values("data", incomplete)]
-
-
-def _runs(start: str) -> Iterator[str]:
-    folder = Path("runs")
-    if not folder.is_dir() or start.startswith("runs/"):
-        return
-    for path in sorted(folder.iterdir()):
-        if str(path).startswith(start) and any((path / name).is_file() for name in _RUN_FILES):
-            yield str(path)
 
 
 def _paths(start: str, *, files: bool) -> Iterator[str]:

@@ -9,16 +9,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from .options import AsJson, print_result
+from .options import AsJson, print_json
 
 # The core's packages with the lowest version that will do, by the name they are imported by where it differs.
 CORE = {
@@ -60,38 +59,7 @@ class Finding:
     name: str
     state: str  # ok, note (something could be added), broken (the core needs it)
     text: str
-    type_this: str = ""  # what to type to mend it
-
-    def to_dict(self) -> dict[str, str]:
-        fields = {"group": self.group, "name": self.name, "state": self.state, "text": self.text}
-        return {**fields, "type": self.type_this} if self.type_this else fields
-
-
-@dataclass
-class Health:
-    """Everything that was found."""
-
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def broken(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.state == "broken"]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"ok": not self.broken, "findings": [finding.to_dict() for finding in self.findings]}
-
-    def to_text(self) -> str:
-        lines: list[str] = []
-        marks = {"ok": "✓", "note": "·", "broken": "✗"}
-        for group, findings in groupby(self.findings, key=lambda finding: finding.group):
-            lines.append(group)
-            for finding in findings:
-                lines.append(f"  {marks[finding.state]} {finding.name:14} {finding.text}")
-                if finding.type_this:
-                    lines.append(f"    {'':14} {finding.type_this}")
-            lines.append("")
-        broken = ", ".join(finding.name for finding in self.broken)
-        return "\n".join([*lines, f"broken: {broken}" if broken else "everything the core needs is here"])
+    type: str = ""  # what to type to mend it
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -99,9 +67,22 @@ def doctor(as_json: AsJson = False) -> None:
 
     The exit code is 1 where something that the core needs is broken, else 0.
     """
-    health = Health(list(examine()))
-    print_result(health, as_json)
-    raise typer.Exit(1 if health.broken else 0)
+    findings = list(examine())
+    broken = [finding.name for finding in findings if finding.state == "broken"]
+    if as_json:
+        rows = [{name: text for name, text in asdict(finding).items() if text} for finding in findings]
+        print_json({"ok": not broken, "findings": rows})
+    else:
+        marks = {"ok": "✓", "note": "·", "broken": "✗"}
+        for group, members in groupby(findings, key=lambda finding: finding.group):
+            print(group)
+            for finding in members:
+                print(f"  {marks[finding.state]} {finding.name:14} {finding.text}")
+                if finding.type:
+                    print(f"    {'':14} {finding.type}")
+            print()
+        print(f"broken: {', '.join(broken)}" if broken else "everything the core needs is here")
+    raise typer.Exit(1 if broken else 0)
 
 
 def examine() -> Iterator[Finding]:
@@ -122,10 +103,8 @@ def examine() -> Iterator[Finding]:
 def _programs() -> Iterator[Finding]:
     from regard import __version__
 
-    place = Path(__file__).resolve().parents[1]
-    yield Finding("versions", "regard", "ok", f"{__version__}  {place}")
-    enough = sys.version_info >= (3, 11)
-    state, hint = ("ok", "") if enough else ("broken", "Python 3.11 or later is needed")
+    yield Finding("versions", "regard", "ok", f"{__version__}  {Path(__file__).resolve().parents[1]}")
+    state, hint = ("ok", "") if sys.version_info >= (3, 11) else ("broken", "Python 3.11 or later is needed")
     yield Finding("versions", "python", state, f"{platform.python_version()}  {sys.executable}", hint)
     yield Finding("versions", "system", "ok", platform.platform())
 
@@ -138,12 +117,10 @@ def _core() -> Iterator[Finding]:
                 importlib.import_module(_IMPORTED_AS.get(name, name))
         except Exception as failure:  # a package that is broken may raise anything
             problem, install = f"cannot be imported: {_one_line(failure)}", f"{install} --force-reinstall"
-        if not problem and numbers(version) < numbers(least):
-            problem = f"older than {least}"
         if version is None:
             yield Finding("core", name, "broken", "not installed", install)
-        elif problem:
-            yield Finding("core", name, "broken", f"{version}, {problem}", install)
+        elif problem or numbers(version) < numbers(least):
+            yield Finding("core", name, "broken", f"{version}, {problem or f'older than {least}'}", install)
         else:
             yield Finding("core", name, "ok", version)
 

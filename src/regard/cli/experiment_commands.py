@@ -62,7 +62,16 @@ def ablate(
     run failed; one that diverged is a result.
     """
     if list_names:
-        _print_ablations(as_json)
+        from regard.experiments.ablations import list_ablations
+
+        ablations = list_ablations()
+        if as_json:
+            print_json({"ablations": ablations})
+            return
+        for name, entry in ablations.items():
+            print(f"{name}: {entry['about']}")
+            if entry["cells"]:
+                print(f"    {', '.join(entry['cells'])}")
         return
     if what is None:
         raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")
@@ -92,19 +101,6 @@ def ablate(
     print_result(result, as_json)
     if any(row.n_failed for row in result.rows):
         raise typer.Exit(1)
-
-
-def _print_ablations(as_json: bool) -> None:
-    from regard.experiments.ablations import list_ablations
-
-    ablations = list_ablations()
-    if as_json:
-        print_json({"ablations": ablations})
-        return
-    for name, entry in ablations.items():
-        print(f"{name}: {entry['about']}")
-        if entry["cells"]:
-            print(f"    {', '.join(entry['cells'])}")
 
 
 bench_app = typer.Typer(help="Measure: attention against length, generation by batch and beam.", no_args_is_help=True)

@@ -94,11 +94,18 @@ def generate(
     options |= {"truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     if draft is not None:
         options |= {"draft": open_model(draft, device), "draft_tokens": draft_tokens}
-    if len(prompts) == 1 and not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
-        _stream(opened, prompts[0], options, echo)
-        return
     from regard.generation import generate as run
+    from regard.generation import stream
 
+    if len(prompts) == 1 and not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
+        pieces = stream(opened, prompts[0], **options)
+        first = next(pieces, "")  # fails before anything is printed
+        sys.stdout.write(f"{prompts[0] if echo else ''}{first}")
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return
     generated = run(opened, prompts, **options)
     if as_json:
         print_json(_to_dict(model, prompts, generated))
@@ -133,18 +140,6 @@ def _token_options(
 
 def _id_or_word(token: str) -> int | str:
     return int(token) if token.isdecimal() else token
-
-
-def _stream(model: Model, prompt: str, options: dict[str, Any], echo: bool) -> None:
-    from regard.generation import stream
-
-    pieces = stream(model, prompt, **options)
-    first = next(pieces, "")  # fails before anything is printed
-    sys.stdout.write(f"{prompt if echo else ''}{first}")
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:

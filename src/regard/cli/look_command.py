@@ -31,7 +31,6 @@ from .options import (
 
 if TYPE_CHECKING:
     from regard.lens import Look
-    from regard.models import Model
 
 _SUFFIXES = (".png", ".svg", ".pdf", ".csv", ".html")
 
@@ -71,8 +70,12 @@ def look(
     check_out(out)
     opened = open_model(model, device)
     if score:
+        from regard.lens.head_scores import score as score_heads
+
         _check_known_alignment(model)
-        _print_scores(opened, as_json)
+        scores = score_heads(opened)
+        table = scores.pop("table", None)
+        print_json(scores) if as_json else print(table)
         return
     refuse_images(opened, [what or ""])
     from regard.lens import look as look_at
@@ -151,14 +154,6 @@ def _check_known_alignment(path: str) -> None:
     source = RunDirectory.open(path).config.data.source
     if source not in ("en-ko", "shapes"):
         raise RegardError(f"{path} learned from {source}; where it should look is known for en-ko and shapes alone")
-
-
-def _print_scores(model: Model, as_json: bool) -> None:
-    from regard.lens.head_scores import score
-
-    scores = score(model)
-    table = scores.pop("table", None)
-    print_json(scores) if as_json else print(table)
 
 
 def _compare(

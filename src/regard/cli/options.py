@@ -62,9 +62,6 @@ class GlobalOptions:
     command: list[str] = field(default_factory=list)
 
 
-# ------------------------------------------------------------------------------------- answers and failures
-
-
 def print_result(result: Any, as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
@@ -84,22 +81,17 @@ def progress(line: str) -> None:
 
 def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
     """One line on stderr, whatever the message holds, for logs and scripts; bad lines of data get one each."""
-    lines = [str(line) for line in getattr(failure, "lines", ())]
-    message = _message(failure)
+    lines, message = [str(line) for line in getattr(failure, "lines", ())], str(failure)
+    if isinstance(failure, OSError) and failure.filename is not None and failure.strerror:
+        # Without the temporary name that a file has while it is written.
+        name = re.sub(r"/\.([^/]+?)\.[a-z0-9_]{8}(\.saving)?(?=/|$)", r"/\1", str(failure.filename))
+        message = f"{name} cannot be read or written: {failure.strerror}"
     message = advice.in_command_line_terms(message.split("\n", 1)[0] if lines else message)
     progress(f"regard: {' '.join(message.split()) or type(failure).__name__}{advice.advise(command, failure)}")
     for line in lines:
         progress(" ".join(line.split()))
     if (n_hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:
         progress(f"… and {n_hidden:,} more")
-
-
-def _message(failure: Exception) -> str:
-    """The message; of an OSError without its number and without the temporary name a file has while it is written."""
-    if isinstance(failure, OSError) and failure.filename is not None and failure.strerror:
-        name = re.sub(r"/\.([^/]+?)\.[a-z0-9_]{8}(\.saving)?(?=/|$)", r"/\1", str(failure.filename))
-        return f"{name} cannot be read or written: {failure.strerror}"
-    return str(failure)
 
 
 @contextmanager
@@ -114,9 +106,6 @@ def usage_errors(*names: str) -> Iterator[None]:
         for name in names:
             message = re.sub(rf"\b{name}=", f"--{name.replace('_', '-')} ", message)
         raise UsageError(message) from None
-
-
-# ------------------------------------------------------------------------------------- models, inputs, outputs
 
 
 def device_name(name: str) -> str:

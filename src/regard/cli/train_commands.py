@@ -47,7 +47,13 @@ def train(
     `regard train --fields` lists every field, `regard train --list` tasks and presets.
     """
     if list_recipes or list_fields:
-        _print_list(list_recipes, as_json)
+        from regard import recipes
+        from regard.config import overrides as fields
+
+        if as_json:
+            print_json(recipes.recipes_to_dict() if list_recipes else fields.fields_to_dict())
+        else:
+            print(recipes.recipes_to_text() if list_recipes else fields.fields_to_text())
         return
     arguments = [*([] if task is None else [task]), *(words or [])]
     style: Style = "quiet" if quiet else "json" if as_json else "auto"
@@ -95,16 +101,6 @@ def _print_once(result: Any, as_json: bool) -> None:
     """Of the processes torchrun started, only the first prints."""
     if os.environ.get("RANK", "0") == "0":
         print_result(result, as_json)
-
-
-def _print_list(recipes: bool, as_json: bool) -> None:
-    from regard.config.overrides import fields_to_dict, fields_to_text
-    from regard.recipes import recipes_to_dict, recipes_to_text
-
-    if as_json:
-        print_json(recipes_to_dict() if recipes else fields_to_dict())
-    else:
-        print(recipes_to_text() if recipes else fields_to_text())
 
 
 def evaluate(

@@ -19,7 +19,16 @@ class Config(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ValueError(_first_problem(error, type(self))) from None
+            problem = error.errors()[0]
+            field, message = ".".join(str(part) for part in problem["loc"]), str(problem["msg"])
+            message = message.removeprefix("Value error, ")
+            if problem["type"] == "extra_forbidden":
+                nearest = nearest_name(field, type(self).model_fields)
+                message = f"{type(self).__name__} has no field {field!r}"
+                message += f"; did you mean {nearest!r}?" if nearest else ""
+            elif field:
+                message = f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"
+            raise ValueError(message) from None
 
     def with_(self, **changes: Any) -> Self:
         """The same config with some fields changed, checked again."""
@@ -41,13 +50,3 @@ class Config(BaseModel):
 def split_commas(value: Any) -> Any:
     """``0.9,0.98`` as it is typed → ("0.9", "0.98"); anything but a string stays."""
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-
-def _first_problem(error: ValidationError, config: type[Config]) -> str:
-    problem = error.errors()[0]
-    field = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        nearest = nearest_name(field, config.model_fields)
-        return f"{config.__name__} has no field {field!r}" + (f"; did you mean {nearest!r}?" if nearest else "")
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return message if not field else f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -34,9 +34,23 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         path = path / _RUN_FILE
     check_suffix(path)
     try:
-        content = check_content(_parse(path))
+        raw = path.read_bytes()
+        if path.suffix == ".json":
+            fields: Any = parse_json(raw, path)
+        else:
+            text = raw.decode("utf-8")
+            fields = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
+        if not isinstance(fields, dict):
+            raise UsageError("it holds no fields: sections and their fields are written field: value")
+        content = check_content(fields)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except BadModelFile as error:
+        raise UsageError(f"{path}: {str(error).removeprefix(f'{path} ')}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors too
+        raise UsageError(f"{path}: {' '.join(str(error).split())}") from None
     if path.name == _RUN_FILE:
         content["train"].pop("out", None)
     return content
@@ -74,7 +88,12 @@ def save_config_file(path: str | Path, config: RunConfig) -> None:
     if path.suffix == ".json":
         text = to_json(content).decode()
     elif path.suffix == ".toml":
-        text = _to_toml(content)
+        # TOML has no null: None is written "none", which is how it is typed.
+        lines = [f"{key} = {_toml_value(value)}" for key, value in content.items() if not isinstance(value, dict)]
+        for section in SECTIONS:
+            fields = (f"{key} = {_toml_value(value)}" for key, value in content[section].items())
+            lines += ["", f"[{section}]", *fields]
+        text = "\n".join(lines) + "\n"
     else:
         import yaml
 
@@ -87,25 +106,6 @@ def check_suffix(path: Path) -> None:
     """Refuse a name that does not end with the name of a format."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path} ends in {path.suffix or 'nothing'}; a config file ends in {', '.join(SUFFIXES)}")
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror or error}") from None
-    try:
-        if path.suffix == ".json":
-            return parse_json(raw, path)
-        text = raw.decode("utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
-    except BadModelFile as error:
-        raise UsageError(str(error).removeprefix(f"{path} ")) from None
-    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors too
-        raise UsageError(" ".join(str(error).split())) from None
-    if not isinstance(content, dict):
-        raise UsageError("it holds no fields: sections and their fields are written field: value")
-    return content
 
 
 def parse_yaml(text: str) -> Any:
@@ -131,15 +131,6 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"it is not YAML: {error}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _to_toml(content: Mapping[str, Any]) -> str:
-    """TOML has no null: None is written "none", which is how it is typed."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in content.items() if not isinstance(value, dict)]
-    for section, fields in content.items():
-        if isinstance(fields, dict):
-            lines += ["", f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in fields.items())]
-    return "\n".join(lines) + "\n"
 
 
 def _toml_value(value: Any) -> str:

@@ -161,7 +161,17 @@ def register(name: str) -> Mixer:
         return entry
     if not all(name.partition(":")):
         raise ValueError(f"mixer={name!r} is not of the form module:Class")
-    _import(name.partition(":")[0], name)
+    here, module = Path.cwd(), name.partition(":")[0]
+    place = here.joinpath(*module.split("."))
+    is_here = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+    if is_here and not {"", str(here)} & set(sys.path):
+        sys.path.insert(0, str(here))  # as python -m does; an installed command does not
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):
+            raise  # its own import of something else
+        raise ValueError(f"mixer={name!r}: there is no module {error.name!r}, here or on the path") from None
     if (entry := _lookup(name)) is None:
         lines = (Mixer(name).family.__doc__ or "").strip().splitlines()
         entry = MIXERS[name] = Mixer(name, lines[0] if lines else "")
@@ -172,19 +182,6 @@ def register(name: str) -> Mixer:
 def _lookup(name: str, table: dict[str, Mixer] = MIXERS) -> Mixer | None:
     """An entry by its name or by its class."""
     return table.get(name) or next((entry for entry in table.values() if entry.make == name), None)
-
-
-def _import(module: str, name: str) -> None:
-    here, parts = Path.cwd(), module.split(".")
-    is_here = here.joinpath(*parts).with_suffix(".py").is_file() or here.joinpath(*parts, "__init__.py").is_file()
-    if is_here and not {"", str(here)} & set(sys.path):
-        sys.path.insert(0, str(here))  # as python -m does; an installed command does not
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise  # its own import of something else
-        raise ValueError(f"mixer={name!r}: there is no module {error.name!r}, here or on the path") from None
 
 
 def keys_per_query(config: ModelConfig, layer: int, length: int, *, causal: bool, has_memory: bool = False) -> float:

@@ -229,12 +229,23 @@ class ModelConfig(Config):
         self.check_shares(
             ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
         )
-        _check_numbers(self)
+        for name in ("activation", "head_activation"):
+            value = getattr(self, name)
+            if value is not None and value not in ACTIVATIONS:
+                nearest = nearest_name(value, ACTIVATIONS)
+                hint = f"; did you mean {nearest!r}?" if nearest else ""
+                raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIVATIONS)}{hint}")
+        if self.norm_eps <= 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be greater than 0")
+        if not 0 < self.rope_fraction <= 1:
+            raise ValueError(f"rope_fraction={self.rope_fraction} must lie in (0, 1]")
+        if self.positions == "t5" and self.t5_buckets % 2:
+            raise ValueError(f"t5_buckets={self.t5_buckets} must be even")
         if self.architecture == "recurrent":
             _check_recurrent(self)
-            return self
-        for check in (_check_heads, _check_ends, _check_mixer, _check_patterns):
-            check(self)
+        else:
+            _check_sizes(self)
+            _check_mixing(self)
         return self
 
     @property
@@ -261,21 +272,6 @@ class ModelConfig(Config):
         return self.vocab_size if self.target_vocab_size is None else self.target_vocab_size
 
 
-def _check_numbers(config: ModelConfig) -> None:
-    for name in ("activation", "head_activation"):
-        value = getattr(config, name)
-        if value is not None and value not in ACTIVATIONS:
-            nearest = nearest_name(value, ACTIVATIONS)
-            hint = f"; did you mean {nearest!r}?" if nearest else ""
-            raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIVATIONS)}{hint}")
-    if config.norm_eps <= 0:
-        raise ValueError(f"norm_eps={config.norm_eps} must be greater than 0")
-    if not 0 < config.rope_fraction <= 1:
-        raise ValueError(f"rope_fraction={config.rope_fraction} must lie in (0, 1]")
-    if config.positions == "t5" and config.t5_buckets % 2:
-        raise ValueError(f"t5_buckets={config.t5_buckets} must be even")
-
-
 _POSITIVE = (
     *("vocab_size", "target_vocab_size", "d_model", "n_layers", "n_decoder_layers", "n_heads", "n_decoder_heads"),
     *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
@@ -285,7 +281,8 @@ _POSITIVE = (
 _BIASES = ("alibi", "t5", "xl")
 
 
-def _check_heads(config: ModelConfig) -> None:
+def _check_sizes(config: ModelConfig) -> None:
+    """Heads, and what goes in and comes out."""
     n_decoder_heads = config.n_decoder_heads or config.n_heads
     for name, heads in (("n_heads", config.n_heads), ("n_decoder_heads", n_decoder_heads)):
         if config.d_head is None and config.d_model % heads:
@@ -295,10 +292,6 @@ def _check_heads(config: ModelConfig) -> None:
         width = config.d_model // heads if config.d_head is None else config.d_head
         if config.positions == "rope" and width % 2:
             raise ValueError(f"positions='rope' needs an even head width, got {width}")
-
-
-def _check_ends(config: ModelConfig) -> None:
-    """What goes in and what comes out."""
     if config.source == "image" and config.image_size % config.patch_size:
         raise ValueError(f"image_size={config.image_size} is not divisible by patch_size={config.patch_size}")
     if config.architecture == "decoder" and config.source != "text":
@@ -314,7 +307,8 @@ def _check_ends(config: ModelConfig) -> None:
         )
 
 
-def _check_mixer(config: ModelConfig) -> None:
+def _check_mixing(config: ModelConfig) -> None:
+    """The mixer, windows and sparsity."""
     mixing, positions, mixer = config.mixing, config.positions, f"mixer={config.mixer!r}"
     if not mixing.causal:
         if config.has_decoder and config.causal:
@@ -326,10 +320,6 @@ def _check_mixer(config: ModelConfig) -> None:
         raise ValueError(f"positions={positions!r} acts inside attention, which {mixer} has not")
     if not mixing.pairs and positions in _BIASES:
         raise ValueError(f"positions={positions!r} is a bias on scores of token pairs, which {mixer} has not")
-
-
-def _check_patterns(config: ModelConfig) -> None:
-    """Windows and sparsity."""
     if config.shifted_windows is not None and config.source != "image":
         raise ValueError(f"shifted_windows={config.shifted_windows} needs source='image', not {config.source!r}")
     layers = config.window_layers

@@ -84,16 +84,10 @@ def behaviour(config: ModelConfig) -> dict[str, Any]:
     """The fields that decide; a value equal to what None stands for is written as None."""
     ignored = {name for names, rule in _RULES for name in names if not rule(config)}
     fields = {name: getattr(config, name) for name in ModelConfig.model_fields if name not in ignored}
-    explicit = _explicit_defaults(config)
-    return {name: None if name in explicit else value for name, value in fields.items()}
-
-
-def _explicit_defaults(config: ModelConfig) -> set[str]:
-    """Optional fields whose value is the one that None stands for."""
     encoder_decoder = config.architecture == "encoder-decoder"
     heads = {config.n_heads, (config.n_decoder_heads or config.n_heads) if encoder_decoder else config.n_heads}
     n_layers = max(config.n_layers, (config.n_decoder_layers or 0) if encoder_decoder else 0)
-    same = {
+    is_default = {  # optional fields whose value is the one that None stands for
         "n_decoder_layers": config.n_decoder_layers == config.n_layers,
         "n_decoder_heads": config.n_decoder_heads == config.n_heads,
         "d_decoder_ff": config.d_decoder_ff == config.d_ff,
@@ -106,7 +100,7 @@ def _explicit_defaults(config: ModelConfig) -> set[str]:
         # An image has no token table to share: its target's vocabulary is vocab_size under either name.
         "target_vocab_size": config.source != "text" and config.target_vocab_size == config.vocab_size,
     }
-    return {name for name, is_same in same.items() if is_same}
+    return {name: None if is_default.get(name) else value for name, value in fields.items()}
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[Difference]:

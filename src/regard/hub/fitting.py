@@ -48,7 +48,7 @@ def fit(config: ModelConfig, steps: Sequence[Step], layout: Tensors) -> Fitting:
         f"{name} is {_shape(x)} instead of {_shape(wanted)}"
         for name, x in layout.items()
         if name in matches and (wanted := expected.get(matches[name].stands_for or "")) is not None
-        if not _same_layout(x, wanted)
+        if x.shape != wanted.shape or x.is_floating_point() != wanted.is_floating_point()
     ]
     unexpected = [name for name in layout if name not in matches]
     # With the right shapes in place of those found, so that one wrong tensor does not hide a missing one.
@@ -81,17 +81,13 @@ def fill(
     files = {x.untyped_storage().data_ptr() for x in read.values()}
     state = {}
     for name, x in tensors.items():
-        x = _convert(x, device, dtype)
+        x = x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
         # Away from the file's memory: later writes to the file must not change the model, and kernels round differently
         # on unaligned memory, as a file's is.
         state[name] = x.clone() if x.untyped_storage().data_ptr() in files else x
     model.load_state_dict(state, assign=True)
     kinds = {x.dtype for x in state.values() if x.is_floating_point()}
     return model.to(kinds.pop() if len(kinds) == 1 else None).eval()  # the buffers too, where there is one type
-
-
-def _convert(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
 
 
 class NameMatch(NamedTuple):
@@ -149,10 +145,6 @@ def _check_sizes(config: ModelConfig, layout: Tensors) -> None:
         size = 1 if config.share_layers else fields.get(name)
         if size is not None and size > len(layout):
             raise BadModelFile(f"config.json has {name}={size}, but there are only {len(layout)} tensors")
-
-
-def _same_layout(x: Tensor, wanted: Tensor) -> bool:
-    return x.shape == wanted.shape and x.is_floating_point() == wanted.is_floating_point()
 
 
 def _shape(x: Tensor) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -54,7 +54,12 @@ def read_config(fields: dict[str, Any]) -> ResolvedConfig:
     model_type, section = fields.get("model_type"), fields.get(_OWN_SECTION)
     if model_type is None:
         raise BadModelFile(f"config.json has no model_type; regard reads {', '.join(BY_TYPE)}")
-    own = None if section is None else _own_config(section)
+    if section is not None and not isinstance(section, dict):
+        raise BadModelFile(f"config.json has {_OWN_SECTION!r} as a {type(section).__name__}, where an object belongs")
+    try:
+        own = None if section is None else ModelConfig(**section)
+    except (ValueError, TypeError) as error:
+        raise BadModelFile(f"config.json, section {_OWN_SECTION!r}: {error}") from None
     if model_type == OWN_TYPE:
         if own is None:
             raise BadModelFile(f"config.json has model_type {OWN_TYPE!r}, but no section {_OWN_SECTION!r}")
@@ -134,8 +139,10 @@ def _attempt(family: Family, config: ModelConfig) -> tuple[Family, dict[str, Any
 
     Where the family cannot write the config at all, variants with another head or activation are tried.
     """
-    for variant in _variants(config):
+    changes = [{}, *({"head": head} for head in get_args(Head)), *({"activation": x} for x in FEEDFORWARD_KINDS)]
+    for change in changes:
         try:
+            variant = config.with_(**change)
             fields = json.loads(json.dumps(family.write(variant)))
             back = family.read(ForeignFields(fields))
         except _UNREADABLE:
@@ -144,29 +151,10 @@ def _attempt(family: Family, config: ModelConfig) -> tuple[Family, dict[str, Any
     return family, {}, [Obstacle(family.model_types[0])]
 
 
-def _variants(config: ModelConfig) -> Iterator[ModelConfig]:
-    yield config
-    for head in get_args(Head):
-        with suppress(ValueError):
-            yield config.with_(head=head)
-    for activation in FEEDFORWARD_KINDS:
-        with suppress(ValueError):
-            yield config.with_(activation=activation)
-
-
 def _distance(obstacles: Sequence[Obstacle]) -> tuple[int, int]:
     """(differences in kind, number of fields), to be compared in this order; nothing alike counts most."""
     fields = [None if one.difference is None else one.difference.field for one in obstacles]
     return sum(3 if field is None else field in _KINDS for field in fields), len(fields)
-
-
-def _own_config(section: Any) -> ModelConfig:
-    if not isinstance(section, dict):
-        raise BadModelFile(f"config.json has {_OWN_SECTION!r} as a {type(section).__name__}, where an object belongs")
-    try:
-        return ModelConfig(**section)
-    except (ValueError, TypeError) as error:
-        raise BadModelFile(f"config.json, section {_OWN_SECTION!r}: {error}") from None
 
 
 def changed_fields(config: ModelConfig) -> dict[str, Any]:
@@ -180,6 +168,18 @@ def model_card(model: Model, written: WrittenConfig) -> str:
     """README.md of a saved model: the same model always gives the same text."""
     config = model.config
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    if written.obstacles:
+        reasons = "\n".join(f"- {reason}" for reason in written.obstacles)
+        twin = f"transformers has no twin of this model and cannot open this directory. In the way:\n\n{reasons}"
+    else:
+        name = written.fields["architectures"][0]
+        twin = f"""transformers opens it too, as model_type `{written.model_type}`:
+
+```python
+from transformers import {name}
+
+model = {name}.from_pretrained("path/to/this/directory")
+```"""
     rows = "\n".join(f"| {field} | {value} |" for field, value in changed_fields(config).items())
     return f"""---
 library_name: {"regard" if written.obstacles else "transformers"}
@@ -198,7 +198,7 @@ import regard
 model = regard.load("path/to/this/directory")
 ```
 
-{_transformers_section(written)}
+{twin}
 
 `manifest.json` holds the SHA-256 of every file here; `regard.load` checks them before it reads anything.
 
@@ -210,17 +210,3 @@ Fields that differ from regard's defaults; config.json has all of them.
 |---|---|
 {rows}
 """
-
-
-def _transformers_section(written: WrittenConfig) -> str:
-    if written.obstacles:
-        reasons = "\n".join(f"- {reason}" for reason in written.obstacles)
-        return f"transformers has no twin of this model and cannot open this directory. In the way:\n\n{reasons}"
-    name = written.fields["architectures"][0]
-    return f"""transformers opens it too, as model_type `{written.model_type}`:
-
-```python
-from transformers import {name}
-
-model = {name}.from_pretrained("path/to/this/directory")
-```"""

@@ -45,10 +45,23 @@ def open_safetensors(path: Path) -> Weights:
     """One safetensors file. safetensors checks that shapes, offsets and the file's length agree."""
     from safetensors import safe_open
 
-    parse_json(_header(path), path)  # for a name that stands there twice, which safetensors lets pass
+    with path.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(path.stat().st_size - 8, _MOST_HEADER):
+            raise BadModelFile(f"{path} is cut off or no safetensors file: its header is not whole")
+        parse_json(opened.read(length), path)  # refuses a name that stands there twice, which safetensors lets pass
     with _bad_file_errors(path):
         file = safe_open(path, framework="pt")  # kept: opened a second time it might be another file
-        layout = {name: _on_meta(file.get_slice(name), name, path) for name in file.keys()}  # noqa: SIM118 - no dict
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
+    for name, part in parts.items():
+        if part.get_dtype() not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise BadModelFile(f"{path}: {name} holds numbers of type {part.get_dtype()}; regard reads {known}")
+    layout = {
+        name: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+        for name, part in parts.items()
+    }
 
     def read() -> Tensors:
         with _bad_file_errors(path):
@@ -92,7 +105,14 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
     """Write model.safetensors, or numbered files of at most ``most_bytes``; their index where there are several."""
     from safetensors.torch import save_file
 
-    shards = _split(tensors, most_bytes)
+    shards: list[Tensors] = [{}]
+    free = most_bytes
+    for name, x in tensors.items():  # a tensor that is larger has a file of its own
+        if shards[-1] and x.nbytes > free:
+            shards.append({})
+            free = most_bytes
+        shards[-1][name] = x
+        free -= x.nbytes
     files = [
         "model.safetensors" if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         for i in range(1, len(shards) + 1)
@@ -105,35 +125,6 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
     total = sum(x.nbytes for x in tensors.values())
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _split(tensors: Tensors, most_bytes: int) -> list[Tensors]:
-    """Files in order of the tensors, each filled until the next tensor would not fit; a larger one has its own."""
-    shards: list[Tensors] = [{}]
-    free = most_bytes
-    for name, x in tensors.items():
-        if shards[-1] and x.nbytes > free:
-            shards.append({})
-            free = most_bytes
-        shards[-1][name] = x
-        free -= x.nbytes
-    return shards
-
-
-def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(path.stat().st_size - 8, _MOST_HEADER):
-            raise BadModelFile(f"{path} is cut off or no safetensors file: its header is not whole")
-        return file.read(length)
-
-
-def _on_meta(part: Any, name: str, path: Path) -> Tensor:
-    kind = part.get_dtype()
-    if kind not in _DTYPES:
-        raise BadModelFile(f"{path}: {name} holds numbers of type {kind}; regard reads {', '.join(_DTYPES)}")
-    return torch.empty(part.get_shape(), dtype=_DTYPES[kind], device="meta")
 
 
 @contextmanager
@@ -168,7 +159,18 @@ class Directory:
     """A model directory. With a manifest, all files are checked at once, and only listed files are read."""
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
-        self.root = _locate(Path(path))
+        root = Path(path)
+        if not root.exists() and previous_version(root).is_dir():
+            root = previous_version(root)  # a save was cut off between its two renames; the old model is whole
+        elif not root.exists():
+            raise BadModelFile(
+                f"there is no directory {str(root)!r}; regard loads local directories and downloads nothing"
+            )
+        elif not root.is_dir():
+            raise BadModelFile(f"{root} is a file; a model is a directory with config.json and model.safetensors")
+        elif not (root / "config.json").exists():
+            raise BadModelFile(f"{root} has no config.json, so it is no model directory")
+        self.root = root
         self._listed: Mapping[str, Entry] | None = None
         manifest = Manifest.read(self.root) if verify else None
         if manifest is not None:
@@ -231,26 +233,12 @@ class Directory:
                     f"{self.root} has its weights as a pickle only; allow_pickle=True (--allow-pickle) reads it, "
                     f"tensors and nothing else"
                 )
-            weight_map = None if self.has(single) else self._weight_map(index)
-            names = [single] if weight_map is None else sorted(set(weight_map.values()))
+            names, weight_map = [single], None
+            if not self.has(single):
+                weight_map = self.json(index).get("weight_map")
+                if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+                    raise BadModelFile(f"{self.root / index} has no weight_map from tensors to files")
+                names = sorted(set(weight_map.values()))
             open_shard = open_pickle if pickled else open_safetensors
             return merge_shards({name: open_shard(self.path(name)) for name in names}, weight_map, self.root)
         raise BadModelFile(f"{self.root} has no model.safetensors and no model.safetensors.index.json")
-
-    def _weight_map(self, name: str) -> dict[str, str]:
-        match self.json(name):
-            case {"weight_map": dict(files)} if all(isinstance(file, str) for file in files.values()):
-                return files
-        raise BadModelFile(f"{self.root / name} has no weight_map from tensors to files")
-
-
-def _locate(path: Path) -> Path:
-    if not path.exists():
-        if previous_version(path).is_dir():  # a save was cut off between its two renames; the old model is whole
-            return previous_version(path)
-        raise BadModelFile(f"there is no directory {str(path)!r}; regard loads local directories and downloads nothing")
-    if not path.is_dir():
-        raise BadModelFile(f"{path} is a file; a model is a directory with config.json and model.safetensors")
-    if not (path / "config.json").exists():
-        raise BadModelFile(f"{path} has no config.json, so it is no model directory")
-    return path

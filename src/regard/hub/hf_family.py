@@ -5,7 +5,7 @@ Also what the encoder families share: fields that only change their name, heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,12 @@ def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> di
     return {name: value for name, (value, _) in values.items() if value is not None}
 
 
+def encoder_classes(*names: str) -> dict[str, str]:
+    """Class names of BERT-like models and our heads for them."""
+    heads = {"Model": "none", "ForMaskedLM": "masked-lm", "ForSequenceClassification": "classify"}
+    return {f"{name}{kind}": head for name in names for kind, head in heads.items()}
+
+
 def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, class_pooler: str) -> dict[str, Any]:
     """Our fields for their class. A base model has its pooler unless ``has_pooler`` says no.
 
@@ -149,13 +155,21 @@ def modules(names: Mapping[str, str], theirs: str = "", ours: str = "") -> list[
     return [Rename(f"{theirs}{a}.{kind}", f"{ours}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")]
 
 
-def layer(config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str], qkv: tuple[str, ...]) -> list[Step]:
+def join_modules(theirs: Sequence[str], ours: str, rows: tuple[int, ...]) -> list[Step]:
+    """Weights and biases of several modules laid one below the other."""
+    kinds = ("weight", "bias")
+    return [Join(tuple(f"{name}.{kind}" for name in theirs), f"{ours}.{kind}", rows) for kind in kinds]
+
+
+def layer(config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str], qkv: Sequence[str]) -> list[Step]:
     """A layer's tensors; ``qkv`` are its query, key and value maps."""
-    joins = [
-        Join(tuple(f"{theirs}{x}.{kind}" for x in qkv), f"{ours}attention.w_qkv.{kind}", (config.d_model,) * 3)
-        for kind in ("weight", "bias")
-    ]
+    joins = join_modules([f"{theirs}{x}" for x in qkv], f"{ours}attention.w_qkv", (config.d_model,) * 3)
     return [*modules(names, theirs, ours), *joins]
+
+
+def token_head(config: ModelConfig, table: str, name: str = "lm_head.weight") -> Step:
+    """The matrix of the token logits: the ``table`` unless untied."""
+    return Tie(name, table) if config.tie_head else Rename(name, "head.weight")
 
 
 def masked_head(config: ModelConfig, table: str, dense: str, norm: str, decoder: str, bias: str) -> list[Step]:
@@ -164,13 +178,13 @@ def masked_head(config: ModelConfig, table: str, dense: str, norm: str, decoder:
     Some files hold a bias beside the decoder's own. Tied, the two are one; untied, transformers keeps it but reads only
     the decoder's, except in older files that lack that one.
     """
-    weight, own = f"{decoder}.weight", f"{decoder}.bias"
+    own = f"{decoder}.bias"
     second: list[Step] = []
     if bias != own:
         second = [Tie(own, bias) if config.tie_head else Tie(bias, own, checked=False, written=True)]
     return [
         *second,
-        Tie(weight, table) if config.tie_head else Rename(weight, "head.weight"),
+        token_head(config, table, f"{decoder}.weight"),
         Rename(bias if config.tie_head else own, "head.bias"),
         *modules({dense: "head.transform", norm: "head.norm"}),
     ]
@@ -182,7 +196,7 @@ def drop_modules(*names: str) -> list[Step]:
 
 
 @dataclass(frozen=True)
-class OldEnding:
+class OldEnding(Step):
     """An ending that older files have for a newer one (TensorFlow's gamma and beta); the newer one is written."""
 
     old: str
@@ -193,9 +207,6 @@ class OldEnding:
             name.removesuffix(self.old) + self.new if name.endswith(self.old) else name: x
             for name, x in tensors.items()
         }
-
-    def undo(self, tensors: Tensors) -> Tensors:
-        return tensors
 
 
 OLD_NORMS: list[Step] = [

@@ -42,7 +42,11 @@ class Manifest:
         if not (root / NAME).exists():
             return None
         text = resolve_inside(root, NAME).read_bytes()
-        manifest = cls(_parse(text, root / NAME))
+        match parse_json(text, root / NAME):
+            case {"regard_manifest": 1, "files": dict(files)} if all(map(_is_entry, files.values())):
+                manifest = cls({name: Entry(**entry) for name, entry in files.items()})
+            case _:
+                raise BadModelFile(f"{root / NAME} is not a manifest of regard's")
         if manifest.text() != text:  # so that not a bit of it can change unseen
             raise BadModelFile(f"{root / NAME} is damaged: it is not written as regard writes it")
         return manifest
@@ -56,7 +60,15 @@ class Manifest:
 
     def check(self, root: Path) -> None:
         """Raise BadModelFile, naming every file that is missing or is not the one that was written."""
-        faults = [fault for name, entry in self.files.items() if (fault := _fault(root, name, entry))]
+        faults = []
+        for name, entry in self.files.items():
+            path = resolve_inside(root, name)
+            if not path.is_file():
+                faults.append(f"{name} is missing")
+            elif (size := path.stat().st_size) != entry.size:
+                faults.append(f"{name} has {size} bytes instead of {entry.size}")
+            elif _entry(path) != entry:
+                faults.append(f"{name} has another SHA-256")
         if faults:
             raise BadModelFile(f"{root} is not what its {NAME} says: {'; '.join(faults)}")
 
@@ -85,31 +97,14 @@ def check_replaceable(target: Path, doing: str) -> None:
         )
 
 
-def _parse(text: bytes, path: Path) -> dict[str, Entry]:
-    entries = {}
-    match parse_json(text, path):
-        case {"regard_manifest": 1, "files": dict(files)}:
-            for name, entry in files.items():
-                match entry:
-                    case {"size": int(size), "sha256": str(digest)} if _SHA256.fullmatch(digest):
-                        entries[name] = Entry(size, digest)
-            if len(entries) == len(files):
-                return entries
-    raise BadModelFile(f"{path} is not a manifest of regard's")
+def _is_entry(value: object) -> bool:
+    match value:
+        case {"size": int(), "sha256": str(digest), **rest}:
+            return not rest and _SHA256.fullmatch(digest) is not None
+    return False
 
 
 def _entry(path: Path) -> Entry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Entry(path.stat().st_size, digest)
-
-
-def _fault(root: Path, name: str, entry: Entry) -> str | None:
-    path = resolve_inside(root, name)
-    if not path.is_file():
-        return f"{name} is missing"
-    if (size := path.stat().st_size) != entry.size:
-        return f"{name} has {size} bytes instead of {entry.size}"
-    if _entry(path) != entry:
-        return f"{name} has another SHA-256"
-    return None

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +17,16 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 
-class Step(Protocol):
+class Step:
     """One change of names or layout. ``undo(apply(x)) == x`` and ``apply(undo(y)) == y``, bit for bit."""
 
-    def apply(self, tensors: Tensors) -> Tensors: ...  # theirs → ours
+    def apply(self, tensors: Tensors) -> Tensors:
+        """Theirs → ours."""
+        raise NotImplementedError
 
-    def undo(self, tensors: Tensors) -> Tensors: ...  # ours → theirs
+    def undo(self, tensors: Tensors) -> Tensors:
+        """Ours → theirs; by default nothing is written back."""
+        return tensors
 
 
 def to_ours(steps: Iterable[Step], tensors: Tensors) -> Tensors:
@@ -39,7 +42,7 @@ def to_theirs(steps: Sequence[Step], tensors: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Rename:
+class Rename(Step):
     """Another name for the same tensor."""
 
     theirs: str
@@ -53,7 +56,7 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(Step):
     """A matrix stored the other way round (GPT-2's Conv1D keeps (in, out), a Linear (out, in))."""
 
     name: str
@@ -66,7 +69,7 @@ class Transpose:
 
 
 @dataclass(frozen=True)
-class Reshape:
+class Reshape(Step):
     """The same numbers under another shape (a bias kept as one row of a matrix)."""
 
     name: str
@@ -81,7 +84,7 @@ class Reshape:
 
 
 @dataclass(frozen=True)
-class Join:
+class Join(Step):
     """Several tensors laid one below the other into one (q, k and v into w_qkv); ``sizes`` are their rows."""
 
     theirs: tuple[str, ...]
@@ -108,7 +111,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Tie:
+class Tie(Step):
     """A second name for a tensor that we keep once; a file may hold both or either of the two."""
 
     theirs: str
@@ -134,7 +137,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Drop:
+class Drop(Step):
     """A buffer that the model makes itself (a causal mask, position ids); nothing is written back."""
 
     name: str
@@ -142,12 +145,9 @@ class Drop:
     def apply(self, tensors: Tensors) -> Tensors:
         return {name: x for name, x in tensors.items() if not matches(name, self.name)}
 
-    def undo(self, tensors: Tensors) -> Tensors:
-        return tensors
-
 
 @dataclass(frozen=True)
-class Fill:
+class Fill(Step):
     """A tensor of one constant that we do without (a bias of zeros); any other value there is refused."""
 
     name: str

@@ -26,7 +26,7 @@ from ..generation.generate import generate as generate_tokens
 from ..generation.generate import inference
 from ..generation.prompts import default_output_length, max_text_length
 from ..generation.text_codec import resolve_config
-from ..models import Block, Model, Stack
+from ..models import Model, Stack
 from .capture_inputs import SourceInput, decode_ids, read_source, read_target_ids, read_token_ids, tokenizers
 from .labels import Label, numbered_labels, token_labels
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 Head = tuple[str, int, int]  # (kind, layer, head)
 GenerateOptions = Mapping[str, Any] | GenerateConfig  # a GenerateConfig or its fields
-
-# ---- hook sites
 
 _SITE_NAME = re.compile(
     r"(?P<stack>encoder|decoder)(?:\.blocks\.(?P<layer>\d+)(?:\.(?P<part>attention|cross_attention))?)?(?:\.output)?"
@@ -64,7 +62,7 @@ def hook_site(model: Model, name: str) -> HookSite:
     layer = int(parts["layer"])
     if layer >= stack.n_layers:
         raise ValueError(f"place={name!r}: the {parts['stack']} has {stack.n_layers} layers, 0 to {stack.n_layers - 1}")
-    block = _block_at(stack, layer)
+    block = stack.blocks[layer % len(stack.blocks)]  # layers may share blocks
     owner = block if parts["part"] is None else getattr(block, parts["part"])
     if owner is None or (parts["part"] is not None and not isinstance(owner, MultiHeadAttention)):
         raise ValueError(f"place={name!r}: this layer has no such attention")
@@ -75,12 +73,6 @@ def stacks(model: Model) -> dict[str, Stack]:
     """The encoder and the decoder, as far as there are any; a recurrent model has neither."""
     both = {name: getattr(model, name, None) for name in ("encoder", "decoder")}
     return {name: stack for name, stack in both.items() if isinstance(stack, Stack)}
-
-
-def _block_at(stack: Stack, layer: int) -> Block:
-    block = stack.blocks[layer % len(stack.blocks)]  # layers may share blocks
-    assert isinstance(block, Block)
-    return block
 
 
 def attention_sites(model: Model) -> dict[str, list[HookSite]]:
@@ -110,28 +102,28 @@ def resolve_kind(model: Model, kind: str | None) -> str:
     return kind
 
 
-def attention_at(model: Model, kind: str, layer: int) -> nn.Module:
-    """The attention module of one layer."""
+def attention_site(model: Model, kind: str, layer: int) -> HookSite:
+    """The attention of one layer."""
     sites = attention_sites(model)[resolve_kind(model, kind)]
     if not 0 <= layer < len(sites):
         have = f"this model has {len(sites)}, 0 to {len(sites) - 1}"
         raise ValueError(f"layer={layer} is not one of the {kind} attention's layers: {have}")
-    return sites[layer].owner
+    return sites[layer]
 
 
-def check_head(model: Model, kind: str, layer: int, head: int) -> None:
-    n_heads = n_heads_of(attention_at(model, kind, layer))
+def head_site(model: Model, kind: str, layer: int, head: int) -> HookSite:
+    """The attention of one layer, which must have this head."""
+    site = attention_site(model, kind, layer)
+    n_heads = n_heads_of(site.owner)
     if not 0 <= head < n_heads:
         have = f"there are {n_heads}, 0 to {n_heads - 1}"
         raise ValueError(f"head={head} is not one of the {kind} attention's heads: {have}")
+    return site
 
 
 def n_heads_of(module: nn.Module) -> int:
     """How many heads an attention has; a recurrent model's has one."""
     return module.n_heads if isinstance(module, MultiHeadAttention) else 1
-
-
-# ---- captures
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,16 +150,6 @@ def capture_look(model: Model, what: Any, target: Any, generate: GenerateOptions
     run = _capture_decoder if model.is_decoder_only else run
     with inference(model):
         return _name_attentions(model, run(model, what, target, generate))
-
-
-_recorder_lock = threading.Lock()
-
-
-@contextmanager
-def record_attention(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
-    """Record q and k inside the block. A process has one recorder, so a second look waits for the first."""
-    with _recorder_lock, return_freed_memory(n_tokens), record(model, values=False) as recorder:
-        yield recorder
 
 
 def _capture_decoder(model: Any, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
@@ -203,8 +185,7 @@ def _capture_encoder_decoder(model: Any, what: Any, target: Any, generate: Gener
     source, generated, eos_id = read_source(model, what), None, model.config.eos_id
     if target is None:
         prompts = source.values if model.config.source != "text" else source.values.tolist()
-        options = generate if generate is not None else {"max_new_tokens": _max_new_tokens(model, source)}
-        generated = _generate(model, prompts, source, options)
+        generated = _generate(model, prompts, source, {} if generate is None else generate)
         fed, has_end = [*generated.prompts[0], *generated.best[0].content], generated.best[0].finish == "end"
     else:
         fed, has_end = read_target_ids(model, target), True
@@ -228,16 +209,16 @@ def _capture_encoder_decoder(model: Any, what: Any, target: Any, generate: Gener
 def _name_attentions(model: Model, capture: Capture) -> Capture:
     """The capture with the sites of the kinds of attention that were recorded in every layer."""
     recorded = capture.recorder.attentions
-    sites: dict[str, list[tuple[str, int]]] = {}
-    for kind, layers in attention_sites(model).items():
-        if all(site.name in recorded for site in layers):
-            sites[kind] = [(site.name, site.call) for site in layers]
+    sites = {
+        kind: [(site.name, site.call) for site in layers]
+        for kind, layers in attention_sites(model).items()
+        if all(site.name in recorded for site in layers)
+    }
     if not sites:
         how = f"mixer={model.config.mixer!r}" if not model.is_recurrent else "alignment='none'"
         raise ValueError(f"this model has no attention to look at: it is built with {how}")
     cols = dict(capture.cols)
-    for kind, names in sites.items():
-        name, call = names[0]
+    for kind, ((name, call), *_) in sites.items():
         k = recorded[name][call].k
         if k is not None and k.shape[2] != len(cols[kind]):  # Linformer attends to sums of keys
             cols[kind] = numbered_labels("summary", k.shape[2])
@@ -248,20 +229,23 @@ def _generate(model: Model, prompts: Any, source: SourceInput | None, options: G
     if isinstance(options, GenerateConfig):
         return generate_tokens(model, prompts, options)
     fields = dict(options)
-    if source is not None:
-        fields.setdefault("max_new_tokens", _max_new_tokens(model, source))
+    if source is not None and model.config.source == "text":
+        fields.setdefault("max_new_tokens", default_output_length(model.config, len(source.labels), multiple=1))
+    elif source is not None:  # a caption may be as long as the decoder can hold
+        fields.setdefault("max_new_tokens", max(1, max_text_length(model.config, target=True) - 1))
     config, strings = resolve_config(model, None, fields)
     return generate_tokens(model, prompts, config, strings=strings)
 
 
-def _max_new_tokens(model: Model, source: SourceInput) -> int:
-    """About twice the tokens of a source text; for a caption as many as the decoder can hold."""
-    if model.config.source == "text":
-        return default_output_length(model.config, len(source.labels), multiple=1)
-    return max(1, max_text_length(model.config, target=True) - 1)
+_recorder_lock = threading.Lock()
 
 
-# ---- memory
+@contextmanager
+def record_attention(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
+    """Record q and k inside the block. A process has one recorder, so a second look waits for the first."""
+    with _recorder_lock, return_freed_memory(n_tokens), record(model, values=False) as recorder:
+        yield recorder
+
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _MAPPED_FROM = 1 << 20
@@ -292,7 +276,6 @@ def _mallopt() -> Callable[[int, int], int] | None:
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018 — other C libraries give these numbers other meanings, or none
-        mallopt: Callable[[int, int], int] = library.mallopt
+        return library.mallopt
     except (OSError, AttributeError, TypeError):
         return None
-    return mallopt

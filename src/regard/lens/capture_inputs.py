@@ -57,9 +57,6 @@ def _to_model(model: Model, x: Tensor) -> Tensor:
     return x.to(model.device, dtype)
 
 
-# ---- texts
-
-
 def read_token_ids(model: Model, what: Any, name: str) -> list[int]:
     """The token ids of one text, not longer than the model can read."""
     ids = ModelTokenizers(model).encode_inputs(what, name)[0] if isinstance(what, str) else _one_row(what, name)
@@ -106,9 +103,6 @@ def decode_ids(ids: list[int], tokenizer: Any) -> str | None:
     return None if tokenizer is None else tokenizer.decode(ids)
 
 
-# ---- images
-
-
 def _read_image(model: Model, what: Any) -> SourceInput:
     """A file, a PIL image, an array of bytes, or pixels (C, height, width)."""
     values = image_pixels(model, what)
@@ -118,23 +112,20 @@ def _read_image(model: Model, what: Any) -> SourceInput:
     if isinstance(what, Tensor):
         image = _pixels_to_image(values[0], processor)
     else:
-        image = _crop_to_input(_open_image(what, model.config.n_channels), processor)
+        image = _crop_to_input(what, model.config.n_channels, processor)
     embeddings: Any = model.embeddings
     rows, cols = embeddings.patches.grid_of(*values.shape[2:])
     labels = patch_labels(rows, cols, embeddings.n_class_tokens)
     return SourceInput(_to_model(model, values), labels, image=image)
 
 
-def _open_image(what: Any, channels: int) -> Image:
+def _crop_to_input(what: Any, channels: int, processor: ImageProcessor | None) -> Image:
+    """The centre of the image that the processor's crop leaves, in the image's own resolution."""
     from PIL import Image
 
     what = what[0] if isinstance(what, list | tuple) else what
     array = pixels_of(Path(what) if isinstance(what, str | Path) else what, channels=channels)
-    return Image.fromarray(array[:, :, 0] if channels == 1 else array)
-
-
-def _crop_to_input(image: Image, processor: ImageProcessor | None) -> Image:
-    """The centre of the image that the processor's crop leaves, in the image's own resolution."""
+    image = Image.fromarray(array[:, :, 0] if channels == 1 else array)
     if processor is None or processor.crop is None:
         return image
     width, height = image.size if processor.size is None else processor._target_size(*image.size)

@@ -62,12 +62,11 @@ def compare(
 def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:
     """Jensen–Shannon divergence in bits, averaged over rows, and the largest difference of weights, (H,) each."""
     _check_shapes(a, b, same_heads=True)
-    n_heads = a.shape[1]
-    total, largest = torch.zeros(n_heads, dtype=torch.float64), torch.zeros(n_heads)
+    total, largest = torch.zeros(a.shape[1], dtype=torch.float64), torch.zeros(a.shape[1])
     for p, q in _blocks(a, b):
-        total += _js_terms(p, q).sum((0, 2, 3)).double().cpu()
+        total += _divergence(p, q)
         largest = torch.maximum(largest, (p - q).abs().amax((0, 2, 3)).float().cpu())
-    return (total / (_n_rows(a, b) * math.log(2))).clamp(0, 1).float(), largest
+    return _bits_per_row(total, a, b), largest
 
 
 def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
@@ -77,8 +76,8 @@ def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
     for p, q in _blocks(a, b):
         for head in range(p.shape[1]):
-            total[head] += _js_terms(p[:, head : head + 1], q).sum((0, 2, 3)).double().cpu()
-    return (total / (_n_rows(a, b) * math.log(2))).clamp(0, 1).float()
+            total[head] += _divergence(p[:, head : head + 1], q)
+    return _bits_per_row(total, a, b)
 
 
 def _check_shapes(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
@@ -88,10 +87,10 @@ def _check_shapes(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
         raise ValueError(f"the maps differ in {what}: {sizes[0]} and {sizes[1]}; both must look at the same tokens")
 
 
-def _n_rows(a: AttentionMap, b: AttentionMap) -> int:
-    """The number of rows that have keys in both; a row without keys is no distribution."""
+def _bits_per_row(nats: Tensor, a: AttentionMap, b: AttentionMap) -> Tensor:
+    """The mean over the rows that have keys in both; a row without keys is no distribution."""
     has_keys = (a.lse()[:, 0] != math.inf).cpu() & (b.lse()[:, 0] != math.inf).cpu()
-    return max(int(has_keys.sum()), 1)
+    return (nats / (max(int(has_keys.sum()), 1) * math.log(2))).clamp(0, 1).float()
 
 
 def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]:
@@ -106,7 +105,8 @@ def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]
             yield p, q.to(p.dtype)
 
 
-def _js_terms(p: Tensor, q: Tensor) -> Tensor:
-    """The terms of the divergence, in nats: ½ (p log p + q log q) - m log m."""
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """The sum of a block's terms in nats, ½ (p log p + q log q) - m log m, of each head."""
     m = (p + q) / 2
-    return (torch.xlogy(p, p) + torch.xlogy(q, q)) / 2 - torch.xlogy(m, m)
+    terms = (torch.xlogy(p, p) + torch.xlogy(q, q)) / 2 - torch.xlogy(m, m)
+    return terms.sum((0, 2, 3)).double().cpu()

@@ -76,7 +76,9 @@ def effect(
     several = [interventions] if isinstance(interventions, AbstractContextManager) else list(interventions)
     first = look(model, what, target)
     targets = _target_tokens(first)  # of both looks: the same tokens, also where generation stopped without an end
-    inputs = _look_inputs(first)
+    source, *generated = first.inputs  # the same pass again, with a generated target as a given one
+    reads_text = first.model.config.source == "text"
+    inputs = (source[0].tolist() if reads_text else source, *(x[0].tolist() for x in generated))
     probabilities, before = _outcome(first, targets, position, k, target is None)
     with ExitStack() as stack:
         for intervention in several:
@@ -87,13 +89,6 @@ def effect(
     log_ratio = probabilities.clamp(min=1e-30).log() - changed.clamp(min=1e-30).log()
     divergence = max(float((probabilities * log_ratio).sum()), 0.0)
     return Effect(before, replace(after, written=written), [text for text, _ in targets], divergence)
-
-
-def _look_inputs(seen: Look) -> tuple[Any, ...]:
-    """Arguments of ``look`` that give the same pass again, with a generated target as a given one."""
-    source, *target = seen.inputs
-    what = source[0].tolist() if seen.model.config.source == "text" else source
-    return (what, *(x[0].tolist() for x in target))
 
 
 def _outcome(
@@ -118,12 +113,8 @@ def _outcome(
 
 def _target_tokens(seen: Look) -> list[tuple[str, int]]:
     """Text and id of the tokens that a model predicts one after the other; none for an encoder."""
-    if seen.model.is_decoder_only:
-        labels = seen.rows(kind="self")[1:]
-    elif seen.model.is_encoder_decoder:
-        labels = seen.rows(kind="cross")
-    else:
-        return []
+    labels = seen.rows(kind="self")[1:] if seen.model.is_decoder_only else []
+    labels = seen.rows(kind="cross") if seen.model.is_encoder_decoder else labels
     return [(label.text, label.token_id) for label in labels if label.token_id is not None]
 
 

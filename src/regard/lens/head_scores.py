@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ ROW_CHOICES: tuple[RowChoice, ...] = get_args(RowChoice)
 DEFAULT_N = 200  # examples
 _WEIGHTS_AT_ONCE = 1 << 20  # weights held at a time
 _POSITIONS_AT_ONCE = 64  # positions whose logits are held at a time
-
-
-# ---- links between words
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +81,9 @@ def align_words(
         if not (0 <= col < len(cols) and 0 <= row < len(rows)):
             raise ValueError(f"link ({col}, {row}) leaves the {len(cols)} column words or the {len(rows)} row words")
     layers = range(look.layers(kind=kind))
-    best = [best_links(look.map(layer=layer, kind=kind), rows, cols, allowed) for layer in layers]
-    errors = [count_links(layer.words, sure, allowed).error for layer in best]
-    return WordAlignment(torch.stack(errors), torch.stack([x.mass for x in best]), torch.stack([x.words for x in best]))
+    by_layer = [best_links(look.map(layer=layer, kind=kind), rows, cols, allowed) for layer in layers]
+    links, mass = (torch.stack(parts) for parts in zip(*by_layer, strict=True))
+    return WordAlignment(count_links(links, sure, allowed).error, mass, links)
 
 
 def look_word_tokens(look: Look, kind: str, when: RowChoice) -> tuple[list[list[int]], list[list[int]]]:
@@ -151,17 +148,11 @@ def word_weights(attention: AttentionMap, rows: WordTokens, cols: WordTokens) ->
     yield slice(start, len(rows)), weights(start, len(rows))
 
 
-class BestLinks(NamedTuple):
-    words: Tensor  # (H, row words) the column word each one attends to most; -1 for a word without tokens
-    mass: Tensor  # (H,)
-
-
 def best_links(
     attention: AttentionMap, rows: WordTokens, cols: WordTokens, allowed: set[tuple[int, int]], with_mean: bool = False
-) -> BestLinks:
-    """The link of each row word, and how much of its attention to words lies on allowed links.
-
-    ``with_mean`` adds the mean of all heads as one more head, the last.
+) -> tuple[Tensor, Tensor]:
+    """The column word that each row word attends to most, (H, row words), -1 for a word without tokens; and how much
+    of the attention to words lies on allowed links, (H,). ``with_mean`` adds the mean of all heads as a last head.
     """
     n_heads = attention.shape[1] + with_mean
     best = torch.full((n_heads, len(rows)), -1)
@@ -178,7 +169,7 @@ def best_links(
         share = (weights * is_allowed).sum(-1) / weights.sum(-1).clamp(min=1e-9)
         mass += share[:, linked].sum(-1)
         n_linked += int(linked.sum())
-    return BestLinks(best, mass / max(n_linked, 1))
+    return best, mass / max(n_linked, 1)
 
 
 def count_links(words: Tensor, sure: set[tuple[int, int]], allowed: set[tuple[int, int]]) -> LinkCounts:
@@ -190,9 +181,6 @@ def count_links(words: Tensor, sure: set[tuple[int, int]], allowed: set[tuple[in
         for known in (sure, allowed)
     )
     return LinkCounts(in_sure, in_allowed, len(links[0]), len(sure))
-
-
-# ---- scores on the embedded corpora
 
 
 def score(model: Model, n: int = DEFAULT_N) -> dict[str, Any]:
@@ -217,15 +205,19 @@ def alignment_error(model: Model, n: int = DEFAULT_N, split: str = "valid") -> d
     for index in range(n):
         pair = corpus.example(split, index)
         seen = _look_if_short(model, pair.source, pair.target)
-        words = None if seen is None else _pair_words(seen, pair.source, pair.target)
-        if seen is None or words is None:
+        if seen is None:
             continue
-        (rows, cols), sure = words, set(pair.alignment)
+        try:
+            rows = word_tokens(seen.rows(kind="cross"), pair.target)
+            cols = word_tokens(seen.cols(kind="cross"), pair.source)
+        except ValueError:  # the tokenizer does not know all letters
+            continue
+        sure = set(pair.alignment)
         allowed = sure | set(pair.possible)
         maps = [seen.map(layer=layer, kind="cross") for layer in range(seen.layers(kind="cross"))]
         for when in ROW_CHOICES:
             query_rows = rows if when == "written" else _rows_after(rows)
-            links = torch.stack([best_links(x, query_rows, cols, allowed, with_mean=True).words for x in maps])
+            links = torch.stack([best_links(x, query_rows, cols, allowed, with_mean=True)[0] for x in maps])
             sums.add(when, index, count_links(links, sure, allowed))
         counts = _baseline_counts(len(rows), len(cols), sure, allowed)
         baselines = [a + b for a, b in zip(baselines, counts, strict=True)]
@@ -236,14 +228,6 @@ def alignment_error(model: Model, n: int = DEFAULT_N, split: str = "valid") -> d
     names = ("diagonal", "chance", "one_link_at_best")
     errors |= {name: float(counts.error) for name, counts in zip(names, baselines, strict=True)}
     return sums.result(f"en-ko {split}", "alignment error rate", n, errors)
-
-
-def _pair_words(seen: Look, source: str, target: str) -> tuple[list[list[int]], list[list[int]]] | None:
-    """The tokens of the target's and of the source's words; None where the tokenizer does not know all letters."""
-    try:
-        return word_tokens(seen.rows(kind="cross"), target), word_tokens(seen.cols(kind="cross"), source)
-    except ValueError:
-        return None
 
 
 def _baseline_counts(
@@ -312,9 +296,12 @@ def pointing(model: Model, n: int = DEFAULT_N, split: str = "valid", language: s
 def _pointing_sums(
     seen: Look, named_words: list[tuple[list[int], tuple[int, ...]]], boxes: list[tuple[float, ...]], shift: int
 ) -> PointingSums:
-    cols = seen.cols(kind="cross")
-    patches = [n for n, label in enumerate(cols) if label.box is not None]
-    touches = [torch.tensor([_overlaps(cols[n], box) for n in patches]) for box in boxes]
+    patch_boxes = {n: label.box for n, label in enumerate(seen.cols(kind="cross")) if label.box is not None}
+    patches = list(patch_boxes)
+    x0, y0, x1, y1 = torch.tensor(list(patch_boxes.values()), dtype=torch.float64).T
+    touches = [  # whether a patch and a thing's box share more than an edge
+        (x0 < right) & (left < x1) & (y0 < bottom) & (top < y1) for left, top, right, bottom in boxes
+    ]
     hits, mass, by_chance = [], [], 0.0
     for layer in range(seen.layers(kind="cross")):
         attention = seen.map(layer=layer, kind="cross")
@@ -329,13 +316,6 @@ def _pointing_sums(
         hits.append(layer_hits)
         mass.append(layer_mass)
     return PointingSums(torch.stack(hits), torch.stack(mass), by_chance, len(named_words))
-
-
-def _overlaps(label: Label, box: tuple[float, ...]) -> bool:
-    """Whether a patch and a thing's box share more than an edge."""
-    assert label.box is not None
-    (x0, y0, x1, y1), (left, top, right, bottom) = label.box, box
-    return x0 < right and left < x1 and y0 < bottom and top < y1
 
 
 def _caption_language(model: Model) -> str:

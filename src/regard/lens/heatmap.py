@@ -25,8 +25,9 @@ _MAX_WITH_VALUES = 28  # rows and columns up to which values are written into th
 def draw_heatmap(what: HeadSelection, file: Path, title: str | None = None) -> Path:
     """Write a heat map as PNG, SVG or PDF."""
     _check_suffix(file)
-    sheet = what.sheet(_MAX_CELLS, _MAX_CELLS)
-    subtitle = _subtitle(what)
+    sheet, look = what.sheet(_MAX_CELLS, _MAX_CELLS), what.view.look
+    texts = " → ".join(text for text in (look.text, look.target_text) if text)
+    subtitle = _shorten(" ".join(texts.split()), 90)
     labels = [label.text for label in (*sheet.rows, *sheet.cols)]
     with use_fonts_for([*labels, title or "", subtitle], file) as fonts:
         _save(_heatmap_figure(sheet, fonts, title or sheet.title[0].upper() + sheet.title[1:], subtitle), file)
@@ -50,6 +51,7 @@ def _save(figure: Any, file: Path) -> None:
 
 def _heatmap_figure(sheet: Sheet, fonts: list[str], title: str, subtitle: str) -> Any:
     from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
 
     n_rows, n_cols = sheet.values.shape
     cell = max(0.006, min(0.46, 9.0 / max(n_rows, n_cols)))
@@ -67,8 +69,14 @@ def _heatmap_figure(sheet: Sheet, fonts: list[str], title: str, subtitle: str) -
     _draw_labels(axes, sheet, fonts, size)
     if max(n_rows, n_cols) <= _MAX_WITH_VALUES and not sheet.pooled:
         _draw_values(axes, sheet, fonts, cell)
-    bar = figure.add_axes(((left + width + 0.18) / w, below / h, 0.1 / w, height / h))
-    _draw_colour_bar(figure, image, bar, sheet.crowded)
+    bar_axes = figure.add_axes(((left + width + 0.18) / w, below / h, 0.1 / w, height / h))
+    bar = figure.colorbar(image, cax=bar_axes)
+    bar.outline.set_visible(False)
+    bar.locator = MaxNLocator(4)
+    bar.update_ticks()
+    if sheet.crowded:
+        bar_axes.set_title("root scale,\nclipped", fontsize=7, color=GREY, loc="left", pad=6)
+    bar_axes.tick_params(length=0, labelsize=8, labelcolor=GREY)
     x, y = 0.25 / w, 1 - 0.3 / h
     figure.text(x, y, title, fontsize=12, weight="bold", color=TEXT_COLOUR, family=fonts, va="center")
     figure.text(x, y - 0.24 / h, subtitle, fontsize=8.5, color=GREY, family=fonts, va="center")
@@ -98,18 +106,6 @@ def _draw_values(axes: Any, sheet: Sheet, fonts: list[str], cell: float) -> None
             axes.text(x, y, number, ha="center", va="center", fontsize=size, color=colour, family=fonts)
 
 
-def _draw_colour_bar(figure: Any, image: Any, axes: Any, crowded: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    bar = figure.colorbar(image, cax=axes)
-    bar.outline.set_visible(False)
-    bar.locator = MaxNLocator(4)
-    bar.update_ticks()
-    if crowded:
-        axes.set_title("root scale,\nclipped", fontsize=7, color=GREY, loc="left", pad=6)
-    axes.tick_params(length=0, labelsize=8, labelcolor=GREY)
-
-
 def _label_width(labels: list[Label]) -> int:
     """Of the longest, in Latin letters; a Hangul syllable is nearly two of them wide."""
     return max(sum(1.7 if ord(x) > 0x10FF else 1 for x in _shorten(label.text)) for label in labels).__ceil__()
@@ -120,13 +116,6 @@ def _shorten(text: str, longest: int = 18) -> str:
     return text.replace("$", r"\$")  # matplotlib takes $…$ for a formula
 
 
-def _subtitle(what: HeadSelection) -> str:
-    text = " → ".join(x for x in (what.look.text, what.look.target_text) if x)
-    return _shorten(" ".join(text.split()), 90)
-
-
-# ---- overlays on an image
-
 _MAX_PER_ROW, _MAX_PANELS = 6, 60
 _SHADE_COLOUR, _SHADE_OPACITY = (0.04, 0.07, 0.13), 0.82
 _SHADE_SIZE = 840  # pixels each way: divisible by many numbers of patches
@@ -135,40 +124,33 @@ _SHADE_SIZE = 840  # pixels each way: divisible by many numbers of patches
 def draw_overlay(what: HeadSelection, file: Path, title: str | None = None) -> Path:
     """Write one panel for each row of the view: its weights over the image."""
     _check_suffix(file)
-    image = what.look.image
+    image, kind = what.view.look.image, what.view.kind
     if image is None or not any(label.box for label in what.col_labels):
-        raise ValueError(f"kind={what.kind!r} does not look at an image: there is nothing to lay its weights over")
-    weights = torch.cat([part for _, part in what.portions()]).float().cpu()
-    panels = list(zip(what.row_labels, weights, strict=True))
-    if what.kind == "encoder":  # patches attend to patches: the class tokens, and the mean of the patches
+        raise ValueError(f"kind={kind!r} does not look at an image: there is nothing to lay its weights over")
+    panels = list(zip(what.row_labels, torch.cat(list(what.portions())).float().cpu(), strict=True))
+    if kind == "encoder":  # patches attend to patches: the class tokens, and the mean of the patches
         mean = Label("all patches, mean"), torch.stack([w for label, w in panels if label.box]).mean(0)
         panels = [*(panel for panel in panels if panel[0].special), mean]
     panels = panels[:_MAX_PANELS]
     heading = title or what.title[0].upper() + what.title[1:]
     with use_fonts_for([heading, *(label.text for label, _ in panels)], file) as fonts:
-        _save(_overlay_figure(np.asarray(image.convert("RGB")), panels, what.col_labels, fonts, heading), file)
+        n_cols = min(_MAX_PER_ROW, max(3, len(panels)))
+        n_rows = -(-len(panels) // n_cols)
+        side, head, gap = 1.75, 0.55, 0.35  # inches
+        panel_height = side * image.height / image.width
+        w, h = n_cols * side, head + n_rows * (panel_height + gap)
+        figure = new_figure(w, h)
+        style = {"fontsize": 12, "weight": "bold", "color": TEXT_COLOUR, "family": fonts, "va": "center"}
+        figure.text(0.1 / w, 1 - 0.28 / h, heading, style)
+        for n, (label, weights) in enumerate(panels):
+            row, col = divmod(n, n_cols)
+            bottom = h - head - (row + 1) * (panel_height + gap) + 0.03
+            axes = figure.add_axes(((col * side + 0.06) / w, bottom / h, (side - 0.12) / w, (panel_height - 0.06) / h))
+            _draw_panel(axes, np.asarray(image.convert("RGB")), weights, what.col_labels)
+            colour = GREY if label.special else TEXT_COLOUR
+            axes.set_title(label.text.replace("$", r"\$"), fontsize=10, color=colour, family=fonts, pad=4)
+        _save(figure, file)
     return file
-
-
-def _overlay_figure(
-    image: NDArray[np.uint8], panels: list[tuple[Label, Tensor]], cols: list[Label], fonts: list[str], heading: str
-) -> Any:
-    n_cols = min(_MAX_PER_ROW, max(3, len(panels)))
-    n_rows = -(-len(panels) // n_cols)
-    side, head, gap = 1.75, 0.55, 0.35  # inches
-    panel_height = side * image.shape[0] / image.shape[1]
-    w, h = n_cols * side, head + n_rows * (panel_height + gap)
-    figure = new_figure(w, h)
-    style = {"fontsize": 12, "weight": "bold", "color": TEXT_COLOUR, "family": fonts, "va": "center"}
-    figure.text(0.1 / w, 1 - 0.28 / h, heading, style)
-    for n, (label, weights) in enumerate(panels):
-        row, col = divmod(n, n_cols)
-        bottom = h - head - (row + 1) * (panel_height + gap) + 0.03
-        axes = figure.add_axes(((col * side + 0.06) / w, bottom / h, (side - 0.12) / w, (panel_height - 0.06) / h))
-        _draw_panel(axes, image, weights, cols)
-        colour = GREY if label.special else TEXT_COLOUR
-        axes.set_title(label.text.replace("$", r"\$"), fontsize=10, color=colour, family=fonts, pad=4)
-    return figure
 
 
 def _draw_panel(axes: Any, image: NDArray[np.uint8], weights: Tensor, cols: list[Label]) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,70 +30,76 @@ from ..attention.masks import Causal, Mask, Window
 from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.block import Stack
-from .capture import Head, attention_at, attention_modules, check_head, hook_site, resolve_kind
+from .capture import (
+    Head,
+    HookSite,
+    attention_modules,
+    attention_site,
+    attention_sites,
+    head_site,
+    hook_site,
+    resolve_kind,
+)
 
 Change = Tensor | Callable[[Tensor], Tensor]  # a new activation, or a function of the old one
 _WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head held at a time
 
 
-class _LayerEdit(Edit):
-    """An edit that knows which layer runs; where layers share a module, by counting its calls since the stack began."""
+OutputChange = Callable[[Any, Tensor], Tensor]  # of the attention call (None at a stack or a layer) and the activation
+CallChange = Callable[[AttentionCall], AttentionCall]
 
-    def __init__(self, model: Model) -> None:
+
+class _SiteEdit(Edit):
+    """Changes activations, or attention calls, at hook sites; a module that layers share is told apart by its calls."""
+
+    def __init__(
+        self, model: Model, outputs: Mapping[HookSite, OutputChange], calls: Mapping[HookSite, CallChange] | None = None
+    ) -> None:
         super().__init__(model)
-        self._layers: dict[nn.Module, list[tuple[str, int]]] = {}
-        for kind, modules in attention_modules(model).items():
-            for layer, module in enumerate(modules):
-                self._layers.setdefault(module, []).append((kind, layer))
-        self._calls: dict[nn.Module, int] = {}
+        self._outputs = {(site.owner, site.call): change for site, change in outputs.items()}
+        self._calls = {(site.owner, site.call): change for site, change in (calls or {}).items()}
+        self._n_layers = Counter(module for modules in attention_modules(model).values() for module in modules)
+        self._n_calls: Counter[nn.Module] = Counter()  # since the stack began
 
     def call(self, owner: nn.Module, call: AttentionCall) -> AttentionCall:
-        self._calls[owner] = self._calls.get(owner, 0) + 1
-        return self.edit_call(*self._layers[owner][self.call_index(owner)], call)
+        self._n_calls[owner] += 1
+        change = self._calls.get(self._place(owner))
+        return call if change is None else change(call)
 
     def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
-        return self.edit_output(*self._layers[owner][self.call_index(owner)], call, output)
+        change = self._outputs.get(self._place(owner))
+        return output if change is None else change(call, output)
 
     def states(self, owner: nn.Module, x: Tensor) -> Tensor:
         if isinstance(owner, Stack):
             for module in owner.modules():
-                self._calls.pop(module, None)
-        return x
+                del self._n_calls[module]
+        self._n_calls[owner] += 1
+        change = self._outputs.get(self._place(owner))
+        return x if change is None else change(None, x)
 
-    def call_index(self, owner: nn.Module) -> int:
-        """Which of its calls in this pass an attention is in: 0 unless layers share it."""
-        return (self._calls.get(owner, 1) - 1) % len(self._layers[owner])
+    def _place(self, owner: nn.Module) -> tuple[nn.Module, int]:
+        """A module and the number of its call in this pass: 0 unless layers share it."""
+        index = self._n_calls[owner] - 1
+        return owner, index % self._n_layers[owner] if owner in self._n_layers else index
 
-    def edit_call(self, kind: str, layer: int, call: AttentionCall) -> AttentionCall:
-        return call
-
-    def edit_output(self, kind: str, layer: int, call: AttentionCall, output: Tensor) -> Tensor:
-        return output
-
-
-# ---- heads
 
 HeadChange = Callable[[AttentionCall, Tensor], Tensor]  # of the call and a head's output (B, T, D)
 
 
-class _HeadEdit(_LayerEdit):
+def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> _SiteEdit:
     """Replaces the outputs of single heads."""
+    by_site: dict[HookSite, dict[int, HeadChange]] = {}
+    for (kind, layer, head), change in changes.items():
+        by_site.setdefault(head_site(model, kind, layer, head), {})[head] = change
 
-    def __init__(self, model: Model, changes: Mapping[Head, HeadChange]) -> None:
-        super().__init__(model)
-        self._changes: dict[tuple[str, int], dict[int, HeadChange]] = {}
-        for (kind, layer, head), change in changes.items():
-            check_head(model, kind, layer, head)
-            self._changes.setdefault((kind, layer), {})[head] = change
-
-    def edit_output(self, kind: str, layer: int, call: AttentionCall, output: Tensor) -> Tensor:
-        changes = self._changes.get((kind, layer))
-        if not changes:
-            return output
+    def edit(changes: dict[int, HeadChange], call: AttentionCall, output: Tensor) -> Tensor:
         heads = list(output.unbind(1))
         for head, change in changes.items():
             heads[head] = change(call, heads[head]).to(output.dtype)
         return torch.stack(heads, dim=1)
+
+    return _SiteEdit(model, {site: partial(edit, changes) for site, changes in by_site.items()})
 
 
 @contextmanager
@@ -103,7 +112,7 @@ def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterato
     def ablate(call: AttentionCall, x: Tensor) -> Tensor:
         return torch.zeros_like(x) if by == "zero" else x.mean(1, keepdim=True).expand_as(x)
 
-    with use_edit(_HeadEdit(model, dict.fromkeys(map(_check_head_name, heads), ablate))):
+    with use_edit(_head_edit(model, dict.fromkeys(map(_check_head_name, heads), ablate))):
         yield
 
 
@@ -135,7 +144,7 @@ def edit_head(
         x[:, span] = _apply_weights(weights, values, span_length(span, x.shape[1])).to(x.dtype)
         return x
 
-    with use_edit(_HeadEdit(model, {_check_head_name((kind, layer, head)): replace_output})):
+    with use_edit(_head_edit(model, {_check_head_name((kind, layer, head)): replace_output})):
         yield
 
 
@@ -157,37 +166,6 @@ def _apply_weights(weights: Tensor | AttentionMap, values: Tensor, n_rows: int) 
     return torch.cat(parts, dim=1)
 
 
-# ---- activations
-
-
-class _SiteEdit(_LayerEdit):
-    """Replaces hidden states and outputs of heads at hook sites."""
-
-    def __init__(self, model: Model, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        super().__init__(model)
-        self._changes: dict[tuple[nn.Module, int], Callable[[Tensor], Tensor]] = {}
-        for name, change in changes.items():
-            site = hook_site(model, name)
-            self._changes[site.owner, site.call] = change
-        self._block_calls = {block: 0 for stack in model.stacks() for block in stack.blocks}
-
-    def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
-        return self._apply(owner, self.call_index(owner), output)
-
-    def states(self, owner: nn.Module, x: Tensor) -> Tensor:
-        super().states(owner, x)
-        if isinstance(owner, Stack):
-            self._block_calls |= dict.fromkeys(owner.blocks, 0)
-            return self._apply(owner, 0, x)
-        index = self._block_calls[owner]
-        self._block_calls[owner] = index + 1
-        return self._apply(owner, index, x)
-
-    def _apply(self, owner: nn.Module, index: int, x: Tensor) -> Tensor:
-        change = self._changes.get((owner, index))
-        return x if change is None else change(x)
-
-
 @contextmanager
 def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pick | None = None) -> Iterator[None]:
     """Activation patching: activations of another run replace this run's (Vig et al. 2020, Meng et al. 2022).
@@ -196,25 +174,22 @@ def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pic
                  ("self", 3, 0) (B, T, D); a tensor, or a function of the activation it replaces
     positions    replace only these tokens; the tensor has as many, or is that of a whole text
     """
-    sites = {
-        name: _position_change(change, positions, name) for name, change in activations.items() if type(name) is str
-    }
+    sites: dict[HookSite, OutputChange] = {}
     heads: dict[Head, HeadChange] = {}
     for name, change in activations.items():
-        if not isinstance(name, str):
-            heads[_check_head_name(name)] = _ignore_call(_position_change(change, positions, str(name)))
-    with use_edit(_SiteEdit(model, sites)), use_edit(_HeadEdit(model, heads)):
+        new = _position_change(change, positions, str(name))
+        if isinstance(name, str):
+            sites[hook_site(model, name)] = new
+        else:
+            heads[_check_head_name(name)] = new
+    with use_edit(_SiteEdit(model, sites)), use_edit(_head_edit(model, heads)):
         yield
 
 
-def _ignore_call(change: Callable[[Tensor], Tensor]) -> HeadChange:
-    return lambda call, x: change(x)
-
-
-def _position_change(change: Change, positions: Pick | None, name: str) -> Callable[[Tensor], Tensor]:
+def _position_change(change: Change, positions: Pick | None, name: str) -> OutputChange:
     """A change as a function of x (…, T, width), at all positions or at some."""
 
-    def apply(x: Tensor) -> Tensor:
+    def apply(call: AttentionCall | None, x: Tensor) -> Tensor:
         n_tokens = x.shape[-2]
         span = slice(0, n_tokens) if positions is None else as_span(positions, n_tokens, "positions", x.device)
         old = x[..., span, :]
@@ -223,7 +198,9 @@ def _position_change(change: Change, positions: Pick | None, name: str) -> Calla
             new = (change[..., span, :] if is_whole_text else change).to(x)
         else:
             new = change(old)
-        if new.shape != old.shape and (new.dim() > old.dim() or not _broadcasts(new.shape, old.shape)):
+        lead = old.dim() - new.dim()  # one run's activations may serve a whole batch: a batch dimension may be 1
+        fits = lead >= 0 and new.shape[-2:] == old.shape[-2:]
+        if not fits or any(n not in (1, m) for n, m in zip(new.shape, old.shape[lead:], strict=True)):
             shapes = f"has shape {tuple(new.shape)}, what passes there {tuple(old.shape)}"
             raise ValueError(f"the activation patched in at {name} {shapes}")
         if positions is None:
@@ -235,50 +212,27 @@ def _position_change(change: Change, positions: Pick | None, name: str) -> Calla
     return apply
 
 
-def _broadcasts(new: Sequence[int], old: Sequence[int]) -> bool:
-    """Whether shapes differ in batch dimensions of 1 only: one run's activations may serve a whole batch."""
-    lead = len(old) - len(new)
-    return tuple(new[-2:]) == tuple(old[-2:]) and all(n in (1, m) for n, m in zip(new, old[lead:], strict=True))
-
-
 @contextmanager
 def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
     """Collect the activations of the last pass at some hook sites, as ``patch`` takes them."""
     activations: dict[str, Tensor] = {}
 
-    def collector(name: str) -> Callable[[Tensor], Tensor]:
-        def collect(x: Tensor) -> Tensor:
-            activations[name] = x.detach()
-            return x
+    def collect(name: str, call: AttentionCall | None, x: Tensor) -> Tensor:
+        activations[name] = x.detach()
+        return x
 
-        return collect
-
-    with use_edit(_SiteEdit(model, {name: collector(name) for name in places})):
+    with use_edit(_SiteEdit(model, {hook_site(model, name): partial(collect, name) for name in places})):
         yield activations
 
 
-# ---- masks and scores
-
-
-class _CallEdit(_LayerEdit):
+def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: CallChange) -> _SiteEdit:
     """Changes mask or scores of the attentions of some kinds and layers."""
-
-    def __init__(
-        self,
-        model: Model,
-        kinds: Iterable[str],
-        layers: Iterable[int] | None,
-        change: Callable[[AttentionCall], AttentionCall],
-    ) -> None:
-        super().__init__(model)
-        self._kinds, self._layer_set, self._change = set(kinds), None if layers is None else set(layers), change
-        for kind in self._kinds:
-            for layer in self._layer_set or ():
-                attention_at(model, kind, layer)  # raises where there is none
-
-    def edit_call(self, kind: str, layer: int, call: AttentionCall) -> AttentionCall:
-        is_selected = kind in self._kinds and (self._layer_set is None or layer in self._layer_set)
-        return self._change(call) if is_selected else call
+    sites = attention_sites(model)
+    selected = [site for kind in kinds for site in sites.get(kind, [])]
+    if layers is not None:
+        numbers = set(layers)
+        selected = [attention_site(model, kind, layer) for kind in kinds for layer in numbers]
+    return _SiteEdit(model, {}, dict.fromkeys(selected, change))
 
 
 @contextmanager
@@ -293,7 +247,7 @@ def no_causal_mask(model: Model, layers: Iterable[int] | None = None) -> Iterato
     def unmask(call: AttentionCall) -> AttentionCall:
         return replace(call, mask=None if call.mask is None else _without_causal(call.mask))
 
-    with use_edit(_CallEdit(model, ("self",), layers, unmask)):
+    with use_edit(_call_edit(model, ("self",), layers, unmask)):
         yield
 
 
@@ -324,7 +278,7 @@ def attention_scale(
     modules = attention_modules(model)
     kinds = list(modules) if kinds is None else list(kinds)
     for kind in kinds:
-        for module in modules.get(kind, [attention_at(model, kind, 0)]):
+        for module in modules.get(kind, [attention_site(model, kind, 0).owner]):
             if not isinstance(module.mechanism, Dot) or module.mechanism.kind != "dot":
                 name = getattr(module.mechanism, "name", type(module.mechanism).__name__)
                 raise ValueError(f"attention_scale is for dot products; the {kind} attention's scores are {name!r}")
@@ -337,5 +291,5 @@ def attention_scale(
             bias.scale = bias.scale * factor
         return replace(call, mechanism=Dot(call.mechanism.factor(call.q.shape[-1]) * factor), bias=bias)
 
-    with use_edit(_CallEdit(model, kinds, layers, scale)):
+    with use_edit(_call_edit(model, kinds, layers, scale)):
         yield

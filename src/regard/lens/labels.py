@@ -44,9 +44,8 @@ def visible(text: str) -> str:
 
 def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, config: ModelConfig) -> list[Label]:
     """A label for each token; without a tokenizer its number."""
-    ids = [int(index) for index in ids]
+    ids, before = [int(index) for index in ids], ""
     labels: list[Label] = []
-    before = ""
     for span in token_spans(ids, tokenizer, config):
         n_tokens = span.last - span.first
         for n in range(n_tokens):
@@ -112,9 +111,6 @@ def token_text(index: int, tokenizer: Tokenizer | None, config: ModelConfig) -> 
     return " ".join(f"0x{BYTE_OF_LETTER[x]:02X}" for x in spelling)
 
 
-# ---- images
-
-
 def patch_labels(rows: int, cols: int, n_class_tokens: int) -> list[Label]:
     """The class tokens, then the patches row by row, each with its box."""
     labels = [Label("[class]", None, True, span=(n, n + 1), whole=(n, n + 1)) for n in range(n_class_tokens)]
@@ -132,9 +128,6 @@ def numbered_labels(name: str, count: int, boxes: Sequence[Box] | None = None) -
         Label(f"{name} {n}", span=(n, n + 1), box=None if boxes is None else boxes[n], whole=(n, n + 1))
         for n in range(count)
     ]
-
-
-# ---- several tokens as one
 
 
 def join_labels(labels: Sequence[Label], words: bool = True, specials: bool = False) -> list[Label]:

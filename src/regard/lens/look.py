@@ -145,7 +145,7 @@ class Look:
         self, k: int = 3, *, layer: int = -1, head: int | None = None, kind: str | None = None, rows: Pick = ALL
     ) -> list[Looks]:
         """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
-        return MergedView.plain(self, self._kind(kind)).top(k, layer=layer, head=head, rows=rows)
+        return MergedView(self, self._kind(kind), plain=True).top(k, layer=layer, head=head, rows=rows)
 
     def entropy(self, *, layer: int = -1, kind: str | None = None) -> Tensor:
         """How spread out each row's attention is, in nats, (H, T)."""
@@ -322,9 +322,7 @@ class Look:
         """Positions of rows and columns, (T, 1), or (T, 2) in an image, NaN for a class token."""
         labels = self.rows(kind=kind)
         if len(labels) != len(self.cols(kind=kind)) or kind == "cross":
-            raise ValueError(
-                f"kind={kind!r} looks from one row of things to another: there is no distance between them"
-            )
+            raise ValueError(f"kind={kind!r} looks from one row to another: there is no distance between them")
         boxes = [label.box for label in labels]
         first = next((box for box in boxes if box is not None), None)
         if kind != "encoder" or first is None or self.model.config.source != "image":

@@ -31,23 +31,20 @@ class Looks(NamedTuple):
 
 
 class MergedView:
-    """Rows and columns of a look, some of them joined: rows of joined tokens are averaged, columns summed."""
+    """Rows and columns of a look, some of them joined: rows of joined tokens are averaged, columns summed.
 
-    def __init__(self, look: Look, kind: str, words: bool, specials: bool) -> None:
-        self.look, self.kind = look, kind
-        self.rows = join_labels(look.rows(kind=kind), words, specials)
-        self.cols = join_labels(look.cols(kind=kind), words, specials)
-        present = {token for label in self.cols for token in range(*label.span)}
-        self._hidden = [token for token in range(len(look.cols(kind=kind))) if token not in present]
-        self.is_plain = False
+    In a plain view every token is a row and a column of its own.
+    """
 
-    @classmethod
-    def plain(cls, look: Look, kind: str) -> MergedView:
-        """The view in which every token is a row and a column of its own."""
-        view = cls.__new__(cls)
-        view.look, view.kind, view.rows, view.cols = look, kind, look.rows(kind=kind), look.cols(kind=kind)
-        view._hidden, view.is_plain = [], True
-        return view
+    def __init__(self, look: Look, kind: str, words: bool = False, specials: bool = True, plain: bool = False) -> None:
+        self.look, self.kind, self.is_plain = look, kind, plain
+        self.rows, self.cols = look.rows(kind=kind), look.cols(kind=kind)
+        self._hidden: list[int] = []
+        if not plain:
+            n_tokens = len(self.cols)
+            self.rows, self.cols = join_labels(self.rows, words, specials), join_labels(self.cols, words, specials)
+            present = {token for label in self.cols for token in range(*label.span)}
+            self._hidden = [token for token in range(n_tokens) if token not in present]
 
     def weights(self, *, layer: int = -1, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
         """The weights (R, C) of some words on some words; 0 in a row that sees hidden columns only."""
@@ -71,22 +68,31 @@ class MergedView:
         return self.look.weights(layer=layer, head=head, kind=self.kind, rows=rows, cols=cols)
 
     def pooled(
-        self, *, layer: int = -1, head: int | None = None, h: int = 64, w: int = 64, reduce: str = "mean"
+        self,
+        *,
+        layer: int = -1,
+        head: int | None = None,
+        h: int = 64,
+        w: int = 64,
+        reduce: str = "mean",
+        rows: slice = ALL,
+        cols: slice = ALL,
     ) -> Tensor:
-        """An overview of at most (h, w) cells, as ``Look.pooled``, of the merged rows and columns."""
-        if self.is_plain:
+        """An overview of at most (h, w) cells, as ``Look.pooled``, of the merged rows and columns or a part of them."""
+        if self.is_plain and rows == cols == ALL:
             return self.look.pooled(layer=layer, head=head, kind=self.kind, h=h, w=w, reduce=reduce)
-        h, w = min(h, len(self.rows)), min(w, len(self.cols))
+        row_numbers, n_cols = torch.arange(len(self.rows))[rows], len(self.cols[cols])
+        h, w = min(h, len(row_numbers)), min(w, n_cols)
         how = {"mean": "mean", "max": "amax"}[reduce]
-        col_cells = torch.arange(len(self.cols)).tensor_split(w)
+        col_cells = torch.arange(n_cols).tensor_split(w)
         cell_of = torch.cat([torch.full((len(cell),), n) for n, cell in enumerate(col_cells)])
-        size, cells = max(1, WEIGHTS_AT_ONCE // len(self.cols)), []
-        for row_cell in torch.arange(len(self.rows)).tensor_split(h):
+        size, cells = max(1, WEIGHTS_AT_ONCE // n_cols), []
+        for row_cell in row_numbers.tensor_split(h):
             parts = []
-            for rows in row_cell.split(size):
-                weights = self.weights(layer=layer, head=head, rows=rows)
+            for part in row_cell.split(size):
+                weights = self.weights(layer=layer, head=head, rows=part, cols=cols)
                 index = cell_of.to(weights.device).expand(weights.shape)
-                zeros = weights.new_zeros(len(rows), w)
+                zeros = weights.new_zeros(len(part), w)
                 parts.append(zeros.scatter_reduce(1, index, weights, how, include_self=False))
             block = torch.cat(parts)
             cells.append(block.mean(0) if reduce == "mean" else block.amax(0))

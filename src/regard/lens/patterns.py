@@ -130,8 +130,9 @@ class Pairs:
         """(patterns, R, C), 1 where a pair belongs to the pattern; for "distance" the distance."""
         i = torch.arange(rows.start, rows.stop)[:, None]
         j = torch.arange(cols.start, cols.stop)[None]
+        diagonal = (i * (self.n_keys - 1) / max(self.n_queries - 1, 1)).round().long()
         indicators = {
-            "current": j == (i if self.coordinates is not None else self._diagonal(i)),
+            "current": j == (i if self.coordinates is not None else diagonal),
             "first": (j == 0).expand(len(i), -1),
             "last": (j == self.n_keys - 1).expand(len(i), -1),
             "delimiter": self.delimiters[None, cols].expand(len(i), -1),
@@ -146,9 +147,6 @@ class Pairs:
             indicators["repeated"] = (query == self.tokens[None, cols]) & (j < i)
             indicators["induction"] = (query == before_key) & (j >= 1) & (j < i)
         return torch.stack([indicators[name].to(torch.float32) for name in self.names])
-
-    def _diagonal(self, i: Tensor) -> Tensor:
-        return (i * (self.n_keys - 1) / max(self.n_queries - 1, 1)).round().long()
 
     def has_key(self, name: str) -> Tensor:
         """Which queries have a key of the pattern, (T,)."""

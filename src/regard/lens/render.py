@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import io
+import itertools
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.frame import ALL
@@ -61,18 +60,16 @@ class Sheet:
 class HeadSelection:
     """One head of one layer, and the rows and columns to show of it."""
 
-    look: Look
+    view: MergedView
     layer: int
     head: int | None
-    kind: str
-    view: MergedView
     rows: slice
     cols: slice
 
     @property
     def title(self) -> str:
         head = "mean of heads" if self.head is None else f"head {self.head}"
-        return f"{self.kind} attention, layer {self.layer}, {head}"
+        return f"{self.view.kind} attention, layer {self.layer}, {head}"
 
     @property
     def row_labels(self) -> list[Label]:
@@ -89,37 +86,16 @@ class HeadSelection:
             raise ValueError("nothing is left to show: every row or column is a special token, or none was chosen")
         h, w = min(len(rows), max_rows), min(len(cols), max_cols)
         if (h, w) == (len(rows), len(cols)):
-            values = torch.cat([part for _, part in self.portions()])
-            return Sheet(values.float().cpu(), rows, cols, self.title)
-        if self.view.is_plain and (len(rows), len(cols)) == self.look.map(kind=self.kind, layer=self.layer).shape[2:]:
-            values = self.look.pooled(kind=self.kind, layer=self.layer, head=self.head, h=h, w=w)
-        else:
-            values = self._means(h, w)
+            return Sheet(torch.cat(list(self.portions())).float().cpu(), rows, cols, self.title)
+        values = self.view.pooled(layer=self.layer, head=self.head, h=h, w=w, rows=self.rows, cols=self.cols)
         rows, cols = _cell_labels(self.rows, rows, h), _cell_labels(self.cols, cols, w)
         return Sheet(values.float().cpu(), rows, cols, self.title, True)
 
-    def portions(self, max_weights: int = 1 << 21) -> Iterator[tuple[int, Tensor]]:
-        """The weights some rows at a time, with the number of the first."""
-        span = range(len(self.view.rows))[self.rows]
-        size = max(1, max_weights // max(1, len(self.col_labels)))
-        for n in range(0, len(span), size):
-            part = span[n : n + size]
-            rows = slice(part.start, part.stop)
-            yield n, self.view.weights(layer=self.layer, head=self.head, rows=rows, cols=self.cols)
-
-    def _means(self, h: int, w: int) -> Tensor:
-        """The overview of a merged view, or of a part."""
-        n_rows = len(self.row_labels)
-        sums, counts = torch.zeros(h, w), torch.zeros(h, 1)
-        # Rows are divided as by ``tensor_split``, the larger cells first.
-        size, larger = divmod(n_rows, h)
-        cell_of = torch.arange(h).repeat_interleave(torch.tensor([size + (n < larger) for n in range(h)]))
-        for start, part in self.portions():
-            means = F.adaptive_avg_pool1d(part.float().cpu()[None], w)[0]
-            cells = cell_of[start : start + len(part)]
-            sums.index_add_(0, cells, means)
-            counts.index_add_(0, cells, torch.ones(len(part), 1))
-        return sums / counts
+    def portions(self, max_weights: int = 1 << 21) -> Iterator[Tensor]:
+        """The weights, some rows at a time."""
+        numbers = torch.arange(len(self.view.rows))[self.rows]
+        for rows in numbers.split(max(1, max_weights // max(1, len(self.col_labels)))):
+            yield self.view.weights(layer=self.layer, head=self.head, rows=rows, cols=self.cols)
 
 
 class HeadOptions(TypedDict, total=False):
@@ -149,11 +125,9 @@ def select_head(
         if span.step not in (None, 1):
             raise ValueError(f"{name}={span} must be neighbours: a slice with step 1")
     kind = look._kind(kind)
-    layer = look._layer(kind, layer)
-    head = None if head is None else look._head(kind, head)
-    is_merged = words or not specials
-    view = look.merged(kind=kind, words=words, specials=specials) if is_merged else MergedView.plain(look, kind)
-    return HeadSelection(look, layer, head, kind, view, rows, cols)
+    layer, head = look._layer(kind, layer), None if head is None else look._head(kind, head)
+    view = MergedView(look, kind, words, specials, plain=specials and not words)
+    return HeadSelection(view, layer, head, rows, cols)
 
 
 def _cell_labels(span: slice, labels: list[Label], count: int) -> list[Label]:
@@ -165,39 +139,22 @@ def _cell_labels(span: slice, labels: list[Label], count: int) -> list[Label]:
     return [Label(f"{first + n * size + min(n, larger):,}") for n in range(count)]
 
 
-# ---- CSV
-
 HEADER = ("kind", "layer", "head", "row", "row_text", "col", "col_text", "weight")
 
 
-def csv_lines(what: HeadSelection) -> Iterator[str]:
-    """The file, some rows at a time. ``row`` and ``col`` count what is shown; nine digits restore a float32."""
-    buffer = io.StringIO(newline="")
-    out = csv.writer(buffer, lineterminator="\r\n")
-    out.writerow(HEADER)
-    first_row = len(range(len(what.view.rows))[: what.rows.start or 0])
-    first_col = range(len(what.view.cols))[what.cols].start if what.col_labels else 0
-    head = "mean" if what.head is None else what.head
-    rows, cols = what.row_labels, what.col_labels
-    for start, part in what.portions(1 << 16):
-        for n, values in enumerate(part.tolist(), start):
-            for m, value in enumerate(values):
-                texts = (first_row + n, rows[n].text, first_col + m, cols[m].text)
-                out.writerow((what.kind, what.layer, head, *texts, f"{value:.9g}"))
-        yield buffer.getvalue()
-        buffer.seek(0)
-        buffer.truncate()
-    if buffer.tell():
-        yield buffer.getvalue()
-
-
 def write_csv(what: HeadSelection, file: Path) -> Path:
+    """Write the weights; ``row`` and ``col`` count what is shown, nine digits restore a float32."""
+    view, head = what.view, "mean" if what.head is None else what.head
+    rows, cols = list(enumerate(view.rows))[what.rows], list(enumerate(view.cols))[what.cols]
+    weights = itertools.chain.from_iterable(part.tolist() for part in what.portions(1 << 16))
     with file.open("w", encoding="utf-8", newline="") as out:
-        out.writelines(csv_lines(what))
+        lines = csv.writer(out)
+        lines.writerow(HEADER)
+        for (i, row), values in zip(rows, weights, strict=True):
+            for (j, col), value in zip(cols, values, strict=True):
+                lines.writerow((view.kind, what.layer, head, i, row.text, j, col.text, f"{value:.9g}"))
     return file
 
-
-# ---- the terminal
 
 # matplotlib's viridis in ten steps: perceptually uniform, and readable with colour blindness
 _COLOURS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
@@ -239,17 +196,14 @@ def print_heatmap(what: HeadSelection, console: Console | None = None) -> None:
 
 def _append_cell(line: Text, value: float, share: float, width: int, has_colour: bool) -> None:
     """One cell; a weight of 0 (hidden by a mask) gets no colour."""
-    number = short(value) if width >= _VALUE_WIDTH and value > 0 else ""
-    if not has_colour:
-        shade = _SHADES[0 if value == 0 else 1 + min(len(_SHADES) - 2, int(share * (len(_SHADES) - 1)))]
-        line.append(number.center(width) if width >= _VALUE_WIDTH else shade * width)
-        return
-    if value == 0:
-        line.append(" " * width)
-        return
-    red, green, blue = ramp(share)
-    is_bright = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 120
-    line.append(number.center(width), style=f"{'#101010' if is_bright else '#f0f0f0'} on rgb({red},{green},{blue})")
+    text, style = (short(value) if width >= _VALUE_WIDTH and value > 0 else "").center(width), ""
+    if has_colour and value != 0:
+        red, green, blue = ramp(share)
+        is_bright = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 120
+        style = f"{'#101010' if is_bright else '#f0f0f0'} on rgb({red},{green},{blue})"
+    elif not has_colour and value != 0 and width < _VALUE_WIDTH:
+        text = _SHADES[1 + min(len(_SHADES) - 2, int(share * (len(_SHADES) - 1)))] * width
+    line.append(text, style)
 
 
 def ramp(share: float) -> tuple[int, int, int]:

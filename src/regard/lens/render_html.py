@@ -27,8 +27,6 @@ from .patterns import patterns
 from .render import select_head
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from .labels import Label
     from .look import Look
 
@@ -62,7 +60,10 @@ def page_html(
     kind = kind if kind is not None else ("cross" if "cross" in look.kinds else look.kinds[0])
     layer = look._layer(look._kind(kind), layer)
     head = None if head is None else look._head(kind, head)
-    views = {each: _view(look, each, words, specials) for each in look.kinds}
+    views = {each: select_head(look, kind=each, words=words, specials=specials).view for each in look.kinds}
+    for each, merged in views.items():
+        if not merged.rows or not merged.cols:
+            raise ValueError(f"specials=False leaves nothing of the {each} attention: all its tokens are special")
     content = _describe(look, views)
     if words or not specials:
         content["reading"] = {"words": words, "specials": specials}
@@ -77,16 +78,6 @@ def page_html(
     return page
 
 
-# ---- the data of the page
-
-
-def _view(look: Look, kind: str, words: bool, specials: bool) -> MergedView:
-    view = select_head(look, kind=kind, words=words, specials=specials).view
-    if not view.rows or not view.cols:
-        raise ValueError(f"specials=False leaves nothing of the {kind} attention: all its tokens are special")
-    return view
-
-
 def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
     """Everything but the weights."""
     kinds: dict[str, dict[str, int]] = {}
@@ -97,22 +88,18 @@ def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
         labels[kind] = {"rows": [_label_list(x) for x in view.rows], "cols": [_label_list(x) for x in view.cols]}
     about: dict[str, Any] = {"id": "0", "text": look.text, "target": look.target_text, "kinds": kinds}
     if look.image is not None:
-        about["image"] = _image_url(look.image)
+        small = look.image.convert("RGB")
+        small.thumbnail((640, 640))
+        suffix = "jpeg" if small.width > 160 else "png"  # JPEG would blur an image of few pixels
+        out = io.BytesIO()
+        small.save(out, suffix.upper(), quality=88)
+        about["image"] = f"data:image/{suffix};base64,{base64.b64encode(out.getvalue()).decode()}"
     return {"model": {"id": "", "name": "", "kinds": kinds}, "look": about, "labels": labels}
 
 
 def _label_list(label: Label) -> list[Any]:
     fields: list[Any] = [label.text, int(label.special)]
     return fields if label.box is None else [*fields, [round(x, 5) for x in label.box]]
-
-
-def _image_url(image: Image) -> str:
-    small = image.convert("RGB")
-    small.thumbnail((640, 640))
-    name = "jpeg" if small.width > 160 else "png"  # JPEG would blur an image of few pixels
-    out = io.BytesIO()
-    small.save(out, name.upper(), quality=88)
-    return f"data:image/{name};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _pack_views(views: dict[str, MergedView], kind: str, layer: int, head: int | None, n_bytes: int) -> dict[str, Any]:
@@ -158,14 +145,11 @@ def _packed_bytes(weights: dict[str, Any]) -> int:
     return len(weights["bytes"]) * 3 // 4
 
 
-# ---- the file
-
-
 def _assemble(content: dict[str, Any], opening: dict[str, Any]) -> str:
     """The explorer's page with everything that it links to inside."""
     static = files("regard").joinpath("web", "static")
     page, style = (static.joinpath(name).read_text(encoding="utf-8") for name in ("index.html", "style.css"))
-    scripts = f"""<script type="importmap">{_script_json({"imports": dict(_module_urls(static))})}</script>
+    scripts = f"""<script type="importmap">{_script_json({"imports": _module_urls(static)})}</script>
   <script type="application/json" id="look">{_script_json(content)}</script>
   <script type="application/json" id="opening">{_script_json(opening)}</script>
   <script type="module">import "{_PREFIX}main.js";</script>"""
@@ -185,16 +169,21 @@ def _script_json(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _module_urls(static: Traversable) -> Iterator[tuple[str, str]]:
-    """Each module's name and its data: URL."""
-    for name in sorted(_module_names(static, "")):
-        if name in _SERVER_MODULES:
-            continue
-        text = static.joinpath(*name.split("/")).read_text(encoding="utf-8")
+def _module_urls(static: Traversable) -> dict[str, str]:
+    """Each module's name and its data: URL.
+
+    Relative imports get their full name, since a data: URL has no folder: "../dom.js" becomes "regard/dom.js".
+    """
+    urls = {}
+    for name in sorted(set(_module_names(static, "")) - _SERVER_MODULES):
+        parts = _IMPORT.split(static.joinpath(*name.split("/")).read_text(encoding="utf-8"))
+        for n in range(2, len(parts), 3):
+            parts[n] = f'"{_PREFIX}{posixpath.normpath(posixpath.join(posixpath.dirname(name), parts[n]))}"'
         # The list of views without a server has a file of its own, which replaces the server's.
         target = "views/index.js" if name == "views/offline.js" else name
-        encoded = base64.b64encode(_absolute_imports(text, posixpath.dirname(name)).encode()).decode()
-        yield _PREFIX + target, f"data:text/javascript;charset=utf-8;base64,{encoded}"
+        encoded = base64.b64encode("".join(parts).encode()).decode()
+        urls[_PREFIX + target] = f"data:text/javascript;charset=utf-8;base64,{encoded}"
+    return urls
 
 
 def _module_names(folder: Traversable, prefix: str) -> Iterator[str]:
@@ -203,8 +192,3 @@ def _module_names(folder: Traversable, prefix: str) -> Iterator[str]:
             yield from _module_names(each, f"{prefix}{each.name}/")
         elif each.name.endswith(".js"):
             yield prefix + each.name
-
-
-def _absolute_imports(text: str, folder: str) -> str:
-    """Relative imports by their full name, since a data: URL has no folder: "../dom.js" becomes "regard/dom.js"."""
-    return _IMPORT.sub(lambda m: f'{m[1]}"{_PREFIX}{posixpath.normpath(posixpath.join(folder, m[2]))}"', text)

@@ -62,15 +62,21 @@ class ImageProcessor:
         # As in transformers, a missing field means the default of its kind, and null that the step is left out.
         side = config.image_size
         mean, std = _mean_and_std(fields, config.n_channels, clip)
-        resize = fields.get("do_resize", True)
-        return cls(
-            _size("size", fields.get("size", side), square=not clip) if resize else None,
-            mean,
-            std,
-            rescale=float(fields.get("rescale_factor", 1 / 255)) if fields.get("do_rescale", True) else 1.0,
-            resample=_filter(fields.get("resample", 3 if clip else 2)) if resize else 2,
-            crop=_crop(fields.get("crop_size", side if clip else None)) if fields.get("do_center_crop", clip) else None,
-        )
+        size, resample, crop = None, 2, None
+        if fields.get("do_resize", True):
+            size = _size("size", fields.get("size", side), square=not clip)
+            resample = fields.get("resample", 3 if clip else 2)
+            if resample not in range(6):
+                raise ValueError(f"resample={resample!r} is none of Pillow's filters, 0 to 5")
+        if fields.get("do_center_crop", clip):
+            if (crop_size := fields.get("crop_size", side if clip else None)) is None:
+                raise ValueError("do_center_crop=True, but there is no crop_size")
+            sides = _size("crop_size", crop_size, square=True)
+            if isinstance(sides, int):
+                raise ValueError(f"crop_size={crop_size!r} has no height and width")
+            crop = sides
+        rescale = float(fields.get("rescale_factor", 1 / 255)) if fields.get("do_rescale", True) else 1.0
+        return cls(size, mean, std, rescale, int(resample), crop)
 
     def fields(self) -> dict[str, Any]:
         """As transformers writes them."""
@@ -131,21 +137,6 @@ def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
     if (sides if isinstance(sides, int) else min(sides)) < 1:
         raise ValueError(f"{name}={size!r} must be at least 1")
     return sides
-
-
-def _crop(size: Any) -> tuple[int, int]:
-    if size is None:
-        raise ValueError("do_center_crop=True, but there is no crop_size")
-    sides = _size("crop_size", size, square=True)
-    if isinstance(sides, int):
-        raise ValueError(f"crop_size={size!r} has no height and width")
-    return sides
-
-
-def _filter(number: Any) -> int:
-    if number not in range(6):
-        raise ValueError(f"resample={number!r} is none of Pillow's filters, 0 to 5")
-    return int(number)
 
 
 def _sides(size: tuple[int, int] | None) -> dict[str, int] | None:

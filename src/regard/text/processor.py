@@ -69,8 +69,12 @@ class Processor:
                 files.setdefault("vocab.json" if shared else "target_vocab.json", to_json(dict(tokenizer.vocab)))
             elif tokenizer is not None:
                 files[name if both else ONE] = tokenizer.content
-                if not both:
-                    files.setdefault("tokenizer_config.json", to_json(_tokenizer_config(tokenizer, config)))
+                if not both:  # transformers reads the special tokens here
+                    special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+                    tokens = {key: tokenizer.token(index) for key, index in special.items()}
+                    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
+                    fields |= {key: token for key, token in tokens.items() if token is not None}
+                    files.setdefault("tokenizer_config.json", to_json(fields))
         if self.image is not None:
             files.setdefault(IMAGE, to_json(self.image.fields()))
         return files
@@ -98,25 +102,20 @@ def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer
     def read_json(name: str) -> Tokenizer:
         return Tokenizer(directory.bytes(name), str(directory.root / name))
 
+    def read_marian(name: str, vocab_name: str) -> Tokenizer:
+        vocab = directory.json(vocab_name)
+        if not all(isinstance(index, int) for index in vocab.values()):
+            raise BadModelFile(f"{directory.root / vocab_name} does not number its tokens")
+        return MarianTokenizer(directory.bytes(name), vocab, name)
+
     if directory.has(ONE):
         return read_json(ONE), None
     if directory.has(SOURCE) and directory.has(TARGET):
         return read_json(SOURCE), read_json(TARGET)
     if directory.has("source.spm") and directory.has("target.spm") and directory.has("vocab.json"):
-        vocab = _read_vocabulary(directory, "vocab.json")
-        target_vocab = _read_vocabulary(directory, "target_vocab.json") if directory.has("target_vocab.json") else vocab
-        return (
-            MarianTokenizer(directory.bytes("source.spm"), vocab, "source.spm"),
-            MarianTokenizer(directory.bytes("target.spm"), target_vocab, "target.spm"),
-        )
+        target_vocab = "target_vocab.json" if directory.has("target_vocab.json") else "vocab.json"
+        return read_marian("source.spm", "vocab.json"), read_marian("target.spm", target_vocab)
     return None, None
-
-
-def _read_vocabulary(directory: ModelFiles, name: str) -> dict[str, int]:
-    vocab = directory.json(name)
-    if not all(isinstance(index, int) for index in vocab.values()):
-        raise BadModelFile(f"{directory.root / name} does not number its tokens")
-    return vocab
 
 
 def _read_labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
@@ -131,11 +130,3 @@ def _read_labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
         raise BadModelFile(f"config.json has id2label={names!r}, which does not name {config.n_classes} classes")
     labels = tuple(by_index[index] for index in range(config.n_classes))
     return None if labels == tuple(f"LABEL_{index}" for index in range(config.n_classes)) else labels
-
-
-def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
-    """The fields transformers needs beside a tokenizer.json."""
-    fields: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
-    special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
-    tokens = {name: tokenizer.token(index) for name, index in special.items()}
-    return fields | {name: token for name, token in tokens.items() if token is not None}

@@ -42,14 +42,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _STANDS_FOR_A_WORD = re.compile(r"unk|mask", re.IGNORECASE)
 
 
-def _byte_of_letter() -> dict[str, int]:
-    """The letter byte-level models write for each byte (Radford et al. 2019): printable bytes are themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-BYTE_OF_LETTER = _byte_of_letter()
+# The letter byte-level models write for each byte (Radford et al. 2019): printable bytes are themselves.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 def replace_surrogates(text: str) -> str:
@@ -210,7 +206,11 @@ class Tokenizer:
                 text += decoder.decode(b"", final=True)
                 decoder.reset()
                 close_span(position)
-                name, special = self._special_text(index, token)
+                if token is None or self.is_native:
+                    name, special = token or f"<{index}>", token is not None and index in (PAD, BOS, EOS)
+                else:  # it stands for a word, or marks a position
+                    special = not _STANDS_FOR_A_WORD.search(token)
+                    name = token if special else f" {token}"
                 spans.append(TokenSpan(name, position, position + 1, start, start, special))
                 first = position + 1
                 at_start = at_start and (special or self.is_native)
@@ -223,14 +223,6 @@ class Tokenizer:
         close_span(len(ids))
         return spans
 
-    def _special_text(self, index: int, token: str | None) -> tuple[str, bool]:
-        """How a token without text is shown, and whether it marks a position instead of standing for a word."""
-        if token is None:
-            return f"<{index}>", False
-        if self.is_native:
-            return token, index in (PAD, BOS, EOS)
-        return (f" {token}", False) if _STANDS_FOR_A_WORD.search(token) else (token, True)
-
     @cached_property
     def _special_tokens(self) -> set[str]:
         if self.is_native:
@@ -241,7 +233,14 @@ class Tokenizer:
     @cached_property
     def _spell(self) -> Callable[[str, bool], bytes]:
         """A function from a token, and whether it is the first, to the bytes it adds to a text."""
-        return _speller(set(re.findall(r'"type": "(\w+)"', json.dumps(json.loads(self.content).get("decoder")))))
+        decoders = set(re.findall(r'"type": "(\w+)"', json.dumps(json.loads(self.content).get("decoder"))))
+        if "ByteLevel" in decoders:
+            return _spell_byte_level
+        if "WordPiece" in decoders or not decoders:  # without any decoder, words are joined by spaces
+            return _spell_word_piece
+        if decoders & {"BPEDecoder", "Metaspace", "Replace", "ByteFallback"}:
+            return _spell_spaced
+        return lambda token, at_start: token.encode()
 
 
 class MarianTokenizer(Tokenizer):
@@ -307,17 +306,6 @@ class MarianTokenizer(Tokenizer):
     @cached_property
     def _spell(self) -> Callable[[str, bool], bytes]:
         return _spell_spaced
-
-
-def _speller(decoders: set[str]) -> Callable[[str, bool], bytes]:
-    """How tokens spell text, by the types of the file's decoders."""
-    if "ByteLevel" in decoders:
-        return _spell_byte_level
-    if "WordPiece" in decoders or not decoders:  # without any decoder, words are joined by spaces
-        return _spell_word_piece
-    if decoders & {"BPEDecoder", "Metaspace", "Replace", "ByteFallback"}:
-        return _spell_spaced
-    return lambda token, at_start: token.encode()
 
 
 def _spell_byte_level(token: str, at_start: bool) -> bytes:

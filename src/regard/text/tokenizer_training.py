@@ -29,15 +29,24 @@ def train_tokenizer(
 
     ``vocab_size`` counts the special tokens; None: 8,000 for bpe and unigram, everything seen for chars and words.
     """
+    from tokenizers import processors
+
     if kind not in TOKENIZER_KINDS:
         raise ValueError(f"kind={kind!r} is not one of {', '.join(TOKENIZER_KINDS)}")
     least = len(SPECIAL) + (256 if kind in ("bytes", "bpe") else 1)
     if vocab_size is not None and vocab_size < least:
         raise ValueError(f"vocab_size={vocab_size} is less than the {least} that kind={kind!r} needs")
+    shapes = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
+    if template not in shapes:
+        raise ValueError(f"template={template!r} is not one of {', '.join(shapes)}")
     with _single_threaded():
         backend = TOKENIZER_KINDS[kind](texts, vocab_size)
     backend.add_special_tokens(list(SPECIAL))
-    _set_template(backend, template)
+    if template != "none":
+        single = shapes[template]
+        pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
+        special = [("<bos>", BOS), ("<eos>", EOS)]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     return Tokenizer(backend.to_str(pretty=False).encode("utf-8"))
 
 
@@ -161,28 +170,13 @@ def _count_words(backend: Backend, texts: Iterable[str]) -> Counter[str]:
     return counts
 
 
-def _set_template(backend: Backend, template: Template) -> None:
-    from tokenizers import processors
-
-    shapes = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
-    if template not in shapes:
-        raise ValueError(f"template={template!r} is not one of {', '.join(shapes)}")
-    if template != "none":
-        single = shapes[template]
-        pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
-        special = [("<bos>", BOS), ("<eos>", EOS)]
-        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
-
-
 @contextmanager
 def _single_threaded() -> Iterator[None]:
     """Several threads would add up counts in an order that changes from run to run."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    before = {name: os.environ[name] for name in os.environ if name == "TOKENIZERS_PARALLELISM"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        os.environ.update(before)

@@ -29,8 +29,6 @@ from .stream_writing import stream_text
 
 BINARY = "application/octet-stream"
 
-# ---- query parameters
-
 KindParam = Annotated[str, Query(max_length=40, examples=["self"])]
 IndexParam = Annotated[int, Query(ge=0, lt=2**31)]
 HeadParam = Annotated[str, Query(pattern=r"^(mean|[0-9]{1,6})$", examples=["0", "mean"])]
@@ -51,8 +49,6 @@ def _head_view(
 
 
 HeadQuery = Annotated[HeadView, Depends(_head_view)]
-
-# ---- the server's state, and the look that a request is about
 
 
 @dataclass(eq=False)
@@ -84,53 +80,43 @@ def etag(request: Request) -> str:
     return f'"{hashlib.blake2s(url.encode(), digest_size=12).hexdigest()}"'
 
 
-@dataclass(frozen=True, eq=False)
 class LookQuery:
     """A request about one look, and the ways to respond to it."""
 
-    state: ExplorerState
-    session: LookSession
-    request: Request
-
-    @property
-    def limits(self) -> Limits:
-        return self.state.limits
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Cache-Control": "private, max-age=86400, immutable", "ETag": etag(self.request)}
+    def __init__(self, state: ExplorerState, session: LookSession, request: Request) -> None:
+        self.session, self.limits, self._workers = session, state.limits, state.workers
+        self._headers = {"Cache-Control": "private, max-age=86400, immutable", "ETag": etag(request)}
 
     async def floats(self, work: Callable[[], Tensor]) -> Response:
         """A tensor read from a map: row by row, 4 bytes a number, little endian; its shape in the X-Shape header."""
-        values = await self.state.workers.read(work)
+        values = await self._workers.read(work)
         content = np.ascontiguousarray(values.detach().cpu().float().numpy(), dtype="<f4").tobytes()
-        headers = {"X-Shape": ",".join(str(n) for n in values.shape), **self.headers}
+        headers = {"X-Shape": ",".join(str(n) for n in values.shape), **self._headers}
         return _check_size(Response(content, media_type=BINARY, headers=headers), self.limits)
 
     async def read(self, work: Callable[[], Any]) -> Response:
         """JSON of what is read from maps."""
-        return self._json(await self.state.workers.read(work))
+        return _json_response(await self._workers.read(work), self._headers, self.limits)
 
     async def run(self, work: Callable[[], Any]) -> Response:
         """JSON of what needs the model to run."""
-        return self._json(await self.state.workers.run(work))
-
-    def _json(self, content: Any) -> Response:
-        return _check_size(JSONResponse(to_jsonable(content), headers=self.headers), self.limits)
+        return _json_response(await self._workers.run(work), self._headers, self.limits)
 
     async def file(self, work: Callable[[], bytes], media_type: str, name: str | None = None) -> Response:
         """A file, downloaded under ``name`` where that is given."""
         attachment = {} if name is None else {"Content-Disposition": f'attachment; filename="{name}"'}
-        content = await self.state.workers.read(work)
-        return _check_size(Response(content, media_type=media_type, headers=attachment | self.headers), self.limits)
+        content = await self._workers.read(work)
+        return _check_size(Response(content, media_type=media_type, headers=attachment | self._headers), self.limits)
+
+
+def _json_response(content: Any, headers: dict[str, str], limits: Limits) -> Response:
+    return _check_size(JSONResponse(to_jsonable(content), headers=headers), limits)
 
 
 def _check_size(response: Response, limits: Limits) -> Response:
-    if len(response.body) > limits.response_bytes:
-        size, most = len(response.body), limits.response_bytes
-        raise RequestRefused(
-            413, f"the answer has {size:,} bytes, more than the {most:,} that are sent at once; ask for less"
-        )
+    if (size := len(response.body)) > limits.response_bytes:
+        most = f"more than the {limits.response_bytes:,} that are sent at once"
+        raise RequestRefused(413, f"the answer has {size:,} bytes, {most}; ask for less")
     return response
 
 
@@ -151,9 +137,6 @@ def _media_type(name: str) -> dict[str, Any]:
     return {"response_class": Response, "responses": {200: {"content": {name: {"schema": {"type": "string"}}}}}}
 
 
-# ---- models and looks
-
-
 @router.get("/models")
 async def models(state: State) -> list[dict[str, Any]]:
     """The models that are open."""
@@ -165,8 +148,7 @@ async def new_look(state: State, body: LookRequest) -> Response:
     """Run a model over a text or an image, and keep what shows its attention."""
     served = find_model(state.models, body.model)
     session = await state.workers.run(lambda: open_look(served, body, state.sessions, state.limits))
-    content = to_jsonable(look_queries.look_document(session))
-    return _check_size(JSONResponse(content, headers={"Cache-Control": "no-store"}), state.limits)
+    return _json_response(look_queries.look_document(session), {"Cache-Control": "no-store"}, state.limits)
 
 
 @router.get("/looks/{look_id}")
@@ -180,28 +162,22 @@ async def stream(state: State, body: StreamRequest) -> Response:
     """Generate a text: a line of JSON for each token, and a last one with the look at it."""
     served = find_model(state.models, body.model)
     lines = state.workers.stream(lambda: stream_text(served, body, state.sessions, state.limits))
-    first = await anext(lines, None)  # a bad request is refused before the response starts
-    return StreamingResponse(
-        _json_lines(first, lines), media_type="application/x-ndjson", headers={"Cache-Control": "no-store"}
-    )
+    content = _json_lines(await anext(lines, None), lines)  # a bad request is refused before the response starts
+    return StreamingResponse(content, media_type="application/x-ndjson", headers={"Cache-Control": "no-store"})
 
 
 async def _json_lines(first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+    def encode(content: dict[str, Any]) -> bytes:
+        return json.dumps(to_jsonable(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
     async with aclosing(rest):
         try:
             if first is not None:
-                yield _json_line(first)
+                yield encode(first)
             async for line in rest:
-                yield _json_line(line)
+                yield encode(line)
         except (RequestRefused, ValueError, TypeError) as failure:
-            yield _json_line({"error": str(failure)})
-
-
-def _json_line(content: dict[str, Any]) -> bytes:
-    return json.dumps(to_jsonable(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-
-
-# ---- labels and weights
+            yield encode({"error": str(failure)})
 
 
 @router.get("/looks/{look_id}/labels")
@@ -278,9 +254,6 @@ async def patterns(query: CurrentLook, kind: KindParam) -> Response:
     return await query.read(work)
 
 
-# ---- predictions
-
-
 @router.get("/looks/{look_id}/next")
 async def next_tokens(
     query: CurrentLook,
@@ -311,9 +284,6 @@ async def logit_lens(query: CurrentLook, position: PositionParam = -1) -> Respon
 async def beams(query: CurrentLook) -> Response:
     """All hypotheses of a beam search as a tree: those it returned and those it dropped on the way."""
     return await query.read(lambda: query.session.cached("beams", lambda: beam_tree(query.session, query.limits)))
-
-
-# ---- files
 
 
 @router.get("/looks/{look_id}/image", **_media_type("image/png"))
@@ -362,7 +332,7 @@ async def html(
     from ..lens.render_html import page_html
 
     def work() -> bytes:
-        page = page_html(
+        return page_html(
             query.session.look,
             layer=-1 if layer is None else layer,
             head=None if head == MEAN else int(head),
@@ -373,7 +343,6 @@ async def html(
             words=words,
             specials=specials,
             limit=query.limits.response_bytes,
-        )
-        return page.encode()
+        ).encode()
 
     return await query.file(work, "text/html; charset=utf-8", "look.html")

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..attention import AttentionMap, record
 from ..attention.mechanisms import Dot
 from ..generation.generate import inference
-from ..lens.capture import attention_at
+from ..lens.capture import attention_site
 from .look_queries import HeadView, check_index, merged_view
 from .requests import Limits
 from .sessions import LookSession
@@ -85,7 +85,7 @@ def layer_values(session: LookSession, kind: str, layer: int) -> Tensor:
 
     def record_values() -> Tensor:
         model: Any = session.served.model
-        with inference(model), session.model_changes(), record(attention_at(model, kind, layer)) as recorder:
+        with inference(model), session.model_changes(), record(attention_site(model, kind, layer).owner) as recorder:
             model.hidden(*session.look.inputs)
         calls = recorder.attentions["attention"]
         values = calls[layer if len(calls) > 1 else 0].v  # layers that share a module are recorded one after the other

@@ -39,39 +39,28 @@ class HeadView:
 
 def look_document(session: LookSession, words: bool = False, specials: bool = True) -> dict[str, Any]:
     """What the page needs to know of a look before it asks for weights."""
-    look = session.look
-    document = {
-        "id": session.id,
-        "model": session.served.id,
-        "text": look.text,
-        "target": look.target_text,
-        "kinds": {
-            kind: _view_sizes(merged_view(session, HeadView(kind, 0, None, words, specials))) for kind in look.kinds
-        },
-        "beams": session.search is not None,
-    }
+    look, kinds = session.look, {}
+    for kind in look.kinds:
+        view = merged_view(session, HeadView(kind, 0, None, words, specials))
+        sizes = {"layers": look.layers(kind=kind), "heads": look.heads(kind=kind)}
+        kinds[kind] = {**sizes, "n_rows": len(view.rows), "n_cols": len(view.cols)}
+    about = {"id": session.id, "model": session.served.id, "text": look.text, "target": look.target_text}
+    document: dict[str, Any] = {**about, "kinds": kinds, "beams": session.search is not None}
     return document if look.image is None else document | {"image": f"/api/looks/{session.id}/image"}
-
-
-def _view_sizes(view: MergedView) -> dict[str, int]:
-    layers, heads = view.look.layers(kind=view.kind), view.look.heads(kind=view.kind)
-    return {"layers": layers, "heads": heads, "n_rows": len(view.rows), "n_cols": len(view.cols)}
 
 
 def merged_view(session: LookSession, at: HeadView) -> MergedView:
     """The rows and columns of a view; kind, layer and head are checked."""
     look, kind = session.look, at.kind
     if kind not in look.kinds:
-        raise RequestRefused(
-            422, f"kind={kind[:40]!r} is not one of this look's: {', '.join(look.kinds) or 'it has none'}"
-        )
+        have = ", ".join(look.kinds) or "it has none"
+        raise RequestRefused(422, f"kind={kind[:40]!r} is not one of this look's: {have}")
     for name, index, total in (("layer", at.layer, look.layers(kind=kind)), ("head", at.head, look.heads(kind=kind))):
         if index is not None and index >= total:
             raise RequestRefused(422, f"{name}={index}: {kind} attention has {total} {name}s, 0 … {total - 1}")
-    if not at.words and at.specials:
-        return session.cached(("view", kind), lambda: MergedView.plain(look, kind))
+    is_plain = at.specials and not at.words
     view = session.cached(
-        ("view", kind, at.words, at.specials), lambda: look.merged(kind=kind, words=at.words, specials=at.specials)
+        ("view", kind, at.words, at.specials), lambda: MergedView(look, kind, at.words, at.specials, is_plain)
     )
     if not view.rows or not view.cols:
         raise RequestRefused(422, f"specials=false leaves nothing of the {kind} attention: all its tokens are special")
@@ -153,9 +142,6 @@ def check_index(name: str, index: int, total: int) -> None:
         raise RequestRefused(422, f"{name}={index} does not lie within 0 … {total - 1}")
 
 
-# ---- as a table
-
-
 def to_csv(session: LookSession, at: HeadView, rows: Span, cols: Span, limits: Limits) -> str:
     """Weights with their labels: a column for each key, a line for each query."""
     view = merged_view(session, at)
@@ -169,12 +155,10 @@ def to_csv(session: LookSession, at: HeadView, rows: Span, cols: Span, limits: L
     return out.getvalue()
 
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets skip white space before the sign
-
-
 def cell_texts(labels: Sequence[Label]) -> list[str]:
     """A quote before what a spreadsheet would run as a formula."""
-    return [f"'{label.text}" if label.text.startswith(_FORMULA) else label.text for label in labels]
+    signs = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets skip white space before the sign
+    return [f"'{label.text}" if label.text.startswith(signs) else label.text for label in labels]
 
 
 class BeamTree:
@@ -206,10 +190,9 @@ class BeamTree:
         """The nodes of every step of the search."""
         node_of_beam: dict[int, int] = {}
         for step in generated.steps or ():
-            beams = list(step.of(0))
-            nodes = [self.add_node(node_of_beam.get(parent, 0), token, score) for _, parent, token, score in beams]
-            node_of_beam = {}
-            for node, (beam, *_) in zip(nodes, beams, strict=True):
+            parents, node_of_beam = node_of_beam, {}
+            for beam, parent, token, score in step.of(0):
+                node = self.add_node(parents.get(parent, 0), token, score)
                 if beam is None:
                     self.nodes[node]["ended"] = True
                 else:
@@ -246,14 +229,9 @@ def beam_tree(session: LookSession, limits: Limits) -> dict[str, Any]:
     tree = BeamTree(session)
     tree.add_steps(generated)
     tree.mark_hypotheses(generated)
-    nodes = tree.nodes
-    if len(nodes) > limits.beam_nodes:
-        nodes = [node for node in nodes if node["kept"]]
+    nodes = [node for node in tree.nodes if node["kept"] or len(tree.nodes) <= limits.beam_nodes]
     tree.label_nodes(nodes)
     return {"nodes": nodes, "left_out": len(tree.nodes) - len(nodes)}
-
-
-# ---- images
 
 
 def encode_png(image: Image, limits: Limits) -> bytes:

@@ -95,13 +95,14 @@ class RequestGuard:
         await self.app(scope, receive_body, send_with_headers)
 
     def _check(self, scope: Scope) -> None:
-        headers = _headers(scope)
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip())
         host = headers.get("host", [])
         if len(host) != 1 or not self._is_own_host(host[0]):
-            name = ", ".join(host)[:100] or "nothing"
-            raise RequestRefused(
-                403, f"the Host header says {name!r}, which is not this server; open http://127.0.0.1 instead"
-            )
+            said = ", ".join(host)[:100] or "nothing"
+            problem = f"the Host header says {said!r}, which is not this server"
+            raise RequestRefused(403, f"{problem}; open http://127.0.0.1 instead")
         for origin in headers.get("origin", []):
             if urlsplit(origin).netloc.lower() != host[0].lower():
                 raise RequestRefused(403, f"a page of {origin[:100]!r} may not ask this server")
@@ -112,7 +113,13 @@ class RequestGuard:
                 raise _body_too_large(length, self.limits)
 
     def _is_own_host(self, host: str) -> bool:
-        name = (_host_name(host) or "").lower()
+        """Of `[::1]:80` the name is ::1, of `localhost:8000` localhost."""
+        if any(sign in host for sign in "/@?#\\ "):
+            return False
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
         return name in self._allowed or (self._any_address and _is_address(name))
 
 
@@ -141,27 +148,9 @@ async def _read_body(receive: Receive, limits: Limits) -> Message:
 async def _send_refusal(send: Send, refused: RequestRefused) -> None:
     content = json.dumps({"error": str(refused)}, ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    # The rest of the body is not read: the connection cannot be used for another request.
-    headers.append((b"connection", b"close"))
+    headers.append((b"connection", b"close"))  # the rest of the body is not read, so no other request can follow it
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": content})
-
-
-def _headers(scope: Scope) -> dict[str, list[str]]:
-    headers: dict[str, list[str]] = {}
-    for name, value in scope["headers"]:
-        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip())
-    return headers
-
-
-def _host_name(host: str) -> str | None:
-    """`[::1]:80` → ::1, `localhost:8000` → localhost; None for what is not a host."""
-    if any(sign in host for sign in "/@?#\\ "):
-        return None
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
 
 
 def is_local(host: str) -> bool:

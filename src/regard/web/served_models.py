@@ -73,10 +73,8 @@ def task_name(config: ModelConfig) -> str:
     """The task of `regard train` that such a model is trained for."""
     if config.head == "classify":
         return "classify-images" if config.source == "image" else "classify"
-    if config.head == "masked-lm":
-        return "mlm"
-    if config.head == "none":
-        return "features"
+    if config.head in ("masked-lm", "none"):
+        return "mlm" if config.head == "masked-lm" else "features"
     if config.architecture == "decoder":
         return "lm"
     return "caption" if config.source != "text" else "translate"
@@ -134,15 +132,11 @@ def name_models(models: Sequence[tuple[str, Model]]) -> list[ServedModel]:
 
 
 def find_model(models: Sequence[ServedModel], model_id: str) -> ServedModel:
-    for each in models:
-        if each.id == model_id:
-            return each
-    raise RequestRefused(
-        404, f"model {model_id[:100]!r} is not open here; there is {', '.join(each.id for each in models)}"
-    )
+    by_id = {served.id: served for served in models}
+    if model_id not in by_id:
+        raise RequestRefused(404, f"model {model_id[:100]!r} is not open here; there is {', '.join(by_id)}")
+    return by_id[model_id]
 
-
-# ---- looks
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
@@ -153,7 +147,11 @@ def open_look(served: ServedModel, body: LookRequest, sessions: SessionStore, li
 
     check_inputs(served, body, limits)
     what = decode_image(body.image, limits) if served.config.source == "image" else body.text
-    search = _check_search(served, body)
+    if body.generate is not None and not served.can_generate:
+        raise RequestRefused(422, f"model {served.id!r} writes no text, so there is nothing to generate")
+    if body.generate is not None and body.target is not None:
+        raise RequestRefused(422, "target and generate are both given: a target is either told or written")
+    search = None if body.generate is None else search_fields(body.generate)
     sessions.evict_for(planned_bytes(served, body, search, limits))
     changes = partial(change_model, served, body.variant)
     with changes():
@@ -174,27 +172,15 @@ def check_inputs(served: ServedModel, body: LookRequest, limits: Limits) -> None
     most = min(limits.characters, longest * limits.characters_per_token)
     for name, text in (("text", body.text), ("target", body.target or "")):
         if len(text) > most:
-            raise RequestRefused(
-                413, f"{name} has {len(text):,} characters; for model {served.id!r} at most {most:,} are read"
-            )
+            allowed = f"for model {served.id!r} at most {most:,} are read"
+            raise RequestRefused(413, f"{name} has {len(text):,} characters; {allowed}")
     if not reads_image and not body.text:
         raise RequestRefused(422, "text is empty: there is nothing to look at")
 
 
-def _check_search(served: ServedModel, body: LookRequest) -> dict[str, Any] | None:
-    if body.generate is None:
-        return None
-    if not served.can_generate:
-        raise RequestRefused(422, f"model {served.id!r} writes no text, so there is nothing to generate")
-    if body.target is not None:
-        raise RequestRefused(422, "target and generate are both given: a target is either told or written")
-    return search_fields(body.generate)
-
-
 def search_fields(search: SearchRequest) -> dict[str, Any]:
     """Fields of a ``GenerateConfig``; of a beam search all hypotheses, for the tree."""
-    fields = search.fields()
-    return fields | ({"n_best": search.beam} if search.beam > 1 else {})
+    return search.fields() | ({"n_best": search.beam} if search.beam > 1 else {})
 
 
 def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any] | None, limits: Limits) -> int:
@@ -206,10 +192,8 @@ def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any]
         n_source = len(tokenizers.source.encode(body.text))
     n_target = len(tokenizers.target.encode(body.target)) if body.target else 0
     n_new = 0 if not served.can_generate else int((search or {}).get("max_new_tokens", 128))
-    if max(n_source, n_target) > limits.tokens:
-        raise RequestRefused(
-            413, f"the text has {max(n_source, n_target):,} tokens; at most {limits.tokens:,} are looked at"
-        )
+    if (longest := max(n_source, n_target)) > limits.tokens:
+        raise RequestRefused(413, f"the text has {longest:,} tokens; at most {limits.tokens:,} are looked at")
     n_target_rows = min(n_target or n_new, config.max_target_len or config.max_len)
     if not served.has_source:
         n_source, n_target_rows = min(n_source + n_new * (search is not None), config.max_len), 0
@@ -238,9 +222,6 @@ def change_model(served: ServedModel, changes: ModelChanges | None) -> Iterator[
         if changes.off:
             stack.enter_context(interventions.switch_off(served.model, list(changes.off)))
         yield
-
-
-# ---- images
 
 
 def decode_image(encoded: str | None, limits: Limits) -> Image:

@@ -109,9 +109,6 @@ def sentence_of(problem: dict[str, Any]) -> str:
     return f"{where}: {message[:1].lower()}{message[1:]}" if where else message
 
 
-# ---- the process
-
-
 def serve(
     paths: Sequence[str | Path],
     *,
@@ -146,7 +143,9 @@ def serve(
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
     listening.listen()  # a browser that opens the URL at once waits instead of being refused
-    url = f"http://{_url_host(host)}:{listening.getsockname()[1]}/"
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # one that a browser can open
+    address = f"[{address}]" if ":" in address else address
+    url = f"http://{address}:{listening.getsockname()[1]}/"
     say(f"regard: {url} (Ctrl-C ends it)")
     if not is_local(host):
         say(f"regard: other machines reach it too, at {host}, and there is no password")
@@ -165,14 +164,12 @@ def serve(
 def _run_until_signal(server: Any, listening: socket.socket) -> int:
     """Run uvicorn; on a signal it shuts down in order and then raises the signal again, which is recorded here."""
     signals: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, frame: signals.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers]
     try:
         server.run([listening])
     finally:
-        for number, handler in handlers.items():
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
     return 128 + signals[-1] if signals else 0
 
@@ -190,9 +187,3 @@ def _listen(host: str, port: int) -> socket.socket:
             raise RegardError(f"--host {host} is no address of this machine: {why}") from None
         raise RegardError(f"port {port} of {host} cannot be used: {why}; --port 0 takes any that is free") from None
     return listening
-
-
-def _url_host(host: str) -> str:
-    """An address that a browser can open, also for a server that listens on all addresses."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host

@@ -33,7 +33,8 @@ class LookSession:
     model_changes: Callable[[], AbstractContextManager[None]]  # the interventions of the look, for further runs
     n_bytes: int = 0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
-    _results: dict[Any, _CachedResult] = field(default_factory=dict)
+    _results: dict[Any, Any] = field(default_factory=dict)
+    _locks: dict[Any, threading.Lock] = field(default_factory=dict)  # one for each result
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -45,19 +46,12 @@ class LookSession:
     def cached(self, key: Any, work: Callable[[], Result]) -> Result:
         """The result of ``work``, computed only once; a second thread that needs it meanwhile waits."""
         with self._lock:
-            entry = self._results.setdefault(key, _CachedResult())
-        with entry.lock:
-            if not entry.is_known:
-                entry.value, entry.is_known = work(), True
-        result: Result = entry.value
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._results:
+                self._results[key] = work()
+        result: Result = self._results[key]
         return result
-
-
-class _CachedResult:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.is_known = False
-        self.value: Any = None
 
 
 class SessionStore:
@@ -85,10 +79,8 @@ class SessionStore:
     def evict_for(self, n_bytes: int) -> None:
         """Drop old looks before a new one of this size is computed, so that memory never holds both."""
         if n_bytes > self._limits.kept_bytes:
-            needed, most = n_bytes / 1e6, self._limits.kept_bytes / 1e6
-            raise RequestRefused(
-                413, f"q and k of this text take {needed:,.0f} MB, and the server keeps {most:,.0f} MB at most"
-            )
+            needed, most = f"{n_bytes / 1e6:,.0f} MB", f"{self._limits.kept_bytes / 1e6:,.0f} MB"
+            raise RequestRefused(413, f"q and k of this text take {needed}, and the server keeps {most} at most")
         with self._lock:
             while self._sessions and (
                 self.n_bytes + n_bytes > self._limits.kept_bytes or len(self._sessions) >= self._limits.kept_looks
@@ -96,20 +88,16 @@ class SessionStore:
                 self._sessions.popitem(last=False)
 
     def add(self, session: LookSession) -> LookSession:
-        session.n_bytes = look_bytes(session.look)
+        storages = [x.untyped_storage() for x in _tensors(session.look)]
+        session.n_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.evict_for(session.n_bytes)
         with self._lock:
             self._sessions[session.id] = session
         return session
 
 
-def look_bytes(look: Look) -> int:
-    """The memory of a look's maps and states; shared storage counts once."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(look)}
-    return sum(storages.values())
-
-
 def _tensors(look: Look) -> Iterator[Tensor]:
+    """A look's maps and states; some share their memory."""
     for kind in look.kinds:
         for layer in range(look.layers(kind=kind)):
             walk = look.map(kind=kind, layer=layer)._walk

@@ -114,9 +114,8 @@ def _stream(
     changes = partial(change_model, served, body.variant)
     image = decode_image(body.image, limits) if served.config.source == "image" else None
     rows = None if image is not None else tokenizers.encode_inputs(body.text)[0]
-    decode = (
-        decode_after(tokenizers.decode, rows) if tokenizers.continues_prompt and rows is not None else tokenizers.decode
-    )
+    continues = tokenizers.continues_prompt and rows is not None
+    decode = decode_after(tokenizers.decode, rows or []) if continues else tokenizers.decode
 
     def start() -> Iterator[int]:
         return stream_tokens(model, image_pixels(model, image) if rows is None else rows, **body.generate.fields())

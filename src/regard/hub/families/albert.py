@@ -9,7 +9,7 @@ from .. import hf_family as hf
 from ..weight_steps import Step
 from .bert import FIELDS, read_text
 
-_CLASSES = {"AlbertModel": "none", "AlbertForMaskedLM": "masked-lm", "AlbertForSequenceClassification": "classify"}
+_CLASSES = hf.encoder_classes("Albert")
 _FIELDS: hf.Fields = {
     **FIELDS,
     "embedding_size": ("d_embed", hf.NEEDED),

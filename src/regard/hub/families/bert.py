@@ -25,13 +25,9 @@ FIELDS: hf.Fields = {
     "bos_token_id": ("bos_id", None),
     "eos_token_id": ("eos_id", None),
 }
-_CLASSES = {"BertModel": "none", "BertForMaskedLM": "masked-lm", "BertForSequenceClassification": "classify"}
+_CLASSES = hf.encoder_classes("Bert")
 # XLM-R and CamemBERT are RoBERTa under other class names; what is saved is called RoBERTa.
-_ROBERTA_CLASSES = {
-    f"{name}{kind}": head
-    for name in ("Roberta", "XLMRoberta", "Camembert")
-    for kind, head in {"Model": "none", "ForMaskedLM": "masked-lm", "ForSequenceClassification": "classify"}.items()
-}
+_ROBERTA_CLASSES = hf.encoder_classes("Roberta", "XLMRoberta", "Camembert")
 _LAYER = {
     "attention.output.dense": "attention.w_o",
     "attention.output.LayerNorm": "attention_norm",

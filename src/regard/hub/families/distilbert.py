@@ -8,11 +8,7 @@ from ...config import ModelConfig
 from .. import hf_family as hf
 from ..weight_steps import Step
 
-_CLASSES = {
-    "DistilBertModel": "none",
-    "DistilBertForMaskedLM": "masked-lm",
-    "DistilBertForSequenceClassification": "classify",
-}
+_CLASSES = hf.encoder_classes("DistilBert")
 _FIELDS: hf.Fields = {
     "vocab_size": ("vocab_size", hf.NEEDED),
     "dim": ("d_model", hf.NEEDED),

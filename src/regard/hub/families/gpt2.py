@@ -6,7 +6,7 @@ from typing import Any
 
 from ...config import ModelConfig
 from .. import hf_family as hf
-from ..weight_steps import Drop, Rename, Step, Tie, Transpose
+from ..weight_steps import Drop, Rename, Step, Transpose
 
 _HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
 _FIELDS: hf.Fields = {
@@ -64,13 +64,10 @@ def write(config: ModelConfig) -> dict[str, Any]:
 def steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "transformer."
     theirs, ours = f"{prefix}h.{{i}}.", "decoder.blocks.{i}."
-    head: Step = (
-        Tie("lm_head.weight", f"{prefix}wte.weight") if config.tie_head else Rename("lm_head.weight", "head.weight")
-    )
     return [
         Drop(f"{theirs}attn.bias"),
         Drop(f"{theirs}attn.masked_bias"),
-        head,
+        hf.token_head(config, f"{prefix}wte.weight"),
         Rename(f"{prefix}wte.weight", "token.weight"),
         Rename(f"{prefix}wpe.weight", "embeddings.position.weight"),
         *hf.modules({f"{prefix}ln_f": "decoder.norm"}),

@@ -10,58 +10,60 @@ from typing import Any
 
 from ...config import ModelConfig, RopeScalingConfig
 from .. import hf_family as hf
-from ..weight_steps import Drop, Join, Rename, Step, Tie
+from ..weight_steps import Drop, Rename, Step
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
+_FIELDS: hf.Fields = {
+    "vocab_size": ("vocab_size", hf.NEEDED),
+    "hidden_size": ("d_model", hf.NEEDED),
+    "num_hidden_layers": ("n_layers", hf.NEEDED),
+    "num_attention_heads": ("n_heads", hf.NEEDED),
+    "num_key_value_heads": ("n_kv_heads", None),
+    "intermediate_size": ("d_ff", hf.NEEDED),
+    "max_position_embeddings": ("max_len", hf.NEEDED),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "tie_word_embeddings": ("tie_head", False),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "bos_token_id": ("bos_id", None),
+    "pad_token_id": ("pad_id", 0),
+    "initializer_range": ("init_std", 0.02),
+}
+
+
 def read(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("pretraining_tp", 1)
-    d_model, n_heads = theirs.need("hidden_size"), theirs.need("num_attention_heads")
-    n_layers = theirs.need("num_hidden_layers")
+    ours = hf.read_fields(theirs, _FIELDS)
+    if ours["n_kv_heads"] is None:
+        ours["n_kv_heads"] = ours["n_heads"]
     heads = {f"{_CLASSES[kind]}ForCausalLM": "lm", f"{_CLASSES[kind]}Model": "none"}
-    window, window_layers = _read_window(theirs, n_layers)
+    window, window_layers = _read_window(theirs, ours["n_layers"])
     base, scaling = _read_rope(theirs)
+    width, activation = ours["d_model"] // ours["n_heads"], theirs.activation("hidden_act", "silu")
+    if activation not in _GATED:
+        raise ValueError(f"config.json has hidden_act={activation!r}; regard gates with {', '.join(_GATED)}")
     return ModelConfig(
         architecture="decoder",
         head=theirs.head(heads),
-        vocab_size=theirs.need("vocab_size"),
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=theirs.get("num_key_value_heads", n_heads),
-        d_head=theirs.need("head_dim") if kind == "qwen3" else theirs.get("head_dim", d_model // n_heads),
-        d_ff=theirs.need("intermediate_size"),
-        max_len=theirs.need("max_position_embeddings"),
+        **ours,
+        d_head=theirs.need("head_dim") if kind == "qwen3" else theirs.get("head_dim", width),
         positions="rope",
         rope_base=base,
         rope_scaling=scaling,
         norm="rms",
         norm_place="pre",
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
         window=window,
         window_layers=window_layers,
         qkv_bias=kind == "qwen2" or theirs.get("attention_bias", False),
         out_bias=kind != "qwen2" and theirs.get("attention_bias", False),
         qk_norm=kind == "qwen3",
-        activation=_read_activation(theirs),
+        activation=_GATED[activation],
         ff_bias=theirs.get("mlp_bias", False),
-        tie_head=theirs.get("tie_word_embeddings", False),
-        attention_dropout=theirs.get("attention_dropout", 0.0),
-        bos_id=theirs.get("bos_token_id"),
         eos_id=theirs.token_id("eos_token_id"),
-        pad_id=theirs.get("pad_token_id", 0),
-        init_std=theirs.get("initializer_range", 0.02),
     )
-
-
-def _read_activation(theirs: hf.ForeignFields) -> str:
-    name = theirs.activation("hidden_act", "silu")
-    if name not in _GATED:
-        raise ValueError(f"config.json has hidden_act={name!r}; regard gates with {', '.join(_GATED)}")
-    return _GATED[name]
 
 
 def _read_window(theirs: hf.ForeignFields, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -134,22 +136,11 @@ def write(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": [f"{_CLASSES[kind]}{head}"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **hf.write_fields(config, _FIELDS, nulls=True),
         "num_key_value_heads": config.n_kv_heads or config.n_heads,
         "head_dim": config.head_width,
-        "intermediate_size": config.d_ff,
-        "max_position_embeddings": config.max_len,
-        "rms_norm_eps": config.norm_eps,
         "hidden_act": hf.from_our_activation(gates[config.activation]),
-        "tie_word_embeddings": config.tie_head,
-        "attention_dropout": config.attention_dropout,
-        "bos_token_id": config.bos_id,
         "eos_token_id": config.eos_id,
-        "pad_token_id": config.pad_id,
-        "initializer_range": 0.02 if config.init_std is None else config.init_std,
         "rope_parameters": _write_rope(config),
     }
     if kind in ("llama", "qwen3"):
@@ -205,30 +196,15 @@ def steps(config: ModelConfig) -> list[Step]:
         "post_attention_layernorm": "ff_norm",
         "mlp.down_proj": "ff.w_out",
     }
+    qkv, gates = [f"{theirs}self_attn.{x}_proj" for x in "qkv"], [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
     return [
         Drop(f"{theirs}self_attn.rotary_emb.inv_freq"),
-        Tie("lm_head.weight", f"{prefix}embed_tokens.weight")
-        if config.tie_head
-        else Rename("lm_head.weight", "head.weight"),
+        hf.token_head(config, f"{prefix}embed_tokens.weight"),
         Rename(f"{prefix}embed_tokens.weight", "token.weight"),
         Rename(f"{prefix}norm.weight", "decoder.norm.weight"),
-        *(Rename(f"{theirs}{a}.{x}", f"{ours}{b}.{x}") for a, b in names.items() for x in ("weight", "bias")),
-        *(
-            Join(
-                tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv"),
-                f"{ours}attention.w_qkv.{kind}",
-                (q_rows, kv_rows, kv_rows),
-            )
-            for kind in ("weight", "bias")
-        ),
-        *(
-            Join(
-                tuple(f"{theirs}mlp.{x}_proj.{kind}" for x in ("gate", "up")),
-                f"{ours}ff.w_in.{kind}",
-                (config.d_ff, config.d_ff),
-            )
-            for kind in ("weight", "bias")
-        ),
+        *hf.modules(names, theirs, ours),
+        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (q_rows, kv_rows, kv_rows)),
+        *hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff, config.d_ff)),
     ]
 
 

@@ -14,61 +14,55 @@ _ARCHITECTURES = {
     "T5Model": ("encoder-decoder", "none"),
     "T5EncoderModel": ("encoder", "none"),
 }
+_FIELDS: hf.Fields = {
+    "vocab_size": ("vocab_size", hf.NEEDED),
+    "d_model": ("d_model", hf.NEEDED),
+    "num_layers": ("n_layers", hf.NEEDED),
+    "num_heads": ("n_heads", hf.NEEDED),
+    "d_kv": ("d_head", hf.NEEDED),
+    "d_ff": ("d_ff", hf.NEEDED),
+    "n_positions": ("max_len", 512),
+    "relative_attention_num_buckets": ("t5_buckets", 32),
+    "relative_attention_max_distance": ("t5_max_distance", 128),
+    "layer_norm_epsilon": ("norm_eps", 1e-6),
+    "dropout_rate": ("dropout", 0.1),
+    "pad_token_id": ("pad_id", 0),
+}
 _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"}
 
 
 def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("is_decoder", False)
     theirs.only("feed_forward_proj", *_FEED_FORWARD)
-    d_model, rate, scaled = theirs.need("d_model"), theirs.get("dropout_rate", 0.1), _is_scaled(theirs)
+    ours, tied = hf.read_fields(theirs, _FIELDS), theirs.get("tie_word_embeddings", True)
+    # T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
+    # That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold.
+    scaled = bool(theirs.get("scale_decoder_outputs", tied))
+    if scaled and not tied:
+        both = "scale_decoder_outputs=True with tie_word_embeddings=False"
+        raise ValueError(f"config.json has {both}; T5 has both and T5 1.1 neither")
     architecture, head = theirs.head(_ARCHITECTURES)
     return ModelConfig(
         architecture=architecture,
         head=head,
-        vocab_size=theirs.need("vocab_size"),
-        d_model=d_model,
-        n_layers=theirs.need("num_layers"),
-        n_decoder_layers=theirs.get("num_decoder_layers", theirs.need("num_layers")),
-        n_heads=theirs.need("num_heads"),
-        d_head=theirs.need("d_kv"),
-        d_ff=theirs.need("d_ff"),
-        max_len=theirs.get("n_positions", 512),
+        **ours,
+        n_decoder_layers=theirs.get("num_decoder_layers", ours["n_layers"]),
         positions="t5",
-        t5_buckets=theirs.get("relative_attention_num_buckets", 32),
-        t5_max_distance=theirs.get("relative_attention_max_distance", 128),
         norm="rms",
         norm_place="pre",
-        norm_eps=theirs.get("layer_norm_epsilon", 1e-6),
         attention_scale=1.0,
         qkv_bias=False,
         out_bias=False,
         activation=_FEED_FORWARD[theirs.get("feed_forward_proj", "relu")],
         ff_bias=False,
         tie_head=scaled,
-        logit_scale=d_model**-0.5 if scaled else 1.0,
-        dropout=rate,
-        attention_dropout=rate,
-        embedding_dropout=rate,
-        activation_dropout=rate,
-        bos_id=theirs.get("decoder_start_token_id", theirs.get("pad_token_id", 0)),
+        logit_scale=ours["d_model"] ** -0.5 if scaled else 1.0,
+        attention_dropout=ours["dropout"],
+        embedding_dropout=ours["dropout"],
+        activation_dropout=ours["dropout"],
+        bos_id=theirs.get("decoder_start_token_id", ours["pad_id"]),
         eos_id=theirs.token_id("eos_token_id"),
-        pad_id=theirs.get("pad_token_id", 0),
     )
-
-
-def _is_scaled(theirs: hf.ForeignFields) -> bool:
-    """T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
-
-    That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold, and tell the two
-    apart by ``scale_decoder_outputs``.
-    """
-    tied = theirs.get("tie_word_embeddings", True)
-    scaled = bool(theirs.get("scale_decoder_outputs", tied))
-    if scaled and not tied:
-        raise ValueError(
-            "config.json has scale_decoder_outputs=True with tie_word_embeddings=False; T5 has both and T5 1.1 neither"
-        )
-    return scaled
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -79,29 +73,19 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "t5",
         "architectures": hf.write_head(config, heads)["architectures"],
-        "vocab_size": config.vocab_size,
-        "d_model": config.d_model,
-        "num_layers": config.n_layers,
+        **hf.write_fields(config, _FIELDS),
         "num_decoder_layers": config.n_decoder_layers or config.n_layers,
-        "num_heads": config.n_heads,
         "d_kv": config.head_width,
-        "d_ff": config.d_ff,
-        "n_positions": config.max_len,
-        "relative_attention_num_buckets": config.t5_buckets,
-        "relative_attention_max_distance": config.t5_max_distance,
-        "layer_norm_epsilon": config.norm_eps,
         "feed_forward_proj": forward[config.activation],
         "tie_word_embeddings": config.tie_head,
         "scale_decoder_outputs": config.tie_head,
-        "dropout_rate": config.dropout,
         "decoder_start_token_id": config.bos_id,
         "eos_token_id": config.eos_id,
-        "pad_token_id": config.pad_id,
     }
 
 
 @dataclass(frozen=True)
-class OwnHead:
+class OwnHead(Step):
     """A head of its own, which transformers leaves out of a file as long as it is still one with the table."""
 
     head: str
@@ -111,9 +95,6 @@ class OwnHead:
         if self.head in tensors or self.table not in tensors:
             return tensors
         return {**tensors, self.head: tensors[self.table].clone()}
-
-    def undo(self, tensors: Tensors) -> Tensors:
-        return tensors
 
 
 def steps(config: ModelConfig) -> list[Step]:
@@ -128,24 +109,20 @@ def steps(config: ModelConfig) -> list[Step]:
         out += [OwnHead("lm_head.weight", "shared.weight"), Rename("lm_head.weight", "head.weight")]
     out.append(Rename("shared.weight", "token.weight"))
     for stack in ("encoder", "decoder") if config.has_decoder else ("encoder",):
-        out += _stack_steps(config, stack, n_layers=3 if stack == "decoder" else 2)
+        out += _stack_steps(config, stack)
     return out
 
 
-def _stack_steps(config: ModelConfig, stack: str, n_layers: int) -> list[Step]:
-    """``n_layers``: sub-layers of a block, 2 in the encoder and 3 in the decoder; the last is the feed-forward."""
+def _stack_steps(config: ModelConfig, stack: str) -> list[Step]:
     theirs, ours, rows = f"{stack}.block.{{i}}.layer.", f"{stack}.blocks.{{i}}.", config.n_heads * config.head_width
-    ff = n_layers - 1
+    qkv = tuple(f"{theirs}0.SelfAttention.{x}.weight" for x in "qkv")
+    ff = 2 if stack == "decoder" else 1  # the last of a block's sub-layers
     out: list[Step] = [
         Rename(f"{stack}.final_layer_norm.weight", f"{stack}.norm.weight"),
         Rename(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{stack}.position_bias.w"),
         Rename(f"{theirs}0.layer_norm.weight", f"{ours}attention_norm.weight"),
         Rename(f"{theirs}0.SelfAttention.o.weight", f"{ours}attention.w_o.weight"),
-        Join(
-            tuple(f"{theirs}0.SelfAttention.{x}.weight" for x in "qkv"),
-            f"{ours}attention.w_qkv.weight",
-            (rows, rows, rows),
-        ),
+        Join(qkv, f"{ours}attention.w_qkv.weight", (rows, rows, rows)),
         Rename(f"{theirs}{ff}.layer_norm.weight", f"{ours}ff_norm.weight"),
         Rename(f"{theirs}{ff}.DenseReluDense.wo.weight", f"{ours}ff.w_out.weight"),
         Rename(f"{theirs}{ff}.DenseReluDense.wi.weight", f"{ours}ff.w_in.weight"),

@@ -38,8 +38,11 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("pooler_act", "tanh", "relu")
     theirs.only("pooler_output_size", None, ours["d_model"])
     theirs.only("head_dim", None, ours["d_model"] // ours["n_heads"])
-    for name in ("image_size", "patch_size"):
-        ours[name] = _side(name, ours[name])
+    for name in ("image_size", "patch_size"):  # one number, or two equal ones
+        sides = {ours[name]} if isinstance(ours[name], int) else set(ours[name])
+        if len(sides) > 1:
+            raise ValueError(f"config.json has {name}={ours[name]}; regard's are square")
+        ours[name] = sides.pop()
     return ModelConfig(
         architecture="encoder",
         source="image",
@@ -50,14 +53,6 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         activation=theirs.activation("hidden_act", "gelu"),
         embedding_dropout=ours["dropout"],
     )
-
-
-def _side(name: str, size: int | list[int]) -> int:
-    """The side of a square given as one number or as two equal ones."""
-    sides = {size} if isinstance(size, int) else set(size)
-    if len(sides) > 1:
-        raise ValueError(f"config.json has {name}={size}; regard's are square")
-    return sides.pop()
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
