@@ -22,7 +22,7 @@ from regard.errors import BadModelFile, RegardError
 from regard.export.onnx_export import FOLDER, export_onnx, open_onnx
 from regard.export.onnx_runtime import OnnxModel
 from regard.generation import BeamSearch, decode_loop, generate, stream_tokens
-from regard.generation.cached_engine import engine_for
+from regard.generation.cached_engine import DecodingEngine
 from regard.generation.generation_config import GenerateConfig
 from regard.generation.prompts import pad_prompts
 from regard.models import Decoder, EncoderDecoder, Model, Recurrent, build
@@ -231,11 +231,11 @@ def test_the_searches_themselves_run_over_it() -> None:
     given = pad_prompts(rows, model.config, config, torch.device("cpu"))
     with torch.no_grad():
         ours, theirs = (
-            [text[0].tokens for text in BeamSearch(engine_for(m, None), config, 2).run(given)] for m in (graph, model)
+            [text[0].tokens for text in BeamSearch(DecodingEngine(m), config, 2).run(given)] for m in (graph, model)
         )
         assert ours == theirs
         greedy = GenerateConfig(max_new_tokens=6)
-        steps = [list(decode_loop(engine_for(m, None), given, greedy, 2)) for m in (graph, model)]
+        steps = [list(decode_loop(DecodingEngine(m), given, greedy, 2)) for m in (graph, model)]
     assert [s.tokens.tolist() for s in steps[0]] == [s.tokens.tolist() for s in steps[1]]
 
 

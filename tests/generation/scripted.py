@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.generation import BeamSearch, GenerateConfig
-from regard.generation.beam_search import FinishedText
+from regard.generation import BeamSearch, GenerateConfig, Hypothesis
 from regard.generation.cached_engine import DecodingEngine
 from regard.generation.prompts import Prompts
 
@@ -64,7 +63,7 @@ def prompts(texts: list[list[int]], limits: list[int]) -> Prompts:
 
 def search(
     script: Script, texts: list[list[int]], limit: int, static: bool = False, **fields: Any
-) -> list[list[FinishedText]]:
+) -> list[list[Hypothesis]]:
     config = GenerateConfig(max_new_tokens=limit, **fields)
     return BeamSearch(ScriptEngine(script, static), config, script.eos_id).run(prompts(texts, [limit] * len(texts)))
 

@@ -475,7 +475,7 @@ class TestCuda:
         model = small("gpt2").cuda()
         generate(model, PROMPTS, cache="static", max_new_tokens=9)
         (kept,) = cuda_graph._decoders[model].values()
-        assert isinstance(next(iter(kept.decoder._captures.values()))._run.__self__, torch.cuda.CUDAGraph)
+        assert isinstance(next(iter(kept._captures.values()))._run.__self__, torch.cuda.CUDAGraph)
         with record(model):
             assert not can_capture(model)
         handle = model.modules().__next__().register_forward_hook(lambda *_: None)

@@ -11,7 +11,7 @@ from models.small import DECODING, small
 from regard.attention.taps import record
 from regard.generation import GenerateConfig, Generated, decode_loop, generate
 from regard.generation.beam_search import BeamSearch, block_topk
-from regard.generation.cached_engine import DecoderEngine
+from regard.generation.cached_engine import DecodingEngine
 from regard.generation.cpu_engine import CpuEngine, accelerate, cpu_obstacle
 from regard.generation.generate import prepare
 from regard.generation.prompts import read_inputs
@@ -155,17 +155,17 @@ def test_it_gives_way_to_whoever_looks() -> None:
 def test_gradients_and_static_caches_are_for_the_plain_engine() -> None:
     model = small("gpt2")
     assert isinstance(model, Decoder)
-    assert cpu_obstacle(DecoderEngine(model)) is not None  # gradients are on
+    assert cpu_obstacle(DecodingEngine(model)) is not None  # gradients are on
     with torch.no_grad():
-        assert cpu_obstacle(DecoderEngine(model)) is None
-        assert cpu_obstacle(DecoderEngine(model, "static")) is not None
+        assert cpu_obstacle(DecodingEngine(model)) is None
+        assert cpu_obstacle(DecodingEngine(model, cache="static")) is not None
 
 
 def test_it_says_what_it_cannot_do() -> None:
     model = small("gpt2")
     assert isinstance(model, Decoder)
     with torch.no_grad():
-        engine = accelerate(DecoderEngine(model))
+        engine = accelerate(DecodingEngine(model))
     with pytest.raises(NotImplementedError, match="one token at a time"):
         engine.decode_tokens(torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(NotImplementedError, match="takes nothing back"):
@@ -212,9 +212,9 @@ def test_candidates_by_beam_are_those_of_all_beams(fields: dict[str, Any]) -> No
         so_far[5, 1:] = -torch.inf
         before = torch.randint(9000, (6, config.beam, 5), generator=generator)
         got = search._candidates(logits, before, so_far, None, 1, 0)
-        told = search._topk(logits, before, so_far, None, 1)
+        score, _, index = search._topk(logits, before, so_far, None, 1)
         _, tied = search._topk_per_beam(logits, before, so_far, None, 1)
         n_tied += int(tied.sum())
-        assert torch.equal(got.beam * 9000 + got.token, told.flat_index), case
-        assert torch.equal(got.score, told.score)
+        assert torch.equal(got.beam * 9000 + got.token, index), case
+        assert torch.equal(got.score, score)
     assert 0 < n_tied < 120

@@ -3,9 +3,9 @@
 ``generate``, ``translate``, ``caption``, ``classify`` and ``stream`` take text, images or token ids.
 """
 
-from .beam_search import BeamSearch
-from .cached_engine import DecoderEngine, DecodingEngine, EncoderDecoderEngine, engine_for
-from .generate import Generated, Hypothesis, stream_tokens
+from .beam_search import BeamSearch, Hypothesis
+from .cached_engine import DecodingEngine
+from .generate import Generated, stream_tokens
 from .generation_config import PAPER, GenerateConfig
 from .sampling import decode_loop
 from .speculative import DraftStatistics
@@ -31,15 +31,12 @@ __all__ = [
     "Generated",
     "Hypothesis",
     "BeamSearch",
-    "EncoderDecoderEngine",
     "StopStrings",
     "GeneratedText",
-    "DecoderEngine",
     "GeneratedTexts",
     "caption",
     "check_texts",
     "classify",
-    "engine_for",
     "generate",
     "stream",
     "stream_tokens",

@@ -23,21 +23,36 @@ from .cpu_engine import accelerate
 from .generation_config import GenerateConfig
 from .prompts import Prompts
 from .sampling import filter_logits
-from .stop_conditions import END, GOING_ON, LENGTH, StopStrings, stop_codes
+from .stop_conditions import END, GOING_ON, LENGTH, Finish, StopStrings, finish_reason, stop_codes
 
 _CORE_CACHE = 2**20  # numbers that fit into the cache of a CPU core
 _STRING_ENDS = 6  # continuations of a beam that may complete a stop string at one step without narrowing the search
 _BLOCK = 64
 _MIN_BLOCKS = 8  # per block that is looked into, for ``block_topk`` to be faster than topk
 
+# The best continuations of a group, (B, n) each: score and diverse as in ``Candidates``, and beam · V + token.
+TopScores = tuple[Tensor, Tensor, Tensor]
 
-class FinishedText(NamedTuple):
-    """A finished text: its tokens, the beam each was chosen from, the score, and its code in ``stop_conditions``."""
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One text: new tokens only, those that end it included."""
 
     tokens: list[int]
-    beams: list[int]
-    score: float
-    code: int
+    score: float  # log P / length penalty; of a beam after the filters, otherwise by the model alone
+    finish: Finish  # the end token, a stop sequence, or the limit
+    n_ending: int  # how many of the last tokens are the end token or the stop sequence
+    beams: list[int]  # for each token the beam, 0 … beam - 1, whose logits it was chosen from
+
+    @classmethod
+    def of(cls, tokens: list[int], beams: list[int], score: float, code: int, config: GenerateConfig) -> Hypothesis:
+        """A text that ended with a code of ``stop_conditions``."""
+        return cls(tokens, score, *finish_reason(code, config), beams)
+
+    @property
+    def content(self) -> list[int]:
+        """The tokens without the end token or stop sequence."""
+        return self.tokens[: len(self.tokens) - self.n_ending]
 
 
 class Candidates(NamedTuple):
@@ -73,14 +88,6 @@ class BeamStep(NamedTuple):
             going, ended = (zip(*(x[row].tolist() for x in part), strict=True) for part in (self[1:4], self[4:]))
             entries = [*((None, *text) for text in ended), *((beam, *text) for beam, text in enumerate(going))]
             yield from (entry for entry in entries if entry[-1] > -math.inf)
-
-
-class TopScores(NamedTuple):
-    """The best continuations of a group, (B, n) each, before ``flat_index`` is split: it is beam · V + token."""
-
-    score: Tensor
-    diverse: Tensor
-    flat_index: Tensor
 
 
 class Pool(NamedTuple):
@@ -122,14 +129,14 @@ class BeamSearch:
         n_ends = len(ends) + (0 if strings is None else _STRING_ENDS)
         self.n_candidates = max(2, 1 + n_ends) * self.size
 
-    def run(self, prompts: Prompts) -> list[list[FinishedText]]:
+    def run(self, prompts: Prompts) -> list[list[Hypothesis]]:
         """The n_best texts of each prompt."""
         n, k, device = len(prompts), self.config.beam, prompts.tokens.device
         self.parents = torch.zeros(int(prompts.limit.max()), n, k, dtype=torch.int64, device=device)
         self.tokens = torch.zeros_like(self.parents)
         self.steps: list[BeamStep] = []
         beams = self._initial_beams(prompts)
-        finished: list[list[FinishedText]] = [[] for _ in range(n)]
+        finished: list[list[Hypothesis]] = [[] for _ in range(n)]
         logits = self.engine.prefill(prompts, copies=k)
         for step in range(len(self.parents)):
             nexts, ended = self._advance(beams, logits, step)
@@ -199,15 +206,17 @@ class BeamSearch:
             ties = tied.nonzero()[:, 0]
             if len(ties):
                 exact = self._topk(logits[ties], texts[ties], past[ties], None if price is None else price[ties], step)
-                best = TopScores(*(x.index_copy(0, ties, y) for x, y in zip(best, exact, strict=True)))
+                for values, exact_values in zip(best, exact, strict=True):
+                    values.index_copy_(0, ties, exact_values)
         else:
             best = self._topk(logits, texts, past, price, step)
-        beam, token = best.flat_index // n_tokens, best.flat_index % n_tokens
+        score, diverse, index = best
+        beam, token = index // n_tokens, index % n_tokens
         rows = torch.arange(n, device=beam.device)[:, None]
         reads_text = self.config.stop or self.strings is not None
         before = texts[rows, beam].flatten(0, 1) if reads_text else texts[:1, 0]
         code = stop_codes(token.flatten(), before, step + 1, self.config, self.eos_id, self.strings).view_as(token)
-        return Candidates(best.score, best.diverse, beam + group * k, token, code)
+        return Candidates(score, diverse, beam + group * k, token, code)
 
     def _topk(self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int) -> TopScores:
         """The best of all tokens of all beams, sorted together."""
@@ -218,7 +227,7 @@ class BeamSearch:
         scores = (scores.view(n, k, -1) + past[..., None]).flatten(1)  # (B, k · V)
         diverse = scores if price is None else (scores.view(n, k, -1) - price[:, None]).flatten(1)
         diverse, index = diverse.topk(min(self.n_candidates, k * n_tokens))
-        return TopScores(scores.gather(1, index), diverse, index)
+        return scores.gather(1, index), diverse, index
 
     def _topk_per_beam(
         self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int
@@ -245,7 +254,7 @@ class BeamSearch:
         diverse, order = diverse.topk(min(self.n_candidates + 1, k * n_best))  # one more, to detect a tie
         tied = ((diverse[:, 1:] == diverse[:, :-1]) & diverse[:, 1:].isfinite()).any(1)
         order = order[:, : self.n_candidates]
-        return TopScores(score.gather(1, order), diverse[:, : self.n_candidates], index.gather(1, order)), tied
+        return (score.gather(1, order), diverse[:, : self.n_candidates], index.gather(1, order)), tied
 
     def _update_pool(self, beams: Beams, new: Candidates, step: int) -> Pool:
         """The open pools with the texts that just finished, reduced to the best."""
@@ -268,30 +277,30 @@ class BeamSearch:
         penalty = torch.tensor([config.length_penalty_at(n) for n in lengths], device=best.device)[:, None]
         return best.isfinite() & (~full | (best / penalty > worst))
 
-    def _collect(self, beams: Beams, finished: list[list[FinishedText]]) -> None:
+    def _collect(self, beams: Beams, finished: list[list[Hypothesis]]) -> None:
         """Write the best texts of finished prompts, over all their groups, into ``finished``."""
         steps = int(beams.pool.step.max())
         parents, tokens = (x[:steps, beams.prompt].tolist() for x in (self.parents, self.tokens))
         flat = [x.flatten(1).tolist() for x in beams.pool]  # each (B, groups · k)
+        ended_first = self.config.ended_first
         for row, prompt in enumerate(beams.prompt.tolist()):
             table = [(parent[row], token[row]) for parent, token in zip(parents, tokens, strict=True)]
-            texts = [trace_back(table, *entry) for entry in zip(*(x[row] for x in flat), strict=True)]
-            texts = [text for text in texts if text.score > -math.inf]
-            ended_first = self.config.ended_first
-            texts.sort(key=lambda text: (ended_first and text.code >= END, text.score), reverse=True)
+            texts = []
+            for score, step, beam, token, code in zip(*(x[row] for x in flat), strict=True):
+                if score > -math.inf:
+                    texts.append(Hypothesis.of(*trace_back(table[:step], beam, token), score, code, self.config))
+            texts.sort(key=lambda text: (ended_first and text.finish != "length", text.score), reverse=True)
             finished[prompt] = texts[: self.config.n_best]
 
 
-def trace_back(
-    table: list[tuple[list[int], list[int]]], score: float, step: int, beam: int, token: int, code: int
-) -> FinishedText:
-    """A text read off the table of one prompt, (parents, tokens) of each step, from its last token to its first."""
+def trace_back(table: list[tuple[list[int], list[int]]], beam: int, token: int) -> tuple[list[int], list[int]]:
+    """The tokens of a text and the beam of each, from (parents, tokens) of each step before its last token."""
     beams, tokens = [beam], [token]
-    for parents, chosen in reversed(table[:step]):
+    for parents, chosen in reversed(table):
         tokens.append(chosen[beam])
         beam = parents[beam]
         beams.append(beam)
-    return FinishedText(tokens[::-1], beams[::-1], score, code)
+    return tokens[::-1], beams[::-1]
 
 
 def block_topk(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,10 @@
-"""Decoding engines: a model with its cache, as the searches use it.
+"""A decoding engine: a model with its cache, as the searches use it.
 
-    logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits after the last one
-    logits = engine.decode_one_token(tokens)     one token a row
-    logits = engine.decode_tokens(tokens)        several tokens a row, logits after each of them
-    engine.truncate(length)                      drop the tokens from position ``length`` on
-    engine.select(rows)                          continue with some rows, in any order and number
-
-A kind of model adds one method: from tokens to hidden states.
+logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits after the last one
+logits = engine.decode_one_token(tokens)     one token a row
+logits = engine.decode_tokens(tokens)        several tokens a row, logits after each of them
+engine.truncate(length)                      drop the tokens from position ``length`` on
+engine.select(rows)                          continue with some rows, in any order and number
 """
 
 from __future__ import annotations
@@ -16,34 +14,42 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..attention import MultiHeadAttention, taps
 from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
+from ..attention.edits import has_edits
+from ..attention.mechanisms import Dot
 from ..models import Memory, Model
 from ..models.base_model import mask_from_padding
 from ..models.recurrent import RecurrentMemory
-from .prompts import Prompts, Sources, max_text_length
+from .prompts import Prompts, Sources, max_text_length, rope_depends_on_length
 
 CacheName = Literal["growing", "static", "static-bf16", "static-int8"]
-_CACHE_DTYPES: dict[CacheName, CacheDtype] = {
-    "growing": "model",
-    "static": "model",
-    "static-bf16": "bf16",
-    "static-int8": "int8",
-}
+_CACHE_DTYPES: dict[CacheName, CacheDtype] = {"static-bf16": "bf16", "static-int8": "int8"}  # others: the model's
 
 
 class DecodingEngine:
-    """Base class. With a ``static`` cache, which is preallocated, every step has one shape and rows stay in place."""
+    """A model that has read its sources, if it has an encoder, and no token yet; the encoder runs once a source.
 
-    def __init__(self, model: Model, cache: CacheName = "growing") -> None:
+    With a ``static`` cache, which is preallocated, every step has one shape and rows stay in place.
+    """
+
+    def __init__(self, model: Model, sources: Sources | None = None, cache: CacheName = "growing") -> None:
+        if not model.is_decoder_only and (not model.is_encoder_decoder or sources is None):
+            raise TypeError(f"a model with architecture={model.config.architecture!r} writes no text")
         if model.head is None:
             raise ValueError(f"this model has head={model.config.head!r}; only with head='lm' does it know tokens")
         if not model.config.mixing.by_token:
             raise ValueError(f"mixer={model.config.mixer!r} mixes a whole text at once and cannot go token by token")
         self.model, self.head = model, model.head
-        self.static, self._cache_dtype = cache != "growing", _CACHE_DTYPES[cache]
+        self.static, self._cache_dtype = cache != "growing", _CACHE_DTYPES.get(cache, "model")
         self._cache: ModelCache = model.new_cache()
         self._max_length: int | None = None  # set where finished rows may fill the cache while others are decoded
+        self._memory: Memory | None = None  # of a model with an encoder
+        self._padding_mask: Tensor | None = None  # of the sources
+        if sources is not None:
+            self._padding_mask = sources.padding_mask
+            self._memory = model.encode(sources.values, padding_mask=sources.padding_mask)
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         """Read the prompts; logits (B · copies, V) of what follows, the copies of a prompt side by side."""
@@ -57,9 +63,7 @@ class DecodingEngine:
         if not self.static and copies > 1:  # computed once, then copied
             self.select(rows)
             logits = logits.index_select(0, rows)
-        if logits.isnan().any():
-            raise ValueError("the model's logits are not numbers (NaN); its weights may have diverged")
-        return logits
+        return check_logits(logits)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Read one token a row (R,); logits (R, V) of what follows."""
@@ -80,6 +84,9 @@ class DecodingEngine:
     def select(self, rows: Tensor) -> None:
         """Row r continues row rows[r]."""
         self._cache.reorder(rows)
+        if self._memory is not None and self._padding_mask is not None:
+            self._padding_mask = self._padding_mask.index_select(0, rows)
+            self._memory = Memory(self._memory.states, mask_from_padding(self._padding_mask))
 
     def _cache_length(self, prompts: Prompts) -> int:
         """Length of a preallocated cache: the longest prompt and the largest limit, which may be of different rows."""
@@ -93,52 +100,48 @@ class DecodingEngine:
         return self.head(states[:, -1:], self.model.output_table)[:, 0].float()
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def _repeat_source(self, rows: Tensor) -> None:
-        """Repeat encoder outputs before a static prefill; a decoder-only model has none."""
-
-
-class DecoderEngine(DecodingEngine):
-    """Decoder-only models."""
-
-    def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        return self.model.hidden(tokens, positions=positions, cache=self._cache)
-
-
-class EncoderDecoderEngine(DecodingEngine):
-    """Models with an encoder, recurrent ones included. The encoder runs once a source."""
-
-    def __init__(self, model: Model, sources: Sources, cache: CacheName = "growing") -> None:
-        super().__init__(model, cache)
-        self._padding_mask = sources.padding_mask
-        self._memory: Memory = model.encode(sources.values, padding_mask=sources.padding_mask)
-
-    def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        if self._memory is None:
+            return self.model.hidden(tokens, positions=positions, cache=self._cache)
         states = self.model.decode(tokens, self._memory, positions=positions, cache=self._cache)
         self._memory = Memory(self._memory.states[:0], self._memory.mask)  # from now on the cache holds it
         return states
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        if self._padding_mask is not None:
-            self._padding_mask = self._padding_mask.index_select(0, rows)
-            self._memory = Memory(self._memory.states, mask_from_padding(self._padding_mask))
-
     def _repeat_source(self, rows: Tensor) -> None:
-        memory = self._memory
+        """Repeat an encoder's output before a static prefill."""
         if self._padding_mask is not None:
             self._padding_mask = self._padding_mask.index_select(0, rows)
-        if isinstance(memory, RecurrentMemory):
-            self._memory = memory.rows(rows)
-        else:
-            self._memory = Memory(memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
+        if isinstance(self._memory, RecurrentMemory):
+            self._memory = self._memory.rows(rows)
+        elif self._memory is not None:
+            self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
 
 
-def engine_for(model: Model, sources: Sources | None, cache: CacheName = "growing") -> DecodingEngine:
-    """The engine for a model; a model with an encoder needs its sources."""
-    if model.is_decoder_only:
-        return DecoderEngine(model, cache)
-    if model.is_encoder_decoder and sources is not None:
-        return EncoderDecoderEngine(model, sources, cache)
-    raise TypeError(f"a model with architecture={model.config.architecture!r} writes no text")
+def check_logits(logits: Tensor) -> Tensor:
+    if logits.isnan().any():
+        raise ValueError("the model's logits are not numbers (NaN); its weights may have diverged")
+    return logits
+
+
+def step_obstacle(model: Model) -> str | None:
+    """Why a Transformer's decode step cannot be computed past its modules, in a few words; None where it can."""
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast says in which numbers each layer computes"
+    if taps._recorder is not None:
+        return "what passes through its layers is recorded"
+    if has_edits(model):
+        return "what passes through its layers is changed on its way"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return "hooks wait for its modules to be called"
+    if not model.decoder.causal or model.decoder.position_bias is not None:
+        return "its layers share a position bias, or look ahead"
+    if rope_depends_on_length(model.config):
+        return "its angles follow the longest text of the batch"
+    for block in model.decoder.blocks:
+        for attention in (block.attention, block.cross_attention):
+            if attention is None:
+                continue
+            if type(attention) is not MultiHeadAttention or type(attention.mechanism) is not Dot:
+                return "its attention is not the scaled dot product"
+            if attention.position_bias is not None:
+                return "its attention has a position bias"
+    return None

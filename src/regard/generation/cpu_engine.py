@@ -18,21 +18,20 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import MultiHeadAttention, taps
-from ..attention.cache import GrowingCache, ModelCache
-from ..attention.edits import has_edits
+from ..attention import MultiHeadAttention
+from ..attention.cache import GrowingCache
 from ..attention.mechanisms import Dot
-from ..layers import FeedForward, LayerNorm
+from ..layers import FeedForward, LayerNorm, TokenEmbedding
 from ..layers.quantised_linear import Int8Linear
-from ..models import Block, Decoder, EncoderDecoder
+from ..models import Block
 from ..models.components import TokenHead
-from .cached_engine import DecoderEngine, DecodingEngine, EncoderDecoderEngine
+from .cached_engine import DecodingEngine, step_obstacle
 from .prompts import Prompts
 
 _MAX_PACKED_BYTES = 2 * 2**30  # weights of larger models are not copied
@@ -54,20 +53,7 @@ class PackedLinear:
         return out
 
 
-class PackedWeights:
-    """The packed weights of one model, each packed again when its weight has changed."""
-
-    def __init__(self) -> None:
-        self._linears: dict[int, tuple[object, PackedLinear]] = {}
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        fingerprint = (_fingerprint(weight), None if bias is None else bias.data_ptr())
-        entry = self._linears.get(id(weight))
-        if entry is None or entry[0] != fingerprint:
-            entry = self._linears[id(weight)] = fingerprint, PackedLinear(weight, bias)
-        return entry[1]
-
-
+PackedWeights = dict[int, tuple[object, PackedLinear]]  # by id of the weight: its fingerprint, and the packed map
 _packed: weakref.WeakKeyDictionary[nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
 
 
@@ -76,7 +62,20 @@ def packed_weights(model: nn.Module) -> PackedWeights | None:
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     if n_bytes > _MAX_PACKED_BYTES or not bool(torch.backends.mkldnn.enabled) or not _can_run_packed():
         return None
-    return _packed.setdefault(model, PackedWeights())
+    return _packed.setdefault(model, {})
+
+
+def packed_linear(packed: PackedWeights, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """The packed form of a weight, packed again when it has changed.
+
+    A checksum of some numbers is part of its fingerprint: writes to ``.data`` do not change a tensor's version.
+    """
+    version, checksum = 0 if weight.is_inference() else weight._version, float(weight.detach().flatten()[::997].sum())
+    fingerprint = (weight.data_ptr(), version, checksum, None if bias is None else bias.data_ptr())
+    entry = packed.get(id(weight))
+    if entry is None or entry[0] != fingerprint:
+        entry = packed[id(weight)] = fingerprint, PackedLinear(weight, bias)
+    return entry[1]
 
 
 @cache
@@ -96,7 +95,7 @@ def row_linear(module: nn.Module, packed: PackedWeights | None) -> RowMap:
         return lambda x: module.product_rows(x, module.bias) if x.dtype == torch.float32 else module(x)
     if packed is None or type(module) is not nn.Linear or not can_pack(module.weight):
         return module
-    return packed.linear(module.weight, module.bias)
+    return packed_linear(packed, module.weight, module.bias)
 
 
 def row_norm(norm: nn.Module) -> RowMap:
@@ -109,12 +108,6 @@ def row_norm(norm: nn.Module) -> RowMap:
 
 def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)
-
-
-def _fingerprint(weight: Tensor) -> tuple[int, int, float]:
-    """Address, version and a checksum of some numbers of a weight: writes to ``.data`` do not change its version."""
-    version = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, float(weight.detach().flatten()[::997].sum())
 
 
 class BeamKeyCache:
@@ -212,44 +205,20 @@ class BeamKeyCache:
 
 def accelerate(engine: DecodingEngine) -> DecodingEngine:
     """The CPU engine of the same model where it can be used, else the engine itself."""
-    if isinstance(engine, DecoderEngine | EncoderDecoderEngine) and cpu_obstacle(engine) is None:
-        return CpuEngine(engine)
-    return engine
+    return CpuEngine(engine) if type(engine) is DecodingEngine and cpu_obstacle(engine) is None else engine
 
 
-def cpu_obstacle(engine: DecoderEngine | EncoderDecoderEngine) -> str | None:
+def cpu_obstacle(engine: DecodingEngine) -> str | None:
     """Why ``CpuEngine`` cannot replace an engine, in a few words; None where it can."""
     model = engine.model
     if engine.static or model.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return "it is for CPUs, growing texts and no gradients"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast says in which numbers each layer computes"
-    if taps._recorder is not None:
-        return "what passes through its layers is recorded"
-    if has_edits(model):
-        return "what passes through its layers is changed on its way"
-    if not isinstance(model, Decoder | EncoderDecoder) or model.config.attention_backend not in ("auto", "sdpa"):
+    if model.is_recurrent or model.config.attention_backend not in ("auto", "sdpa"):
         return "it is no Transformer, or has its own attention backend"
-    if not model.decoder.causal or model.decoder.position_bias is not None:
-        return "its layers share a position bias, or look ahead"
-    if model.config.rope_scaling is not None and model.config.rope_scaling.kind in ("dynamic", "longrope"):
-        return "its angles follow the longest text of the batch"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return "hooks wait for its modules to be called"
-    return next((reason for block in model.decoder.blocks if (reason := _block_obstacle(block)) is not None), None)
-
-
-def _block_obstacle(block: nn.Module) -> str | None:
-    if type(block) is not Block or block.mask is not None or type(block.ff) is not FeedForward:
-        return "a layer is of another kind, or sees a window alone"
-    for attention in (block.attention, block.cross_attention):
-        if attention is None:
-            continue
-        if type(attention) is not MultiHeadAttention or type(attention.mechanism) is not Dot:
-            return "its attention is not the scaled dot product"
-        if attention.position_bias is not None:
-            return "its attention has a position bias"
-    return None
+    for block in model.decoder.blocks:
+        if type(block) is not Block or block.mask is not None or type(block.ff) is not FeedForward:
+            return "a layer is of another kind, or sees a window alone"
+    return step_obstacle(model)
 
 
 class MemoryKeys(NamedTuple):
@@ -343,63 +312,68 @@ class RowBlock:
         memory: list[MemoryKeys],
     ) -> Tensor:
         """x (R, M) → (R, M)."""
-        norms = iter(self.norms)
-        norm = next(norms)
-        y = self.attention.self_attend(norm(x) if self.pre_norm else x, number, keys, mask, positions)
-        x = self._add_norm(x, y, norm)
-        if self.cross is not None:
-            norm = next(norms)
-            y = self.cross.cross_attend(norm(x) if self.pre_norm else x, memory[number], keys.size)
-            x = self._add_norm(x, y, norm)
-        norm = next(norms)
-        return self._add_norm(x, self._feed_forward(norm(x) if self.pre_norm else x), norm)
+        x = self._sublayer(x, self.norms[0], lambda y: self.attention.self_attend(y, number, keys, mask, positions))
+        if (cross := self.cross) is not None:
+            x = self._sublayer(x, self.norms[1], lambda y: cross.cross_attend(y, memory[number], keys.size))
+        return self._sublayer(x, self.norms[-1], self._feed_forward)
 
-    def _add_norm(self, x: Tensor, y: Tensor, norm: RowMap) -> Tensor:
-        if self.residual:
-            y = x + y
+    def _sublayer(self, x: Tensor, norm: RowMap, run: RowMap) -> Tensor:
+        y = run(norm(x) if self.pre_norm else x)
+        y = x + y if self.residual else y
         return y if self.pre_norm else norm(y)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = self.ff_in(x)
-        if self.ff.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            return self.ff_out(self.ff.f(gate) * up)
-        return self.ff_out(self.ff.f(hidden))
+        if not self.ff.gated:
+            return self.ff_out(self.ff.f(hidden))
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.ff_out(self.ff.f(gate) * up)
 
 
 class CpuEngine(DecodingEngine):
     """Takes over from a plain engine that has read the sources, if there are any, and no token yet."""
 
-    def __init__(self, plain: DecoderEngine | EncoderDecoderEngine) -> None:
-        model = plain.model
-        assert isinstance(model, Decoder | EncoderDecoder)
-        super().__init__(model)
-        self._plain = plain
-        if isinstance(model, Decoder):
-            self.table, self.embeddings = model.token, model.embeddings
-        else:
-            self.table, self.embeddings = model.target_table, model.target_embeddings
+    def __init__(self, plain: DecodingEngine) -> None:
+        model: Any = plain.model
+        self.model, self.head, self.static, self._plain = model, plain.head, False, plain
+        self.table: TokenEmbedding = model.token if model.is_decoder_only else model.target_table
+        self.embeddings = model.embeddings if model.is_decoder_only else model.target_embeddings
         packed, stack = packed_weights(model), model.decoder
-        blocks = [RowBlock(block, packed) for block in stack.blocks if isinstance(block, Block)]
+        blocks = [RowBlock(block, packed) for block in stack.blocks]
         self.layers = [blocks[number % len(blocks)] for number in range(stack.n_layers)]
         self.norm = None if stack.norm is None else row_norm(stack.norm)
-        self.output = _output_map(self.head, self.table, packed)
+        self.output = _output_map(self.head, model.output_table, packed)
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
         logits = self._plain.prefill(prompts)
-        cache, n_steps = self._plain._cache, int(prompts.limit.max())
+        cache, source_mask = self._plain._cache, self._plain._padding_mask
+        del self._plain  # its keys are now held here
         padding_mask = None if prompts.positions is None else prompts.positions >= 0
         layers = [layer.keys_and_values() for layer in cache.layers if isinstance(layer, GrowingCache)]
         self.keys = BeamKeyCache(layers, padding_mask, copies)
-        self.memory = _memory_keys(cache, self._plain)
+        pairs, mask = [memory.update() for memory in cache.cross], None
+        if source_mask is not None and pairs:
+            k, _ = pairs[0]
+            mask = k.new_zeros(len(k), 1, 1, k.shape[2]).masked_fill(~source_mask.bool()[:, None, None], -math.inf)
+        self.memory = [MemoryKeys(k.contiguous(), v.contiguous(), mask) for k, v in pairs]
         lengths = torch.tensor([len(row) for row in prompts.rows])
         self.positions = lengths.repeat_interleave(copies)  # (R,) position of the next token
-        self.position_table = self._position_vectors(int(lengths.max()) + n_steps, layers[0][0].dtype)
-        del self._plain._cache, self._plain  # its keys are now held here
+        self.position_table: Tensor | None = None  # (n, M) vectors of all positions to come, or of as many as there are
+        if (position := self.embeddings.position) is not None:
+            n = int(lengths.max()) + int(prompts.limit.max())
+            n = n if position.max_len is None else min(n, position.max_len)
+            self.position_table = position(torch.arange(n), layers[0][0].dtype)
         return logits if copies == 1 else logits.repeat_interleave(copies, 0)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
-        x = self._embed(tokens)  # (R, M)
+        part = self.embeddings
+        x: Tensor = self.table(tokens[:, None])[:, 0]  # (R, M)
+        if part.segment is not None:
+            x = x + part.segment.weight[0] * part.segment.scale
+        if self.position_table is not None:
+            x = x + self.position_table[self.positions]
+        x = x if part.norm is None else part.norm(x)
+        x = x if part.projection is None else part.projection(x)
         mask = self.keys.next_step()
         for number, layer in enumerate(self.layers):
             x = layer(x, number, self.keys, mask, self.positions, self.memory)
@@ -418,41 +392,13 @@ class CpuEngine(DecodingEngine):
     def truncate(self, length: int) -> None:
         raise NotImplementedError("CpuEngine takes nothing back; that is for the plain engine")
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        part = self.embeddings
-        x: Tensor = self.table(tokens[:, None])[:, 0]
-        if part.segment is not None:
-            x = x + part.segment.weight[0] * part.segment.scale
-        if self.position_table is not None:
-            x = x + self.position_table[self.positions]
-        x = x if part.norm is None else part.norm(x)
-        return x if part.projection is None else part.projection(x)
 
-    def _position_vectors(self, n: int, dtype: torch.dtype) -> Tensor | None:
-        """The position vectors of the first n positions (n, M), or of as many as there are."""
-        position = self.embeddings.position
-        if position is None:
-            return None
-        return position(torch.arange(n if position.max_len is None else min(n, position.max_len)), dtype)
-
-
-def _output_map(head: nn.Module, table: nn.Module, packed: PackedWeights | None) -> RowMap:
+def _output_map(head: nn.Module, table: Tensor, packed: PackedWeights | None) -> RowMap:
     """From states (R, M) to logits (R, V)."""
     if type(head) is not TokenHead:
-        return lambda x: head(x, table.weight)
-    weight = head.weight if head.weight is not None else table.weight
-    assert isinstance(weight, Tensor)
+        return lambda x: head(x, table)
+    weight = table if head.weight is None else head.weight
     if packed is None or not can_pack(weight):
         return lambda x: F.linear(head.hidden(x), weight, head.bias)
-    linear = packed.linear(weight, head.bias)
+    linear = packed_linear(packed, weight, head.bias)
     return lambda x: linear(head.hidden(x))
-
-
-def _memory_keys(cache: ModelCache, plain: DecodingEngine) -> list[MemoryKeys]:
-    padding_mask = plain._padding_mask if isinstance(plain, EncoderDecoderEngine) else None
-    pairs = [memory.update() for memory in cache.cross]
-    mask = None
-    if padding_mask is not None and pairs:
-        k, _ = pairs[0]
-        mask = k.new_zeros(len(k), 1, 1, k.shape[2]).masked_fill(~padding_mask.bool()[:, None, None], -math.inf)
-    return [MemoryKeys(k.contiguous(), v.contiguous(), mask) for k, v in pairs]

@@ -12,17 +12,15 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention import taps
 from ..attention.cache import StaticCache
-from ..attention.edits import has_edits
-from ..models import Decoder, Model
+from ..models import Model
 from ..models.components import window_of
-from .cached_engine import DecoderEngine, DecodingEngine
+from .cached_engine import DecodingEngine, check_logits
 from .decode_step import DecodeState, DecodeStep, Form, capture_obstacle
 from .generation_config import GenerateConfig
 from .prompts import Prompts, max_text_length
@@ -31,6 +29,9 @@ from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
 _WARM_UPS = 3
 _MAX_CAPTURES = 8  # captures of one step, each with its own way to choose tokens
+_LENGTH_MULTIPLE = 128  # cache lengths are multiples of this, so that texts of similar length share a capture
+_MAX_DECODERS = 2  # kept for a model, each with its cache
+_AHEAD = 32  # tokens between two reads by the host
 
 
 class CapturedStep:
@@ -70,7 +71,7 @@ class GraphDecoder:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         rows: int,
         max_len: int,
         *,
@@ -86,7 +87,8 @@ class GraphDecoder:
         # New tokens first, then the prompt: the filters that are captured do not depend on the order.
         self.texts = torch.full((rows, n_steps + max_len), -1, dtype=torch.int64, device=model.device)
         self.draws = torch.zeros(rows, n_steps, dtype=torch.float64, device=model.device)
-        self.owner: weakref.ref[object] | None = None
+        self.owner: weakref.ref[object] | None = None  # the engine that uses it
+        self.addresses = _parameter_addresses(model)
         self._logits: Callable[[], Tensor] = self.step.logits
         if compile:
             self._logits = torch.compile(self.step.logits, dynamic=False, fullgraph=True)
@@ -108,7 +110,9 @@ class GraphDecoder:
         def run() -> None:
             self.choose(self._logits(), config, eos_id, advance=True)
 
-        return self._capture(_choice_key(config, eos_id), run)
+        drawing = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
+        filters = (config.repetition_penalty, tuple(sorted(config.logit_bias.items())))
+        return self._capture((drawing, filters, eos_id), run)
 
     def _capture(self, key: Any, run: Callable[[], Tensor | None]) -> CapturedStep:
         if key not in self._captures:
@@ -128,15 +132,13 @@ class GraphDecoder:
     def choose(self, logits: Tensor, config: GenerateConfig, eos_id: int | None, advance: bool) -> None:
         """Choose the next token of every row and append it; ``advance`` moves past the token that the step read."""
         state = self.state
-        if not config.samples and not _has_filters(config):
+        if not config.samples and not config.logit_bias and config.repetition_penalty == 1.0:
             self.step.ops.store_greedy_tokens(logits, *state, advance)
             return
         logits = logits.float()
         scores = filter_logits(logits, self.texts, 0, config, eos_id)
-        if config.samples:
-            tokens = draw_tokens(scores, self.draws.gather(1, state.steps[:, None])[:, 0])
-        else:
-            tokens = scores.argmax(-1)
+        draws = self.draws.gather(1, state.steps[:, None])[:, 0]
+        tokens = draw_tokens(scores, draws) if config.samples else scores.argmax(-1)
         if advance:
             state.advance()
         self.texts.scatter_(1, state.steps[:, None], tokens[:, None])
@@ -152,36 +154,12 @@ class GraphDecoder:
             self.draws[:, : draws.shape[1]].copy_(draws)
 
 
-def _has_filters(config: GenerateConfig) -> bool:
-    return bool(config.logit_bias) or config.repetition_penalty != 1.0
+def _parameter_addresses(model: Model) -> int:
+    """A hash of where the parameters lie, by which a capture reads them."""
+    return hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
 
 
-def _choice_key(config: GenerateConfig, eos_id: int | None) -> tuple[Any, ...]:
-    """The fields of a config that a captured choice depends on."""
-    drawing = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
-    return (*drawing, config.repetition_penalty, tuple(sorted(config.logit_bias.items())), eos_id)
-
-
-def can_capture_choice(config: GenerateConfig, eos_id: int | None) -> bool:
-    """Whether the choice can be part of the captured step: not where it depends on the number of the token."""
-    by_step = config.no_repeat_ngram or config.prefix or config.min_new_tokens
-    return config.beam == 1 and not by_step and not (config.logit_bias and eos_id is None)
-
-
-_LENGTH_MULTIPLE = 128  # cache lengths are multiples of this, so that texts of similar length share a capture
-_MAX_DECODERS = 2  # kept for a model, each with its cache
-_AHEAD = 32  # tokens between two reads by the host
-
-
-# ---- which capture
-
-
-class _CachedDecoder(NamedTuple):
-    addresses: int  # hash of the addresses of the model's parameters, by which a capture reads them
-    decoder: GraphDecoder
-
-
-_decoders: weakref.WeakKeyDictionary[Model, OrderedDict[tuple[int, int], _CachedDecoder]] = weakref.WeakKeyDictionary()
+_decoders: weakref.WeakKeyDictionary[Model, OrderedDict[tuple[int, int], GraphDecoder]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()
 
@@ -197,18 +175,17 @@ def graph_decoder_for(engine: CudaGraphEngine, rows: int, min_len: int) -> Graph
     max_len = min(max_len, max(max_text_length(model.config), min_len), *windows)
     if max_len < min_len:
         return None
-    addresses = hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
     with _lock:
         decoders = _decoders.setdefault(model, OrderedDict())
-        entry = decoders.pop((rows, max_len), None)
-        owner = None if entry is None or entry.decoder.owner is None else entry.decoder.owner()
-        if entry is None or entry.addresses != addresses or owner not in (None, engine):
+        decoder = decoders.pop((rows, max_len), None)
+        owner = None if decoder is None or decoder.owner is None else decoder.owner()
+        if decoder is None or decoder.addresses != _parameter_addresses(model) or owner not in (None, engine):
             while len(decoders) >= _MAX_DECODERS:
                 decoders.popitem(last=False)
-            entry = _CachedDecoder(addresses, GraphDecoder(model, rows, max_len))
-        decoders[rows, max_len] = entry
-        entry.decoder.owner = weakref.ref(engine)
-    return entry.decoder
+            decoder = GraphDecoder(model, rows, max_len)
+        decoders[rows, max_len] = decoder
+        decoder.owner = weakref.ref(engine)
+    return decoder
 
 
 def release_captures(model: Model) -> None:
@@ -219,25 +196,14 @@ def release_captures(model: Model) -> None:
 
 def can_capture(model: Model) -> bool:
     """Whether decoding this model is captured: on CUDA, with a supported step, and no recorder, edit or hook."""
-    if model.device.type != "cuda" or model in _refused or taps._recorder is not None or has_edits(model):
-        return False
-    if torch.is_autocast_enabled("cuda"):  # its casts are cached from one step to the next
-        return False
-    return capture_obstacle(model) is None and not any(
-        m._forward_hooks or m._forward_pre_hooks for m in model.modules()
-    )
+    return model.device.type == "cuda" and model not in _refused and capture_obstacle(model) is None
 
 
-# ---- the engine
-
-
-class CudaGraphEngine(DecoderEngine):
+class CudaGraphEngine(DecodingEngine):
     """A decoder-only model with captured steps, for every search that uses ``decode_one_token``."""
 
-    model: Decoder
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__(model, "static")
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, cache="static")
         self.decoder: GraphDecoder | None = None
         self._cache_is_behind = False  # whether captured steps wrote tokens that the cache has not counted
 
@@ -252,9 +218,7 @@ class CudaGraphEngine(DecoderEngine):
         self._cache, self._cache_is_behind = self.decoder.cache, False
         self._cache.reset()
         positions = None if prompts.positions is None else prompts.positions[rows]
-        logits = self._logits(self._states(prompts.tokens[rows], positions))
-        if logits.isnan().any():
-            raise ValueError("the model's logits are not numbers (NaN); its weights may have diverged")
+        logits = check_logits(self._logits(self._states(prompts.tokens[rows], positions)))
         lengths = torch.tensor([len(row) for row in prompts.rows], device=self.decoder.device)
         self.decoder.state.begin(lengths[rows], (lengths + prompts.limit)[rows] - 1)
         return logits
@@ -294,7 +258,8 @@ class CudaGraphEngine(DecoderEngine):
         While one block is read the next one is computed, so that a few tokens too many are chosen.
         """
         eos_id = self.model.config.eos_id
-        if not can_capture_choice(config, eos_id):
+        by_step = config.no_repeat_ngram or config.prefix or config.min_new_tokens  # depends on the token's number
+        if config.beam > 1 or by_step or (config.logit_bias and eos_id is None):
             return None
         logits = self.prefill(prompts, copies)
         step = self._captured_step(lambda decoder: decoder.chooser(config, eos_id))
@@ -342,42 +307,32 @@ class CudaGraphEngine(DecoderEngine):
 
 def _read_blocks(step: CapturedStep, state: DecodeState, n_steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The first token is chosen already; each turn launches the next steps before it waits for the previous ones."""
-    pending, done = _HostCopy(state, 0, 1), 1
+    read, done = _copy_to_host(state, 0, 1), 1
     while done < n_steps:
         n = min(ahead, n_steps - done)
         for _ in range(n):
             step()
-        previous, pending = pending, _HostCopy(state, done, done + n)
+        read_previous, read = read, _copy_to_host(state, done, done + n)
         done += n
-        yield previous.read()
-    yield pending.read()
+        yield read_previous()
+    yield read()
 
 
-class _HostCopy:
-    """An asynchronous copy of some steps of the history to the host."""
+def _copy_to_host(state: DecodeState, start: int, stop: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start to copy some steps of the history to the host; what is returned waits for the copy."""
+    tokens, log_probs = (
+        x[start:stop].to("cpu", non_blocking=True, copy=True) for x in (state.history, state.log_probs)
+    )
+    event = torch.cuda.Event() if state.history.is_cuda else None
+    if event is not None:
+        event.record()
 
-    def __init__(self, state: DecodeState, start: int, stop: int) -> None:
-        self._parts = [_copy_to_host(x[start:stop]) for x in (state.history, state.log_probs)]
-        self._event: torch.cuda.Event | None = None
-        if state.history.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        if self._event is not None:
-            self._event.synchronize()
-        tokens, log_probs = self._parts
+    def read() -> tuple[Tensor, Tensor]:
+        if event is not None:
+            event.synchronize()
         return tokens, log_probs
 
-
-def _copy_to_host(x: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return x.clone()
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)
-
-
-# ---- texts
+    return read
 
 
 def graph_decode_loop(

@@ -12,7 +12,7 @@ keeps its address. The weights are the model's own; only the operations between 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,8 @@ from ..attention.cache import Cache, ModelCache, StaticCache
 from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm, Learned, RMSNorm
 from ..layers.feedforward import activation_function
-from ..models import Block, Decoder
+from ..models import Block, Decoder, Model
+from .cached_engine import step_obstacle
 from .sampling import token_log_probs
 
 Form = Literal["plain", "few", "many"]
@@ -172,37 +173,37 @@ class DecodeStep:
     """
 
     def __init__(
-        self, model: Decoder, cache: ModelCache, state: DecodeState, form: Form | None = None, ops: Any = None
+        self, model: Model, cache: ModelCache, state: DecodeState, form: Form | None = None, ops: Any = None
     ) -> None:
         if (obstacle := capture_obstacle(model)) is not None:
             raise ValueError(f"this model's step cannot be written out: {obstacle}")
-        assert model.head is not None
-        self.token, self.embeddings, self.decoder, self.head = model.token, model.embeddings, model.decoder, model.head
-        self.state, self.ops = state, ops_for(model.token.weight) if ops is None else ops
-        can_be_fused = can_fuse(model)
+        decoder = cast(Decoder, model)
+        assert decoder.head is not None
+        self.token, self.embeddings, self.head = decoder.token, decoder.embeddings, decoder.head
+        self.norm, blocks = decoder.decoder.norm, blocks_of(decoder)
+        self.state, self.ops = state, ops_for(decoder.token.weight) if ops is None else ops
+        can_be_fused = can_fuse(decoder)
         if form not in (None, "plain") and not can_be_fused:
             raise ValueError(f"form={form!r} needs plain pre-norm layers; this model takes form='plain'")
         best: Form = "plain" if not can_be_fused else "few" if len(state.tokens) <= MAX_FEW else "many"
         self.form: Form = best if form is None else form
         self.cache = [cache_tensors(layer) for layer in cache.layers]
-        widths = {linear.in_features for linear in model.decoder.modules() if isinstance(linear, nn.Linear)}
-        faster = self.ops.product_is_faster(len(state.tokens), model.token.weight.dtype, widths)
+        self.blocks = [blocks[layer % len(blocks)] for layer in range(len(self.cache))]
+        widths = {linear.in_features for linear in decoder.decoder.modules() if isinstance(linear, nn.Linear)}
+        faster = self.ops.product_is_faster(len(state.tokens), decoder.token.weight.dtype, widths)
         self.products = self.ops if faster else TorchOps
 
     def logits(self) -> Tensor:
         x = self._embed()  # (R, M)
         if self.form == "many":
             return self._many(x)
-        for layer, (k, v) in enumerate(self.cache):
-            block = self.decoder.blocks[layer % len(self.decoder.blocks)]
-            assert isinstance(block, Block)
+        for block, (k, v) in zip(self.blocks, self.cache, strict=True):
             x = self._few(x, block, k, v) if self.form == "few" else self._plain(x, block, k, v)
-        final = self.decoder.norm
         if self.form == "few" and self.head.scale == 1.0:
-            assert final is not None
+            assert self.norm is not None
             weight, bias = self._output_weight(), self.head.bias
-            return self.ops.linear(x, weight, bias, norm=norm_of(final), dtype=torch.float32)
-        return self.head(x if final is None else final(x), self.token.weight)
+            return self.ops.linear(x, weight, bias, norm=norm_of(self.norm), dtype=torch.float32)
+        return self.head(x if self.norm is None else self.norm(x), self.token.weight)
 
     def _embed(self) -> Tensor:
         tokens, lengths, part = self.state.tokens, self.state.lengths, self.embeddings
@@ -230,12 +231,10 @@ class DecodeStep:
         return linear(apply_gate(ff, y), ff.w_out.weight, ff.w_out.bias, residual=x)
 
     def _many(self, x: Tensor) -> Tensor:
-        assert self.decoder.norm is not None
+        assert self.norm is not None
         product, in_parts, add_norm = self.products.product, self.products.product_in_parts, self.ops.add_norm
         y, bias = None, None  # what the previous sublayer adds to x
-        for layer, (k, v) in enumerate(self.cache):
-            block = self.decoder.blocks[layer % len(self.decoder.blocks)]
-            assert isinstance(block, Block)
+        for block, (k, v) in zip(self.blocks, self.cache, strict=True):
             attention, ff = attention_of(block), block.ff
             x, z = add_norm(x, y, bias, norm_of(block.attention_norm))
             z = self._attend(attention, product(z, attention.w_qkv.weight, attention.w_qkv.bias), k, v)
@@ -243,7 +242,7 @@ class DecodeStep:
             x, z = add_norm(x, y, bias, norm_of(block.ff_norm))
             z = apply_gate(ff, product(z, ff.w_in.weight, ff.w_in.bias, None if ff.gated else ff.activation))
             y, bias = in_parts(z, ff.w_out.weight), ff.w_out.bias
-        _, z = add_norm(x, y, bias, norm_of(self.decoder.norm))
+        _, z = add_norm(x, y, bias, norm_of(self.norm))
         return product(self.head.hidden(z), self._output_weight(), self.head.bias)
 
     def _output_weight(self) -> Tensor:
@@ -251,15 +250,13 @@ class DecodeStep:
 
     def _attend(self, attention: MultiHeadAttention, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """qkv (R, (H + 2G) · D) → (R, H · D)."""
-        heads = attention._heads(qkv[:, None], attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-        q, k, v = heads  # (R, heads, 1, D)
+        n_kv_heads, lengths = attention.n_kv_heads, self.state.lengths
+        q, k, v = attention._heads(qkv[:, None], attention.n_heads, n_kv_heads, n_kv_heads)  # (R, heads, 1, D)
         q, k = attention._normalise_qk(q, k)
         if attention.rope is not None:
-            positions = self.state.lengths[:, None]
-            q, k = attention.rope(q, positions), attention.rope(k, positions)
+            q, k = attention.rope(q, lengths[:, None]), attention.rope(k, lengths[:, None])
         assert isinstance(attention.mechanism, Dot)
         scale = attention.mechanism.factor(attention.d_head)
-        lengths = self.state.lengths
         return self.ops.attend_one(q[:, :, 0], k[:, :, 0], v[:, :, 0], k_cache, v_cache, lengths, scale)
 
 
@@ -291,37 +288,27 @@ def apply_gate(ff: FeedForward, y: Tensor) -> Tensor:
     return ff.f(gate) * up
 
 
-def capture_obstacle(model: nn.Module) -> str | None:
+def capture_obstacle(model: Model) -> str | None:
     """Why a model's step cannot be captured, in a few words; None where it can."""
-    if not isinstance(model, Decoder) or model.head is None:
+    if not model.is_decoder_only or model.head is None:
         return "it is no decoder with a head"
-    if not model.decoder.causal or model.decoder.position_bias is not None:
-        return "its layers share a position bias, or look ahead"
-    if model.config.rope_scaling is not None and model.config.rope_scaling.kind in ("dynamic", "longrope"):
-        return "its angles follow the longest text of the batch"
-    for block in model.decoder.blocks:
-        assert isinstance(block, Block)
-        attention = block.attention
-        if not isinstance(attention, MultiHeadAttention) or type(attention.mechanism) is not Dot:
-            return "its attention is not the scaled dot product"
-        if attention.position_bias is not None or block.cross_attention is not None:
-            return "its attention has a bias or a memory"
-        if model.config.sparsity != "none":
-            return "its attention is sparse"
-    return None
+    return "its attention is sparse" if model.config.sparsity != "none" else step_obstacle(model)
+
+
+def blocks_of(model: Decoder) -> list[Block]:
+    return [cast(Block, block) for block in model.decoder.blocks]
 
 
 def can_fuse(model: Decoder) -> bool:
     """Whether norms, products and residuals are of the kinds that can be fused."""
     head, norms = model.head, [model.decoder.norm]
     linears: list[nn.Module] = []
-    for block in model.decoder.blocks:
-        assert isinstance(block, Block)
+    for block in blocks_of(model):
+        if not (block.pre_norm and block.residual):
+            return False
         attention = attention_of(block)
         norms += [block.attention_norm, block.ff_norm]
         linears += [attention.w_qkv, attention.w_o, block.ff.w_in, block.ff.w_out]
-        if not (block.pre_norm and block.residual):
-            return False
     if head is None or head.transform is not None:
         return False
     plain_norms = all(type(norm) is LayerNorm or (type(norm) is RMSNorm and norm.offset == 0.0) for norm in norms)

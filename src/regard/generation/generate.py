@@ -10,42 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import Decoder, Model
-from .beam_search import BeamSearch, BeamStep, FinishedText
-from .cached_engine import CacheName, DecodingEngine, engine_for
+from ..models import Model
+from .beam_search import BeamSearch, BeamStep, Hypothesis
+from .cached_engine import CacheName, DecodingEngine
 from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
 from .generation_config import GenerateConfig
-from .prompts import (
-    ModelInputs,
-    Prompts,
-    Rows,
-    pad_prompts,
-    pad_sources,
-    read_inputs,
-    rope_depends_on_length,
-)
+from .prompts import ModelInputs, Prompts, Rows, pad_prompts, pad_sources, read_inputs, rope_depends_on_length
 from .sampling import ChosenTokens
-from .speculative import DraftDecoder, DraftStatistics, SpeculativeDecoder, check_draft
-from .stop_conditions import Finish, StopStrings, finish_reason
+from .speculative import DraftStatistics, SpeculativeDecoder, check_draft
+from .stop_conditions import StopStrings
 from .text_codec import merge_config
 
 _STREAM_AHEAD = 8  # tokens that captured steps run ahead of the reader of a stream
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One text: new tokens only, those that end it included."""
-
-    tokens: list[int]
-    score: float  # log P / length penalty; of a beam after the filters, otherwise by the model alone
-    finish: Finish  # the end token, a stop sequence, or the limit
-    n_ending: int  # how many of the last tokens are the end token or the stop sequence
-    beams: list[int]  # for each token the beam, 0 … beam - 1, whose logits it was chosen from
-
-    @property
-    def content(self) -> list[int]:
-        """The tokens without the end token or stop sequence."""
-        return self.tokens[: len(self.tokens) - self.n_ending]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +82,23 @@ def generate(
     config = merge_config(config, fields)
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
-    with inference(model, *([] if draft is None else [draft])):
+    with inference(*_models(model, draft)):
         checked = read_inputs(model, inputs, config, target=target, padding_mask=padding_mask)
-        n_prompts = len(checked.rows)
-        groups = _independent_groups(model, checked) if draft is None else [[index] for index in range(n_prompts)]
+        groups = _independent_groups(model, checked, one_by_one=draft is not None)
         parts = []
         for group in groups:
             selected = checked.select(group)
             if draft is None:
-                parts.append((group, _generate_group(model, selected, config, strings)))
+                parts.append(_generate_group(model, selected, config, strings))
             else:
                 decoder, prompts = _speculative_decoder(model, draft, selected, config, strings, draft_tokens)
                 hypotheses = _collect_hypotheses(decoder.decode(prompts), 1, config)
-                parts.append((group, Generated(prompts.rows, hypotheses, drafted=decoder.statistics)))
-    return parts[0][1] if len(parts) == 1 else _join_groups(n_prompts, parts)
+                parts.append(Generated(prompts.rows, hypotheses, drafted=decoder.statistics))
+    return parts[0] if len(parts) == 1 else _join_groups(groups, parts)
+
+
+def _models(model: Model, draft: Model | None) -> list[Model]:
+    return [model] if draft is None else [model, draft]
 
 
 def prepare(model: Model, inputs: ModelInputs, config: GenerateConfig) -> tuple[DecodingEngine, Prompts]:
@@ -131,9 +110,9 @@ def prepare(model: Model, inputs: ModelInputs, config: GenerateConfig) -> tuple[
 
 def new_engine(model: Model, inputs: ModelInputs, cache: CacheName = "growing") -> DecodingEngine:
     """An engine that has read the sources, if there are any, and no token yet."""
-    if cache == "static" and isinstance(model, Decoder) and can_capture(model):
+    if cache == "static" and can_capture(model):
         return CudaGraphEngine(model)
-    return engine_for(model, None if inputs.sources is None else pad_sources(inputs.sources, model), cache)
+    return DecodingEngine(model, None if inputs.sources is None else pad_sources(inputs.sources, model), cache)
 
 
 def _generate_group(
@@ -145,9 +124,8 @@ def _generate_group(
         steps = graph_decode_loop(engine, prompts, config, eos_id, strings)
         return Generated(prompts.rows, _collect_hypotheses(steps, len(prompts), config))
     search = BeamSearch(engine, config, eos_id, strings)
-    finished = search.run(prompts)
-    hypotheses = [[_hypothesis(text, config) for text in texts] for texts in finished]
-    n_steps = max(len(text.tokens) for texts in finished for text in texts)
+    hypotheses = search.run(prompts)
+    n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 
 
@@ -155,12 +133,13 @@ def _speculative_decoder(
     model: Model, draft: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
 ) -> tuple[SpeculativeDecoder, Prompts]:
     engine, prompts = prepare(model, inputs, config)
-    guesser = DraftDecoder(new_engine(draft, inputs), draft, config, n_tokens)
-    return SpeculativeDecoder(engine, guesser, config, model.config.eos_id, strings), prompts
+    return SpeculativeDecoder(engine, new_engine(draft, inputs), n_tokens, config, strings), prompts
 
 
-def _independent_groups(model: Model, inputs: ModelInputs) -> list[list[int]]:
+def _independent_groups(model: Model, inputs: ModelInputs, one_by_one: bool) -> list[list[int]]:
     """Which texts can share a batch: all, unless rotary angles follow the longest text, then those of one length."""
+    if one_by_one:
+        return [[index] for index in range(len(inputs.rows))]
     if not rope_depends_on_length(model.config):
         return [list(range(len(inputs.rows)))]
     groups: dict[tuple[int, int], list[int]] = {}
@@ -170,25 +149,24 @@ def _independent_groups(model: Model, inputs: ModelInputs) -> list[list[int]]:
     return list(groups.values())
 
 
-def _join_groups(n_prompts: int, parts: list[tuple[list[int], Generated]]) -> Generated:
+def _join_groups(groups: list[list[int]], parts: list[Generated]) -> Generated:
     """Several groups as one batch, in the order of the prompts."""
-    by_prompt = {index: (part, row) for indices, part in parts for row, index in enumerate(indices)}
-    order = [by_prompt[index] for index in range(n_prompts)]
-    parents = None
-    if all(part.parents is not None for _, part in parts):
+    by_prompt = {
+        index: (part, row) for group, part in zip(groups, parts, strict=True) for row, index in enumerate(group)
+    }
+    order = [by_prompt[index] for index in sorted(by_prompt)]
+    parents, steps = None, None
+    if all(part.parents is not None for part in parts):
         columns = [part.parents[:, row] for part, row in order if part.parents is not None]  # each (steps, beam)
         parents = torch.nn.utils.rnn.pad_sequence(columns).contiguous()
-    steps = None
-    if parents is not None:
-        steps = [_renumber_prompts(step, index) for index, part in parts for step in part.steps or ()]
-    counts = [part.drafted for _, part in parts if part.drafted is not None]
+        steps = []
+        for group, part in zip(groups, parts, strict=True):
+            numbers = torch.tensor(group, device=parents.device)
+            steps += [step._replace(prompt=numbers[step.prompt]) for step in part.steps or ()]
+    counts = [part.drafted for part in parts if part.drafted is not None]
     drafted = sum(counts, DraftStatistics()) if counts else None
     rows, texts = [part.prompts[row] for part, row in order], [part.hypotheses[row] for part, row in order]
     return Generated(rows, texts, parents, steps or None, drafted)
-
-
-def _renumber_prompts(step: BeamStep, index: list[int]) -> BeamStep:
-    return step._replace(prompt=torch.tensor(index, device=step.prompt.device)[step.prompt])
 
 
 def stream_tokens(
@@ -208,7 +186,7 @@ def stream_tokens(
         raise ValueError(f"{name}={getattr(config, name)} has no text before all is done; a stream needs {name}=1")
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
-    models = [model] if draft is None else [model, draft]
+    models = _models(model, draft)
     with inference(*models):
         checked = read_inputs(model, inputs, config, target=target)
         if len(checked.rows) != 1:
@@ -256,11 +234,6 @@ def _collect_hypotheses(
     for tokens, log_probs, codes in zip(*(x[order].split(counts) for x in chosen), strict=True):
         n = len(tokens)
         score = float(log_probs.double().sum()) / config.length_penalty_at(n)
-        hypotheses.append(_hypothesis(FinishedText(tokens.tolist(), [0] * n, score, int(codes[-1])), config))
+        hypotheses.append(Hypothesis.of(tokens.tolist(), [0] * n, score, int(codes[-1]), config))
     groups = [hypotheses[start : start + copies] for start in range(0, len(hypotheses), copies)]
     return [sorted(group, key=lambda text: text.score, reverse=True) for group in groups]
-
-
-def _hypothesis(text: FinishedText, config: GenerateConfig) -> Hypothesis:
-    finish, n_ending = finish_reason(text.code, config)
-    return Hypothesis(text.tokens, text.score, finish, n_ending, text.beams)

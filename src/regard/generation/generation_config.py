@@ -94,14 +94,38 @@ class GenerateConfig(Config):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a positive number")
         for token, bias in self.logit_bias.items():
             if math.isnan(bias) or bias == math.inf:
-                raise ValueError(
-                    f"logit_bias of token {token} is {bias}; it must be a finite number, or -inf to forbid it"
-                )
+                hint = "it must be a finite number, or -inf to forbid it"
+                raise ValueError(f"logit_bias of token {token} is {bias}; {hint}")
         if any(len(sequence) == 0 for sequence in self.stop):
             raise ValueError("stop holds an empty sequence, which would end every text before it starts")
-        _check_sampling(self)
-        _check_beams(self)
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            hint = "; for the most likely token at each step leave it out, with sample=False"
+            raise ValueError(f"temperature={self.temperature} must be a positive number{hint}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
+        self._check_search()
         return self
+
+    def _check_search(self) -> None:
+        """Refuse fields that do not go together: of drawing and of beam search."""
+        given = [f"{name}={getattr(self, name)}" for name in _SAMPLING if getattr(self, name) is not None]
+        if self.sample is False and given:
+            raise ValueError(f"{given[0]} is for drawing tokens, but sample=False")
+        if self.samples and self.beam > 1:
+            sampling = given[0] if given else "sample=True"
+            raise ValueError(f"beam={self.beam} searches for the best text and {sampling} draws one: give one of them")
+        if not self.samples and self.n_best > self.beam:
+            needs = f"beam={self.n_best} or more, or sample=True; beam={self.beam}"
+            raise ValueError(f"n_best={self.n_best} texts need {needs}")
+        if self.beam % self.groups:
+            raise ValueError(f"beam={self.beam} is not divisible by groups={self.groups}")
+        if (self.groups > 1) != (self.diversity_penalty > 0):
+            both = f"groups={self.groups} and diversity_penalty={self.diversity_penalty} do not go together"
+            raise ValueError(f"{both}: groups above 1 need a positive penalty, and the other way round")
 
     @property
     def samples(self) -> bool:
@@ -111,33 +135,3 @@ class GenerateConfig(Config):
     def length_penalty_at(self, n_tokens: float) -> float:
         """What log P of a text of n tokens is divided by: n^α, or ((5 + n) / 6)^α (GNMT)."""
         return (n_tokens if self.penalty_form == "hf" else (5 + n_tokens) / 6) ** self.length_penalty
-
-
-def _check_sampling(config: GenerateConfig) -> None:
-    if config.temperature is not None and not 0 < config.temperature < math.inf:
-        hint = "; for the most likely token at each step leave it out, with sample=False"
-        raise ValueError(f"temperature={config.temperature} must be a positive number{hint}")
-    if config.top_k is not None and config.top_k < 1:
-        raise ValueError(f"top_k={config.top_k} must be at least 1")
-    if config.top_p is not None and not 0 < config.top_p <= 1:
-        raise ValueError(f"top_p={config.top_p} must lie in (0, 1]")
-    if config.min_p is not None and not 0 <= config.min_p <= 1:
-        raise ValueError(f"min_p={config.min_p} must lie in [0, 1]")
-    given = [f"{name}={getattr(config, name)}" for name in _SAMPLING if getattr(config, name) is not None]
-    if config.sample is False and given:
-        raise ValueError(f"{given[0]} is for drawing tokens, but sample=False")
-    if config.samples and config.beam > 1:
-        sampling = given[0] if given else "sample=True"
-        raise ValueError(f"beam={config.beam} searches for the best text and {sampling} draws one: give one of them")
-
-
-def _check_beams(config: GenerateConfig) -> None:
-    if not config.samples and config.n_best > config.beam:
-        raise ValueError(
-            f"n_best={config.n_best} texts need beam={config.n_best} or more, or sample=True; beam={config.beam}"
-        )
-    if config.beam % config.groups:
-        raise ValueError(f"beam={config.beam} is not divisible by groups={config.groups}")
-    if (config.groups > 1) != (config.diversity_penalty > 0):
-        both = f"groups={config.groups} and diversity_penalty={config.diversity_penalty}"
-        raise ValueError(f"{both} do not go together: groups above 1 need a positive penalty, and the other way round")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import DataConfig, ModelConfig
@@ -24,8 +23,7 @@ from .generation_config import GenerateConfig
 Rows = Tensor | Sequence[Any]  # one text as token ids, (T,) or a list, or several, (B, T) or a list of them
 
 _MAX_PIXELS: int = DataConfig.model_fields["max_pixels"].default
-_MAX_CACHE_BYTES = {"cpu": 1 << 30}
-_MAX_CACHE_BYTES_ELSEWHERE = 4 << 30
+_MAX_CACHE_BYTES = {"cpu": 1 << 30, "elsewhere": 4 << 30}
 _LOGIT_BYTES = 16  # that a step holds for each token of the vocabulary: logits, scores, and what is sorted of them
 _LENGTH_STEP = 32  # default output lengths are multiples of this, so that sources of similar length share a batch
 
@@ -54,9 +52,6 @@ class Sources:
 
     values: Tensor
     padding_mask: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -145,9 +140,8 @@ def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "pr
             raise TypeError(f"{name} must be whole numbers of shape (length,) or (batch, length), got {got}")
         if padding_mask is not None:
             if padding_mask.shape != inputs.shape:
-                raise ValueError(
-                    f"padding_mask has shape {tuple(padding_mask.shape)}, but {name} has {tuple(inputs.shape)}"
-                )
+                shapes = f"shape {tuple(padding_mask.shape)}, but {name} has {tuple(inputs.shape)}"
+                raise ValueError(f"padding_mask has {shapes}")
             pairs = zip(torch.atleast_2d(inputs), torch.atleast_2d(padding_mask.bool()), strict=True)
             return [row[real].tolist() for row, real in pairs]
         return torch.atleast_2d(inputs).tolist()
@@ -164,18 +158,16 @@ def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "pr
 def source_tensors(source: Rows, padding_mask: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
     """What the encoder reads, one tensor a source: ids, an image (C, height, width), or regions (R, d_region)."""
     if model.source == "text":
-        rows = [
-            _check_source(index, row, model, truncate)
-            for index, row in enumerate(token_rows(source, padding_mask, "source"))
-        ]
-        items = [torch.tensor(row) for row in rows]
+        rows = enumerate(token_rows(source, padding_mask, "source"))
+        items = [torch.tensor(_check_source(index, row, model, truncate)) for index, row in rows]
     else:
         n_dims, shape = (3, "(channels, height, width)") if model.source == "image" else (2, "(regions, d_region)")
         items = list(source) if not isinstance(source, Tensor) or source.dim() > n_dims else [source]
-        if any(not _is_filled(item, n_dims) for item in items):
-            raise ValueError(
-                f"source={model.source!r} takes floating-point tensors {shape}, one or several, none empty"
-            )
+        x: Any  # of a list, anything
+        for x in items:
+            if not isinstance(x, Tensor) or x.dim() != n_dims or not x.is_floating_point() or x.numel() == 0:
+                kinds = f"floating-point tensors {shape}, one or several, none empty"
+                raise ValueError(f"source={model.source!r} takes {kinds}")
         if padding_mask is not None:
             items = _drop_padding(items, padding_mask, model.source)
     if not items:
@@ -202,8 +194,9 @@ def max_text_length(model: ModelConfig, target: bool = False) -> int:
     """The longest text of a model; dynamic RoPE scaling stretches the angles for texts beyond max_len."""
     max_len = model.max_len if not target or model.max_target_len is None else model.max_target_len
     scaling = model.rope_scaling
-    stretch = scaling.factor if scaling is not None and scaling.kind == "dynamic" else None
-    return max_len if stretch is None else int(max_len * stretch)
+    if scaling is None or scaling.kind != "dynamic" or scaling.factor is None:
+        return max_len
+    return int(max_len * scaling.factor)
 
 
 def default_output_length(model: ModelConfig, n_source: int, multiple: int = _LENGTH_STEP) -> int:
@@ -224,9 +217,12 @@ def length_batches(
 
     ``lengths`` are tokens read, ``limits`` tokens written; the longest text of a batch decides how many it may hold.
     """
-    copies = max(config.beam, config.n_best)
-    token_bytes, logit_bytes = _cache_bytes_per_token(model), _LOGIT_BYTES * model.config.output_vocab_size
-    max_bytes = _MAX_CACHE_BYTES.get(model.device.type, _MAX_CACHE_BYTES_ELSEWHERE)
+    ours, copies = model.config, max(config.beam, config.n_best)
+    n_heads, d_head = ours.n_kv_heads or ours.n_heads, ours.d_head or ours.d_model // ours.n_heads
+    n_layers, n_bytes = max(ours.n_layers, ours.n_decoder_layers or 0), next(model.parameters()).element_size()
+    token_bytes = 2 * n_layers * n_heads * d_head * n_bytes  # keys and values in all layers
+    logit_bytes = _LOGIT_BYTES * ours.output_vocab_size
+    max_bytes = _MAX_CACHE_BYTES.get(model.device.type, _MAX_CACHE_BYTES["elsewhere"])
     order = sorted(range(len(lengths)), key=lambda index: (limits[index], lengths[index]), reverse=True)
     batch: list[int] = []
     for index in order:
@@ -241,15 +237,6 @@ def length_batches(
         yield batch
 
 
-def _cache_bytes_per_token(model: Model) -> int:
-    """Keys and values of one token in all layers."""
-    config = model.config
-    n_heads = config.n_kv_heads or config.n_heads
-    d_head = config.d_head or config.d_model // config.n_heads
-    n_layers = max(config.n_layers, config.n_decoder_layers or 0)
-    return 2 * n_layers * n_heads * d_head * next(model.parameters()).element_size()
-
-
 def _check_source(index: int, row: list[int], model: ModelConfig, truncate: bool) -> list[int]:
     _check_ids(f"source {index}", row, model.vocab_size)
     if not row:
@@ -258,9 +245,8 @@ def _check_source(index: int, row: list[int], model: ModelConfig, truncate: bool
     if len(row) <= max_len:
         return row
     if not truncate:
-        raise ValueError(
-            f"source {index} has {len(row)} tokens, but max_len={max_len}; truncate=True keeps its beginning"
-        )
+        hint = "truncate=True keeps its beginning"
+        raise ValueError(f"source {index} has {len(row)} tokens, but max_len={max_len}; {hint}")
     end = row[-1:] if row[-1] == model.eos_id else []  # a source that ends with eos_id still does
     return row[: max_len - len(end)] + end
 
@@ -278,15 +264,9 @@ def _drop_padding(items: list[Tensor], padding_mask: Tensor, source: str) -> lis
     """The regions that are real."""
     padding_mask = torch.atleast_2d(padding_mask.bool()).to(items[0].device)
     if source == "image" or padding_mask.shape != (len(items), *{len(item) for item in items}):
-        shapes = [tuple(item.shape) for item in items]
-        raise ValueError(
-            f"padding_mask of shape {tuple(padding_mask.shape)} does not go with {source} sources of shapes {shapes}"
-        )
+        shape, shapes = tuple(padding_mask.shape), [tuple(item.shape) for item in items]
+        raise ValueError(f"padding_mask of shape {shape} does not go with {source} sources of shapes {shapes}")
     return [item[real] for item, real in zip(items, padding_mask, strict=True)]
-
-
-def _is_filled(item: Any, n_dims: int) -> bool:
-    return isinstance(item, Tensor) and item.dim() == n_dims and item.is_floating_point() and item.numel() > 0
 
 
 def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
@@ -304,9 +284,6 @@ def _check_config_tokens(config: GenerateConfig, vocab_size: int) -> None:
             if not 0 <= token < vocab_size:
                 allowed = f"the vocabulary has {vocab_size}: 0 to {vocab_size - 1}"
                 raise ValueError(f"{name} holds the unknown token {token}; {allowed}")
-
-
-# ---- images
 
 
 def image_pixels(model: Model, images: Any) -> Tensor:
@@ -337,18 +314,14 @@ def _prepare_image(processor: ImageProcessor, image: Any, channels: int) -> Tens
             fault = check_image(image, _MAX_PIXELS, decode=True)
         if fault is not None:
             raise BadData(f"{image}: {fault}")
+    elif isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:
+            got = f"{image.dtype} of shape {image.shape}"
+            raise ValueError(f"an image as an array is uint8 (height, width) or (height, width, channels), got {got}")
+        if image.ndim == 3 and image.shape[2] not in (1, 3, 4):
+            raise ValueError(f"an image has 1, 3 or 4 channels, got an array of shape {image.shape}")
+        image = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
     elif not isinstance(image, Image.Image):
-        image = _check_array(image)
+        raise TypeError(f"an image is a path, an image of Pillow's or an array of bytes, not {type(image).__name__}")
     pixels = pixels_of(image, channels=channels)
     return processor(Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels))
-
-
-def _check_array(image: Any) -> NDArray[np.uint8]:
-    if not isinstance(image, np.ndarray):
-        raise TypeError(f"an image is a path, an image of Pillow's or an array of bytes, not {type(image).__name__}")
-    if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:
-        got = f"{image.dtype} of shape {image.shape}"
-        raise ValueError(f"an image as an array is uint8 (height, width) or (height, width, channels), got {got}")
-    if image.ndim == 3 and image.shape[2] not in (1, 3, 4):
-        raise ValueError(f"an image has 1, 3 or 4 channels, got an array of shape {image.shape}")
-    return image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image

@@ -74,46 +74,21 @@ def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: in
         raise ValueError(f"the draft is on {draft.device}, but the model on {model.device}")
 
 
-class DraftDecoder:
-    """The draft model and its cache, which follows the text."""
-
-    def __init__(self, engine: DecodingEngine, model: Model, config: GenerateConfig, n_tokens: int) -> None:
-        self.engine, self.config, self.eos_id, self.n_tokens = engine, config, model.config.eos_id, n_tokens
-        self.max_len = max_text_length(model.config, target=model.config.architecture != "decoder")
-        self._n_cached = 0  # tokens in its cache, all of them of the text
-
-    def guess(self, texts: Tensor, step: int, limit: int) -> Tensor:
-        """Guesses (1, n), n at most ``limit``, of what follows ``texts`` (1, L), from new token number ``step`` on."""
-        n_text = texts.shape[1]
-        limit = min(limit, self.n_tokens, self.max_len - n_text + 1)  # the last guess is not fed back
-        if limit < 1:
-            return texts[:, :0]
-        self._n_cached = min(self._n_cached, n_text - 1)
-        if self._n_cached:
-            self.engine.truncate(self._n_cached)
-        new, guessed = texts[:, self._n_cached :], texts
-        while True:
-            self._n_cached += new.shape[1]
-            scores = filter_logits(self.engine.decode_tokens(new)[:, -1], guessed, step, self.config, self.eos_id)
-            new, step = scores.argmax(-1)[:, None], step + 1
-            guessed = torch.cat([guessed, new], dim=1)
-            if guessed.shape[1] - n_text == limit or int(new) == self.eos_id:
-                return guessed[:, n_text:]
-
-
 class SpeculativeDecoder:
     """The decode steps of one text, as ``decode_loop`` has them; ``statistics`` is updated at every step."""
 
     def __init__(
         self,
         engine: DecodingEngine,
-        guesser: DraftDecoder,
+        draft: DecodingEngine,
+        n_tokens: int,
         config: GenerateConfig,
-        eos_id: int | None,
         strings: StopStrings | None,
     ) -> None:
-        self.engine, self.guesser, self.config, self.eos_id, self.strings = engine, guesser, config, eos_id, strings
-        self.statistics = DraftStatistics()
+        self.engine, self.draft, self.n_tokens, self.config, self.strings = engine, draft, n_tokens, config, strings
+        self.eos_id, self.statistics = engine.model.config.eos_id, DraftStatistics()
+        self._max_draft = max_text_length(draft.model.config, target=not draft.model.is_decoder_only)
+        self._n_cached = 0  # tokens in the draft's cache, all of them of the text
 
     def decode(self, prompts: Prompts) -> Iterator[ChosenTokens]:
         """The steps for a batch of one prompt."""
@@ -132,7 +107,7 @@ class SpeculativeDecoder:
                 if not accepted:  # or all guesses were accepted, and this token follows them
                     break
             self.engine.truncate(texts.shape[1] - 1)
-            guessed = self.guesser.guess(texts, step, limit - step - 1)
+            guessed = self._guess(texts, step, limit - step - 1)
             logits = self.engine.decode_tokens(torch.cat([texts[:, -1:], guessed], dim=1))
 
     def _choose(self, logits: Tensor, texts: Tensor, step: int, limit: int) -> ChosenTokens:
@@ -142,3 +117,21 @@ class SpeculativeDecoder:
         if step + 1 >= limit:
             codes = torch.where(codes == GOING_ON, LENGTH, codes)
         return ChosenTokens(torch.zeros_like(tokens), tokens, token_log_probs(logits, tokens), codes)
+
+    def _guess(self, texts: Tensor, step: int, limit: int) -> Tensor:
+        """Guesses (1, n), n at most ``limit``, of what follows ``texts`` (1, L), from new token number ``step`` on."""
+        n_text = texts.shape[1]
+        limit = min(limit, self.n_tokens, self._max_draft - n_text + 1)  # the last guess is not fed back
+        if limit < 1:
+            return texts[:, :0]
+        self._n_cached = min(self._n_cached, n_text - 1)
+        if self._n_cached:
+            self.draft.truncate(self._n_cached)
+        new, guessed, eos_id = texts[:, self._n_cached :], texts, self.draft.model.config.eos_id
+        while True:
+            self._n_cached += new.shape[1]
+            scores = filter_logits(self.draft.decode_tokens(new)[:, -1], guessed, step, self.config, eos_id)
+            new, step = scores.argmax(-1)[:, None], step + 1
+            guessed = torch.cat([guessed, new], dim=1)
+            if guessed.shape[1] - n_text == limit or int(new) == eos_id:
+                return guessed[:, n_text:]

@@ -8,7 +8,7 @@ is a syllable spelled in jamo, which the next letter may still extend.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -60,12 +60,7 @@ class StopStrings:
 
 
 def stop_codes(
-    tokens: Tensor,
-    texts: Tensor,
-    n_new: int,
-    config: GenerateConfig,
-    eos_id: int | None,
-    strings: StopStrings | None = None,
+    tokens: Tensor, texts: Tensor, n_new: int, config: GenerateConfig, eos_id: int | None, strings: StopStrings | None
 ) -> Tensor:
     """Codes (R,) for tokens (R,) after ``texts`` (R, L): GOING_ON, END, TEXT, or STOP + the number of the sequence.
 
@@ -97,13 +92,11 @@ def first_stop_token(config: GenerateConfig) -> int:
     return max(config.min_new_tokens, len(config.prefix) + 1)
 
 
-def text_pieces(
-    tokens: Iterable[int], decode: Decode, stop: Sequence[str] = (), n_least: int = 0
-) -> Generator[str, None, bool]:
+def text_pieces(tokens: Iterable[int], decode: Decode, stop: Sequence[str] = (), n_least: int = 0) -> Iterator[str]:
     """Pieces of whole characters that joined are the text of ``tokens``, up to the first complete stop string.
 
     Of several stop strings that end at the same letter the longest counts, wherever tokens are cut. One that is
-    complete before token number ``n_least`` is ordinary text. Returns whether a stop string occurred.
+    complete before token number ``n_least`` is ordinary text.
     """
     pending = ""  # text that may be the beginning of a stop string
     for n_tokens, piece in _whole_characters(tokens, decode):
@@ -114,23 +107,19 @@ def text_pieces(
         if ready:
             yield pending[:ready]
         if matches:
-            return True
+            return
         pending = pending[ready:]
     if pending:
         yield pending
-    return False
 
 
 def contains_stop(tokens: Sequence[int], decode: Decode, stop: Sequence[str], n_least: int = 0) -> bool:
     """Whether the text of ``tokens`` holds a stop string that counts."""
-    if not any(string in decode(list(tokens)) for string in stop):
+    text = decode(list(tokens))
+    if not any(string in text for string in stop):
         return False
-    pieces = text_pieces(tokens, decode, stop, n_least)
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return bool(end.value)
+    whole, until_stop = ("".join(text_pieces(tokens, decode, strings, n_least)) for strings in ((), stop))
+    return until_stop != whole
 
 
 def decode_after(decode: Decode, before: Sequence[int]) -> Decode:

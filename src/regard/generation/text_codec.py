@@ -39,17 +39,16 @@ class ModelTokenizers:
     def encode_inputs(self, texts: Any, name: str | None = None) -> list[list[int]]:
         """Token ids of prompts, without an end token, or of sources, with one; what is no text is ids already."""
         name = name or ("prompt" if self.continues_prompt else "source")
-        texts = [texts] if isinstance(texts, str) else texts
-        return [
-            self._encode_input(text, f"{name} {index}") if isinstance(text, str) else list(text)
-            for index, text in enumerate(texts)
-        ]
-
-    def _encode_input(self, text: str, name: str) -> list[int]:
-        first, ids, last = split_special_tokens(self.source, replace_surrogates(text))
-        if not ids:
-            raise ValueError(f"{name} is empty: there is nothing to {'continue' if self.continues_prompt else 'read'}")
-        return [*first, *ids] if self.continues_prompt else [*first, *ids, *last]
+        purpose, rows = "continue" if self.continues_prompt else "read", []
+        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+            if not isinstance(text, str):
+                rows.append(list(text))
+                continue
+            first, ids, last = split_special_tokens(self.source, replace_surrogates(text))
+            if not ids:
+                raise ValueError(f"{name} {index} is empty: there is nothing to {purpose}")
+            rows.append([*first, *ids] if self.continues_prompt else [*first, *ids, *last])
+        return rows
 
     def encode_beginning(self, text: str | Sequence[int]) -> list[int]:
         """The ids of the beginning of a target, without special tokens."""

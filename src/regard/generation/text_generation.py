@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import Model, ModelOrPath, open_model
-from .generate import Generated, Hypothesis, inference, stream_tokens
+from .generate import Generated, inference, stream_tokens
 from .generate import generate as generate_tokens
 from .generation_config import GenerateConfig
 from .prompts import (
@@ -26,15 +26,7 @@ from .prompts import (
     token_rows,
 )
 from .speculative import DraftStatistics
-from .stop_conditions import (
-    Decode,
-    Finish,
-    StopStrings,
-    decode_after,
-    first_stop_token,
-    stop_prefix_start,
-    text_pieces,
-)
+from .stop_conditions import Decode, Finish, StopStrings, decode_after, first_stop_token, stop_prefix_start, text_pieces
 from .text_codec import ModelTokenizers, Stop, merge_config, resolve_config, split_stops
 
 
@@ -111,27 +103,20 @@ def generate(
     Many texts are cut into batches of similar length. No text depends on those beside it.
     """
     model = open_model(model)
-    if draft is not None:
-        draft = open_model(draft)
-        _check_same_tokenizer(model, draft)
-    options: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens}
-    if not is_text(inputs):
-        config, strings = resolve_config(model, config, fields)
-        target = ModelTokenizers(model).encode_beginning(target) if isinstance(target, str) else target
-        return generate_tokens(
-            model, inputs, config, target=target, padding_mask=padding_mask, strings=strings, **options
-        )
-    if padding_mask is not None:
+    if is_text(inputs) and padding_mask is not None:
         raise ValueError("padding_mask goes with token ids as a tensor; texts are as long as they are")
-    tokenizers = text_tokenizers(model)
+    tokenizers = text_tokenizers(model) if is_text(inputs) else ModelTokenizers(model)
     config, strings = resolve_config(model, config, fields, tokenizers)
+    beginnings = tokenizers.encode_beginning(target) if isinstance(target, str) else target
+    options: dict[str, Any] = {"draft": _open_draft(model, draft), "draft_tokens": draft_tokens, "target": beginnings}
+    if not is_text(inputs):
+        return generate_tokens(model, inputs, config, padding_mask=padding_mask, strings=strings, **options)
     rows = tokenizers.encode_inputs(inputs)
-    if target is not None:
-        options["target"] = tokenizers.encode_beginning(target) if isinstance(target, str) else target
-        if not isinstance(target, str):  # one beginning for each text: in one batch, in the order given
-            generated = generate_tokens(model, rows, config, strings=strings, **options)
-            return GeneratedTexts(decode_hypotheses(generated, tokenizers, strings), generated.drafted)
-    return _generate_batches(model, tokenizers, rows, config, strings, [config.max_new_tokens] * len(rows), options)
+    if target is not None and not isinstance(target, str):  # one for each text: in one batch, in the order given
+        generated = generate_tokens(model, rows, config, strings=strings, **options)
+        return GeneratedTexts(_decode_texts(generated, tokenizers, strings), generated.drafted)
+    limits = [config.max_new_tokens] * len(rows)
+    return _generate_batches(model, tokenizers, rows, [len(row) for row in rows], limits, config, strings, options)
 
 
 def translate(
@@ -154,17 +139,16 @@ def translate(
     fields |= {name: value for name, value in given.items() if value is not None}
     by_source = max_new_tokens is None and (config is None or "max_new_tokens" not in config.model_fields_set)
     options: dict[str, Any] = {name: fields.pop(name) for name in ("target", "draft", "draft_tokens") if name in fields}
-    if options.get("draft") is not None:
-        options["draft"] = open_model(options["draft"])
-        _check_same_tokenizer(model, options["draft"])
-    elif config is None:
+    options["draft"] = _open_draft(model, options.get("draft"))
+    if options["draft"] is None and config is None:
         fields = {"beam": default_beam(fields), **fields}
     config, strings = resolve_config(model, config, fields, tokenizers)
-    rows = tokenizers.encode_inputs(texts, "source")
-    limits = [default_output_length(model.config, len(row)) if by_source else config.max_new_tokens for row in rows]
     if isinstance(options.get("target"), str):
         options["target"] = tokenizers.encode_beginning(options["target"])
-    return _generate_batches(model, tokenizers, rows, config, strings, limits, options)
+    rows = tokenizers.encode_inputs(texts, "source")
+    lengths = [len(row) for row in rows]
+    limits = [default_output_length(model.config, n) if by_source else config.max_new_tokens for n in lengths]
+    return _generate_batches(model, tokenizers, rows, lengths, limits, config, strings, options)
 
 
 def caption(
@@ -189,14 +173,9 @@ def caption(
         max_length = max_text_length(model.config, target=True) - 1
         fields = {"beam": default_beam(fields), "max_new_tokens": max_length, **fields}
     config, strings = resolve_config(model, config, fields, tokenizers)
-    texts: list[list[GeneratedText]] = [[] for _ in pixels]
-    n_patches = (model.config.image_size // model.config.patch_size) ** 2
+    lengths = [(model.config.image_size // model.config.patch_size) ** 2] * len(pixels)
     limits = [config.max_new_tokens] * len(pixels)
-    for batch in length_batches(model, config, [n_patches] * len(pixels), limits):
-        generated = generate_tokens(model, pixels[batch], config, strings=strings)
-        for index, hypotheses in zip(batch, decode_hypotheses(generated, tokenizers, strings), strict=True):
-            texts[index] = hypotheses
-    return GeneratedTexts(texts)
+    return _generate_batches(model, tokenizers, pixels, lengths, limits, config, strings, {})
 
 
 def stream(
@@ -275,84 +254,81 @@ def check_texts(model: Model, texts: Sequence[str], truncate: bool = False) -> N
 
 def check_can_translate(model: Model) -> None:
     """Raise unless the model reads text with an encoder and writes text."""
-    config = model.config
-    if config.architecture not in ("encoder-decoder", "recurrent") or config.source != "text" or config.head != "lm":
-        raise ValueError(f"this model has {_kind(model)}: it does not translate")
+    _check_kind(model, ("encoder-decoder", "recurrent"), "text", "translate")
 
 
 def check_can_caption(model: Model) -> None:
     """Raise unless the model reads images and writes text."""
+    _check_kind(model, ("encoder-decoder",), "image", "caption images")
+
+
+def _check_kind(model: Model, architectures: tuple[str, ...], source: str, purpose: str) -> None:
     config = model.config
-    if config.source != "image" or config.architecture != "encoder-decoder" or config.head != "lm":
-        raise ValueError(f"this model has {_kind(model)}: it does not caption images")
-
-
-def _kind(model: Model) -> str:
-    config = model.config
-    return f"architecture={config.architecture!r}, source={config.source!r} and head={config.head!r}"
-
-
-def decode_hypotheses(
-    generated: Generated, tokenizers: ModelTokenizers, strings: StopStrings | None
-) -> list[list[GeneratedText]]:
-    """Tokens as text, each decoded after its prompt."""
-    return [
-        [_decode_hypothesis(hypothesis, prompt, tokenizers, strings) for hypothesis in hypotheses]
-        for prompt, hypotheses in zip(generated.prompts, generated.hypotheses, strict=True)
-    ]
-
-
-def _decode_hypothesis(
-    hypothesis: Hypothesis, prompt: list[int], tokenizers: ModelTokenizers, strings: StopStrings | None
-) -> GeneratedText:
-    decode, content = decode_after(tokenizers.decode, prompt), hypothesis.content
-    stop, n_least = ((), 0) if strings is None else (strings.strings, strings.n_least)
-    text = "".join(text_pieces(content, decode, stop, n_least)) if stop else decode(content)
-    return GeneratedText(text, hypothesis.score, hypothesis.finish, content)
+    if config.architecture not in architectures or config.source != source or config.head != "lm":
+        kind = f"architecture={config.architecture!r}, source={config.source!r} and head={config.head!r}"
+        raise ValueError(f"this model has {kind}: it does not {purpose}")
 
 
 def _generate_batches(
     model: Model,
     tokenizers: ModelTokenizers,
-    rows: list[list[int]],
+    inputs: Tensor | list[list[int]],
+    lengths: list[int],
+    limits: list[int],
     config: GenerateConfig,
     strings: StopStrings | None,
-    limits: list[int],
     options: dict[str, Any],
 ) -> GeneratedTexts:
-    """The texts of many rows, in their order."""
-    _check_rows(model, rows, config)
-    texts: list[list[GeneratedText]] = [[] for _ in rows]
+    """The texts for rows of ids or for images, ``lengths`` of what is read, in their order."""
+    _check_rows(model, inputs, config)
+    texts: list[list[GeneratedText]] = [[] for _ in inputs]
     drafted = None
-    for batch in length_batches(model, config, [len(row) for row in rows], limits):
-        limit = limits[batch[0]]
-        limited = config if limit == config.max_new_tokens else config.with_(max_new_tokens=limit)
-        generated = generate_tokens(model, [rows[index] for index in batch], limited, strings=strings, **options)
-        for index, hypotheses in zip(batch, decode_hypotheses(generated, tokenizers, strings), strict=True):
+    for batch in length_batches(model, config, lengths, limits):
+        limited = config.with_(max_new_tokens=limits[batch[0]])
+        selected = inputs[batch] if isinstance(inputs, Tensor) else [inputs[index] for index in batch]
+        generated = generate_tokens(model, selected, limited, strings=strings, **options)
+        for index, hypotheses in zip(batch, _decode_texts(generated, tokenizers, strings), strict=True):
             texts[index] = hypotheses
         if generated.drafted is not None:
             drafted = generated.drafted if drafted is None else drafted + generated.drafted
     return GeneratedTexts(texts, drafted)
 
 
-def _check_rows(model: Model, rows: list[list[int]], config: GenerateConfig) -> None:
-    """Check all rows before the first batch, so that an error names a text by its number among all."""
-    inputs = read_inputs(model, rows, config) if rows else None
-    if inputs is not None and inputs.sources is None:
-        check_prompts(inputs.rows, model.config, config, "prompt")
+def _decode_texts(
+    generated: Generated, tokenizers: ModelTokenizers, strings: StopStrings | None
+) -> list[list[GeneratedText]]:
+    """Tokens as text, each decoded after its prompt."""
+    texts = []
+    for prompt, hypotheses in zip(generated.prompts, generated.hypotheses, strict=True):
+        decode = decode_after(tokenizers.decode, prompt)
+        decoded = [
+            decode(text.content)
+            if strings is None
+            else "".join(text_pieces(text.content, decode, strings.strings, strings.n_least))
+            for text in hypotheses
+        ]
+        pairs = zip(decoded, hypotheses, strict=True)
+        texts.append([GeneratedText(text, found.score, found.finish, found.content) for text, found in pairs])
+    return texts
 
 
-def _check_same_tokenizer(model: Model, draft: Model) -> None:
-    ours, theirs = (getattr(_target_tokenizer(each), "content", None) for each in (model, draft))
+def _check_rows(model: Model, inputs: Rows, config: GenerateConfig) -> None:
+    """Check all inputs before the first batch, so that an error names a text by its number among all."""
+    checked = read_inputs(model, inputs, config) if len(inputs) else None
+    if checked is not None and checked.sources is None:
+        check_prompts(checked.rows, model.config, config, "prompt")
+
+
+def _open_draft(model: Model, draft: ModelOrPath | None) -> Model | None:
+    """The draft model, with the tokenizer of the model it guesses for."""
+    if draft is None:
+        return None
+    draft = open_model(draft)
+    processors = [each.processor for each in (model, draft)]
+    ours, theirs = (None if x is None else getattr(x.target or x.source, "content", None) for x in processors)
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError("the draft has another tokenizer than the model: it would guess other words")
-
-
-def _target_tokenizer(model: Model) -> Any:
-    return None if model.processor is None else model.processor.target or model.processor.source
-
-
-# ---- classification
+    return draft
 
 
 @dataclass(frozen=True)
@@ -373,11 +349,15 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list
     check_can_classify(model)
     with inference(model):
         if model.config.source == "image":
-            logits = _image_logits(model, image_pixels(model, inputs))
+            dtype, pixels = next(model.parameters()).dtype, image_pixels(model, inputs)
+            logits = torch.cat([model(part.to(model.device, dtype)).float().cpu() for part in pixels.split(64)])
         else:
             logits = _text_logits(model, inputs, truncate)
-    names = class_names(model)
-    return [_rank_classes(row, names) for row in logits.softmax(-1).tolist()]
+    names, results = class_names(model), []
+    for probabilities in logits.softmax(-1).tolist():
+        ranked = sorted(zip(names, probabilities, strict=False), key=lambda pair: -pair[1])
+        results.append(Classified(*ranked[0], dict(ranked)))
+    return results
 
 
 def check_can_classify(model: Model) -> None:
@@ -392,11 +372,6 @@ def class_names(model: Model) -> Sequence[str]:
     return labels or [f"LABEL_{index}" for index in range(model.config.n_classes)]
 
 
-def _image_logits(model: Model, pixels: Tensor) -> Tensor:
-    dtype = next(model.parameters()).dtype
-    return torch.cat([model(part.to(model.device, dtype)).float().cpu() for part in pixels.split(64)])
-
-
 def _text_logits(model: Model, inputs: Any, truncate: bool) -> Tensor:
     """(N, classes); no text depends on those beside it."""
     if is_text(inputs):
@@ -408,9 +383,3 @@ def _text_logits(model: Model, inputs: Any, truncate: bool) -> Tensor:
         padded = pad_sources([sources[index] for index in batch], model)
         logits[batch] = model(padded.values, padding_mask=padded.padding_mask).float().cpu()
     return logits
-
-
-def _rank_classes(probabilities: list[float], names: Sequence[str]) -> Classified:
-    order = sorted(range(len(names)), key=lambda index: -probabilities[index])
-    best = order[0]
-    return Classified(names[best], probabilities[best], {names[index]: probabilities[index] for index in order})
