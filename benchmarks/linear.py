@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from measuring import crossing_length
+
 from regard.experiments.bench_attention import BenchJob, Setup, measure_contender
-from regard.experiments.benchmarking import crossing_length, fit_exponent, format_table
+from regard.experiments.benchmarking import fit_exponent, format_table
 from regard.experiments.sweep_runner import LocalRunner
 
 NAMES = ("sdpa", "linear", "performer")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import LiveBytes, saved_bytes
 from torch import Tensor
 
 from regard.config import ModelConfig, TrainConfig
-from regard.experiments.benchmarking import LiveBytes, saved_bytes
 from regard.experiments.flops_estimate import parameter_groups
 from regard.experiments.memory_estimate import Setting, TrainingMemory, training_memory
 from regard.models import Model

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
     from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
     from .experiments import ablate
-    from .experiments.cost import Cost, cost
+    from .experiments.cost import cost
+    from .experiments.cost_report import Cost
     from .export.export_model import export
     from .generation.text_generation import caption, classify, generate, stream, translate
     from .io import load
@@ -27,7 +28,8 @@ _EXPORTS = {
     "attention": "AttentionMap Frame MultiHeadAttention attend explain record",
     "config": "DataConfig ModelConfig RunConfig TrainConfig",
     "experiments": "ablate",
-    "experiments.cost": "Cost cost",
+    "experiments.cost": "cost",
+    "experiments.cost_report": "Cost",
     "export": "export",
     "generation": "caption classify generate stream translate",
     "io": "load",

@@ -16,17 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from measuring import crossing_length
 
 from regard.errors import RegardError
 from regard.experiments import bench_attention as bench
 from regard.experiments.bench_attention import CONTENDERS, Setup, build_run, choose_contenders, sparse_mask
-from regard.experiments.benchmarking import (
-    available_memory,
-    crossing_length,
-    fit_exponent,
-    format_table,
-    measure,
-)
+from regard.experiments.benchmarking import available_memory, fit_exponent, format_table, measure
 from regard.experiments.sweep_figures import BENCH_COLOURS, spread_heights
 from regard.experiments.sweep_runner import LocalRunner
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measuring import LiveBytes, saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard
@@ -15,7 +16,6 @@ from regard.attention.cache import CrossCache
 from regard.config import ModelConfig, TrainConfig
 from regard.config.mixers import keys_per_query
 from regard.errors import UsageError
-from regard.experiments.benchmarking import LiveBytes, saved_bytes
 from regard.experiments.cost_devices import last_token_flops
 from regard.experiments.flops_estimate import ALL_PAIRS, SEEN, kv_cache, parameter_groups
 from regard.experiments.memory_estimate import Setting, training_memory

@@ -95,7 +95,7 @@ def test_jobs_spread_over_nodes_each_in_a_process_of_its_own_and_fail_alone(clus
         until = time.monotonic() + 60
         while not file.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        runner.interrupt()
+        runner.stop()
         while file.read_text() != "saved" and time.monotonic() < until:
             time.sleep(0.05)
         assert file.read_text() == "saved"

@@ -53,19 +53,19 @@ def _value_cells(
     field: str, values: Iterable[object], label: str | None = None, also: Sequence[str] = ()
 ) -> list[Cell]:
     label = label or f"{field.rpartition('.')[2]}="
-    return [
-        Cell(f"{label}{value}", tuple(f"{name}={value}" for name in (field, *also))) for value in dict.fromkeys(values)
-    ]
+    words = {value: tuple(f"{name}={value}" for name in (field, *also)) for value in values}
+    return [Cell(f"{label}{value}", changes) for value, changes in words.items()]
 
 
 def mechanisms(base: RunConfig) -> list[Cell]:
     """Every entry of the table of mechanisms, one's own too; ranks and features are half the length."""
     causal, size = base.model.has_decoder and base.model.causal, max(1, base.data.max_len // 2)
-    return [
-        Cell(name.replace(":", "."), (f"model.mixer={name}", *([f"model.mixer_size={size}"] if entry.size else [])))
-        for name, entry in all_mixers().items()
-        if name != base.model.mixer and (entry.causal or not causal)
-    ]
+    cells = []
+    for name, entry in all_mixers().items():
+        if name != base.model.mixer and (entry.causal or not causal):
+            sizes = [f"model.mixer_size={size}"] if entry.size else []
+            cells.append(Cell(name.replace(":", "."), (f"model.mixer={name}", *sizes)))
+    return cells
 
 
 def sparse_patterns(base: RunConfig) -> list[Cell]:
@@ -108,12 +108,10 @@ class NamedSweep:
         return replace(base, cells=tuple(cells)).without_base_copies()
 
 
+_AXIS_SWEEPS = {name: {"about": axis["about"], "axes": [{"axis": name}]} for name, axis in AXES.items()}
 SWEEPS = {
     name: NamedSweep(**_DEFINITIONS["base"] | fields)
-    for name, fields in (
-        {name: {"about": axis["about"], "axes": [{"axis": name}]} for name, axis in AXES.items()}
-        | _DEFINITIONS["sweeps"]
-    ).items()
+    for name, fields in (_AXIS_SWEEPS | _DEFINITIONS["sweeps"]).items()
 }
 
 # Reports that say more than the table; the last argument is whether something may be measured for it.
@@ -193,8 +191,9 @@ class Scaling:
             "  d_k    passes  predicted  saturated     passes  predicted   median  saturated",
         ]
         for scaled, plain in self.pairs():
-            left = f"{scaled.passed:7.4f}    {_or_dash(scaled.predicted)}    {scaled.saturated:7.1%}"
-            right = f"{plain.passed:8.4f}    {_or_dash(plain.predicted)} {plain.passed_median:8.1e}"
+            predicted = ["      –" if x.predicted is None else f"{x.predicted:7.4f}" for x in (scaled, plain)]
+            left = f"{scaled.passed:7.4f}    {predicted[0]}    {scaled.saturated:7.1%}"
+            right = f"{plain.passed:8.4f}    {predicted[1]} {plain.passed_median:8.1e}"
             lines.append(f"{scaled.d_k:5}   {left}   {right}    {plain.saturated:7.1%}")
         (first, _), (last, plain) = self.pairs()[0], self.pairs()[-1]
         lines += [
@@ -208,10 +207,6 @@ class Scaling:
             f"{self.out / 'scaling.png'}",
         ]
         return "\n".join(lines)
-
-
-def _or_dash(value: float | None) -> str:
-    return "      –" if value is None else f"{value:7.4f}"
 
 
 def jacobian_norm(p: Tensor) -> Tensor:
@@ -250,26 +245,20 @@ def measure_scaling(
     folder.mkdir(parents=True, exist_ok=True)
     points = []
     for d_k in widths:
-        scores = _scores(d_k, n_keys, n_queries, seed)
-        points += [_point(scores / math.sqrt(d_k), d_k, True, seed), _point(scores, d_k, False, seed)]
+        draw, rows = torch.Generator().manual_seed(seed), list[Tensor]()
+        for start in range(0, n_queries, 100):
+            n = min(100, n_queries - start)
+            q, k = torch.randn(n, d_k, generator=draw), torch.randn(n, n_keys, d_k, generator=draw)
+            rows.append(torch.einsum("qd,qkd->qk", q, k))
+        scores = torch.cat(rows).double()  # q·k of every query with keys of its own (queries, keys)
+        points += [_measure_point(scores / math.sqrt(d_k), d_k, True, seed), _measure_point(scores, d_k, False, seed)]
     result = Scaling(n_keys, tuple(points), folder)
     write_atomic(folder / "scaling.json", to_json(result.to_dict()))
     draw_scaling(result, folder / "scaling.png")
     return result
 
 
-def _scores(d_k: int, n_keys: int, n_queries: int, seed: int) -> Tensor:
-    """q·k of every query with keys of its own. (queries, keys)"""
-    draw = torch.Generator().manual_seed(seed)
-    rows = []
-    for start in range(0, n_queries, 100):
-        n = min(100, n_queries - start)
-        q, k = torch.randn(n, d_k, generator=draw), torch.randn(n, n_keys, d_k, generator=draw)
-        rows.append(torch.einsum("qd,qkd->qk", q, k))
-    return torch.cat(rows).double()
-
-
-def _point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> ScalingPoint:
+def _measure_point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> ScalingPoint:
     n = scores.shape[1]
     scores = scores.detach().requires_grad_()
     weights = scores.softmax(-1)

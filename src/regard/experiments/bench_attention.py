@@ -19,7 +19,7 @@ from ..attention import attend
 from ..attention.biases import T5Bias
 from ..attention.masks import Mask, bigbird, causal, strided, window
 from ..config import ModelConfig
-from ..config.mixers import Mixer, MixingWork, all_mixers, get_mixer, register
+from ..config.mixers import MixingWork, all_mixers, get_mixer, register
 from ..foundation.checks import check_positive, nearest_name
 from ..models.components import mechanism, mixing
 from .benchmarking import available_memory, fit_exponent, format_table, measure
@@ -74,18 +74,13 @@ class Contender:
         """What was measured where it is not what was asked for."""
         if self.causal is None or self.causal == setup.causal:
             return None
-        return (
-            "is causal by definition" if self.causal else "mixes all positions and cannot be causal; measured without"
-        )
+        never = "mixes all positions and cannot be causal; measured without"
+        return "is causal by definition" if self.causal else never
 
     def predict_bytes(self, setup: Setup) -> int:
         """About how much memory a run will hold at its peak, inputs included."""
         matrices, rows = self.matrices[setup.backward], self.rows[setup.backward] + 3
         return int(4 * setup.n_heads * setup.length * (matrices * setup.length + rows * setup.d_head))
-
-    def predict_seconds(self, setup: Setup, known_length: int, known_seconds: float) -> float:
-        """How long a run will take, from what a shorter one took."""
-        return known_seconds * (setup.length / known_length) ** self.grows
 
 
 def _attention_run(
@@ -96,8 +91,9 @@ def _attention_run(
     return lambda: attend(q, k, v, backend=backend, mask=mask, **options).output, [q, k, v, *parameters]
 
 
-def _dot_product(backend: str) -> Build:
-    return lambda setup: _attention_run(setup, backend, setup.mask)
+def _attention(backend: str, pattern: str = "") -> Build:
+    """The scaled dot product on a backend, causal or not, or restricted to a sparse pattern."""
+    return lambda setup: _attention_run(setup, backend, sparse_mask(pattern, setup.causal) if pattern else setup.mask)
 
 
 def _t5_run(setup: Setup) -> tuple[Forward, list[Tensor]]:
@@ -113,10 +109,6 @@ def sparse_mask(name: str, is_causal: bool) -> Mask:
         return strided(128)
     pattern = bigbird(size=64, global_count=64, percent=2.0)
     return pattern & causal() if is_causal else pattern
-
-
-def _sparse_run(name: str) -> Build:
-    return lambda setup: _attention_run(setup, "tiled", sparse_mask(name, setup.causal))
 
 
 def _mixer_run(name: str, backend: str = "auto") -> Build:
@@ -138,29 +130,15 @@ def _mixer_run(name: str, backend: str = "auto") -> Build:
     return build
 
 
-def _from_table(name: str, entry: Mixer) -> Contender:
-    """A mechanism known by its entry alone: its time grows with the work the entry declares."""
-    near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
-    return Contender(
-        name,
-        entry.summary or name,
-        "own",
-        _mixer_run(name),
-        grows=2 if far > near else 1,
-        matrices=(3.2, 6.5) if entry.weights and entry.family.kind == "shares" else (0, 0),
-        causal=None if entry.causal else False,
-    )
-
-
-_LIST = (
-    Contender("reference", "reference, the formula", "exact", _dot_product("reference"), matrices=(3.2, 6.5)),
-    Contender("sdpa", "sdpa, torch's fused kernel", "exact", _dot_product("sdpa")),
-    Contender("tiled", "tiled", "exact", _dot_product("tiled")),
+_TABLE = (
+    Contender("reference", "reference, the formula", "exact", _attention("reference"), matrices=(3.2, 6.5)),
+    Contender("sdpa", "sdpa, torch's fused kernel", "exact", _attention("sdpa")),
+    Contender("tiled", "tiled", "exact", _attention("tiled")),
     Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5_run),
     Contender("additive", "additive (Bahdanau), tiled", "exact", _mixer_run("additive", "tiled"), most_seconds=3.0),
-    Contender("window", "window of 256, tiled", "sparse", _sparse_run("window"), 1),
-    Contender("strided", "strided by 128, tiled", "sparse", _sparse_run("strided"), causal=True),
-    Contender("bigbird", "bigbird, tiled", "sparse", _sparse_run("bigbird")),
+    Contender("window", "window of 256, tiled", "sparse", _attention("tiled", "window"), 1),
+    Contender("strided", "strided by 128, tiled", "sparse", _attention("tiled", "strided"), causal=True),
+    Contender("bigbird", "bigbird, tiled", "sparse", _attention("tiled", "bigbird")),
     Contender("linear", "linear, elu + 1", "approximate", _mixer_run("linear", "linear"), 1, rows=(14, 26)),
     Contender(
         "performer", "performer, 256 features", "approximate", _mixer_run("performer", "linear"), 1, rows=(36, 75)
@@ -168,13 +146,21 @@ _LIST = (
     Contender("linformer", "linformer, rank 256", "approximate", _mixer_run("linformer", "sdpa"), 1, causal=False),
     Contender("fourier", "fourier mixing", "approximate", _mixer_run("fourier"), 1, causal=False),
 )
-CONTENDERS = {contender.name: contender for contender in _LIST}
+CONTENDERS = {contender.name: contender for contender in _TABLE}
 
 
 def contenders() -> dict[str, Contender]:
-    """Those below, and whatever else stands in the table of mechanisms; plain dot products are there by backend."""
-    own = {name: _from_table(name, entry) for name, entry in all_mixers().items() if name not in (*CONTENDERS, "dot")}
-    return {**CONTENDERS, **own}
+    """Those above, and whatever else stands in the table of mechanisms; plain dot products are there by backend."""
+    known = dict(CONTENDERS)
+    for name, entry in all_mixers().items():
+        if name in known or name == "dot":
+            continue
+        # Its time grows with the work that the entry declares.
+        near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
+        matrices = (3.2, 6.5) if entry.weights and entry.family.kind == "shares" else (0, 0)
+        build, grows, causal = _mixer_run(name), 2 if far > near else 1, None if entry.causal else False
+        known[name] = Contender(name, entry.summary or name, "own", build, grows, matrices, causal=causal)
+    return known
 
 
 def choose_contenders(names: list[str] | None) -> list[Contender]:
@@ -206,7 +192,7 @@ def measure_contender(job: BenchJob) -> dict[str, Any]:
     torch.manual_seed(0)
     build_run(job.name, replace(job.setup, length=min(job.setup.length, 32)))()  # loads code and threads
     measurement = measure(build_run(job.name, job.setup), enough_s=job.enough_s, most_runs=job.most_runs)
-    return {**asdict(measurement), "threads": torch.get_num_threads()}
+    return {**measurement._asdict(), "threads": torch.get_num_threads()}
 
 
 def build_run(name: str, setup: Setup) -> Callable[[], object]:
@@ -269,28 +255,20 @@ class AttentionBench:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON: numbers are finite or null."""
-        return {
-            "device": "cpu",
-            "threads": self.threads,
-            "torch": torch.__version__,
-            "direction": self.direction,
-            "causal": self.setup.causal,
-            "n_heads": self.setup.n_heads,
-            "d_head": self.setup.d_head,
-            "lengths": self.lengths,
-            "mechanisms": [
-                {
-                    "name": contender.name,
-                    "title": contender.title,
-                    "note": contender.note(self.setup),
-                    "time_exponent": self.exponent(contender.name, "seconds"),
-                    "memory_exponent": self.exponent(contender.name, "peak_bytes"),
-                    "cells": [cell.to_dict() for cell in self.of(contender.name)],
-                }
-                for contender in self.contenders
-            ],
-            "files": [str(file) for file in self.files],
-        }
+        mechanisms = [
+            {
+                "name": contender.name,
+                "title": contender.title,
+                "note": contender.note(self.setup),
+                "time_exponent": self.exponent(contender.name, "seconds"),
+                "memory_exponent": self.exponent(contender.name, "peak_bytes"),
+                "cells": [cell.to_dict() for cell in self.of(contender.name)],
+            }
+            for contender in self.contenders
+        ]
+        facts = {"device": "cpu", "threads": self.threads, "torch": torch.__version__, "direction": self.direction}
+        facts |= {name: getattr(self.setup, name) for name in ("causal", "n_heads", "d_head")}
+        return facts | {"lengths": self.lengths, "mechanisms": mechanisms, "files": [str(file) for file in self.files]}
 
     @property
     def threads(self) -> int:
@@ -373,7 +351,10 @@ def bench_attention(
                 cell = _measure_cell(runner, contender, replace(setup, length=length), known, most_bytes)
                 known = cell if cell.skipped is None else known
                 cells.append(cell)
-                progress(_progress_line(cell))
+                result = cell.skipped
+                if cell.seconds is not None and cell.peak_bytes is not None:
+                    result = f"{cell.seconds * 1e3:,.1f} ms, {cell.peak_bytes / 2**20:,.1f} MiB"
+                progress(f"{cell.mechanism} at {cell.length:,}: {result}")
     bench = AttentionBench(lengths, contenders, setup, cells, [])
     return bench if out is None else write_bench(bench, out)
 
@@ -388,7 +369,7 @@ def _measure_cell(
     if known is None and setup.length > PILOT:
         known = _run_cell(runner, contender, replace(setup, length=PILOT))
     if known is not None and known.seconds is not None:
-        takes = contender.predict_seconds(setup, known.length, known.seconds)
+        takes = known.seconds * (setup.length / known.length) ** contender.grows
         if takes > contender.most_seconds:
             reason = f"would take about {takes:.1f} s, more than the {contender.most_seconds:g} s allowed"
             return BenchCell(contender.name, setup.length, threads=known.threads, skipped=reason)
@@ -402,12 +383,6 @@ def _run_cell(runner: Runner, contender: Contender, setup: Setup) -> BenchCell:
 
 def _format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
-
-
-def _progress_line(cell: BenchCell) -> str:
-    if cell.seconds is None or cell.peak_bytes is None:
-        return f"{cell.mechanism} at {cell.length:,}: {cell.skipped}"
-    return f"{cell.mechanism} at {cell.length:,}: {cell.seconds * 1e3:,.1f} ms, {cell.peak_bytes / 2**20:,.1f} MiB"
 
 
 def write_bench(bench: AttentionBench, out: Path) -> AttentionBench:

@@ -7,7 +7,7 @@ GPU's allocator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -18,72 +18,10 @@ from ..foundation.checks import check_positive
 from ..models import Model
 from ..models.model_flops import Flops, count, n_patches, stacks_of
 from ..presets import PRESETS, preset
-from .cost_devices import Device, Floor, find_device, source_tokens, time_floors
-from .cost_report import Amount, draw_cost, to_dict, to_text
-from .flops_estimate import (
-    CACHE_DTYPE_BYTES,
-    CacheDtype,
-    CacheLayer,
-    LayerKind,
-    ParameterGroup,
-    crossover,
-    kv_cache,
-    layer_kinds,
-    parameter_groups,
-)
-from .memory_estimate import Attention, Precision, Setting, TrainingMemory, training_memory
-
-
-@dataclass(frozen=True)
-class TrainingVariant:
-    """Training memory under one choice of attention and checkpointing."""
-
-    attention: str
-    checkpointing: bool
-    activations: float
-    peak: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What ``cost`` computed. Amounts have a total and parts; all memory is in bytes, all times in seconds."""
-
-    name: str
-    config: ModelConfig
-    setting: Setting
-    device: Device
-    parameters: Amount
-    flops_forward: Amount  # every query against every key: what torch's counter sees of the plain formula
-    flops_backward: Amount
-    flops_forward_seen: Amount  # only the pairs a mask lets through: about half of causal attention
-    flops_backward_seen: Amount
-    attention_matrix: Amount  # weights of all pairs, were they stored, in the precision of the products
-    kv_cache: Amount
-    cache_layers: tuple[CacheLayer, ...]
-    cache_numbers: CacheDtype
-    training: TrainingMemory | None  # None for recurrent models
-    variants: tuple[TrainingVariant, ...]
-    floors: dict[str, Floor]  # of a forward pass, a training step, and the last token of each text in decoding
-    crossover: dict[str, float | None]  # lengths from which attention outweighs matrices; None: it never does
-    layer_kinds: tuple[LayerKind, ...]
-
-    @property
-    def activations(self) -> Amount:
-        """What autograd saves of a forward pass, by part."""
-        if self.training is None:
-            raise ValueError("architecture='recurrent': training memory is predicted for Transformers only")
-        copies = {"copies of weights": self.training.copies} if self.training.copies else {}
-        return Amount({**self.training.by_part, **({} if self.setting.checkpointing else copies)})
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_dict(self)
-
-    def to_text(self, training: bool = True) -> str:
-        return to_text(self, training)
-
-    def draw(self, file: str | Path) -> Path:
-        """A figure, PNG, SVG or PDF by the name of the file."""
-        return draw_cost(self, Path(file))
+from .cost_devices import Device, find_device, source_tokens, time_floors
+from .cost_report import Amount, Cost, TrainingVariant
+from .flops_estimate import CACHE_DTYPE_BYTES, CacheDtype, crossover, kv_cache, layer_kinds, parameter_groups
+from .memory_estimate import Attention, Precision, Setting, training_memory
 
 
 def cost(
@@ -106,15 +44,22 @@ def cost(
     name, config, recipe = resolve_model(model, fields)
     if cache not in CACHE_DTYPE_BYTES:
         raise UsageError(f"cache={cache!r} is none of {', '.join(CACHE_DTYPE_BYTES)}")
-    length = _default_length(config) if length is None else length
+    if length is None:
+        limit = config.max_target_len if config.architecture == "encoder-decoder" else None
+        patches = n_patches(config) if config.architecture == "encoder" and config.source == "image" else None
+        length = patches or limit or config.max_len
     _check_lengths(config, batch, length, source_length)
     speeds = find_device(device)
     setting = _setting(config, recipe if train is None else train, speeds, batch, length, source_length)
     groups = parameter_groups(config)
     flops = count(config, batch, length, source_length)
     layers = kv_cache(config, batch, length, source_length, cache)
-    is_transformer = config.architecture != "recurrent"
-    memory = training_memory(config, groups, setting) if is_transformer else None
+    memory, variants = None, []
+    if config.architecture != "recurrent":
+        memory = training_memory(config, groups, setting)
+        for attention, checkpointing in product(get_args(Attention), (False, True)):
+            other = training_memory(config, groups, replace(setting, attention=attention, checkpointing=checkpointing))
+            variants.append(TrainingVariant(attention, checkpointing, other.activations, other.peak))
     return Cost(
         name=name,
         config=config,
@@ -130,7 +75,7 @@ def cost(
         cache_layers=tuple(layers),
         cache_numbers=cache,
         training=memory,
-        variants=_training_variants(config, groups, setting) if is_transformer else (),
+        variants=tuple(variants),
         floors=time_floors(config, speeds, setting, groups, flops, memory, layers),
         crossover=crossover(config, batch, length, source_length, flops),
         layer_kinds=tuple(layer_kinds(length, config.d_model, window=config.window)),
@@ -141,31 +86,23 @@ def resolve_model(
     model: str | Path | ModelConfig | Model, fields: dict[str, Any]
 ) -> tuple[str, ModelConfig, TrainConfig]:
     """Name, config and recipe of what was given; only configs are read, never weights."""
-    name, config, recipe = _given_model(model)
+    name, recipe = str(model), TrainConfig()
+    if isinstance(model, Model | ModelConfig):
+        name, config = "the given model", model if isinstance(model, ModelConfig) else model.config
+    elif not Path(model).is_dir() and (name in PRESETS or not Path(model).exists()):
+        config = preset(name)  # of an unknown name it says which there are
+    else:
+        from ..hub import read_config
+        from ..hub.hf_directory import Directory
+        from ..training.run_directory import RUN_FILE, RunDirectory
+
+        if (Path(model) / RUN_FILE).is_file():
+            run = RunDirectory.open(Path(model)).config
+            config, recipe = run.model, run.train
+        else:
+            config = read_config(Directory(Path(model), verify=False).config()).config
     changes = "".join(f" {field}={value}" for field, value in fields.items())
     return name + changes, config.with_(**fields) if fields else config, recipe
-
-
-def _given_model(model: str | Path | ModelConfig | Model) -> tuple[str, ModelConfig, TrainConfig]:
-    if isinstance(model, Model | ModelConfig):
-        return "the given model", model if isinstance(model, ModelConfig) else model.config, TrainConfig()
-    path = Path(model)
-    if not path.is_dir() and (str(model) in PRESETS or not path.exists()):
-        return str(model), preset(str(model)), TrainConfig()  # of an unknown name it says which there are
-    from ..hub import read_config
-    from ..hub.hf_directory import Directory
-    from ..training.run_directory import RUN_FILE, RunDirectory
-
-    if (path / RUN_FILE).is_file():
-        run = RunDirectory.open(path).config
-        return str(path), run.model, run.train
-    return str(path), read_config(Directory(path, verify=False).config()).config, TrainConfig()
-
-
-def _default_length(config: ModelConfig) -> int:
-    if config.architecture == "encoder" and config.source == "image":
-        return n_patches(config)
-    return (config.max_target_len if config.architecture == "encoder-decoder" else None) or config.max_len
 
 
 def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: int | None) -> None:
@@ -231,13 +168,3 @@ def _attention_matrix(config: ModelConfig, setting: Setting) -> Amount:
         source = source_tokens(config, setting) or 0
         parts["decoder attention"] = float(setting.width * setting.batch * setting.length * source)
     return Amount(parts)
-
-
-def _training_variants(
-    config: ModelConfig, groups: list[ParameterGroup], setting: Setting
-) -> tuple[TrainingVariant, ...]:
-    variants = []
-    for attention, checkpointing in product(get_args(Attention), (False, True)):
-        memory = training_memory(config, groups, replace(setting, attention=attention, checkpointing=checkpointing))
-        variants.append(TrainingVariant(attention, checkpointing, memory.activations, memory.peak))
-    return tuple(variants)

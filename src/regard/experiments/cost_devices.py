@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import csv
 import os
-import time
+import timeit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 
 import torch
+from torch import Tensor
 
 from ..config import ModelConfig
 from ..config.mixers import keys_per_query
@@ -69,54 +70,33 @@ def find_device(name: str) -> Device:
     if name not in _TABLE:
         known = ", ".join(COST_DEVICES)
         raise UsageError(f"there is no device {name!r}{did_you_mean(name, COST_DEVICES)} (all: {known})")
-    row = _TABLE[name]
-    gpu = row["gpu"]
+    row, gpu = _TABLE[name], _TABLE[name]["gpu"]
     half, single = peak_of(gpu, "fp16"), peak_of(gpu, "fp32", tf32=True)
     assert half is not None and single is not None
-    return Device(
-        name,
-        half,
-        single,
-        float(row["bandwidth"]) * 1e12,
-        float(row["memory"]) * 1e9,
-        half_type="fp16" if gpu in WITHOUT_BF16 else "bf16",
-        single_type="fp32" if PEAKS[gpu][1] is None else "TF32",
-        reached=_MEASURED.get(name),
-    )
+    half_type, single_type = "fp16" if gpu in WITHOUT_BF16 else "bf16", "fp32" if PEAKS[gpu][1] is None else "TF32"
+    bandwidth, memory = float(row["bandwidth"]) * 1e12, float(row["memory"]) * 1e9
+    return Device(name, half, single, bandwidth, memory, half_type, single_type, reached=_MEASURED.get(name))
 
 
 def _measure_cpu() -> Device:
     """The best of a few products and copies on this machine, now."""
     n = 1024
-    speeds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
-        speeds.append(2 * n**3 / _best_time(lambda a=a, b=b: a @ b))  # type: ignore[misc]  # bound at once
+    matrices = [torch.ones(n, n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    single, half = (2 * n**3 / _best_time(torch.mm, x, x.clone()) for x in matrices)
     source = torch.zeros(1 << 27, dtype=torch.uint8)  # larger than most caches
-    target = torch.zeros_like(source)
-    bandwidth = 2 * source.numel() / _best_time(lambda: target.copy_(source))
-    single, half = speeds
-    how = "measured here, now, by one product and one copy"
-    return Device(CPU, half, single, bandwidth, _physical_memory(), "bf16", "fp32", how, ceiling=False)
-
-
-def _best_time(work: Callable[[], object], runs: int = 4) -> float:
-    """Seconds of the fastest run after the first."""
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def _physical_memory() -> float | None:
-    """Not every system says: Windows has no sysconf, others not these names."""
+    bandwidth = 2 * source.numel() / _best_time(torch.zeros_like(source).copy_, source)
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-    return float(pages * size) if pages > 0 and size > 0 else None
+        memory = float(pages * size) if pages > 0 and size > 0 else None
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, other systems not these names
+        memory = None
+    how = "measured here, now, by one product and one copy"
+    return Device(CPU, half, single, bandwidth, memory, "bf16", "fp32", how, ceiling=False)
+
+
+def _best_time(work: Callable[..., object], *arguments: Tensor) -> float:
+    """Seconds of the fastest of three runs after a first one."""
+    return min(timeit.repeat(lambda: work(*arguments), number=1, repeat=4)[1:])
 
 
 # ------------------------------------------------------------------------------------- least times
@@ -149,8 +129,7 @@ def time_floors(
     cache: list[CacheLayer],
 ) -> dict[str, Floor]:
     """Of a forward pass, a training step, and the last token of each text in decoding."""
-    size = setting.width
-    fused = setting.attention == "fused"
+    size, fused = setting.width, setting.attention == "fused"
     forward = sum(part.forward_seen if fused else part.forward for part in flops)
     backward = sum(part.backward_seen if fused else part.backward for part in flops)
     lookups = {("embedding", "tokens"), ("embedding", "target tokens"), ("embedding", "positions")}
@@ -210,9 +189,8 @@ def _positions_read(config: ModelConfig, setting: Setting, layer: CacheLayer) ->
     """All that are cached, or as many as the pattern of a sparse model lets the last token see."""
     if layer.kind != "all" or config.sparsity == "none" or setting.length == 1:
         return layer.tokens
-    now, before = (
-        n * keys_per_query(config, layer.layer, n, causal=True) for n in (setting.length, setting.length - 1)
-    )
+    lengths = setting.length, setting.length - 1
+    now, before = (n * keys_per_query(config, layer.layer, n, causal=True) for n in lengths)
     return now - before
 
 

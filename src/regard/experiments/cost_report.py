@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..config import ModelConfig
 from ..errors import UsageError
 from ..foundation.plotting import INK, SOFT, new_figure, style_panel
 from ..models.model_flops import count, stacks_of
 from .benchmarking import format_table
-from .cost_devices import source_tokens
-from .flops_estimate import ALL_PAIRS, kv_cache
-
-if TYPE_CHECKING:
-    from .cost import Cost
+from .cost_devices import Device, Floor, source_tokens
+from .flops_estimate import ALL_PAIRS, CacheDtype, CacheLayer, LayerKind, kv_cache
+from .memory_estimate import Setting, TrainingMemory
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,92 @@ class Amount:
         return {"total": self.total, "unit": self.unit, "parts": dict(self.parts)}
 
 
+@dataclass(frozen=True)
+class TrainingVariant:
+    """Training memory under one choice of attention and checkpointing."""
+
+    attention: str
+    checkpointing: bool
+    activations: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ``cost`` computed. Amounts have a total and parts; all memory is in bytes, all times in seconds."""
+
+    name: str
+    config: ModelConfig
+    setting: Setting
+    device: Device
+    parameters: Amount
+    flops_forward: Amount  # every query against every key: what torch's counter sees of the plain formula
+    flops_backward: Amount
+    flops_forward_seen: Amount  # only the pairs a mask lets through: about half of causal attention
+    flops_backward_seen: Amount
+    attention_matrix: Amount  # weights of all pairs, were they stored, in the precision of the products
+    kv_cache: Amount
+    cache_layers: tuple[CacheLayer, ...]
+    cache_numbers: CacheDtype
+    training: TrainingMemory | None  # None for recurrent models
+    variants: tuple[TrainingVariant, ...]
+    floors: dict[str, Floor]  # of a forward pass, a training step, and the last token of each text in decoding
+    crossover: dict[str, float | None]  # lengths from which attention outweighs matrices; None: it never does
+    layer_kinds: tuple[LayerKind, ...]
+
+    @property
+    def activations(self) -> Amount:
+        """What autograd saves of a forward pass, by part."""
+        if self.training is None:
+            raise ValueError("architecture='recurrent': training memory is predicted for Transformers only")
+        copies = {"copies of weights": self.training.copies} if self.training.copies else {}
+        return Amount({**self.training.by_part, **({} if self.setting.checkpointing else copies)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON."""
+        from ..hub import changed_fields
+
+        flops = ("flops_forward", "flops_backward", "flops_forward_seen", "flops_backward_seen")
+        layers, memory, training = [asdict(layer) for layer in self.cache_layers], self.training, None
+        if memory is not None:
+            training = {**asdict(memory), "peak": memory.peak, "where": memory.where}
+        floors = {name: {**asdict(x), "seconds": x.seconds, "bound": x.bound} for name, x in self.floors.items()}
+        return {
+            "name": self.name,
+            "config": changed_fields(self.config),
+            "setting": asdict(self.setting),
+            "device": asdict(self.device),
+            **{name: getattr(self, name).to_dict() for name in ("parameters", *flops, "attention_matrix")},
+            "kv_cache": {**self.kv_cache.to_dict(), "numbers": self.cache_numbers, "layers": layers},
+            "activations": None if memory is None else self.activations.to_dict(),
+            "training": training,
+            "variants": [asdict(variant) for variant in self.variants],
+            "floors": floors,
+            "crossover": self.crossover,
+            "layer_kinds": [asdict(kind) for kind in self.layer_kinds],
+        }
+
+    def to_text(self, training: bool = True) -> str:
+        """All tables, one below the other."""
+        blocks = [headline(self), _parameter_table(self), _flops_table(self), _inference_table(self)]
+        blocks += [_training_table(self)] if training else []
+        return "\n\n".join([*blocks, _time_table(self, training), _crossover_table(self), _layer_kind_table(self)])
+
+    def draw(self, file: str | Path) -> Path:
+        """A figure, PNG, SVG or PDF by the name: what computes, grows with length, training holds, decoding keeps."""
+        file = Path(file)
+        check_plot(file)
+        figure = new_figure(14, 9.4, dpi=130)
+        panels = figure.subplots(2, 2).flat
+        figure.subplots_adjust(left=0.13, right=0.97, top=0.87, bottom=0.07, wspace=0.34, hspace=0.42)
+        for panel, draw in zip(panels, (_draw_operations, _draw_growth, _draw_memory, _draw_cache), strict=True):
+            draw(panel, self)
+        figure.text(0.03, 0.95, f"What {self.name} costs", fontsize=17, weight="bold", color=INK)
+        figure.text(0.03, 0.918, headline(self).partition(": ")[2], fontsize=11, color=SOFT)
+        figure.savefig(file, facecolor="white")
+        return file
+
+
 def format_bytes(n: float) -> str:
     """1536 → 1.50 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -75,17 +159,8 @@ def format_seconds(seconds: float) -> str:
 # ------------------------------------------------------------------------------------- text
 
 
-def to_text(cost: Cost, training: bool = True) -> str:
-    """All tables of a cost, one below the other."""
-    blocks = [headline(cost), _parameter_table(cost), _flops_table(cost), _inference_table(cost)]
-    if training:
-        blocks.append(_training_table(cost))
-    return "\n\n".join([*blocks, _time_table(cost, training), _crossover_table(cost), _layer_kind_table(cost)])
-
-
 def headline(cost: Cost) -> str:
-    setting = cost.setting
-    source = source_tokens(cost.config, setting)
+    setting, source = cost.setting, source_tokens(cost.config, cost.setting)
     beside = "" if source is None else f", source of {source}"
     return (
         f"{cost.name}: {cost.config.architecture}, {format_count(cost.parameters.total)} parameters; "
@@ -179,8 +254,7 @@ def _time_wording(cost: Cost) -> str:
 
 
 def _crossover_table(cost: Cost) -> str:
-    lengths = {name: "never" if length is None else f"{length:,.0f}" for name, length in cost.crossover.items()}
-    rows = [[f"  {name}", length, ""] for name, length in lengths.items()]
+    rows = [[f"  {name}", "never" if n is None else f"{n:,.0f}", ""] for name, n in cost.crossover.items()]
     return format_table([["where attention passes the matrices", "length", ""], *rows])
 
 
@@ -195,35 +269,6 @@ def _layer_kind_table(cost: Cost) -> str:
     return f"{format_table(rows)}\n  {note}"
 
 
-def to_dict(cost: Cost) -> dict[str, Any]:
-    """Everything as JSON."""
-    from ..hub import changed_fields
-
-    memory = cost.training
-    flops = ("flops_forward", "flops_backward", "flops_forward_seen", "flops_backward_seen")
-    return {
-        "name": cost.name,
-        "config": changed_fields(cost.config),
-        "setting": asdict(cost.setting),
-        "device": asdict(cost.device),
-        **{name: getattr(cost, name).to_dict() for name in ("parameters", *flops, "attention_matrix")},
-        "kv_cache": {
-            **cost.kv_cache.to_dict(),
-            "numbers": cost.cache_numbers,
-            "layers": [asdict(layer) for layer in cost.cache_layers],
-        },
-        "activations": None if memory is None else cost.activations.to_dict(),
-        "training": None if memory is None else {**asdict(memory), "peak": memory.peak, "where": memory.where},
-        "variants": [asdict(variant) for variant in cost.variants],
-        "floors": {
-            name: {**asdict(floor), "seconds": floor.seconds, "bound": floor.bound}
-            for name, floor in cost.floors.items()
-        },
-        "crossover": cost.crossover,
-        "layer_kinds": [asdict(kind) for kind in cost.layer_kinds],
-    }
-
-
 @dataclass(frozen=True)
 class CostComparison:
     """Two costs side by side."""
@@ -236,31 +281,25 @@ class CostComparison:
 
     def to_text(self, training: bool = True) -> str:
         first, second = self.first, self.second
-        rows = [["", first.name, second.name, "ratio"]]
-        for name, format_value, get in self._quantities(training):
-            a, b = get(first), get(second)
-            rows.append([name, format_value(a), format_value(b), f"{b / a:.2f} ×" if a else ""])
-        return "\n".join([headline(first), headline(second), "", format_table(rows)])
-
-    def _quantities(self, training: bool) -> Iterable[tuple[str, Callable[[float], str], Callable[[Any], float]]]:
-        """Name, format and getter of every line."""
-        yield "parameters", format_count, attrgetter("parameters.total")
-        yield "operations, forward", format_count, attrgetter("flops_forward.total")
-        yield "operations, forward, seen", format_count, attrgetter("flops_forward_seen.total")
-        yield "operations, backward", format_count, attrgetter("flops_backward.total")
-        yield "attention matrices, if stored", format_bytes, attrgetter("attention_matrix.total")
-        yield f"KV cache, {self.first.cache_numbers}", format_bytes, attrgetter("kv_cache.total")
-        if training and self.first.training is not None and self.second.training is not None:
-            for name in ("weights", "optimiser", "gradients", "activations", "peak"):
-                yield f"training: {name}", format_bytes, attrgetter(f"training.{name}")
-        for name in self.first.floors:
-            if name in self.second.floors and (training or name != "training step"):
-                wording = _time_wording(self.first)
-                yield f"{name}, {wording}", format_seconds, partial(_floor_seconds, name)
-
-
-def _floor_seconds(name: str, cost: Cost) -> float:
-    return cost.floors[name].seconds
+        lines: list[tuple[str, Callable[[float], str], str]] = [
+            ("parameters", format_count, "parameters.total"),
+            ("operations, forward", format_count, "flops_forward.total"),
+            ("operations, forward, seen", format_count, "flops_forward_seen.total"),
+            ("operations, backward", format_count, "flops_backward.total"),
+            ("attention matrices, if stored", format_bytes, "attention_matrix.total"),
+            (f"KV cache, {first.cache_numbers}", format_bytes, "kv_cache.total"),
+        ]
+        if training and first.training is not None and second.training is not None:
+            names = ("weights", "optimiser", "gradients", "activations", "peak")
+            lines += [(f"training: {name}", format_bytes, f"training.{name}") for name in names]
+        values = [(name, text_of, *map(attrgetter(path), (first, second))) for name, text_of, path in lines]
+        for name, floor in first.floors.items():
+            if name in second.floors and (training or name != "training step"):
+                both = floor.seconds, second.floors[name].seconds
+                values.append((f"{name}, {_time_wording(first)}", format_seconds, *both))
+        rows = [[name, text_of(a), text_of(b), f"{b / a:.2f} ×" if a else ""] for name, text_of, a, b in values]
+        table = format_table([["", first.name, second.name, "ratio"], *rows])
+        return "\n".join([headline(first), headline(second), "", table])
 
 
 # ------------------------------------------------------------------------------------- figure
@@ -276,22 +315,6 @@ def check_plot(file: Path) -> None:
         raise UsageError(f"--plot {file} is none of {', '.join(SUFFIXES)}")
     if not file.resolve().parent.is_dir():
         raise UsageError(f"--plot {file} cannot be written: there is no directory {file.parent}")
-
-
-def draw_cost(cost: Cost, file: Path) -> Path:
-    """Four panels: what computes, what grows with length, what training holds, what decoding keeps."""
-    check_plot(file)
-    figure = new_figure(14, 9.4, dpi=130)
-    panels = figure.subplots(2, 2)
-    figure.subplots_adjust(left=0.13, right=0.97, top=0.87, bottom=0.07, wspace=0.34, hspace=0.42)
-    _draw_operations(panels[0, 0], cost)
-    _draw_growth(panels[0, 1], cost)
-    _draw_memory(panels[1, 0], cost)
-    _draw_cache(panels[1, 1], cost)
-    figure.text(0.03, 0.95, f"What {cost.name} costs", fontsize=17, weight="bold", color=INK)
-    figure.text(0.03, 0.918, headline(cost).partition(": ")[2], fontsize=11, color=SOFT)
-    figure.savefig(file, facecolor="white")
-    return file
 
 
 def _style(panel: Any, title: str, grid: str) -> None:

@@ -48,14 +48,14 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
     multiplied = {module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     counts: dict[tuple[str, str], list[int]] = {}
     for name, p in model.named_parameters():
-        is_cast = p in multiplied or _is_projection(name) or (p.dim() == 1 and _is_product_bias(name))
+        # Some matrices belong to no nn.Linear but are multiplied with all the same.
+        projects = name.endswith(("patches.weight", "head.weight", "w_r")) or ".mechanism.w_" in name
+        is_bias = p.dim() == 1 and name.endswith(".bias") and any(f".{part}." in f".{name}" for part in _PRODUCTS)
+        is_cast = p in multiplied or projects or is_bias
         entry = counts.setdefault(_part_and_kind(name), [0, 0, 0])
         for n, counted in enumerate((True, is_cast, p in by_muon)):
             entry[n] += p.numel() if counted else 0
-    layers = {
-        name.split(".")[0]: sum(isinstance(part, Block) for part in stack.modules())
-        for name, stack in model.named_children()
-    }
+    layers = {name: sum(isinstance(x, Block) for x in stack.modules()) for name, stack in model.named_children()}
     if config.share_layers:  # one block serves them all
         layers = dict.fromkeys(layers, config.n_layers)
     return [
@@ -68,15 +68,6 @@ _PRODUCTS = ("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "transform", "p
 _KINDS = {"attention": "attention", "cross_attention": "cross attention", "ff": "feed-forward"}
 _KINDS |= dict.fromkeys(("attention_norm", "cross_norm", "ff_norm", "norm"), "norms")
 _KINDS |= {"rnn": "cells", "ahead": "cells", "back": "cells", "position_bias": "position bias"}
-
-
-def _is_projection(name: str) -> bool:
-    """Matrices that belong to no nn.Linear but are multiplied with all the same."""
-    return name.endswith(("patches.weight", "head.weight", "w_r")) or ".mechanism.w_" in name
-
-
-def _is_product_bias(name: str) -> bool:
-    return name.endswith(".bias") and any(f".{part}." in f".{name}" for part in _PRODUCTS)
 
 
 def _part_and_kind(name: str) -> tuple[str, str]:
@@ -165,20 +156,16 @@ def crossover(
     per_token = matrices / (batch * stack.length)
     keys_by_layer = [_keys_by_length(config, stack, layer) for layer in range(stack.n_layers)]
 
-    def all_pairs(n: int) -> float:
-        return stack.n_layers * _attention_flops(config, stack, n)
+    def attention(keys: float) -> float:
+        """Of one token in one layer; Transformer-XL's distances cost as much again as its keys."""
+        distances = 4.0 * stack.q_width * keys if config.positions == "xl" else 0.0
+        return mixing_flops(config, stack, keys) + distances
 
-    def seen(n: int) -> float:
-        return sum(_attention_flops(config, stack, keys(n)) for keys in keys_by_layer)
-
-    lengths = {ALL_PAIRS: _shortest_length(all_pairs, per_token), SEEN: _shortest_length(seen, per_token)}
-    return {PAPER: float(config.d_model), **lengths}
-
-
-def _attention_flops(config: ModelConfig, stack: StackShape, keys: float) -> float:
-    """Of one token in one layer; Transformer-XL's distances cost as much again as its keys."""
-    distances = 4.0 * stack.q_width * keys if config.positions == "xl" else 0.0
-    return mixing_flops(config, stack, keys) + distances
+    return {
+        PAPER: float(config.d_model),
+        ALL_PAIRS: _shortest_length(lambda n: stack.n_layers * attention(n), per_token),
+        SEEN: _shortest_length(lambda n: sum(attention(keys(n)) for keys in keys_by_layer), per_token),
+    }
 
 
 def _shortest_length(flops_per_token: Callable[[int], float], wanted: float) -> float | None:
@@ -203,19 +190,14 @@ def _keys_by_length(config: ModelConfig, stack: StackShape, layer: int) -> Calla
     if config.sparsity != "bigbird":
         return keys
     # Counting its blocks pair by pair is too slow for long texts, but n whole blocks have a + b·n + c·n² pairs.
-    lengths = [n_blocks * config.sparsity_size for n_blocks in (8, 16, 32)]
-    pairs = [n * keys(n) for n in lengths]
-    return lambda n: keys(n) if n <= lengths[-1] else _parabola(lengths, pairs, n) / n
+    a, b, c = (n_blocks * config.sparsity_size for n_blocks in (8, 16, 32))
+    u, v, w = (n * keys(n) for n in (a, b, c))
 
+    def extrapolated_pairs(x: int) -> float:
+        left, middle = u * (x - b) * (x - c) / ((a - b) * (a - c)), v * (x - a) * (x - c) / ((b - a) * (b - c))
+        return left + middle + w * (x - a) * (x - b) / ((c - a) * (c - b))  # Lagrange
 
-def _parabola(at: list[int], values: list[float], x: int) -> float:
-    """Through three points (Lagrange)."""
-    (a, b, c), (u, v, w) = at, values
-    return (
-        u * (x - b) * (x - c) / ((a - b) * (a - c))
-        + v * (x - a) * (x - c) / ((b - a) * (b - c))
-        + w * (x - a) * (x - b) / ((c - a) * (c - b))
-    )
+    return lambda n: keys(n) if n <= c else extrapolated_pairs(n) / n
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ step after it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
 from ..config import ModelConfig
 from ..models.model_flops import StackShape, n_patches, source_places, stacks_of
@@ -50,37 +50,16 @@ class Setting:
 
 # ------------------------------------------------------------------------------------- the stages of a training step
 
-
-class HiddenUse(NamedTuple):
-    """What an activation needs, in units of one hidden layer (B, T, d_ff) in the precision of the products."""
-
-    saved: int  # between forward and backward pass
-    backward: int  # more during the backward pass: gradients, less what is free by then
-    saves_output: bool = False  # dropout behind such an activation saves one more
-
-
-HIDDEN = {
-    "relu": HiddenUse(1, 2, saves_output=True),  # its output, which the next product saves too
-    "gelu": HiddenUse(2, 1),  # its input, and its output as the next product's input
-    "gelu_tanh": HiddenUse(2, 1),
-    "silu": HiddenUse(2, 1),
-    "quick_gelu": HiddenUse(3, 2),  # x, σ(1.702 x) and their product
-    "relu2": HiddenUse(2, 2, saves_output=True),
-    "swiglu": HiddenUse(4, 2),  # gate and up, f(gate), and the product
-    "geglu": HiddenUse(4, 2),
-    "geglu_tanh": HiddenUse(4, 2),
-    "reglu": HiddenUse(4, 2, saves_output=True),
+# What an activation needs, in units of one hidden layer (B, T, d_ff) in the precision of the products: between forward
+# and backward pass; more during the backward pass (gradients, less what is free by then); for dropout behind it.
+_HIDDEN_UNITS = {
+    "relu": (1, 2, 1),  # its output, which the next product saves too
+    **dict.fromkeys(("gelu", "gelu_tanh", "silu"), (2, 1, 0)),  # input, and output as the next product's input
+    "quick_gelu": (3, 2, 0),  # x, σ(1.702 x) and their product
+    "relu2": (2, 2, 1),
+    **dict.fromkeys(("swiglu", "geglu", "geglu_tanh"), (4, 2, 0)),  # gate and up, f(gate), and the product
+    "reglu": (4, 2, 1),
 }
-
-
-class WeightBytes(NamedTuple):
-    """Bytes that come with the weights of a stage."""
-
-    grads: float = 0.0
-    cast: float = 0.0  # half-precision copies
-
-
-NO_WEIGHTS = WeightBytes()
 
 
 @dataclass(frozen=True)
@@ -91,8 +70,8 @@ class StepStage:
     saved: dict[str, float] = field(default_factory=dict)  # until this stage's backward pass is done
     forward: float = 0.0  # temporaries of the forward pass
     backward: float = 0.0  # temporaries of the backward pass, beside what is saved and the gradients so far
-    weights: WeightBytes = NO_WEIGHTS
-    layer: int | None = None  # stages of one layer are recomputed together under checkpointing
+    grads: float = 0.0  # gradients of its weights
+    cast: float = 0.0  # half-precision copies of its weights
 
     @property
     def saved_bytes(self) -> float:
@@ -126,17 +105,11 @@ class _StackStages:
         """Bytes of the fp32 residual stream."""
         return 4.0 * self.tokens * self.config.d_model
 
-    def weight_bytes(self, part: str, *kinds: str) -> WeightBytes:
+    def weight_bytes(self, part: str, *kinds: str) -> tuple[float, float]:
         """Gradients and half-precision copies of some kinds of weights, in one layer."""
         groups = [group for group in self.groups if group.part == part and (not kinds or group.kind in kinds)]
         number, cast = (sum(getattr(group, name) / group.layers for group in groups) for name in ("number", "cast"))
-        return WeightBytes(4.0 * number, 2.0 * cast if self.setting.precision != "fp32" else 0.0)
-
-    def layer_stages(self) -> Iterator[StepStage]:
-        yield self.self_attention()
-        if self.stack.memory is not None:
-            yield self.cross_attention()
-        yield self.feed_forward()
+        return 4.0 * number, 2.0 * cast if self.setting.precision != "fp32" else 0.0
 
     def embedding(self) -> StepStage:
         config, setting, stream = self.config, self.setting, self.stream
@@ -155,9 +128,8 @@ class _StackStages:
         # What each use of a table adds to its gradient is as large as the table.
         table = 4.0 * max((x.number for x in self.groups if has_table and x.kind.endswith("tokens")), default=0)
         backward = 4.0 * self.tokens * config.d_model + table
-        return StepStage(
-            f"{self.stack.name} embedding", saved, stream, backward, self.weight_bytes("embedding", *kinds)
-        )
+        weights = self.weight_bytes("embedding", *kinds)
+        return StepStage(f"{self.stack.name} embedding", saved, stream, backward, *weights)
 
     def _sublayer_saved(self) -> dict[str, float]:
         """What a sub-layer's norm, residual and dropout save, and the input of its first product."""
@@ -176,7 +148,7 @@ class _StackStages:
         saved, stream = self._sublayer_saved(), self.stream
         name, weights = f"{stack.name} attention", self.weight_bytes(stack.name, "attention", "norms")
         if not config.mixing.weights:  # a transform takes attention's place and saves nothing
-            return StepStage(name, saved, 3 * stream, 4 * stream, weights)
+            return StepStage(name, saved, 3 * stream, 4 * stream, *weights)
         kernel = self._kernel()
         if config.qk_norm:
             saved["normed q, k"] = (4.0 + (width if kernel == "fused" else 0)) * (q + kv)
@@ -188,7 +160,7 @@ class _StackStages:
                 saved["turned q, k"] = float(width * (q + kv))
         padded = self.setting.masked and stack.name == "encoder" and config.source == "text"
         mixing, forward, backward = self._mixing(stack.length, padded)
-        return StepStage(name, saved | mixing, stream + forward, stream + backward, weights)
+        return StepStage(name, saved | mixing, stream + forward, stream + backward, *weights)
 
     def cross_attention(self) -> StepStage:
         config, stack, width = self.config, self.stack, self.setting.width
@@ -204,7 +176,7 @@ class _StackStages:
         around = self.stream + 4.0 * source_tokens * config.d_model  # the encoder output's gradient is summed beside
         weights = self.weight_bytes(stack.name, "cross attention")
         name = f"{stack.name} cross attention"
-        return StepStage(name, saved | mixing, around + forward, around + backward, weights)
+        return StepStage(name, saved | mixing, around + forward, around + backward, *weights)
 
     def _kernel(self) -> Literal["fused", "reference", "math"]:
         """torch's fused kernels take no grouped heads in fp32; plain products ("math") stand in."""
@@ -266,14 +238,16 @@ class _StackStages:
 
     def feed_forward(self) -> StepStage:
         config, stack, width = self.config, self.stack, self.setting.width
-        hidden, use = float(width * self.tokens * stack.d_ff), HIDDEN[config.activation]
-        saved = self._sublayer_saved()
-        saved["hidden"] = use.saved * hidden
+        hidden, (n_saved, n_backward, n_dropout) = (
+            float(width * self.tokens * stack.d_ff),
+            _HIDDEN_UNITS[config.activation],
+        )
+        saved = self._sublayer_saved() | {"hidden": n_saved * hidden}
         if config.activation_dropout:
-            saved["hidden dropout"] = 1.0 * self.tokens * stack.d_ff + (hidden if use.saves_output else 0.0)
-        backward = self.stream + width * self.tokens * config.d_model + use.backward * hidden
+            saved["hidden dropout"] = 1.0 * self.tokens * stack.d_ff + n_dropout * hidden
+        backward = self.stream + width * self.tokens * config.d_model + n_backward * hidden
         weights = self.weight_bytes(stack.name, "feed-forward")
-        return StepStage(f"{stack.name} feed-forward", saved, self.stream + hidden, backward, weights)
+        return StepStage(f"{stack.name} feed-forward", saved, self.stream + hidden, backward, *weights)
 
     def last_norm(self) -> StepStage:
         name, stream = f"{self.stack.name} last norm", self.stream
@@ -284,16 +258,16 @@ class _StackStages:
     def loss(self) -> StepStage:
         """Logits of the vocabulary, whole or in chunks, as ``training.loss`` computes them."""
         config, setting, width, tokens = self.config, self.setting, self.setting.width, self.tokens
-        weights = self.weight_bytes("head")
+        head_grads, head_cast = self.weight_bytes("head")
         if config.head not in ("lm", "masked-lm"):
-            return StepStage("loss", forward=self.stream, backward=self.stream, weights=weights)
+            return StepStage("loss", {}, self.stream, self.stream, head_grads, head_cast)
         vocab = config.output_vocab_size
         d_out = (config.d_embed or config.d_model) if config.head_transform else config.d_model
         table = 4.0 * vocab * d_out
         saved: dict[str, float] = {}
         if config.head_transform:
             saved["transform"] = (2.0 * width + 4.0) * tokens * d_out + 8.0 * tokens
-        grads = (table if config.tie_head else 0.0) or weights.grads  # a tied gradient waits for that of the lookup
+        grads = (table if config.tie_head else 0.0) or head_grads  # a tied gradient waits for that of the lookup
         chunk_rows = CHUNK_BYTES // (4 * vocab)
         if tokens <= chunk_rows and setting.counted > 0.5:
             logits = float(tokens * vocab)
@@ -303,11 +277,11 @@ class _StackStages:
             # Gradients of the logits before and after the softmax's own; that of the weights follows the first.
             backward = max(8.0 * logits, width * logits + 1.5 * grads) - grads
             cast = 2.0 * vocab * d_out if width == 2 else 0.0
-            return StepStage("loss", saved, self.stream + forward, backward, WeightBytes(grads, cast))
+            return StepStage("loss", saved, self.stream + forward, backward, grads, cast)
         saved["slopes"] = 4.0 * tokens * d_out + table
         copy = float(width * vocab * d_out) if width == 2 else 0.0
         forward = self.stream + copy + self._chunk_peak(tokens * setting.counted, chunk_rows, vocab, table)
-        return StepStage("loss", saved, forward, 2.0 * saved["slopes"] - grads, WeightBytes(grads))
+        return StepStage("loss", saved, forward, 2.0 * saved["slopes"] - grads, grads)
 
     def _chunk_peak(self, rows: float, chunk_rows: float, vocab: int, table: float) -> float:
         """The most that is held while logits are computed and turned into gradients chunk by chunk.
@@ -322,19 +296,19 @@ class _StackStages:
         return max(each * first, 4.0 * first + each * second if second else 0.0, products)
 
 
-def step_stages(config: ModelConfig, groups: list[ParameterGroup], setting: Setting) -> Iterator[StepStage]:
+def step_stages(config: ModelConfig, groups: list[ParameterGroup], setting: Setting) -> Iterator[list[StepStage]]:
+    """The stages of a step in their order: those of a checkpointed layer together, every other one by itself."""
     if config.architecture == "recurrent":
         raise ValueError("architecture='recurrent': training memory is predicted for Transformers only")
-    stacks = [
-        _StackStages(config, s, groups, setting) for s in stacks_of(config, setting.length, setting.source_length)
-    ]
-    for n, stages in enumerate(stacks):
-        yield stages.embedding()
-        for layer in range(stages.stack.n_layers):
-            for stage in stages.layer_stages():
-                yield replace(stage, layer=layer + 1_000_000 * n)  # layers of two stacks stay apart
-        yield stages.last_norm()
-    yield stacks[-1].loss()
+    stacks = stacks_of(config, setting.length, setting.source_length)
+    for stages in [_StackStages(config, stack, groups, setting) for stack in stacks]:
+        yield [stages.embedding()]
+        cross = [] if stages.stack.memory is None else [stages.cross_attention()]
+        layer = [stages.self_attention(), *cross, stages.feed_forward()]
+        for _ in range(stages.stack.n_layers):
+            yield from [layer] if setting.checkpointing else ([stage] for stage in layer)
+        yield [stages.last_norm()]
+    yield [_StackStages(config, stacks[-1], groups, setting).loss()]
 
 
 # ------------------------------------------------------------------------------------- the walk
@@ -380,25 +354,30 @@ def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: 
         "inputs": _input_bytes(config, setting),
         "workspace": float(setting.workspace),
     }
-    stages = list(step_stages(config, groups, setting))
+    groups_of_stages = list(step_stages(config, groups, setting))
+    stages = [stage for group in groups_of_stages for stage in group]
     has_grads = setting.accumulate > 1  # gradients of the micro-batch before are alive
     held = sum(static.values()) + (4.0 * number if has_grads else 0.0)
-    layers = list(_stages_by_layer(stages, setting.checkpointing))
-    after, peak_forward, peak_backward = _walk(layers, held, has_grads)
+    after, peak_forward, peak_backward = _walk(groups_of_stages, held, has_grads)
+    by_part: dict[str, float] = {}
+    for stage in stages:
+        size = stage.saved_bytes
+        if setting.checkpointing and stage.name.endswith((" attention", " feed-forward")):  # a layer keeps its input
+            size = stage.saved.get("input", 0.0) if stage.name.endswith(" attention") else 0.0
+        by_part[stage.name] = by_part.get(stage.name, 0.0) + size
     # Fused Adam has no temporaries. Muon holds all its updates and directions, and orthogonalises some at a time.
     temporaries = 8.0 * by_muon + 2.0 * min(by_muon, MUON_AT_ONCE)
-    pairs = (size for stage in stages for name, size in stage.saved.items() if name.startswith("pairs"))
     return TrainingMemory(
         **static,
         gradients=4.0 * number,
         activations=after - held,
-        copies=sum(stage.weights.cast for stage in stages),
-        attention_matrices=sum(pairs),
+        copies=sum(stage.cast for stage in stages),
+        attention_matrices=sum(x for stage in stages for name, x in stage.saved.items() if name.startswith("pairs")),
         after_forward=after,
         peak_forward=peak_forward,
         peak_backward=peak_backward,
         peak_step=sum(static.values()) + 4.0 * number + temporaries,
-        by_part=_saved_by_stage(stages, setting),
+        by_part=by_part,
     )
 
 
@@ -410,54 +389,32 @@ def _input_bytes(config: ModelConfig, setting: Setting) -> float:
     return tokens + 4.0 * setting.batch * source_numbers(config, setting)
 
 
-def _saved_by_stage(stages: list[StepStage], setting: Setting) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for stage in stages:
-        size = stage.saved_bytes
-        if setting.checkpointing and stage.layer is not None:  # each layer keeps its input alone
-            size = stage.saved.get("input", 0.0) if stage.name.endswith(" attention") else 0.0
-        totals[stage.name] = totals.get(stage.name, 0.0) + size
-    return totals
-
-
-def _walk(layers: list[list[StepStage]], held: float, has_grads: bool) -> tuple[float, float, float]:
+def _walk(groups: list[list[StepStage]], held: float, has_grads: bool) -> tuple[float, float, float]:
     """Bytes held after the forward pass, and the peaks of forward and backward pass.
 
     A group of several stages is a checkpointed layer: it keeps its input alone and is recomputed in the backward pass.
     """
     live = peak_forward = held
     casts = 0.0  # autocast keeps a checkpointed layer's copies of the weights to the end of the forward pass
-    for group in layers:
-        cast, saved = sum(stage.weights.cast for stage in group), _kept_bytes(group)
+    for group in groups:
+        cast, saved = sum(stage.cast for stage in group), _bytes_until_backward(group)
         inner = saved if len(group) > 1 else 0.0
         widest = max(stage.saved_bytes + stage.forward for stage in group)
         peak_forward = max(peak_forward, live + casts + cast + (inner + widest))
         live += saved + (cast if len(group) == 1 else 0.0)
         casts += cast if len(group) > 1 else 0.0
     after = peak_backward = live
-    for group in reversed(layers):
-        kept = _kept_bytes(group) + (group[0].weights.cast if len(group) == 1 else 0.0)
-        inner = live + sum(stage.saved_bytes + stage.weights.cast for stage in group) - kept  # recomputed
+    for group in reversed(groups):
+        saved = _bytes_until_backward(group) + (group[0].cast if len(group) == 1 else 0.0)
+        inner = live + sum(stage.saved_bytes + stage.cast for stage in group) - saved  # recomputed
         for stage in reversed(group):
-            grads = 0.0 if has_grads else stage.weights.grads
+            grads = 0.0 if has_grads else stage.grads
             peak_backward = max(peak_backward, inner + grads + stage.backward)
-            inner += grads - stage.saved_bytes - stage.weights.cast
+            inner += grads - stage.saved_bytes - stage.cast
             live += grads
-        live -= kept
+        live -= saved
     return after, peak_forward, peak_backward
 
 
-def _kept_bytes(group: list[StepStage]) -> float:
-    """What is saved until the backward pass."""
+def _bytes_until_backward(group: list[StepStage]) -> float:
     return group[0].saved_bytes if len(group) == 1 else group[0].saved.get("input", 0.0)
-
-
-def _stages_by_layer(stages: list[StepStage], checkpointing: bool) -> Iterator[list[StepStage]]:
-    """The stages of each checkpointed layer together, every other stage by itself."""
-    group: list[StepStage] = []
-    for stage in stages:
-        if group and (not checkpointing or stage.layer is None or stage.layer != group[0].layer):
-            yield group
-            group = []
-        group.append(stage)
-    yield group

@@ -54,15 +54,9 @@ def step_cost(question: tuple[str, str]) -> dict[str, Any]:
             loss = F.cross_entropy(model(tokens, **options).flatten(0, 1).float(), tokens.flatten())
         loss.backward()
 
-    if device.type == "cuda":
-        seconds, memory = _measure_on_gpu(step)
-    else:
-        measurement = measure(step, enough_s=_ENOUGH_SECONDS)
-        seconds, memory = measurement.seconds, measurement.peak_bytes
-    return {"ms": 1e3 * seconds, "mib": memory / 2**20, "device": device.type}
-
-
-def _measure_on_gpu(step: Callable[[], None]) -> tuple[float, float]:
+    if device.type != "cuda":
+        seconds, memory, _ = measure(step, enough_s=_ENOUGH_SECONDS)
+        return {"ms": 1e3 * seconds, "mib": memory / 2**20, "device": device.type}
     step()  # kernels are loaded, workspaces allocated
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -72,7 +66,7 @@ def _measure_on_gpu(step: Callable[[], None]) -> tuple[float, float]:
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return min(times), torch.cuda.max_memory_allocated()
+    return {"ms": 1e3 * min(times), "mib": torch.cuda.max_memory_allocated() / 2**20, "device": "cuda"}
 
 
 def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: bool) -> dict[str, dict[str, Any]]:
@@ -107,13 +101,12 @@ def _read_costs(file: Path) -> dict[str, dict[str, Any]]:
         stored = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    costs = stored.items() if isinstance(stored, dict) else ()
     types: dict[str, Any] = {"ms": int | float, "mib": int | float, "fingerprint": str, "device": str}
-    return {
-        name: cost
-        for name, cost in costs
-        if isinstance(cost, dict) and all(isinstance(cost.get(key), kind) for key, kind in types.items())
-    }
+
+    def is_whole(cost: Any) -> bool:
+        return isinstance(cost, dict) and all(isinstance(cost.get(key), kind) for key, kind in types.items())
+
+    return {name: cost for name, cost in stored.items() if is_whole(cost)} if isinstance(stored, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 def t_two_sided(t: float, df: float) -> float:
     """P(|T| ≥ |t|) of Student's distribution: the regularised incomplete beta I_x(df/2, 1/2) at x = df/(df + t²)."""
-    return _beta(df / (df + t * t), df / 2, 0.5)
-
-
-def _beta(x: float, a: float, b: float) -> float:
+    x, a, b = df / (df + t * t), df / 2, 0.5
     if x <= 0 or x >= 1:
         return min(1.0, max(0.0, x))
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))

@@ -7,16 +7,16 @@ lengths beyond training (Press et al. 2022, §2), and the loss of a decoder one 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
+import pkgutil
 import shutil
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -49,15 +49,33 @@ _HELD_OUT_TEXTS, _HELD_OUT_TOKENS, _BATCH_TOKENS = 24, 1 << 16, 1 << 14
 _EXAMPLES, _SAMPLES = 64, 3
 
 
-def run_cell_job(order: dict[str, Any]) -> dict[str, Any] | None:
-    """``run_cell`` in a process of its own, which prints into log.txt; None where it was interrupted and has saved."""
-    root = Path(order["folder"])
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / "log.txt", "a", encoding="utf-8") as log:
+class CellRun(NamedTuple):
+    """One run of a sweep that is still to be done."""
+
+    cell: str
+    seed: int
+    folder: Path
+    shared: Path  # tokenizers of the whole sweep
+    config: dict[str, Any]
+    fingerprint: str
+    tests: dict[str, str]
+    measures: list[str]
+    keep: bool
+
+
+def run_cell(run: CellRun) -> dict[str, Any] | None:
+    """Train in ``folder``/run and write ``folder``/result.json; None where it was interrupted and has saved.
+
+    To be called in a process of its own, which prints into log.txt.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with open(run.folder / "log.txt", "a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)  # however many run beside it, the sums come out the same
     try:
-        return run_cell(**order)
+        with file_lock(run.folder):  # an orphan of a killed sweep may still be in there: it is waited for
+            return _train_and_evaluate(run)
     except (Interrupted, KeyboardInterrupt):
         return None
     finally:
@@ -65,43 +83,34 @@ def run_cell_job(order: dict[str, Any]) -> dict[str, Any] | None:
         sys.stderr.flush()
 
 
-def run_cell(
-    folder: str,
-    shared: str,
-    config: dict[str, Any],
-    fingerprint: str,
-    tests: dict[str, str],
-    measures: list[str],
-    keep: bool,
-) -> dict[str, Any]:
-    """Train as ``config`` says in ``folder``/run and write ``folder``/result.json; raises Interrupted when stopped."""
-    root, start = Path(folder), time.perf_counter()
-    torch.set_num_threads(1)  # however many run beside it, the sums come out the same
-    result: dict[str, Any] = {"fingerprint": fingerprint, "status": "done", "metrics": {}}
-    result |= {"keep": keep, "tests": tests, "measures": measures}
-    resolved = RunConfig(**config)
-    with file_lock(root):  # an orphan of a killed sweep may still be in there: it is waited for
-        before = _seconds_spent(root)
-        try:
-            outcome = _train_or_resume(resolved, root / "run", Path(shared))
-            result |= {"weights": outcome.weights, "train_seconds": outcome.seconds, "steps": outcome.steps}
-            result["metrics"] = dict(outcome.metrics)
-            check_convergence(result | run_facts(root / "run"))
-            _evaluate(result, root / "run", resolved, tests, measures)
-        except Interrupted:
-            write_atomic(root / "spent.json", to_json({"seconds": before + time.perf_counter() - start}))
-            raise
-        except Diverged as failure:
-            result |= {"status": "diverged", "message": str(failure)}
-        except Exception as failure:  # whatever it was, the table says so, and the other cells go on
-            traceback.print_exc()
-            result |= {"status": "failed", "message": f"{type(failure).__name__}: {failure}"}
-        result |= run_facts(root / "run")
-        result |= {"seconds": before + time.perf_counter() - start, "memory_mib": peak_memory_mib()}
-        result = to_jsonable(result)
-        write_atomic(root / RESULT_FILE, to_json(result))
-        if not keep and result["status"] != "failed":
-            prune_run(root)
+def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
+    start, root, config = time.perf_counter(), run.folder, RunConfig(**run.config)
+    result: dict[str, Any] = {"fingerprint": run.fingerprint, "status": "done", "metrics": {}}
+    result |= {"keep": run.keep, "tests": run.tests, "measures": run.measures}
+    try:
+        before = float(json.loads((root / "spent.json").read_bytes())["seconds"])
+    except (OSError, ValueError, KeyError):
+        before = 0.0
+    try:
+        outcome = _train_or_resume(config, root / "run", run.shared)
+        result |= {"weights": outcome.weights, "train_seconds": outcome.seconds, "steps": outcome.steps}
+        result["metrics"] = dict(outcome.metrics)
+        check_convergence(result | run_facts(root / "run"))
+        _evaluate(result, run, config)
+    except Interrupted:
+        write_atomic(root / "spent.json", to_json({"seconds": before + time.perf_counter() - start}))
+        raise
+    except Diverged as failure:
+        result |= {"status": "diverged", "message": str(failure)}
+    except Exception as failure:  # whatever it was, the table says so, and the other cells go on
+        traceback.print_exc()
+        result |= {"status": "failed", "message": f"{type(failure).__name__}: {failure}"}
+    result |= run_facts(root / "run")
+    result |= {"seconds": before + time.perf_counter() - start, "memory_mib": peak_memory_mib()}
+    result = to_jsonable(result)
+    write_atomic(root / RESULT_FILE, to_json(result))
+    if not run.keep and result["status"] != "failed":
+        prune_run(root)
     return result
 
 
@@ -134,15 +143,15 @@ def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
     return RunDirectory.open(root / "made").processor
 
 
-def _evaluate(result: dict[str, Any], run: Path, config: RunConfig, tests: dict[str, str], measures: list[str]) -> None:
+def _evaluate(result: dict[str, Any], run: CellRun, config: RunConfig) -> None:
     """Metrics of the finished model on further examples, and those of the measures."""
-    for name, source in tests.items():
-        precision = json.loads((run / "choice.json").read_bytes())["precision"]
-        evaluation = evaluate(run, {"source": source}, device=config.train.device, precision=precision)
+    model = run.folder / "run"
+    for name, source in run.tests.items():
+        precision = json.loads((model / "choice.json").read_bytes())["precision"]
+        evaluation = evaluate(model, {"source": source}, device=config.train.device, precision=precision)
         result["metrics"] |= {f"{name}_{key}": value for key, value in evaluation.metrics.items()}
-    for measure in measures:
-        module, _, function = measure.partition(":")
-        metrics = getattr(importlib.import_module(module), function)(run)
+    for measure in run.measures:
+        metrics = pkgutil.resolve_name(measure)(model)
         result.setdefault("samples", []).extend(metrics.pop("samples", []))
         result["metrics"] |= metrics
 
@@ -184,13 +193,6 @@ def run_facts(run: Path) -> dict[str, Any]:
         "train_loss": sum(line["loss_mean"] for line in last) / len(last) if last else None,
         "curve": [[line["step"], line["loss_mean"]] for line in steps[:: max(1, len(steps) // _CURVE_POINTS)]],
     }
-
-
-def _seconds_spent(root: Path) -> float:
-    try:
-        return float(json.loads((root / "spent.json").read_bytes())["seconds"])
-    except (OSError, ValueError, KeyError):
-        return 0.0
 
 
 # ------------------------------------------------------------------------------------- measures of finished runs
@@ -263,10 +265,8 @@ def token_by_token_loss(model: Model, batch: Batch) -> tuple[float, int]:
 def measure_token_by_token(run: Path) -> dict[str, Any]:
     """The loss token by token of the first held-out examples of a run, with a few of its outputs to look at."""
     system, task = _open_run(run)
-    if system.config.model.head != "lm":
-        raise ValueError(
-            f"the loss token by token is that of models that write, not of head={system.config.model.head}"
-        )
+    if (head := system.config.model.head) != "lm":
+        raise ValueError(f"the loss token by token is that of models that write, not of head={head}")
     total, n_targets = 0.0, 0
     with torch.no_grad():
         for batch in task.valid_batches(task.examples("valid", _EXAMPLES)):

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,12 @@ class CellSummary:
     runs: dict[int, dict[str, Any] | None]
     estimates: dict[str, Estimate]  # over the seeds that were done
     p: dict[str, float] = field(default_factory=dict)  # against the base, corrected for the number of cells
-    apart: tuple[str, ...] = ()  # metrics in which its seeds spread so far that it was tested by itself
+    apart: list[str] = field(default_factory=list)  # metrics in which its seeds spread so far that it is tested alone
 
     def _count(self, status: str | None) -> int:
         return sum((None if x is None else x["status"]) == status for x in self.runs.values())
 
+    results = property(lambda self: [x for x in self.runs.values() if x is not None])
     n_done = property(lambda self: self._count("done"))
     n_diverged = property(lambda self: self._count("diverged"))
     n_failed = property(lambda self: self._count("failed"))
@@ -67,7 +68,7 @@ class CellSummary:
 
     def mean_of(self, name: str) -> float | None:
         """Of the runs that know it: parameters, seconds, memory_mib, train_loss."""
-        known = [x[name] for x in self.runs.values() if x is not None and x.get(name) is not None]
+        known = [x[name] for x in self.results if x.get(name) is not None]
         return sum(known) / len(known) if known else None
 
     def differs(self, metric: str) -> bool:
@@ -81,21 +82,17 @@ class CellSummary:
         return ", ".join(what if count == n else f"{count} of {n} {what}" for count, what in parts if count)
 
     def to_dict(self) -> dict[str, Any]:
+        metrics = {
+            name: {"mean": x.mean, "se": x.se, "values": list(x.values), "p": self.p.get(name)}
+            for name, x in self.estimates.items()
+        }
         return {
-            "name": self.cell.name,
-            "group": self.cell.group,
-            "words": list(self.cell.words),
+            **{"name": self.cell.name, "group": self.cell.group, "words": list(self.cell.words)},
             "changed": self.changed,
-            "done": self.n_done,
-            "diverged": self.n_diverged,
-            "failed": self.n_failed,
-            "missing": self.n_missing,
-            "metrics": {
-                name: {"mean": x.mean, "se": x.se, "values": list(x.values), "p": self.p.get(name)}
-                for name, x in self.estimates.items()
-            },
+            **{name: getattr(self, f"n_{name}") for name in ("done", "diverged", "failed", "missing")},
+            "metrics": metrics,
             **{name: self.mean_of(name) for name in (*_FACTS, "train_loss")},
-            "messages": sorted({x["message"] for x in self.runs.values() if x is not None and x.get("message")}),
+            "messages": sorted({x["message"] for x in self.results if x.get("message")}),
         }
 
 
@@ -177,7 +174,7 @@ class SweepReport:
             group = row.cell.group
             fields = [row.changed.get(name, "") for name in self.columns]
             number, seconds = row.mean_of("parameters"), row.mean_of("seconds")
-            facts = ["" if number is None else _format_millions(number), "" if seconds is None else f"{seconds:.0f} s"]
+            facts = [_format_number_of_parameters(number), "" if seconds is None else f"{seconds:.0f} s"]
             lines.append([letter, row.cell.name, *fields, *(self._number(row, name) for name in self.metrics), *facts])
         return lines
 
@@ -223,23 +220,18 @@ class SweepReport:
                 lines += self._verdict(name)
         for row in self.rows:
             if row.n_diverged or row.n_failed:  # with the first message
-                first = next(x for x in row.runs.values() if x is not None and x["status"] != "done")
+                first = next(x for x in row.results if x["status"] != "done")
                 lines.append(f"{row.cell.name}: {row.state}; {first.get('message', '')}")
         if n_missing := sum(row.n_missing for row in self.rows):
             lines.append(f"{n_missing} runs are not done yet")
-        runs = [x for row in self.rows for x in row.runs.values() if x is not None]
+        runs = [x for row in self.rows for x in row.results]
         if len({x["data_sha256"] for x in runs if x.get("data_sha256")}) > 1:
             lines.append("not all runs saw the same data")
         if others := self._cells_with_other_batches():
             lines.append(f"other batches than the base: {', '.join(others)}")
-        return lines + missing_answers(self.sweep, runs) + self._samples()
-
-    def _samples(self) -> list[str]:
-        """Outputs of the first run of each cell, where a measure gave some."""
-        lines = []
-        for row in self.rows:
-            first = next((x for x in row.runs.values() if x is not None and x.get("samples")), {"samples": ()})
-            for x in first["samples"]:
+        lines += missing_answers(self.sweep, runs)
+        for row in self.rows:  # outputs of the first run of each cell, where a measure gave some
+            for x in next((run["samples"] for run in row.results if run.get("samples")), ()):
                 lines.append(f"{row.cell.name} writes {x['output']!r} for {x['source']!r}: {x['target']!r}")
         return lines
 
@@ -274,8 +266,10 @@ class SweepReport:
         ]
 
 
-def _format_millions(n: float) -> str:
-    return f"{n / 1e6:.1f} M" if n >= 1e7 else f"{n / 1e6:.2f} M" if n >= 1e5 else f"{n:,.0f}"
+def _format_number_of_parameters(n: float | None) -> str:
+    if n is None or n < 1e5:
+        return "" if n is None else f"{n:,.0f}"
+    return f"{n / 1e6:.1f} M" if n >= 1e7 else f"{n / 1e6:.2f} M"
 
 
 def _format_csv(lines: list[list[Any]]) -> str:
@@ -292,7 +286,7 @@ def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
     from .sweep_figures import draw_sweep
 
     out = Path(out)
-    report = read_report(sweep or Sweep.read(out), out)
+    report = _read_report(sweep or Sweep.read(out), out)
     write_atomic(out / "table.md", report.markdown().encode())
     write_atomic(out / "table.csv", report.csv().encode())
     write_atomic(out / "runs.csv", report.runs_csv().encode())
@@ -301,40 +295,32 @@ def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
     return report
 
 
-def read_report(sweep: Sweep, out: Path) -> SweepReport:
-    """Read the results and compare each cell with the base."""
+def _read_report(sweep: Sweep, out: Path) -> SweepReport:
+    """Read the results and compare each cell with the base; one that lost seeds to divergence is not compared."""
     columns, changed = _columns({cell.name: sweep.config(cell) for cell in sweep.rows}, sweep.base_name)
     rows = []
     for cell in sweep.rows:
         runs = {seed: read_result(out, cell.name, seed) for seed in sweep.seeds}
         estimates = {name: estimate(values) for name in sweep.metrics if (values := _values(runs, name))}
         rows.append(CellSummary(cell, changed[cell.name], runs, estimates))
-    return SweepReport(sweep, out, columns, tuple(_compare_with_base(rows, sweep.metrics)))
+    base, *others = rows
+    for metric in sweep.metrics if not base.n_diverged else ():
+        if metric in base.estimates:
+            whole = [row for row in others if metric in row.estimates and not row.n_diverged]
+            by_cell = {row.cell.name: row.estimates[metric].values for row in whole}
+            comparison = compare(base.estimates[metric].values, by_cell)
+            for row in others:
+                if row.cell.name in comparison.p:
+                    row.p[metric] = comparison.p[row.cell.name]
+                if row.cell.name in comparison.apart:
+                    row.apart.append(metric)
+    return SweepReport(sweep, out, columns, tuple(rows))
 
 
 def _values(runs: dict[int, dict[str, Any] | None], name: str) -> list[float]:
     done = [x for x in runs.values() if x is not None and x["status"] == "done"]
     values = [x["metrics"].get(name, x.get(name)) for x in done]
     return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
-
-
-def _compare_with_base(rows: list[CellSummary], metrics: Sequence[str]) -> list[CellSummary]:
-    """p-values of every metric. A cell that lost seeds to divergence is not compared by the rest."""
-    base = rows[0]
-    p: dict[str, dict[str, float]] = {row.cell.name: {} for row in rows}
-    apart: dict[str, list[str]] = {row.cell.name: [] for row in rows}
-    for metric in metrics:
-        if metric not in base.estimates or base.n_diverged:
-            continue
-        whole = [row for row in rows[1:] if metric in row.estimates and not row.n_diverged]
-        values = {row.cell.name: row.estimates[metric].values for row in whole}
-        comparison = compare(base.estimates[metric].values, values)
-        for name, value in comparison.p.items():
-            p[name][metric] = value
-        for name in comparison.apart:
-            apart[name].append(metric)
-    compared = [replace(row, p=p[row.cell.name], apart=tuple(apart[row.cell.name])) for row in rows[1:]]
-    return [base, *compared]
 
 
 def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...], dict[str, dict[str, str]]]:

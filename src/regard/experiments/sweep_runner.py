@@ -19,12 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import product
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_connections
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,7 +34,7 @@ from ..foundation.checks import check_positive
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import to_json
 from ..training.signals import Interrupted, Signals
-from .sweep_cell import run_cell_job
+from .sweep_cell import CellRun, run_cell
 from .sweep_report import SweepReport, write_report
 from .sweep_spec import FINAL, RESULT_FILE, SWEEP_FILE, Sweep, fingerprint, prune_run, read_result, run_folder
 
@@ -69,18 +70,14 @@ class Runner(ABC):
         """Run it elsewhere and wait for it; called in a thread."""
 
     @abstractmethod
-    def interrupt(self) -> None:
-        """Ask the running jobs to save and stop, as Ctrl-C does."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End the running jobs at once."""
+    def stop(self, force: bool = False) -> None:
+        """Ask the running jobs to save and stop, as Ctrl-C does; ``force`` ends them at once."""
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.kill()
+        self.stop(force=True)
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -127,32 +124,24 @@ class LocalRunner(Runner):
             raise JobFailed(value)
         return value
 
-    def interrupt(self) -> None:
+    def stop(self, force: bool = False) -> None:
         self._stopping = True
         with self._lock:
             for process, begun in self._processes.items():
-                if begun and hasattr(os, "killpg"):
+                if force or not begun or not hasattr(os, "killpg"):  # nothing to save yet, or no way to say so
+                    _kill(process)
+                else:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid or 0, signal.SIGINT)
-                else:  # nothing to save yet, or no way to say so
-                    _kill(process)
-
-    def kill(self) -> None:
-        self._stopping = True
-        with self._lock:
-            for process in self._processes:
-                _kill(process)
 
 
 def _receive(receiver: Connection, process: BaseProcess, seconds: float | None) -> Any:
     """The child's next message; JobFailed when it ended without one."""
     if not wait_for_connections([receiver, process.sentinel], seconds):
         raise TimeoutError
-    try:
+    with suppress(EOFError):
         if receiver.poll():
             return receiver.recv()
-    except EOFError:
-        pass
     process.join()
     raise JobFailed(f"its process ended with exit status {process.exitcode}")
 
@@ -192,6 +181,14 @@ def _child_environment() -> Iterator[None]:
 
 def _job_process(sender: Connection, environment: dict[str, str], function: Callable[[A], object], argument: A) -> None:
     """What a process of LocalRunner does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def exit_with_parent() -> None:
+        """A sweep that was killed takes its runs with it: they would compute beside those of the next one."""
+        parent.join()
+        os._exit(137)
+
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -199,7 +196,7 @@ def _job_process(sender: Connection, environment: dict[str, str], function: Call
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.clear()
     os.environ.update(environment)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     sender.send("begun")  # everything is imported: the time limit counts from here
     try:
         message: tuple[bool, object] = (True, function(argument))
@@ -207,14 +204,6 @@ def _job_process(sender: Connection, environment: dict[str, str], function: Call
         traceback.print_exc()
         message = (False, f"{type(failure).__name__}: {failure}")
     sender.send(message)
-
-
-def _exit_with_parent() -> None:
-    """A sweep that was killed takes its runs with it: they would compute beside those of the next one."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(137)
 
 
 class RayRunner(Runner):
@@ -261,12 +250,9 @@ class RayRunner(Runner):
         finally:
             self._references.discard(reference)
 
-    def interrupt(self, force: bool = False) -> None:
+    def stop(self, force: bool = False) -> None:
         for reference in list(self._references):
             self._ray.cancel(reference, force=force)
-
-    def kill(self) -> None:
-        self.interrupt(force=True)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -295,11 +281,15 @@ def _ray_job() -> Callable[..., Any]:
 
 
 def open_runner(on: str, jobs: int | None, most: int) -> Runner:
-    """``local``, ``ray`` or ``ray://HOST:PORT`` with ``jobs`` workers, or one a core; never over ``most``."""
+    """``local``, ``ray`` or ``ray://HOST:PORT`` with ``jobs`` workers, or one a core; never over ``most``.
+
+    A run computes with one thread, so there are as many as cores; on a GPU, which they share, four.
+    """
     check_runner(on)
-    if on == "local":
-        return LocalRunner(min(jobs or default_jobs(), most))
-    return RayRunner(on, None if jobs is None else min(jobs, most))
+    if on != "local":
+        return RayRunner(on, None if jobs is None else min(jobs, most))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return LocalRunner(min(jobs or (min(4, cores) if torch.cuda.is_available() else cores), most))
 
 
 def check_runner(on: str) -> None:
@@ -307,22 +297,7 @@ def check_runner(on: str) -> None:
         raise UsageError(f"on={on} is none of local, ray, ray://HOST:PORT")
 
 
-def default_jobs() -> int:
-    """A run computes with one thread, so as many as there are cores; on a GPU, which they share, four."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, cores) if torch.cuda.is_available() else cores
-
-
 # ------------------------------------------------------------------------------------- all runs of a sweep
-
-
-class SweepRun(NamedTuple):
-    """One run that is still to be done."""
-
-    cell: str
-    seed: int
-    folder: Path
-    order: dict[str, Any]  # the arguments of ``run_cell``
 
 
 def run_sweep(
@@ -364,31 +339,22 @@ def run_sweep(
     return write_report(out, sweep)
 
 
-def unfinished_runs(sweep: Sweep, out: Path, keep: bool) -> tuple[list[SweepRun], int]:
+def unfinished_runs(sweep: Sweep, out: Path, keep: bool) -> tuple[list[CellRun], int]:
     """The runs without a final result, and the number of those with one."""
-    waiting, n_done = [], 0
-    for seed in sweep.seeds:
-        for cell in sweep.rows:
-            config = sweep.config(cell, seed)
-            mark, known = fingerprint(config), read_result(out, cell.name, seed)
-            folder = run_folder(out, cell.name, seed)
-            if known is not None and known["status"] in FINAL:
-                if known.get("fingerprint") != mark:
-                    raise RegardError(f"{folder} was run with other settings; --out names another directory")
-                if known.get("keep") is False:  # killed just then, a run may have left its weights
-                    prune_run(folder)
-                n_done += 1
-                continue
-            order = {
-                "folder": str(folder.absolute()),
-                "shared": str((out / "shared").absolute()),
-                "config": config.model_dump(mode="json"),
-                "fingerprint": mark,
-                "tests": dict(sweep.tests),
-                "measures": list(sweep.measures),
-                "keep": keep,
-            }
-            waiting.append(SweepRun(cell.name, seed, folder, order))
+    waiting, n_done, shared = [], 0, (out / "shared").absolute()
+    for seed, cell in product(sweep.seeds, sweep.rows):
+        config, folder = sweep.config(cell, seed), run_folder(out, cell.name, seed)
+        mark, known = fingerprint(config), read_result(out, cell.name, seed)
+        if known is None or known["status"] not in FINAL:
+            asked = dict(sweep.tests), list(sweep.measures), keep
+            fields = config.model_dump(mode="json")
+            waiting.append(CellRun(cell.name, seed, folder.absolute(), shared, fields, mark, *asked))
+            continue
+        if known.get("fingerprint") != mark:
+            raise RegardError(f"{folder} was run with other settings; --out names another directory")
+        if known.get("keep") is False:  # killed just then, a run may have left its weights
+            prune_run(folder)
+        n_done += 1
     return waiting, n_done
 
 
@@ -398,9 +364,9 @@ class _Schedule:
     def __init__(self, out: Path, runner: Runner, n_done: int, n_all: int, report: Callable[[str], None]) -> None:
         self.out, self.runner, self.n_done, self.n_all, self.report = out, runner, n_done, n_all, report
         self.n_before, self.start, self.longest = n_done, time.monotonic(), 0.0
-        self.running: dict[Future[dict[str, Any] | None], tuple[SweepRun, float]] = {}
+        self.running: dict[Future[dict[str, Any] | None], tuple[CellRun, float]] = {}
 
-    def run(self, waiting: list[SweepRun], minutes: float | None, max_seconds: float | None) -> None:
+    def run(self, waiting: list[CellRun], minutes: float | None, max_seconds: float | None) -> None:
         deadline = math.inf if minutes is None else self.start + 60 * minutes
         with Signals() as signals:
             while not signals.asked and time.monotonic() <= deadline:
@@ -409,14 +375,14 @@ class _Schedule:
                     if time.monotonic() + self.longest >= deadline:
                         break
                     run = waiting.pop(0)
-                    future = self.runner.submit(run_cell_job, run.order, max_seconds)
+                    future = self.runner.submit(run_cell, run, max_seconds)
                     self.running[future] = run, time.monotonic()
                 if not self.running:
                     break
                 self._collect()
             left, before = len(waiting) + len(self.running), self.n_done
             if self.running:
-                self.runner.interrupt()
+                self.runner.stop()
                 until = time.monotonic() + _SAVE_SECONDS
                 while self.running and time.monotonic() < until:
                     self._collect(stopping=True)
@@ -433,38 +399,34 @@ class _Schedule:
             try:
                 result = future.result()
             except Exception as failure:  # whatever a job raised fails its own run only
-                if not stopping:
-                    self._write_failure(run, str(failure))
+                if stopping:
+                    continue
+                why = str(failure)
+                if "exit status" in why:
+                    why += f"; {run_folder(self.out, run.cell, run.seed) / 'log.txt'} may say why"
+                failed = {"fingerprint": run.fingerprint, "status": "failed", "message": why, "metrics": {}}
+                _write_result(run, failed)
+                self.report(f"{run.cell}, seed {run.seed}: failed: {why}")
             else:
                 if result is not None:  # None: interrupted, and saved
                     self._record(run, result, time.monotonic() - start)
 
-    def _record(self, run: SweepRun, result: dict[str, Any], seconds: float) -> None:
+    def _record(self, run: CellRun, result: dict[str, Any], seconds: float) -> None:
         if read_result(self.out, run.cell, run.seed) is None:  # a node that does not share this directory
-            self._write(run, result)
+            _write_result(run, result)
         self.n_done += 1
         self.longest = max(self.longest, seconds)
-        outcome = _format_outcome(result)
+        outcome = f"{result['status']}: {result.get('message', '')}"
+        if result["status"] == "done":
+            metrics = {name: result["metrics"].get(name) for name in ("valid_loss", "bleu", "accuracy", "test_bleu")}
+            outcome = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
         spent, done = time.monotonic() - self.start, max(1, self.n_done - self.n_before)
         left = self.n_all - self.n_done
         guess = f"; about {spent / done * left / 60:.1f} min left" if left > 0 else ""
         name = f"[{self.n_done}/{self.n_all}] {run.cell}, seed {run.seed}"
         self.report(f"{name}: {outcome}, {result['seconds']:.0f} s{guess}")
 
-    def _write_failure(self, run: SweepRun, why: str) -> None:
-        if "exit status" in why:
-            why += f"; {run.folder / 'log.txt'} may say why"
-        mark = run.order["fingerprint"]
-        self._write(run, {"fingerprint": mark, "status": "failed", "message": why, "metrics": {}})
-        self.report(f"{run.cell}, seed {run.seed}: failed: {why}")
 
-    def _write(self, run: SweepRun, result: dict[str, Any]) -> None:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(run.folder / RESULT_FILE, to_json(result))
-
-
-def _format_outcome(result: dict[str, Any]) -> str:
-    if result["status"] != "done":
-        return f"{result['status']}: {result.get('message', '')}"
-    metrics = {name: result["metrics"].get(name) for name in ("valid_loss", "bleu", "accuracy", "test_bleu")}
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
+def _write_result(run: CellRun, result: dict[str, Any]) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(run.folder / RESULT_FILE, to_json(result))

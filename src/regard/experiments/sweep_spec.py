@@ -107,8 +107,13 @@ class Sweep:
     def config(self, cell: Cell, seed: int = 0) -> RunConfig:
         """What is run for a cell; the runner sets ``train.out``."""
         words = merge_words(self.base_words, cell.words, (f"train.seed={seed}",))
-        if self.stored:
-            _check_known_mixers(words)
+        for word in words if self.stored else ():
+            name, _, value = word.partition("=")
+            if name == "model.mixer" and ":" in value:  # a mechanism, module:Class, that nobody but a file has named
+                try:
+                    get_mixer(value)
+                except ValueError as error:
+                    raise BadModelFile(str(error)) from None
         return run_config(recipe_of(self.recipe)["task"], words, preset=self.recipe)
 
     def with_words(self, words: Sequence[str]) -> Sweep:
@@ -170,15 +175,12 @@ class Sweep:
         """Refuse where a cell of that name was another run there."""
         mine = {cell.name: cell for cell in self.rows}
         for cell in stored.rows:
-            if cell.name not in mine:
-                continue
-            before, now = settings(stored.config(cell)), settings(self.config(mine[cell.name]))
+            now = settings(self.config(mine[cell.name])) if cell.name in mine else {}
+            before = settings(stored.config(cell)) if now else {}
             for name, value in now.items():
                 if before.get(name) != value:
-                    change = f"{name}={before.get(name)}, not {value}"
-                    raise UsageError(
-                        f"{out} holds this sweep with other settings: {change}; --out names another directory"
-                    )
+                    change = f"{name}={before.get(name)}, not {value}; --out names another directory"
+                    raise UsageError(f"{out} holds this sweep with other settings: {change}")
 
     def check_measures(self, file: Path) -> None:
         """Refuse to call a function that nobody but a file has named, unless it is one of regard's."""
@@ -188,17 +190,6 @@ class Sweep:
                     f"{file} asks for {measure!r}, and code that a directory names is never run unasked; "
                     "regard ablate FILE.toml, the grid it came from, goes on with it"
                 )
-
-
-def _check_known_mixers(words: Iterable[str]) -> None:
-    """Refuse a mechanism, module:Class, that nobody but a file has named."""
-    for word in words:
-        name, _, value = word.partition("=")
-        if name == "model.mixer" and ":" in value:
-            try:
-                get_mixer(value)
-            except ValueError as error:
-                raise BadModelFile(str(error)) from None
 
 
 def _current_measures(measures: Iterable[str]) -> list[str]:
@@ -216,16 +207,12 @@ def merge_words(*layers: Iterable[str]) -> list[str]:
     """Words with later layers over earlier ones; ``model=NAME`` starts the model afresh, as it does in a recipe."""
     merged: dict[str, str] = {}
     for layer in layers:
-        words = {_field_name(word): word for word in layer}
+        names = {word: word.partition("=")[0] for word in layer}
+        words = {{"model": "model.preset", "data": "data.source"}.get(name, name): word for word, name in names.items()}
         if "model.preset" in words:
             merged = {name: word for name, word in merged.items() if not name.startswith("model.")}
         merged |= words
     return list(merged.values())
-
-
-def _field_name(word: str) -> str:
-    name = word.partition("=")[0]
-    return {"model": "model.preset", "data": "data.source"}.get(name, name)
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
@@ -300,18 +287,20 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
             raise UsageError(f"{path} says {name!r}, which means nothing here{did_you_mean(name, _FIELDS)}")
     if "recipe" not in fields:
         raise UsageError(f"{path} names no recipe")
-    tests = {str(name): str(source) for name, source in _toml_table(path, fields, "tests").items()}
-    own_cells = fields.get("cells", [])
+    grid, tests = (_toml_value(path, fields, name, {}, dict, f"a table, [{name}]") for name in ("grid", "tests"))
+    tests = {str(name): str(source) for name, source in tests.items()}
+    own_cells, seeds = fields.get("cells", []), fields.get("seeds", 3)
     if not isinstance(own_cells, list):
         raise UsageError(f"{path}: cells are written [[cells]], not {own_cells!r}")
-    cells = [*_grid_cells(_toml_table(path, fields, "grid")), *(_toml_cell(path, cell) for cell in own_cells)]
+    if any(type(x) is not int for x in (seeds if isinstance(seeds, list) else [seeds])):
+        raise UsageError(f"{path}: seeds is a number or a list of numbers, not {seeds!r}")
     sweep = Sweep(
         name=str(fields.get("name", path.stem)),
         recipe=str(fields["recipe"]),
         base_words=_toml_texts(path, fields, "words"),
-        cells=tuple(cells),
-        seeds=_toml_seeds(path, fields.get("seeds", 3)),
-        metrics=_toml_texts(path, fields, "metrics") if "metrics" in fields else ("valid_loss",),
+        cells=(*_grid_cells(grid), *(_toml_cell(path, cell) for cell in own_cells)),
+        seeds=tuple(seeds if isinstance(seeds, list) else range(seeds)),
+        metrics=_toml_texts(path, fields, "metrics", ["valid_loss"]),
         tests=tests,
         measures=_toml_texts(path, fields, "measures"),
         base_name=str(fields.get("base_name", "base")),
@@ -322,26 +311,16 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     return sweep.with_words(words).without_base_copies()
 
 
-def _toml_texts(path: Path, fields: dict[str, Any], name: str) -> tuple[str, ...]:
-    texts = fields.get(name, [])
-    if not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):
-        raise UsageError(f"{path}: {name} is a list of texts, not {texts!r}")
-    return tuple(texts)
+def _toml_value(path: Path, fields: dict[str, Any], name: str, default: Any, kind: type, what: str) -> Any:
+    """The value of a field: a table, or a list of texts."""
+    value = fields.get(name, default)
+    if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(x, str) for x in value)):
+        raise UsageError(f"{path}: {name} is {what}, not {value!r}")
+    return value
 
 
-def _toml_table(path: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
-    table = fields.get(name, {})
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: {name} is a table, [{name}], not {table!r}")
-    return table
-
-
-def _toml_seeds(path: Path, seeds: Any) -> tuple[int, ...]:
-    """How many, or which."""
-    numbers = seeds if isinstance(seeds, list) else [seeds]
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in numbers):
-        raise UsageError(f"{path}: seeds is a number or a list of numbers, not {seeds!r}")
-    return tuple(seeds) if isinstance(seeds, list) else tuple(range(seeds))
+def _toml_texts(path: Path, fields: dict[str, Any], name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
+    return tuple(_toml_value(path, fields, name, list(default), list, "a list of texts"))
 
 
 def _grid_cells(grid: dict[str, Any]) -> list[Cell]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Protocol, TypeVar
 
 from ...foundation.checks import did_you_mean
@@ -72,10 +72,8 @@ def check_index(corpus: Corpus[object], split: str, index: int) -> None:
 def examples(corpus: Corpus[Item], split: str, start: int = 0) -> Iterator[Item]:
     """The examples of a split in order, from `start`: without end where the split has none."""
     size = corpus.size(split)
-    index = start
-    while size is None or index < size:
+    for index in count(start) if size is None else range(start, size):
         yield corpus.example(split, index)
-        index += 1
 
 
 def fingerprint(corpus: Corpus[object], n: int = 64) -> str:

@@ -85,10 +85,8 @@ def draw_scene(draws: Draws, held_out: bool) -> Scene:
     relations: list[Relation] = []
     if kind in ("one", "counted"):
         things = _scatter(draws, all_traits)
-    elif kind == "two":
-        things, relations = _place_two(draws, all_traits)
     else:
-        things, relations = _place_three(draws, all_traits)
+        things, relations = (_place_two if kind == "two" else _place_three)(draws, all_traits)
     paper = (232 + draws.below(24), 232 + draws.below(24), 232 + draws.below(24))
     return Scene(kind, tuple(things), tuple(relations), paper)
 
@@ -120,16 +118,12 @@ def _draw_thing(draws: Draws, traits: Traits, x: float, y: float, radius: float)
     return Thing(*traits, x, y, radius, tilt, tone)
 
 
-def _draw_radius(draws: Draws, traits: Traits) -> float:
-    return draws.uniform(*_RADII[traits[0]])
-
-
 def _scatter(draws: Draws, all_traits: list[Traits]) -> list[Thing]:
     """Things anywhere, but apart from each other."""
     while True:
         things: list[Thing] = []
         for traits in all_traits:
-            radius = _draw_radius(draws, traits)
+            radius = draws.uniform(*_RADII[traits[0]])
             for _ in range(30):
                 x, y = draws.uniform(radius + 0.02, 0.98 - radius), draws.uniform(radius + 0.02, 0.98 - radius)
                 if all(math.hypot(x - t.x, y - t.y) > 1.12 * (radius + t.radius) + _GAP for t in things):
@@ -145,24 +139,17 @@ def _place_two(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], lis
     if subject[0] != other[0] and other[2] in _CONTAINERS and subject[1] != other[1] and draws.chance(0.4):
         outer = _container(draws, other, draws.uniform(0.3, 0.7), draws.uniform(0.3, 0.7))
         return [_thing_inside(draws, subject, outer), outer], [Relation("inside", 1)]
-    side = draws.choice(_SIDES if subject[0] != other[0] else ("left", "above"))
-    a, b = _draw_radius(draws, subject), _draw_radius(draws, other)
+    side: Side = draws.choice(_SIDES if subject[0] != other[0] else ("left", "above"))
+    a, b = draws.uniform(*_RADII[subject[0]]), draws.uniform(*_RADII[other[0]])
     distance = draws.uniform(a + b + 0.08, 0.62)
-    x, y = _first_position(draws, side, distance, a, b)
+    margin = max(a, b) + 0.02
+    along, across = draws.uniform(margin, 1 - margin - distance), draws.uniform(margin, 1 - margin)
+    start = along if side in ("left", "above") else along + distance
+    x, y = (start, across) if side in ("left", "right") else (across, start)
     step = _STEPS[side]
     first = _draw_thing(draws, subject, x, y, a)
     second = _draw_thing(draws, other, x + step[0] * distance, y + step[1] * distance, b)
     return [first, second], [Relation(side, 1)]
-
-
-def _first_position(draws: Draws, side: Side, distance: float, a: float, b: float) -> tuple[float, float]:
-    """Where the first of two things stands so that both are in the picture."""
-    margin = max(a, b) + 0.02
-    along = draws.uniform(margin, 1 - margin - distance)
-    across = draws.uniform(margin, 1 - margin)
-    forward = side in ("left", "above")
-    start = along if forward else along + distance
-    return (start, across) if side in ("left", "right") else (across, start)
 
 
 def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
@@ -172,7 +159,7 @@ def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], l
     if inner and draws.chance(0.6):
         return _place_nested(draws, subject, second, third)
     sides = sorted(draws.shuffle(_SIDES)[:2], key=_SIDES.index)
-    radii = [_draw_radius(draws, traits) for traits in all_traits]
+    radii = [draws.uniform(*_RADII[traits[0]]) for traits in all_traits]
     x, y = (0.5 + draws.uniform(-0.02, 0.02) - sum(_STEPS[side][axis] for side in sides) * 0.16 for axis in (0, 1))
     things = [_draw_thing(draws, subject, x, y, radii[0])]
     for side, traits, radius in zip(sides, (second, third), radii[1:], strict=True):
@@ -184,7 +171,7 @@ def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], l
 
 def _place_nested(draws: Draws, subject: Traits, second: Traits, third: Traits) -> tuple[list[Thing], list[Relation]]:
     side = draws.choice(_SIDES)
-    radius = _draw_radius(draws, third)
+    radius = draws.uniform(*_RADII[third[0]])
     step = _STEPS[side]
     x, y = (0.5 - step[axis] * 0.2 + draws.uniform(-0.03, 0.03) for axis in (0, 1))
     outer = _container(draws, second, x, y)
@@ -219,15 +206,14 @@ def draw(scene: Scene, size: int = 64) -> Image:
     pen = ImageDraw.Draw(image)
     # What contains another thing is drawn before it.
     for thing in sorted(scene.things, key=lambda t: -t.radius):
-        red, green, blue = (
-            max(0, min(255, ink + tone)) for ink, tone in zip(_RGB[thing.colour], thing.tone, strict=True)
-        )
+        inks = zip(_RGB[thing.colour], thing.tone, strict=True)
+        colour = tuple(max(0, min(255, ink + tone)) for ink, tone in inks)
         if thing.shape in ("circle", "ring"):
-            pen.ellipse(_disc_box(thing, 1.0, big), fill=(red, green, blue))
+            pen.ellipse(_disc_box(thing, 1.0, big), fill=colour)
             if thing.shape == "ring":
                 pen.ellipse(_disc_box(thing, _RING_HOLE, big), fill=scene.paper)
         else:
-            pen.polygon([(x * big, y * big) for x, y in _placed_outline(thing)], fill=(red, green, blue))
+            pen.polygon([(x * big, y * big) for x, y in _placed_outline(thing)], fill=colour)
     return image.reduce(_SCALE)
 
 
@@ -235,8 +221,7 @@ def box_of(thing: Thing) -> Box:
     """The smallest box around a thing, in shares of the picture's side."""
     if thing.shape in ("circle", "ring"):
         return (thing.x - thing.radius, thing.y - thing.radius, thing.x + thing.radius, thing.y + thing.radius)
-    points = _placed_outline(thing)
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    xs, ys = zip(*_placed_outline(thing), strict=True)
     return (min(xs), min(ys), max(xs), max(ys))
 
 
@@ -262,10 +247,8 @@ def outline(shape: str) -> tuple[tuple[float, float], ...]:
         case "diamond":
             return ((0.0, -1.1), (0.75, 0.0), (0.0, 1.1), (-0.75, 0.0))
         case "star":
-            radii = [1.1 if corner % 2 == 0 else 0.46 for corner in range(10)]
-            return tuple(
-                (r * math.sin(turn), 0.05 - r * math.cos(turn)) for r, turn in zip(radii, _angles(10), strict=True)
-            )
+            corners = zip((1.1, 0.46) * 5, _angles(10), strict=True)
+            return tuple((r * math.sin(turn), 0.05 - r * math.cos(turn)) for r, turn in corners)
         case "cross":
             a, b = 0.34, 1.0
             points = [(-a, -b), (a, -b), (a, -a)]

@@ -54,8 +54,7 @@ def caption(scene: Scene, language: Language = "en") -> Caption:
     if scene.relations:
         words = _related_english(scene) if language == "en" else _related_korean(scene)
     else:
-        groups = _groups(scene)
-        words = _counted_english(groups) if language == "en" else _counted_korean(groups)
+        words = (_counted_english if language == "en" else _counted_korean)(_groups(scene))
     return Caption(" ".join(word for word, _ in words), tuple(things for _, things in words))
 
 
@@ -87,11 +86,10 @@ def _english(traits: Traits, members: tuple[int, ...]) -> _GroundedWords:
 def _counted_english(groups: list[_Group]) -> _GroundedWords:
     """`two small red circles, a large blue square and a large green star`."""
     words: _GroundedWords = []
-    for remaining, group in zip(range(len(groups) - 1, -1, -1), groups, strict=True):
-        if words and remaining == 0:
-            words.append(("and", ()))
+    for n, group in enumerate(groups, 1):
+        words += [("and", ())] if 1 < n == len(groups) else []
         words += _english(*group)
-        if remaining > 1:
+        if n < len(groups) - 1:
             words[-1] = (f"{words[-1][0]},", words[-1][1])
     return words
 
@@ -164,10 +162,8 @@ class CaptionedScene:
     @property
     def boxes(self) -> tuple[Box, ...]:
         """The box of every thing in pixels: x0, y0, x1, y1, the origin at the upper left corner."""
-        return tuple(
-            (x0 * self.size, y0 * self.size, x1 * self.size, y1 * self.size)
-            for x0, y0, x1, y1 in map(box_of, self.scene.things)
-        )
+        boxes, n = map(box_of, self.scene.things), self.size
+        return tuple((x0 * n, y0 * n, x1 * n, y1 * n) for x0, y0, x1, y1 in boxes)
 
     @property
     def image(self) -> NDArray[np.uint8]:

@@ -83,24 +83,19 @@ class Stdlib:
                 continue
             if not self.tests and _TESTS.intersection(parts[:-1]):
                 continue
-            if not self._decodes(file):
+            try:
+                self._read(file)
+            except (SyntaxError, UnicodeDecodeError, LookupError, OSError):
                 self.undecodable.append(self._name(file))
-            elif file.stat().st_size:
-                files[split_of(parts[0].removesuffix(".py"))].append(file)
+            else:
+                if file.stat().st_size:
+                    files[split_of(parts[0].removesuffix(".py"))].append(file)
         if not any(files.values()):
             raise ValueError(f"root={str(self.root)!r} holds no Python source files")
         return files
 
     def _name(self, file: Path) -> str:
         return ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
-
-    def _decodes(self, file: Path) -> bool:
-        try:
-            with tokenize.open(file) as opened:
-                opened.read()
-        except (SyntaxError, UnicodeDecodeError, LookupError, OSError):
-            return False
-        return True
 
     def _read(self, file: Path) -> ModuleText:
         """The file as Python decodes it: by its coding line or mark, else UTF-8."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from itertools import count
 from typing import NamedTuple
 
 from ...hashing import Draws
@@ -78,12 +79,8 @@ class EnKo:
 
     def example(self, split: str, index: int) -> AlignedPair:
         check_index(self, split, index)
-        attempt = 0
-        while True:
-            pair = _draw_pair(Draws(self.name, _EDITION, split, index, attempt), split)
-            if pair is not None:
-                return pair
-            attempt += 1
+        pairs = (_draw_pair(Draws(self.name, _EDITION, split, index, attempt), split) for attempt in count())
+        return next(pair for pair in pairs if pair is not None)
 
 
 def _draw_pair(draws: Draws, split: str) -> AlignedPair | None:

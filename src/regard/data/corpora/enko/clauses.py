@@ -24,17 +24,9 @@ _TRAVEL_VERBS = ("go to", "come to", "return to", "arrive at", "visit")
 # math, the moon, my mother: an adjective before them would say more than it means.
 _UNDESCRIBED = frozenset({"bare", "unique", "kin"})
 _UNCOUNTABLE = frozenset({"mass", "bare", "unique", "plural", "nocount"})
-
-
-def _may_precede(adjective: str) -> bool:
-    return "only-after" not in ADJECTIVES[adjective].marks
-
-
-def _may_be_owned(noun: Noun) -> bool:
-    """my dog, my friend, our house; but not my tiger, my thief or my mountain."""
-    if noun.tags & {"person", "place", "event", "nature", "travels", "wild", "food", "pleasure"}:
-        return "own" in noun.tags
-    return True
+# my dog, my friend, our house; but not my tiger, my thief or my mountain, unless they are marked as own.
+_SELDOM_OWNED = frozenset({"person", "place", "event", "nature", "travels", "wild", "food", "pleasure"})
+_BEFORE_NOUNS = frozenset(key for key, adjective in ADJECTIVES.items() if "only-after" not in adjective.marks)
 
 
 class Phrases:
@@ -55,48 +47,40 @@ class Phrases:
         return self.draws.choice(words)
 
     def adjective_for(self, noun: str) -> str | None:
-        held_out = [key for key in predicates_of(noun, "adjective", self.split) if _may_precede(key)]
+        held_out = [key for key in predicates_of(noun, "adjective", self.split) if key in _BEFORE_NOUNS]
         if (adjective := self._draw_held_out(held_out)) is not None:
             return adjective
         known = predicates_of(noun, "adjective", "train")
         chosen = self.draws.choice(known) if known else None
-        return chosen if chosen is not None and _may_precede(chosen) else None
+        return chosen if chosen in _BEFORE_NOUNS else None
 
     def common(self, name: str, *, definite: bool = False, plain: bool = False) -> Node:
         """A noun with a determiner it may have; `definite` leaves out `a` and numerals, `plain` everything else."""
         noun = NOUNS[name]
         node: Node = {"noun": name}
-        if "kin" in noun.tags:
-            self._possess(node, noun)
-        elif noun.tags & _UNCOUNTABLE:
-            self._determine_uncountable(node, noun, definite)
-        else:
+        if "kin" in noun.tags:  # relatives are always somebody's: mine, ours, Minsu's
+            roll = self.draws.below(10)
+            if roll < 2 and "spouse" not in noun.tags:
+                node["owner"] = {"noun": self.draws.choice(NAMES)}
+            else:
+                node["det"] = "our" if roll < 4 and not noun.tags & {"plural", "spouse"} else "my"
+        elif not noun.tags & _UNCOUNTABLE:
             self._determine(node, noun, definite, plain)
+        elif "bare" not in noun.tags:
+            roll = self.draws.below(10)
+            if "unique" in noun.tags or definite or roll < 5 or "nocount" in noun.tags:
+                node["det"] = "the" if roll < 8 or "unique" in noun.tags or "mass" in noun.tags else "this"
+            elif roll < 7 and "worn" in noun.tags:
+                node["det"] = "my"
         described = not noun.tags & _UNDESCRIBED and self.draws.chance(0.1 if plain else 0.3)
         if described and (adjective := self.adjective_for(name)) is not None:
             node["adjective"] = adjective
         return node
 
-    def _possess(self, node: Node, noun: Noun) -> None:
-        """Relatives are always somebody's: mine, ours, Minsu's."""
-        roll = self.draws.below(10)
-        if roll < 2 and "spouse" not in noun.tags:
-            node["owner"] = {"noun": self.draws.choice(NAMES)}
-        else:
-            node["det"] = "our" if roll < 4 and not noun.tags & {"plural", "spouse"} else "my"
-
-    def _determine_uncountable(self, node: Node, noun: Noun, definite: bool) -> None:
-        if "bare" in noun.tags:
-            return
-        roll = self.draws.below(10)
-        if "unique" in noun.tags or definite or roll < 5 or "nocount" in noun.tags:
-            node["det"] = "the" if roll < 8 or "unique" in noun.tags or "mass" in noun.tags else "this"
-        elif roll < 7 and "worn" in noun.tags:
-            node["det"] = "my"
-
     def _determine(self, node: Node, noun: Noun, definite: bool, plain: bool) -> None:
         roll = self.draws.below(100)
-        living, ownable = "person" in noun.tags or "animal" in noun.tags, _may_be_owned(noun)
+        living = "person" in noun.tags or "animal" in noun.tags
+        ownable = "own" in noun.tags or not noun.tags & _SELDOM_OWNED
         if roll < 38 or (plain and roll < 60):
             node["det"] = "the"
         elif roll < 58 and not definite:
@@ -137,19 +121,15 @@ class Phrases:
             return {"noun": self.draws.choice(NAMES)}
         if roll < 46 and titles:
             return self.title()
-        if roll < 50 and not plain:
-            return self._pair()
+        if roll < 50 and not plain:  # the boy and the girl, Minsu and I
+            if self.draws.chance(0.5):
+                return {"and": [{"noun": self.draws.choice(NAMES)}, {"noun": "I"}]}
+            pair = self.draws.shuffle(("boy", "girl", "child", "student", "man", "woman"))[:2]
+            return {"and": [{"noun": noun, "det": "the"} for noun in pair]}
         name = self.draws.choice(PEOPLE)
         while not titles and "hon" in NOUNS[name].tags:
             name = self.draws.choice(PEOPLE)
         return self.common(name, definite=definite, plain=plain)
-
-    def _pair(self) -> Node:
-        """the boy and the girl, Minsu and I."""
-        if self.draws.chance(0.5):
-            return {"and": [{"noun": self.draws.choice(NAMES)}, {"noun": "I"}]}
-        first, second = self.draws.shuffle(("boy", "girl", "child", "student", "man", "woman"))[:2]
-        return {"and": [{"noun": first, "det": "the"}, {"noun": second, "det": "the"}]}
 
     def other(self, subject: Node | None) -> Node:
         """Somebody to whom something is done: not the subject again, not a pronoun that could be."""
@@ -283,7 +263,7 @@ class Clauses(Phrases):
 
     def identity(self, *, embedded: bool = False) -> Node:
         """Somebody is something: Minsu is a doctor."""
-        subject = self.person(pronouns=not embedded, plain=True)
+        subject: Node = {"noun": "they"}
         while agreement(subject) == "they" or "job" in _tags(subject):
             subject = self.person(pronouns=not embedded, plain=True)
         tense = self.draws.choice(("past", "present", "present"))
@@ -334,9 +314,8 @@ class Clauses(Phrases):
     def _beside(self) -> Node:
         """Where something small is: on, under, behind, next to, in front of or inside something larger."""
         relation = self.draws.choice(_RELATIONS)
-        if relation == "inside":
-            return {"relation": relation, "of": self._definite_one_of(lexicon.CONTAINERS)}
-        things = lexicon.TOPS if relation in ("on", "under") else lexicon.LANDMARKS
+        special = {"inside": lexicon.CONTAINERS, "on": lexicon.TOPS, "under": lexicon.TOPS}
+        things = special.get(relation, lexicon.LANDMARKS)
         return {"relation": relation, "of": self._definite_one_of(things)}
 
     def weather(self) -> Node:
@@ -367,7 +346,8 @@ class Clauses(Phrases):
         if self._is_tense_ambiguous(clause, agreement(clause["subject"])):
             clause["tense"] = "past"
         asserted = "asserted" in verb.marks and clause.get("aspect") != "can"
-        if clause.get("aspect") != "must" and not self._has_numeral(clause) and not asserted:
+        counted = any(isinstance(clause.get(part, {}).get("number"), int) for part in ("subject", "object"))
+        if clause.get("aspect") != "must" and not counted and not asserted:
             self._negate(clause, verb.key, 0.18)
 
     @staticmethod
@@ -376,10 +356,6 @@ class Clauses(Phrases):
         verb = VERBS[clause["predicate"]]
         same = verb.past == verb.english and agrees != "he"
         return same and clause["tense"] == "present" and "aspect" not in clause
-
-    @staticmethod
-    def _has_numeral(clause: Node) -> bool:
-        return any(isinstance(clause.get(part, {}).get("number"), int) for part in ("subject", "object"))
 
     def _negate(self, clause: Node, predicate: str, probability: float) -> bool:
         if not self.draws.chance(probability) or clause.get("subject", {}).get("det") == "a":

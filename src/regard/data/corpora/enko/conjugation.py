@@ -96,15 +96,27 @@ class Stem(NamedTuple):
 
 @cache
 def join_consonant(stem: Stem, ending: str) -> str:
-    """Stem and an ending that begins with a consonant; ㄹ falls before ㄴ and ㅅ: 만들 + 는 → 만드는."""
-    if final_consonant(stem.text) == "ㄹ" and decompose(ending[0])[0] in "ㄴㅅ":
+    """Stem and an ending that begins with a consonant; ㄹ falls before ㄴ and ㅅ: 만들 + 는 → 만드는.
+
+    The copula's 이 is heard after a consonant and swallowed after a vowel.
+    """
+    if stem.kind == "copula":
+        return _copula(stem, "이" if final_consonant(stem.text) else "") + ending
+    if ending and final_consonant(stem.text) == "ㄹ" and decompose(ending[0])[0] in "ㄴㅅ":
         return with_final_consonant(stem.text, "") + ending
     return stem.text + ending
+
+
+def _copula(stem: Stem, linking: str = "이") -> str:
+    """Noun, 이 and perhaps 시."""
+    return stem.text + linking + ("시" if stem.irregular == "시" else "")
 
 
 @cache
 def join_eu(stem: Stem, ending: str) -> str:
     """Stem and an ending with 으, given without it: `면`, `시`, or a bare ㄴ, ㄹ, ㅂ at its head (`ㄴ`, `ㅂ니다`)."""
+    if stem.kind == "copula":
+        stem = Stem(_copula(stem))
     base, open_end = _base_before_eu(stem)
     bare = ending[0] in "ㄴㄹㅂ"  # a jamo that becomes the final consonant of the syllable before it
     falls = bare or decompose(ending[0])[0] in "ㄴㅅ"
@@ -134,7 +146,11 @@ def _base_before_eu(stem: Stem) -> tuple[str, bool]:
 def infinitive(stem: Stem) -> str:
     """Stem with 아/어, contracted as it is written: 가, 와, 먹어, 해, 도와, 들어, 불러, 써."""
     text = stem.text
+    if stem.kind == "copula" and stem.irregular == "시":
+        return join_consonant(stem, "")[:-1] + "셔"
     lead, vowel, tail = decompose(text[-1])
+    if stem.kind == "copula":
+        return text + ("이어" if tail else "여")
     match stem.irregular:
         case "하":
             return text[:-1] + "해"
@@ -201,35 +217,37 @@ def conjugate(stem: Stem, tense: Tense, ending: Ending, register: Register) -> t
     if tense == "future":
         return _conjugate_future(stem, ending, register)
     if tense == "past":
-        stem = _past_stem_of(stem)
+        stem = past_stem(stem)
     match ending:
+        case "statement" | "question" if register == "polite":
+            return ((_polite(stem), "verb"),)
         case "statement":
-            return ((_statement(stem, register), "verb"),)
+            return ((_formal(stem) + "다" if register == "formal" else _declarative(stem), "verb"),)
         case "question":
-            return ((_question(stem, register), "verb"),)
+            return ((_formal(stem) + "까" if register == "formal" else join_consonant(stem, "니"), "verb"),)
         case "quote":
             return ((_quote(stem) + "고", "verb"),)
         case "fact":
             return ((_quote(stem) + "는", "verb"), ("것을", "link"))
         case "hope":
-            return ((_attach(stem, "기를", written_out=True), "verb"),)
+            return ((_nominal(stem) + "기를", "verb"),)
         case "because":
-            return ((_attach(stem, "기", written_out=True), "verb"), ("때문에", "link"))
+            return ((_nominal(stem) + "기", "verb"), ("때문에", "link"))
         case "so":
-            return ((_infinitive(stem) + "서", "verb"),)
+            return ((infinitive(stem) + "서", "verb"),)
         case "but":
-            return ((_attach(stem, "지만"), "verb"),)
+            return ((join_consonant(stem, "지만"), "verb"),)
         case "and":
-            return ((_attach(stem, "고"), "verb"),)
+            return ((join_consonant(stem, "고"), "verb"),)
         case "when":
-            return ((_attach_eu(stem, "ㄹ"), "verb"), ("때", "link"))
+            return ((join_eu(stem, "ㄹ"), "verb"), ("때", "link"))
         case "if":
-            return ((_attach_eu(stem, "면"), "verb"),)
+            return ((join_eu(stem, "면"), "verb"),)
 
 
 def _conjugate_future(stem: Stem, ending: Ending, register: Register) -> tuple[Eojeol, ...]:
     """(으)ㄹ 것이다, in the forms it takes: 먹을 거예요, 먹을 거라고, 먹을 것이기 때문에."""
-    will = (_attach_eu(stem, "ㄹ"), "verb")
+    will = (join_eu(stem, "ㄹ"), "verb")
     match ending:
         case "statement" | "question":
             return (will, (_FUTURE_ENDINGS[ending][register], "tense"))
@@ -242,39 +260,27 @@ def _conjugate_future(stem: Stem, ending: Ending, register: Register) -> tuple[E
     raise ValueError(f"tense='future' has no ending={ending!r} in this grammar")
 
 
-def _statement(stem: Stem, register: Register) -> str:
-    if register == "formal":
-        return _formal(stem) + "다"
-    return _polite(stem) if register == "polite" else _declarative(stem)
-
-
-def _question(stem: Stem, register: Register) -> str:
-    if register == "formal":
-        return _formal(stem) + "까"
-    return _polite(stem) if register == "polite" else _attach(stem, "니")
-
-
 def _polite(stem: Stem) -> str:
     """해요체: 먹어요, 가세요, 학생이에요, 의사예요, 아니에요."""
     if stem.irregular == "시":
-        return _attach(stem, "")[:-1] + "세요"
+        return join_consonant(stem, "")[:-1] + "세요"
     if stem.kind == "copula":
         return stem.text + ("이에요" if final_consonant(stem.text) else "예요")
-    return stem.text + "에요" if stem.irregular == "아니" else _infinitive(stem) + "요"
+    return stem.text + "에요" if stem.irregular == "아니" else infinitive(stem) + "요"
 
 
 def _formal(stem: Stem) -> str:
     """합쇼체 without its last syllable: 먹습니-, 갑니-, 만듭니-, 학생입니-."""
     if stem.kind == "copula" and stem.irregular != "시":
         return stem.text + "입니"
-    text = _attach(stem, "")
+    text = join_consonant(stem, "")
     return with_final_consonant(text, "ㅂ") + "니" if final_consonant(text) in ("", "ㄹ") else text + "습니"
 
 
 def _declarative(stem: Stem) -> str:
     """해라체: verbs say 먹는다 and 간다, everything else 크다, 있다, 먹었다, 학생이다."""
     if stem.kind != "verb":
-        return _attach(stem, "다")
+        return join_consonant(stem, "다")
     if final_consonant(stem.text) in ("", "ㄹ"):
         return with_final_consonant(stem.text, "ㄴ") + "다"
     return stem.text + "는다"
@@ -283,7 +289,7 @@ def _declarative(stem: Stem) -> str:
 def _quote(stem: Stem) -> str:
     """What stands before 고 of reported speech: 먹는다, 크다, 학생이라, 아니라."""
     if stem.kind == "copula" or stem.irregular == "아니" or stem.text.endswith("아니시"):
-        return _attach(stem, "라")
+        return join_consonant(stem, "라")
     return _declarative(stem)
 
 
@@ -291,39 +297,14 @@ def _quote(stem: Stem) -> str:
 def _adnominal(stem: Stem, tense: Tense) -> str:
     """The form before a noun: 먹는, 먹은, 먹을; 큰, 컸던; 있는, 있던."""
     if tense == "future":
-        return _attach_eu(stem, "ㄹ")
+        return join_eu(stem, "ㄹ")
     if tense == "present":
-        return join_consonant(stem, "는") if stem.kind in ("verb", "exist") else _attach_eu(stem, "ㄴ")
+        return join_consonant(stem, "는") if stem.kind in ("verb", "exist") else join_eu(stem, "ㄴ")
     if stem.kind == "verb":
         return join_eu(stem, "ㄴ")
-    return join_consonant(stem, "던") if stem.kind == "exist" else _past_stem_of(stem).text + "던"
+    return join_consonant(stem, "던") if stem.kind == "exist" else past_stem(stem).text + "던"
 
 
-def _past_stem_of(stem: Stem) -> Stem:
-    if stem.kind != "copula":
-        return past_stem(stem)
-    if stem.irregular == "시":
-        return Stem(_attach(stem, "")[:-1] + "셨", "어", "adjective")
-    return Stem(stem.text + ("이었" if final_consonant(stem.text) else "였"), "어", "adjective")
-
-
-def _attach(stem: Stem, ending: str, written_out: bool = False) -> str:
-    """A consonant ending; the copula's 이 is heard after a consonant and swallowed after a vowel unless written out."""
-    if stem.kind != "copula":
-        return join_consonant(stem, ending) if ending else stem.text
-    linking = "이" if final_consonant(stem.text) or written_out else ""
-    return stem.text + linking + ("시" if stem.irregular == "시" else "") + ending
-
-
-def _attach_eu(stem: Stem, ending: str) -> str:
-    if stem.kind != "copula":
-        return join_eu(stem, ending)
-    return join_eu(Stem(_attach(stem, "", written_out=True)), ending)
-
-
-def _infinitive(stem: Stem) -> str:
-    if stem.kind != "copula":
-        return infinitive(stem)
-    if stem.irregular == "시":
-        return _attach(stem, "")[:-1] + "셔"
-    return stem.text + ("이어" if final_consonant(stem.text) else "여")
+def _nominal(stem: Stem) -> str:
+    """What stands before 기: there the copula's 이 is written after a vowel too."""
+    return _copula(stem) if stem.kind == "copula" else stem.text

@@ -30,13 +30,13 @@ def article(word: str) -> str:
 
 def english_words(sentence: Node) -> list[Word]:
     """The whole sentence, register tag first, with capital letter and full stop."""
-    words = _sentence(sentence)
+    words = _clauses(sentence)
     words[0] = words[0]._replace(text=words[0].text[0].upper() + words[0].text[1:])
     words[-1] = words[-1]._replace(text=words[-1].text + ("?" if sentence.get("question") else "."))
     return [Word(f"[{sentence['register']}]"), *words]
 
 
-def _sentence(sentence: Node) -> list[Word]:
+def _clauses(sentence: Node) -> list[Word]:
     main = sentence["clause"]
     if "join" not in sentence:
         return _clause(main, question=bool(sentence.get("question")))
@@ -186,7 +186,13 @@ def _tail(clause: Node, gap: str) -> list[Word]:
     predicate, node = clause["predicate"], id(clause)
     words: list[Word] = []
     if predicate in ADJECTIVES:
-        words += _adjective(clause)
+        words += [Word(part, ((node, "degree"),)) for part in clause.get("degree", "").split()]
+        *more, form = ADJECTIVES[predicate].comparative.split(" ") if "than" in clause else [predicate]
+        words += [Word(part, ((node, "more"),)) for part in more]
+        compared = ((node, "more"),) if "than" in clause and not more else ()
+        words.append(Word(form, ((node, "verb"), *compared)))
+    if "than" in clause:
+        words += _prepositional_phrase("than", clause["than"])
     if "complement" in clause:
         words += noun_phrase(clause["complement"], "object")
     if "object" in clause and gap != "object":
@@ -207,17 +213,6 @@ def _tail(clause: Node, gap: str) -> list[Word]:
     if "content" in clause:
         words += [Word("that", (), ((id(clause["content"]), "link"),)), *_clause(clause["content"])]
     return words
-
-
-def _adjective(clause: Node) -> list[Word]:
-    node, predicate = id(clause), clause["predicate"]
-    words = [Word(part, ((node, "degree"),)) for part in clause.get("degree", "").split()]
-    if "than" not in clause:
-        return [*words, Word(predicate, ((node, "verb"),))]
-    *more, form = ADJECTIVES[predicate].comparative.split(" ")
-    words += [Word(part, ((node, "more"),)) for part in more]
-    words.append(Word(form, ((node, "verb"), (node, "more")) if not more else ((node, "verb"),)))
-    return [*words, *_prepositional_phrase("than", clause["than"])]
 
 
 def _preposition(place: Node) -> str:
@@ -274,17 +269,10 @@ def _determiner(node: Node, next_word: str, is_plural: bool) -> list[Word]:
         *before, owner = noun_phrase(node["owner"], "subject")
         return [*before, owner._replace(text=owner.text + "'s")]
     determiner = node.get("det", "")
-    match determiner:
-        case "":
-            return []
-        case "a":
-            return [Word(article(next_word), (), ((id(node), "noun"),))]
-        case "the":
-            return [Word("the", (), ((id(node), "noun"),))]
-        case "this" | "that":
-            form = {"this": "these", "that": "those"}[determiner] if is_plural else determiner
-            return [Word(form, ((id(node), "det"),))]
-    return [Word(determiner, ((id(node), "det"),))]
+    if determiner in ("a", "the"):
+        return [Word(article(next_word) if determiner == "a" else "the", (), ((id(node), "noun"),))]
+    form = {"this": "these", "that": "those"}.get(determiner, determiner) if is_plural else determiner
+    return [Word(form, ((id(node), "det"),))] if form else []
 
 
 def _relative(node: Node, person: bool) -> list[Word]:

@@ -49,25 +49,17 @@ def is_honoured(node: Node) -> bool:
 def build_predicate(clause: Node, subject: Node | None, honour: bool) -> PredicateParts:
     """The predicate of a clause; `honour` says whether its subject is spoken of with -시-."""
     name, negation = clause["predicate"], clause.get("not", "")
+    if name == "be" and negation:
+        return PredicateParts((), honorific_stem(_IS_NOT) if honour else _IS_NOT, ("verb", "neg"))
     if name == "be":
-        return _build_copula(NOUNS[clause["complement"]["noun"]].korean, bool(negation), honour)
+        noun = NOUNS[clause["complement"]["noun"]].korean
+        return PredicateParts((), Stem(noun, "시" if honour else "", "copula"), ("verb",))
     served = clause.get("to") or clause.get("object")
     humble = served is not None and is_honoured(served)
     # 싶다 tells one's own wish; of others one says that they show it: 싶어 하다.
-    speaker = subject is not None and _includes_speaker(subject)
+    subjects = () if subject is None else subject.get("and", (subject,))
+    speaker = any(part["noun"] in ("I", "we", "you") for part in subjects)
     return _build_word(name, negation, clause.get("aspect", ""), honour, humble, speaker)
-
-
-def _includes_speaker(subject: Node) -> bool:
-    if "and" in subject:
-        return any(_includes_speaker(part) for part in subject["and"])
-    return subject["noun"] in ("I", "we", "you")
-
-
-def _build_copula(noun: str, negated: bool, honour: bool) -> PredicateParts:
-    if negated:
-        return PredicateParts((), honorific_stem(_IS_NOT) if honour else _IS_NOT, ("verb", "neg"))
-    return PredicateParts((), Stem(noun, "시" if honour else "", "copula"), ("verb",))
 
 
 @cache
@@ -81,8 +73,10 @@ def short_negation_allowed(name: str) -> bool:
 
 @cache
 def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: bool, speaker: bool) -> PredicateParts:
+    if name in ("be at", "exist") and honour:
+        return PredicateParts((("안", "neg"),) if negation else (), _STAYS, ("verb",))
     if name in ("be at", "exist"):
-        return _build_existence(bool(negation), honour)
+        return PredicateParts((), _LACKS if negation else _EXISTS, ("verb", "neg") if negation else ("verb",))
     word = PREDICATES[name]
     plain, respectful = word.stem, word.honorific
     before: WholeEojeols = ()
@@ -141,12 +135,6 @@ def _build_long_negation(before: WholeEojeols, stem: Stem, role: str, kind: str,
     return PredicateParts(before, honorific_stem(negative) if honour else negative, ("neg",))
 
 
-def _build_existence(negated: bool, honour: bool) -> PredicateParts:
-    if not honour:
-        return PredicateParts((), _LACKS if negated else _EXISTS, ("verb", "neg") if negated else ("verb",))
-    return PredicateParts((("안", "neg"),) if negated else (), _STAYS, ("verb",))
-
-
 _THIRD_PERSON = {"you": "너", "he": "그", "she": "그녀", "they": "그들"}
 # `our` is said with the word for `we`.
 _PRONOUNS: dict[Register, dict[str, str]] = {
@@ -178,16 +166,12 @@ def _joined_clauses(sentence: Node, register: Register) -> list[Word]:
     """Two clauses, the joining one first; a subject they share stands before both, as the topic."""
     first, main, ending, link = sentence["first"], sentence["clause"], sentence["join"], (id(sentence), "link")
     if not sentence.get("shared"):
-        return [
-            *_clause(first, first.get("subject"), register, ending, link=link),
-            *_clause(main, main.get("subject"), register, "statement"),
-        ]
-    subject = main["subject"] if ending == "because" else first["subject"]
-    opening = _subject(first if ending != "because" else main, subject, register, "statement")
-    return [
-        *_clause(first, subject, register, ending, link=link, opening=opening),
-        *_clause(main, subject, register, "statement", opening=[]),
-    ]
+        words = _clause(first, first.get("subject"), register, ending, link=link)
+        return words + _clause(main, main.get("subject"), register, "statement")
+    owner = main if ending == "because" else first
+    subject, opening = owner["subject"], _subject(owner, owner["subject"], register, "statement")
+    words = _clause(first, subject, register, ending, link=link, opening=opening)
+    return words + _clause(main, subject, register, "statement", opening=[])
 
 
 def _clause(
@@ -204,22 +188,23 @@ def _clause(
 
     `opening` replaces the words of the subject, `gap` names the part that a relative clause lacks.
     """
+    node = id(clause)
     topic = _subject(clause, subject, register, ending) if opening is None else opening
-    time = _time(clause)
-    return [
-        *([*time, *topic] if clause.get("front") else [*topic, *time]),
-        *_early_adverbs(clause),
-        *_complements(clause, register, gap),
-        *_adverbs(clause),
-        *_predicate(clause, subject, register, ending, link),
-    ]
-
-
-def _takes_honorific(subject: Node | None, register: Register) -> bool:
-    """Whether the verb carries -시-: for the people honoured, and for whoever is asked politely."""
-    if subject is None:
-        return False
-    return is_honoured(subject) or (subject.get("noun") == "you" and register != "plain")
+    texts = lexicon.TIMES[clause["time"]][0].split(" ") if "time" in clause else ()
+    time = [Word(text, ((node, "time"),)) for text in texts]
+    words = [*time, *topic] if clause.get("front") else [*topic, *time]
+    frequency = clause.get("frequency")
+    adverbs = {} if frequency is None else {"frequency": lexicon.FREQUENCIES[frequency]}
+    if frequency != "often":  # 항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb
+        words += [Word(text, ((node, role),)) for role, text in adverbs.items()]
+        adverbs = {}
+    words += _complements(clause, register, gap)
+    if "manner" in clause:
+        adverbs["manner"] = lexicon.MANNERS[clause["manner"]][1]
+    if "degree" in clause:
+        adverbs["degree"] = lexicon.DEGREES[clause["degree"]]
+    words += [Word(text, ((node, role),)) for role, text in adverbs.items()]
+    return words + _predicate(clause, subject, register, ending, link)
 
 
 def _subject(clause: Node, node: Node | None, register: Register, ending: Ending) -> list[Word]:
@@ -227,28 +212,17 @@ def _subject(clause: Node, node: Node | None, register: Register, ending: Ending
         return []  # it rains says its subject with the verb; whom one asks politely is not named
     if clause["predicate"] == "exist":
         return [*_where(clause, register), *_phrase(node, register, "이/가")]
-    topical = ending in _TOPICAL and _is_definite(node) and not _is_thetic(clause)
+    verb = VERBS.get(clause["predicate"])
+    topical = ending in _TOPICAL and _is_definite(node) and (verb is None or "thetic" not in verb.marks)
     if is_honoured(node):
         return _phrase(node, register, "께서는" if topical else "께서")
     return _phrase(node, register, "은/는" if topical else "이/가")
 
 
-def _is_thetic(clause: Node) -> bool:
-    verb = VERBS.get(clause["predicate"])
-    return verb is not None and "thetic" in verb.marks
-
-
 def _is_definite(node: Node) -> bool:
     """What is known can be a topic: everything but `a cat` and `two cats`."""
-    if "and" in node:
-        return _is_definite(node["and"][-1])
-    return node.get("det") != "a" and not isinstance(node.get("number"), int)
-
-
-def _time(clause: Node) -> list[Word]:
-    if "time" not in clause:
-        return []
-    return [Word(part, ((id(clause), "time"),)) for part in lexicon.TIMES[clause["time"]][0].split(" ")]
+    last = node["and"][-1] if "and" in node else node
+    return last.get("det") != "a" and not isinstance(last.get("number"), int)
 
 
 def _complements(clause: Node, register: Register, gap: str) -> list[Word]:
@@ -280,26 +254,12 @@ def _where(clause: Node, register: Register) -> list[Word]:
     return [*_phrase(where["of"], register, ""), Word(lexicon.RELATIONS[where["relation"]], ((id(where), "relation"),))]
 
 
-def _early_adverbs(clause: Node) -> list[Word]:
-    """항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb."""
-    frequency = clause.get("frequency", "often")
-    return [] if frequency == "often" else [Word(lexicon.FREQUENCIES[frequency], ((id(clause), "frequency"),))]
-
-
-def _adverbs(clause: Node) -> list[Word]:
-    texts: dict[str, str] = {}
-    if clause.get("frequency") == "often":
-        texts["frequency"] = lexicon.FREQUENCIES["often"]
-    if "manner" in clause:
-        texts["manner"] = lexicon.MANNERS[clause["manner"]][1]
-    if "degree" in clause:
-        texts["degree"] = lexicon.DEGREES[clause["degree"]]
-    return [Word(text, ((id(clause), role),)) for role, text in texts.items()]
-
-
 def _predicate(clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None) -> list[Word]:
     """The verb and its helpers; the last eojeol carries the tense, and the joining of clauses where no word does."""
-    honour = clause["predicate"] != "exist" and _takes_honorific(subject, register)
+    # The verb carries -시- for the people honoured, and for whoever is asked politely.
+    honour = False
+    if subject is not None and clause["predicate"] != "exist":
+        honour = is_honoured(subject) or (subject.get("noun") == "you" and register != "plain")
     parts = build_predicate(clause, subject, honour)
     tense = "present" if ending in _TENSELESS else clause["tense"]
     eojeols = conjugate(parts.stem, tense, ending, register)
@@ -357,7 +317,11 @@ def _before_noun(node: Node, register: Register) -> list[Word]:
     """Relative clause, owner, demonstrative, adjective: all before the noun."""
     words: list[Word] = []
     if "clause" in node:
-        words += _relative(node, register)
+        clause = node["clause"]
+        if clause["gap"] == "subject":
+            words += _clause(clause, node, register, "adnominal", opening=[])
+        else:
+            words += _clause(clause, clause["subject"], register, "adnominal", gap=clause["gap"])
     if "owner" in node:
         words += _phrase(node["owner"], register, "의")
     determiner = node.get("det")
@@ -371,10 +335,3 @@ def _before_noun(node: Node, register: Register) -> list[Word]:
         form = adjective.before or conjugate(adjective.stem, "present", "adnominal", register)[0][0]
         words.append(Word(form, ((id(node), "adjective"),)))
     return words
-
-
-def _relative(node: Node, register: Register) -> list[Word]:
-    clause = node["clause"]
-    if clause["gap"] == "subject":
-        return _clause(clause, node, register, "adnominal", opening=[])
-    return _clause(clause, clause["subject"], register, "adnominal", gap=clause["gap"])

@@ -28,7 +28,6 @@ the splits `valid` and `combinations`, in the order of a hash: training meets bo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
@@ -102,12 +101,11 @@ class Adjective(Predicate):
 # ------------------------------------------------------------------------------------------------ reading the tables
 
 
-def _read_text(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+_FILES = resources.files(__package__)
 
 
-def _read_table(name: str) -> Iterator[list[str]]:
-    return (line.split("\t") for line in _read_text(name).splitlines()[1:])
+def _read_table(name: str) -> list[list[str]]:
+    return [line.split("\t") for line in (_FILES / name).read_text(encoding="utf-8").splitlines()[1:]]
 
 
 NOUNS = {
@@ -213,7 +211,7 @@ PREDICATES: dict[str, Verb | Adjective] = {**VERBS, **ADJECTIVES}
 
 # ------------------------------------------------------------------------------------------------ adverbs, times, lists
 
-_WORDS: dict[str, Any] = json.loads(_read_text("words.json"))
+_WORDS: dict[str, Any] = json.loads((_FILES / "words.json").read_text(encoding="utf-8"))
 MANNERS: dict[str, tuple[str, str]] = _WORDS["manners"]  # the key that verbs name → (English, Korean)
 FREQUENCIES: dict[str, str] = _WORDS["frequencies"]  # said before the verb in English
 DEGREES: dict[str, str] = _WORDS["degrees"]  # said before an adjective
@@ -245,13 +243,11 @@ CONTRASTED = tuple(
 )
 
 
-def _listed_verbs(name: str) -> tuple[Verb, ...]:
-    return tuple(VERBS[key] for key in _WORDS[name])
-
-
-EVERYDAY_VERBS = _listed_verbs("everyday_verbs")  # what people do when it rains, when the class ends, and otherwise
-VERBS_FOR_OTHERS = _listed_verbs("verbs_for_others")  # what people do because somebody else is sick or sad
-NEWS_VERBS = _listed_verbs("news_verbs")  # what happens and makes people do something
+# What people do when it rains, when the class ends, and otherwise; what because somebody else is sick or sad; and what
+# happens and makes people do something.
+EVERYDAY_VERBS, VERBS_FOR_OTHERS, NEWS_VERBS = (
+    tuple(VERBS[key] for key in _WORDS[name]) for name in ("everyday_verbs", "verbs_for_others", "news_verbs")
+)
 # Left out of embedded clauses: two phrases with 이/가 in a row can be read either way.
 MAIN_CLAUSE_VERBS = frozenset(_WORDS["main_clause_verbs"])
 MOOD_RESPONSES: dict[str, list[str]] = _WORDS["mood_responses"]  # what people do about a mood
@@ -335,21 +331,21 @@ def _noun_weights() -> dict[str, int]:
     return {noun: 1 if noun in people else max(1, min(8, round(aim / share[noun]))) for noun in share}
 
 
-_NOUNS_OF: dict[tuple[str, str], list[str]] = {}
-_PREDICATES_OF: dict[tuple[str, str, str], list[str]] = {}
-
-
-def _fill_combination_tables() -> None:
+def _combination_tables() -> tuple[dict[tuple[str, str], list[str]], dict[tuple[str, str, str], list[str]]]:
+    """Nouns by predicate and split, and predicates by noun, kind and split."""
     weights = _noun_weights()
+    nouns: dict[tuple[str, str], list[str]] = {}
+    predicates: dict[tuple[str, str, str], list[str]] = {}
     for key, word in PREDICATES.items():
         kind = word.frame if isinstance(word, Verb) else "adjective"
         for noun in word.nouns:
-            split: str = HELD_OUT.get((key, noun), "train")
-            _NOUNS_OF.setdefault((key, split), []).extend([noun] * weights[noun])
-            _PREDICATES_OF.setdefault((noun, kind, split), []).append(key)
+            split = HELD_OUT.get((key, noun), "train")
+            nouns.setdefault((key, split), []).extend([noun] * weights[noun])
+            predicates.setdefault((noun, kind, split), []).append(key)
+    return nouns, predicates
 
 
-_fill_combination_tables()
+_NOUNS_OF, _PREDICATES_OF = _combination_tables()
 
 
 def nouns_of(predicate: str, split: str) -> list[str]:

@@ -11,7 +11,7 @@ from .clauses import Clauses
 from .english import agreement
 from .grammar import REGISTERS, Node
 from .korean import is_honoured
-from .lexicon import MOODS, NAMES, NOUNS, VERBS, Adjective, Verb, predicates_of
+from .lexicon import MOODS, NAMES, NOUNS, VERBS, Verb, predicates_of
 
 MAX_WORDS = 13  # English words of a training sentence at most, its tag included
 
@@ -26,15 +26,13 @@ def nouns_repeat(structure: object) -> bool:
     stack = [structure]
     while stack:
         node = stack.pop()
-        if isinstance(node, list):
-            stack.extend(node)
-        elif isinstance(node, dict):
-            noun = node.get("noun")
-            if noun is not None:
-                if noun in seen:
-                    return True
-                seen.add(noun)
-            stack.extend(value for value in node.values() if isinstance(value, dict | list))
+        if isinstance(node, dict):
+            if node.get("noun") in seen:
+                return True
+            if "noun" in node:
+                seen.add(node["noun"])
+        if isinstance(node, dict | list):
+            stack.extend(node.values() if isinstance(node, dict) else node)
     return False
 
 
@@ -62,7 +60,8 @@ class Sentences(Clauses):
         roll = self.draws.below(100)
         if roll < 20:
             mood = self.draws.choice(MOODS)
-            return self.mood(mood, tense, self.subject_of(mood, definite=True, pronouns=False, plain=True))
+            subject = self.subject_of(mood, definite=True, pronouns=False, plain=True)
+            return {"subject": subject, "predicate": mood.key, "tense": tense}
         if roll < 55:
             return {"predicate": self.draws.choice(lexicon.FRAMES["weather"]).key, "tense": tense}
         if roll < 70:
@@ -72,9 +71,6 @@ class Sentences(Clauses):
         subject = self.common(self.noun_for(verb.key), definite=True, plain=True)
         return {"subject": subject, "predicate": verb.key, "tense": tense}
 
-    def mood(self, mood: Adjective, tense: str, subject: Node) -> Node:
-        return {"subject": subject, "predicate": mood.key, "tense": tense}
-
     def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
         """A mood, and what is done about it by the same person: I am tired, I sleep."""
         mood, honour = self.draws.choice(MOODS), is_honoured(subject)
@@ -83,7 +79,8 @@ class Sentences(Clauses):
         answer = VERBS[self.draws.choice(lexicon.MOOD_RESPONSES[mood.key])]
         while honour and answer.takes_people and not answer.takes_titles:
             answer = VERBS[self.draws.choice(lexicon.MOOD_RESPONSES[mood.key])]
-        return self.mood(mood, earlier, subject), self.deed(later, subject, verb=answer)
+        state = {"subject": subject, "predicate": mood.key, "tense": earlier}
+        return state, self.deed(later, subject, verb=answer)
 
     def deed(self, tense: str, subject: Node | None = None, *, verb: Verb | None = None, pronouns: bool = True) -> Node:
         """Something that people do, said briefly."""
@@ -243,7 +240,8 @@ class Sentences(Clauses):
             subject = self._repeatable_subject(sentence["join"])
             sentence["shared"] = True
             if sentence["join"] == "but" and self.draws.chance(0.5):
-                first, second = self.mood(self.draws.choice(MOODS), tense, subject), self.deed(tense, subject)
+                first: Node = {"subject": subject, "predicate": self.draws.choice(MOODS).key, "tense": tense}
+                second = self.deed(tense, subject)
             else:
                 first, second = (self.deed(tense, subject, verb=verb) for verb in verbs)
             del second["subject"]
