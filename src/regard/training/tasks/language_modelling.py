@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -21,11 +22,12 @@ from ...errors import BadData
 from ...generation import generate
 from ...models import Decoder, Model
 from ...text.processor import Processor
-from ...text.tokenizer import EOS, MASK, Tokenizer
+from ...text.tokenizer import EOS, MASK
 from ..loss import Batch, token_losses
 from ..metrics.language_metrics import TextLosses, paired_texts
+from ..metrics.statistics import Statistics
 from ..precision import Precision
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, StatisticsPair, Task, has_partial_batch
+from .task import MAX_TOKENIZER_TEXTS, SPECIAL_IDS, ExampleResult, Scores, Task, has_partial_batch, index_groups
 
 _MAX_CONTEXT = 1024  # of a model that can read more and does not say what it was trained with
 _SHOWN_BEFORE = 32  # tokens shown before a passage
@@ -36,14 +38,25 @@ class TextTask(Task):
 
     kinds = ("text",)
     needs_positions = True
+    _target_offset: ClassVar[int] = 0  # a target's place in the text is that of its input plus this
+
+    # What the tasks differ in.
+
+    @abstractmethod
+    def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
+        """Packed rows with what is asked about them; ``epoch`` is -1 for held-out texts."""
+
+    @abstractmethod
+    def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
+        """Metrics beside loss and perplexity."""
+
+    @abstractmethod
+    def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
+        """What a person is shown of the scored texts."""
 
     def _new_processor(self) -> Processor:
         texts = [cast(Text, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
         return Processor(source=self._new_tokenizer(texts))
-
-    @property
-    def _tokens(self) -> Tokenizer:
-        return cast(Tokenizer, self.processor.source)
 
     @property
     def context(self) -> int:
@@ -51,12 +64,11 @@ class TextTask(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        ids: dict[str, int | None] = {**self._special_ids, "bos_id": EOS}
+        ids: dict[str, int | None] = {**SPECIAL_IDS, "bos_id": EOS}
         if not self._separates_documents:
             ids |= {"bos_id": None, "eos_id": None}
-        return self.config.model.with_(
-            vocab_size=self._tokens.size, max_len=max(self.context, self.config.model.max_len), **ids
-        )
+        max_len = max(self.context, self.config.model.max_len)
+        return self.config.model.with_(vocab_size=self.tokenizer.size, max_len=max_len, **ids)
 
     @property
     def _separates_documents(self) -> bool:
@@ -66,49 +78,43 @@ class TextTask(Task):
 
     def _documents(self, examples: Sequence[Example]) -> Iterator[list[int]]:
         """Each between two <eos>, as GPT-2 has them, where they are told apart."""
-        for ids in self._tokens.encode_stream((cast(Text, x).text for x in examples), special=False):
-            yield [self._tokens.eos_id, *ids, self._tokens.eos_id] if self._separates_documents else ids
+        for ids in self.tokenizer.encode_stream((cast(Text, x).text for x in examples), special=False):
+            yield [self.tokenizer.eos_id, *ids, self.tokenizer.eos_id] if self._separates_documents else ids
 
     def token_file(self, examples: Sequence[Example]) -> TokenFile:
         """The tokens of some texts, in their order."""
-        return TokenFile.of(list(self._documents(examples)), self._tokens.size)
+        return TokenFile.of(list(self._documents(examples)), self.tokenizer.size)
 
     @cached_property
     def _train(self) -> TokenFile:
+        train, tokenizer = self.source.train, self.tokenizer
         if self.tokens_folder is None:
-            return self.token_file(self.source.train)
+            return self.token_file(train)
         about = f"{self.source.split.train_sha256} {self._separates_documents}"
         return cached_tokens(
-            self.tokens_folder,
-            about,
-            self._tokens.sha256,
-            self._tokens.size,
-            lambda: self._documents(self.source.train),
+            self.tokens_folder, about, tokenizer.sha256, tokenizer.size, lambda: self._documents(train)
         )
-
-    @property
-    def _rows(self) -> int:
-        """Rows of a batch."""
-        train = self.config.train
-        rows = max(1, train.batch_tokens // self.context)
-        return rows if train.batch_size is None else min(rows, train.batch_size)
 
     @cached_property
     def _packed(self) -> PackedRows:
         return PackedRows(self._train, self.context, self.config.train.seed)
 
+    @cached_property
+    def batch_plan(self) -> BatchPlan:
+        size = self._rows_per_batch(self.context)
+        return BatchPlan.by_examples(len(self._packed), size, seed=self.config.train.seed)
+
     @property
     def ragged(self) -> bool:
-        return has_partial_batch(len(self._packed), self._rows)
+        return has_partial_batch(len(self._packed), self._rows_per_batch(self.context))
 
-    @cached_property
-    def _order(self) -> BatchPlan:
-        return BatchPlan.by_examples(len(self._packed), self._rows, seed=self.config.train.seed)
+    def _train_batch(self, epoch: int, index: list[int]) -> Batch:
+        return self._row_batch(self._packed.batch(epoch, index), epoch, index)
 
-    def _packed_batch(self, number: int) -> tuple[int, Any, PackedRow]:
-        epoch, place = self._order.at(number)
-        index = self._order.batch(epoch, place)
-        return epoch, index, self._packed.batch(epoch, index)
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        rows = PackedRows(self.token_file(examples), self.context, shuffle=False)
+        for index in index_groups(len(rows), max(1, 32768 // self.context)):
+            yield index, self._row_batch(rows.batch(0, index), -1, index)
 
     def score(
         self,
@@ -116,9 +122,8 @@ class TextTask(Task):
         examples: Sequence[Example],
         precision: Precision,
         *,
-        beam: int = 1,
-        length_penalty: float = 1.0,
         stride: int | None = None,
+        **decoding: Any,
     ) -> Scores:
         """Every token as validation scores it and, with a ``stride``, also with a long context before each."""
         file = self.token_file(examples)
@@ -127,9 +132,9 @@ class TextTask(Task):
             raise BadData(f"{name} has nothing held out to evaluate on; data.source=FILE names other examples")
         losses, predictions = np.full(len(file.tokens), np.nan), np.full(len(file.tokens), -1, dtype=np.int64)
         texts = [cast(Text, x).text for x in examples]
-        text_losses = TextLosses(self._tokens, texts, file.tokens, file.starts, losses, predictions)
+        text_losses = TextLosses(self.tokenizer, texts, file.tokens, file.starts, losses, predictions)
         n_tokens, inputs, start = 0, np.array(file.tokens, dtype=np.int64), time.perf_counter()
-        width = self._scored_width(len(file.tokens))
+        width = min(self.context, len(file.tokens) - 1)  # tokens that a row of ``valid_groups`` advances
         for index, batch in self.valid_groups(examples):
             with precision.forward():
                 batch_losses, likeliest = token_losses(model, batch.to(model.device))
@@ -140,33 +145,17 @@ class TextTask(Task):
             n_tokens += batch.n_tokens
         seconds = time.perf_counter() - start
         scores = text_losses.scores()
-        self.check_finite(scores.loss)
-        values: dict[str, Any] = {"loss": scores.loss, "perplexity": scores.perplexity}
+        values: dict[str, Any] = {"loss": self.check_finite(scores.loss), "perplexity": scores.perplexity}
         values |= self._text_metrics(text_losses)
         rows = list(self._passage_results(text_losses, inputs))
         if stride is not None:
             with precision.forward():
                 text_losses = text_losses.with_stride(cast(Decoder, model), self.context, stride)
             strided = text_losses.scores()  # the better measure, so it is also what is compared
-            values |= {
-                "strided_loss": strided.loss,
-                "strided_perplexity": strided.perplexity,
-                "strided_bits_per_character": strided.bits_per_character,
-            }
+            names = ("loss", "perplexity", "bits_per_character")
+            values |= {f"strided_{name}": getattr(strided, name) for name in names}
         values["n_targets"] = scores.n_tokens
         return Scores(len(texts), values, rows, n_tokens, seconds, texts=text_losses)
-
-    _target_offset: ClassVar[int] = 0  # a target's place in the text is that of its input plus this
-
-    def _scored_width(self, n_tokens: int) -> int:
-        """Tokens that one row of ``valid_groups`` advances."""
-        return self.context
-
-    def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
-        return {}
-
-    def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
-        return iter(())
 
 
 class LanguageModel(TextTask):
@@ -184,18 +173,15 @@ class LanguageModel(TextTask):
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
         return DataConfig(max_len=min(model.max_len, _MAX_CONTEXT))
 
-    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[StatisticsPair]:
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts))
-
-    def _scored_width(self, n_tokens: int) -> int:
-        return self.context if self._separates_documents else min(self.context, n_tokens - 1)
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         return {"bits_per_character": text_losses.scores().bits_per_character}
 
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
         """Passages: the tokens before, the passage, and the likeliest token at each of its places."""
-        decode, scored, starts = self._tokens.decode, text_losses.scored, text_losses.starts
+        decode, scored, starts = self.tokenizer.decode, text_losses.scored, text_losses.starts
         for place in text_losses.passages():
             if (targets := scored[place]).any():
                 loss = float(text_losses.losses[place][targets].mean())
@@ -203,6 +189,8 @@ class LanguageModel(TextTask):
                 before = decode(text_losses.tokens[max(document_start, place.start - _SHOWN_BEFORE) : place.start])
                 likeliest = decode(text_losses.predictions[place][targets])
                 yield ExampleResult(before, decode(text_losses.tokens[place]), likeliest, math.exp(-loss), loss)
+
+    # A text without documents is read in blocks: at random places to train on, one after the other to evaluate.
 
     @cached_property
     def _blocks(self) -> TokenBlocks:
@@ -214,41 +202,42 @@ class LanguageModel(TextTask):
 
     @property
     def batches_per_epoch(self) -> int:
-        return self._order.count() if self._separates_documents else max(1, len(self._blocks) // self._rows)
+        if self._separates_documents:
+            return super().batches_per_epoch
+        return max(1, len(self._blocks) // self._rows_per_batch(self.context))
 
     def batch(self, number: int) -> Batch:
         if self._separates_documents:
-            _, _, packed = self._packed_batch(number)
-            return _next_token(packed)
-        return _plain(*self._blocks.random(self.config.train.seed, number, self._rows))
+            return super().batch(number)
+        return _block_batch(*self._blocks.random(self.config.train.seed, number, self._rows_per_batch(self.context)))
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         """Rows of a context each, one after the other; every token but the first of a document is asked for."""
-        file = self.token_file(examples)
-        at_once = max(1, 32768 // self.context)
         if self._separates_documents:
-            rows = PackedRows(file, self.context, shuffle=False)
-            for first in range(0, len(rows), at_once):
-                index = list(range(first, min(first + at_once, len(rows))))
-                yield index, _next_token(rows.batch(0, index))
-            return
-        if len(file.tokens) < 2:  # nothing comes next
-            return
-        blocks = TokenBlocks(file.tokens, min(self.context, len(file.tokens) - 1))
-        for first in range(0, len(blocks), at_once):
-            index = list(range(first, min(first + at_once, len(blocks))))
-            yield index, _plain(*blocks.sequential(first, at_once))
+            yield from super().valid_groups(examples)
+        elif len(tokens := self.token_file(examples).tokens) > 1:  # else nothing comes next
+            blocks = TokenBlocks(tokens, min(self.context, len(tokens) - 1))
+            for index in index_groups(len(blocks), max(1, 32768 // self.context)):
+                yield index, _block_batch(*blocks.sequential(index[0], len(index)))
+
+    def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
+        tokens, targets, documents, positions = (
+            torch.from_numpy(x) for x in (packed.tokens, packed.targets, packed.documents, packed.positions)
+        )
+        n_tokens = int((documents >= 0).sum())
+        if bool((documents == documents[:, :1]).all()):  # each row within one document: nothing to keep apart
+            return Batch((tokens,), targets, n_tokens=n_tokens)
+        return Batch((tokens,), targets, {"documents": documents, "positions": positions}, n_tokens)
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """Continuations of what held-out texts begin with."""
         shown: list[dict[str, str]] = []
         for example in self.first(self.source.valid, n):
-            ids = self._tokens.encode(cast(Text, example).text[:2000], special=False)[:12]
-            if not ids:
-                continue
-            room = max(1, min(80, model.config.max_len - len(ids)))
-            made = generate(model, ids, max_new_tokens=room, temperature=0.8, top_k=40, seed=len(shown))
-            shown.append({"source": self._tokens.decode(ids), "output": self._tokens.decode(made.tokens[0])})
+            if ids := self.tokenizer.encode(cast(Text, example).text[:2000], special=False)[:12]:
+                room = max(1, min(80, model.config.max_len - len(ids)))
+                output = generate(model, ids, max_new_tokens=room, temperature=0.8, top_k=40, seed=len(shown))
+                continuation = self.tokenizer.decode(output.tokens[0])
+                shown.append({"source": self.tokenizer.decode(ids), "output": continuation})
         return shown
 
 
@@ -262,7 +251,7 @@ class MaskedLanguageModel(TextTask):
     def accepts(cls, model: ModelConfig) -> bool:
         return (model.architecture, model.source, model.head) == ("encoder", "text", "masked-lm")
 
-    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[StatisticsPair]:
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts), masked=True)
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
@@ -271,59 +260,25 @@ class MaskedLanguageModel(TextTask):
 
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
         """Rows as the model saw them, as they were, and as it filled them in."""
-        scored, decode, tokens = text_losses.scored, self._tokens.decode, text_losses.tokens
+        scored, decode, tokens = text_losses.scored, self.tokenizer.decode, text_losses.tokens
         completed = np.where(scored, text_losses.predictions, tokens)
         for first in range(0, len(tokens), self.context):
             place = slice(first, min(first + self.context, len(tokens)))
             if (targets := scored[place]).any():
                 loss = float(text_losses.losses[place][targets].mean())
-                masked = "".join(self._tokens.span_texts(inputs[place].tolist()))
+                masked = "".join(self.tokenizer.span_texts(inputs[place].tolist()))
                 yield ExampleResult(masked, decode(tokens[place]), decode(completed[place]), math.exp(-loss), loss)
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return self._order.count()
-
-    def batch(self, number: int) -> Batch:
-        epoch, index, packed = self._packed_batch(number)
-        return self._masked_batch(packed, epoch, [int(i) for i in index])
-
-    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        rows = PackedRows(self.token_file(examples), self.context, shuffle=False)
-        at_once = max(1, 32768 // self.context)
-        for first in range(0, len(rows), at_once):
-            index = list(range(first, min(first + at_once, len(rows))))
-            yield index, self._masked_batch(rows.batch(0, index), -1, index)
-
-    def _masked_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
-        made = [
-            mask_tokens(
-                row,
-                vocab_size=self._tokens.size,
-                mask_id=MASK,
-                share=self.config.data.mask_rate,
-                seed=self.config.train.seed,
-                epoch=epoch,
-                index=which,
-            )
+    def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
+        size, rate, seed = self.tokenizer.size, self.config.data.mask_rate, self.config.train.seed
+        rows = [
+            mask_tokens(row, vocab_size=size, mask_id=MASK, share=rate, seed=seed, epoch=epoch, index=which)
             for row, which in zip(packed.tokens, index, strict=True)
         ]
-        tokens, targets = (
-            torch.from_numpy(np.stack([getattr(x, name) for x in made])) for name in ("inputs", "targets")
-        )
+        tokens, targets = (torch.from_numpy(np.stack([getattr(x, n) for x in rows])) for n in ("inputs", "targets"))
         padding_mask = torch.from_numpy(packed.documents >= 0)
         return Batch((tokens,), targets, {"padding_mask": padding_mask}, int(padding_mask.sum()))
 
 
-def _plain(tokens: np.ndarray, targets: np.ndarray) -> Batch:
+def _block_batch(tokens: np.ndarray, targets: np.ndarray) -> Batch:
     return Batch((torch.from_numpy(tokens),), torch.from_numpy(targets), n_tokens=tokens.size)
-
-
-def _next_token(packed: PackedRow) -> Batch:
-    tokens, targets, documents, positions = (
-        torch.from_numpy(x) for x in (packed.tokens, packed.targets, packed.documents, packed.positions)
-    )
-    n_tokens = int((documents >= 0).sum())
-    if bool((documents == documents[:, :1]).all()):  # each row within one document: nothing to keep apart
-        return Batch((tokens,), targets, n_tokens=n_tokens)
-    return Batch((tokens,), targets, {"documents": documents, "positions": positions}, n_tokens)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -19,23 +19,25 @@ from torch import Tensor
 from ...config import DataConfig, Kind, ModelConfig, RunConfig
 from ...config.data_config import TokenizerKind
 from ...data.batching import BatchPlan, pad
-from ...data.examples import Example
+from ...data.examples import Example, ImageExample
 from ...data.hashing import stable_key, uniform
+from ...data.images import image_batch
 from ...data.packing import IGNORE
 from ...data.sources import Source
 from ...errors import BadData, RegardError
 from ...models import Model
+from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
 from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
 from .. import metrics
 from ..loss import Batch, batch_loss, token_losses
 from ..metrics.language_metrics import TextLosses
-from ..metrics.statistics import Floats, Statistics
+from ..metrics.statistics import Statistics
 from ..precision import Precision
 
 MAX_TOKENIZER_TEXTS = 200_000  # a tokenizer learns nothing from more
-StatisticsPair = tuple[Statistics, Statistics]
+SPECIAL_IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}  # of every tokenizer trained here
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class ExampleResult:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
+    def first_target(self) -> str:
+        return self.target if isinstance(self.target, str) else self.target[0]
+
+    @property
     def is_correct(self) -> bool:
         return self.output == self.target or (isinstance(self.target, list) and self.output in self.target)
 
@@ -66,7 +72,7 @@ class Scores:
     n_tokens: int
     seconds: float  # of the pass that computes the loss
     details: dict[str, Any] = field(default_factory=dict)
-    statistics: Callable[[], list[Statistics]] = list  # what a comparison resamples; the loss comes last
+    losses: tuple[NDArray[Any], NDArray[Any]] | None = None  # of each example: summed, and its number of targets
     texts: TextLosses | None = None  # of a language model: the loss of every token
 
     @property
@@ -90,7 +96,11 @@ class SkippedExamples:
 
 
 class Task(ABC):
-    """Data → batches → loss, and a model's answers → metrics. A batch is a pure function of its number."""
+    """Data → batches → loss, and a model's answers → metrics. A batch is a pure function of its number.
+
+    A subclass says which models and sources it is for, how examples become batches (``batch_plan``, ``_train_batch``,
+    ``valid_groups``), and what answers are worth (``answers``, ``answer_statistics``).
+    """
 
     name: ClassVar[str]  # of the RunConfig; a subclass of one's own keeps that of the task whose defaults it uses
     kinds: ClassVar[tuple[Kind, ...]]  # sources it can learn from
@@ -125,25 +135,37 @@ class Task(ABC):
     def _new_processor(self) -> Processor:
         """Tokenizers, image processor and labels, made from the training data."""
 
+    @property
     @abstractmethod
-    def batch(self, number: int) -> Batch:
-        """Training batch ``number`` of the whole run, counted from 0."""
+    def batch_plan(self) -> BatchPlan:
+        """Which training examples make up which batch."""
+
+    @abstractmethod
+    def _train_batch(self, epoch: int, index: list[int]) -> Batch:
+        """The training examples at ``index`` as a batch."""
 
     @abstractmethod
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         """Held-out examples once each: batches, and which example each row belongs to (of texts: which row)."""
 
-    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        return (batch for _, batch in self.valid_groups(examples))
+    # Batches.
+
+    def batch(self, number: int) -> Batch:
+        """Training batch ``number`` of the whole run, counted from 0."""
+        epoch, place = self.batch_plan.at(number)
+        return self._train_batch(epoch, self.batch_plan.batch(epoch, place).tolist())
 
     @property
-    @abstractmethod
-    def batches_per_epoch(self) -> int: ...
+    def batches_per_epoch(self) -> int:
+        return self.batch_plan.count()
 
     @property
     def ragged(self) -> bool:
         """Whether batches differ in shape."""
         return True
+
+    def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        return (batch for _, batch in self.valid_groups(examples))
 
     # A model without a run directory.
 
@@ -166,7 +188,7 @@ class Task(ABC):
     # Evaluation.
 
     def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
+        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
         """Metrics beside the loss, and the model's output for each example; nothing where the loss is all there is."""
         return {}, []
@@ -178,8 +200,7 @@ class Task(ABC):
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """The first held-out examples with the model's output, to be shown during training."""
         _, rows = self.answers(model, self.first(self.source.valid, n), beam=1, length_penalty=1.0)
-        targets = [row.target if isinstance(row.target, str) else row.target[0] for row in rows]
-        return [{"source": x.source, "target": y, "output": x.output} for x, y in zip(rows, targets, strict=True)]
+        return [{"source": row.source, "target": row.first_target, "output": row.output} for row in rows]
 
     def validate(
         self,
@@ -188,24 +209,20 @@ class Task(ABC):
         *,
         n_batches: int | None = None,
         n_examples: int | None = None,
-        beam: int = 1,
-        length_penalty: float = 1.0,
+        **decoding: Any,
     ) -> dict[str, float | str]:
-        """Metrics on the validation set, as a run records them. ``loss_of(batch)`` sums over a batch's targets."""
+        """Metrics on the validation set, as a run records them: the loss of the first batches, answers to the first
+        examples. ``loss_of(batch)`` sums over a batch's targets; ``decoding``: beam and length_penalty."""
         total, count = 0.0, 0
-        for index, (_, batch) in enumerate(self.valid_groups(self.first(self.source.valid))):
-            if index == n_batches:
-                break
+        for batch in itertools.islice(self.valid_batches(self.first(self.source.valid)), n_batches):
             total += float(loss_of(batch))
             count += batch.n_targets
         if not count:
             raise BadData(f"{self.source.name} has nothing held out to evaluate on")
-        loss = total / count
-        found: dict[str, float | str] = {"valid_loss": loss}
+        found: dict[str, float | str] = {"valid_loss": total / count}
         if self.reports_perplexity:
-            found["perplexity"] = math.exp(min(loss, 700))
-        examples = self.first(self.source.valid, n_examples)
-        return {**found, **self.answers(model, examples, beam=beam, length_penalty=length_penalty)[0]}
+            found["perplexity"] = math.exp(min(total / count, 700))
+        return {**found, **self.answers(model, self.first(self.source.valid, n_examples), **decoding)[0]}
 
     def score(
         self,
@@ -213,44 +230,38 @@ class Task(ABC):
         examples: Sequence[Example],
         precision: Precision,
         *,
-        beam: int = 1,
-        length_penalty: float = 1.0,
         stride: int | None = None,
+        **decoding: Any,
     ) -> Scores:
-        """Loss and answer of every example. ``precision`` is that of the loss; generation uses the weights as is."""
-        sums, counts, n_tokens, seconds = self._losses(model, examples, precision)
-        loss = self.check_finite(float(sums.sum() / counts.sum()))
-        answered, rows = self.answers(model, examples, beam=beam, length_penalty=length_penalty)
-        rows = [replace(row, loss=float(each)) for row, each in zip(rows, sums / counts, strict=True)]
-        found: dict[str, Any] = {"loss": loss, "perplexity": metrics.perplexity(loss), **answered}
-        found.pop("n", None)
-
-        def statistics() -> list[Statistics]:
-            outputs, references = [row.output for row in rows], [row.target for row in rows]
-            return [*self.answer_statistics(outputs, references), metrics.loss_statistics(sums, counts)]
-
-        return Scores(len(examples), found, rows, n_tokens, seconds, statistics=statistics)
-
-    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[StatisticsPair]:
-        """The statistics of every metric that two models on the same examples can be compared by."""
-        pairs = list(zip(ours.statistics(), theirs.statistics(), strict=True))
-        return pairs if same_tokens else pairs[:-1]  # a mean loss over other tokens is another quantity
-
-    def _losses(
-        self, model: Model, examples: Sequence[Example], precision: Precision
-    ) -> tuple[Floats, NDArray[np.int64], int, float]:
-        """The summed loss of every example, its number of targets, tokens read, seconds."""
+        """Loss and answer of every example, as a report has them. ``precision`` is that of the loss; generation uses
+        the weights as is. ``decoding``: beam and length_penalty; ``stride`` is for language models."""
         sums, counts = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
         n_tokens, start = 0, time.perf_counter()
         for index, batch in self.valid_groups(examples):
             with precision.forward():
                 losses, _ = token_losses(model, batch.to(model.device))
-            row_of_target = torch.nonzero(batch.targets != IGNORE)[:, 0].numpy()
-            which = np.asarray(index)[row_of_target]
-            np.add.at(sums, which, losses.cpu().double().numpy())
-            np.add.at(counts, which, 1)
+            example_of_target = np.asarray(index)[torch.nonzero(batch.targets != IGNORE)[:, 0].numpy()]
+            np.add.at(sums, example_of_target, losses.cpu().double().numpy())
+            np.add.at(counts, example_of_target, 1)
             n_tokens += batch.n_tokens
-        return sums, counts, n_tokens, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        loss = self.check_finite(float(sums.sum() / counts.sum()))
+        answered, rows = self.answers(model, examples, **decoding)
+        rows = [replace(row, loss=float(each)) for row, each in zip(rows, sums / counts, strict=True)]
+        found: dict[str, Any] = {"loss": loss, "perplexity": metrics.perplexity(loss), **answered}
+        found.pop("n", None)
+        return Scores(len(examples), found, rows, n_tokens, seconds, losses=(sums, counts))
+
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
+        """The statistics of every metric that two models on the same examples can be compared by."""
+
+        def statistics(scores: Scores) -> list[Statistics]:
+            assert scores.losses is not None
+            found = self.answer_statistics([row.output for row in scores.rows], [row.target for row in scores.rows])
+            # A mean loss over other tokens is another quantity.
+            return [*found, metrics.loss_statistics(*scores.losses)] if same_tokens else found
+
+        return list(zip(statistics(ours), statistics(theirs), strict=True))
 
     def check_finite(self, loss: float) -> float:
         if not math.isfinite(loss):
@@ -271,24 +282,33 @@ class Task(ABC):
     def first(examples: Sequence[Example], n: int | None = None) -> list[Example]:
         return [examples[index] for index in range(len(examples) if n is None else min(n, len(examples)))]
 
-    def _new_tokenizer(self, texts: Sequence[str], template: Template | None = None) -> Tokenizer:
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of a task that has one."""
+        return self.processor.tokenizer
+
+    def _new_tokenizer(self, texts: Sequence[str]) -> Tokenizer:
         """The tokenizer the config names: read from its file, else trained on these texts."""
         data = self.config.data
         kind = self.tokenizer_kind if data.tokenizer == "auto" else data.tokenizer
-        if kind not in TOKENIZER_KINDS:
-            if not kind.endswith(".json"):
-                raise ValueError(
-                    f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json"
-                )
-            return Tokenizer.load(kind)
-        size = data.vocab_size if kind in ("bpe", "unigram") else None
-        return train_tokenizer(texts[:MAX_TOKENIZER_TEXTS], cast(TokenizerKind, kind), size, template or self.template)
+        if kind in TOKENIZER_KINDS:
+            size = data.vocab_size if kind in ("bpe", "unigram") else None
+            return train_tokenizer(texts[:MAX_TOKENIZER_TEXTS], cast(TokenizerKind, kind), size, self.template)
+        if not kind.endswith(".json"):
+            raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json")
+        return Tokenizer.load(kind)
 
-    def _plan(self, lengths: Any, *, max_len: int | None = None) -> BatchPlan:
+    def _plan_by_length(self, lengths: Any, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
         return BatchPlan(
             lengths, train.batch_tokens, seed=train.seed, max_len=max_len, shuffle=True, max_examples=train.batch_size
         )
+
+    def _rows_per_batch(self, tokens_per_row: int) -> int:
+        """As many rows of equal length as batch_tokens and batch_size allow."""
+        train = self.config.train
+        rows = max(1, train.batch_tokens // tokens_per_row)
+        return rows if train.batch_size is None else min(rows, train.batch_size)
 
     def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> torch.Tensor:
         """tokens (B, T), T rounded up for fewer distinct shapes, unless the model's positions end before.
@@ -313,10 +333,47 @@ class Task(ABC):
             out.append([MASK if is_hidden and token >= len(SPECIAL) else token for token, is_hidden in pairs])
         return out
 
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        """The special tokens of every tokenizer trained here."""
-        return {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
+
+class ImageTask(Task):
+    """A task whose models read images, a patch being a token."""
+
+    processor_parts: ClassVar[tuple[str, ...]] = ("image",)
+
+    def _new_image_processor(self) -> ImageProcessor:
+        model, half = self.config.model, (0.5,) * self.config.model.n_channels
+        return ImageProcessor((model.image_size, model.image_size), half, half)
+
+    @property
+    def _n_patches(self) -> int:
+        return (self.config.model.image_size // self.config.model.patch_size) ** 2
+
+    def _pixels(self, examples: Sequence[Example], index: Sequence[int], epoch: int | None = None) -> Tensor:
+        """pixels (B, C, H, W) of the images at ``index``, normalised; in an ``epoch`` of training also augmented."""
+        model, data, image = self.config.model, self.config.data, self.processor.image
+        assert image is not None
+        shift, flip = (0, False) if epoch is None else (data.shift, data.flip)
+        return image_batch(
+            cast(Sequence[ImageExample], examples),
+            index,
+            size=model.image_size,
+            channels=model.n_channels,
+            mean=image.mean,
+            std=image.std,
+            shift=shift,
+            flip=flip,
+            seed=self.config.train.seed,
+            epoch=epoch or 0,
+        )
+
+
+def image_name(example: ImageExample) -> str:
+    name = getattr(example.image, "name", None)
+    return str(name) if name else "image"
+
+
+def index_groups(n: int, size: int) -> Iterator[list[int]]:
+    """0 … n - 1 in order, ``size`` at a time."""
+    return (list(range(first, min(first + size, n))) for first in range(0, n, size))
 
 
 def group_by_length(sizes: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

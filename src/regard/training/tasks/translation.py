@@ -20,7 +20,7 @@ from ...text.tokenizer import Tokenizer
 from .. import metrics
 from ..loss import Batch, shift_targets
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
+from .task import MAX_TOKENIZER_TEXTS, SPECIAL_IDS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
 
 
 class Translate(Task):
@@ -38,12 +38,10 @@ class Translate(Task):
 
     def _new_processor(self) -> Processor:
         train = [cast(Pair, x) for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
-        source, target = [x.source for x in train], [x.target for x in train]
         if self.config.data.joint_vocab:
-            return Processor(
-                source=self._new_tokenizer([text for pair in zip(source, target, strict=True) for text in pair])
-            )
-        return Processor(source=self._new_tokenizer(source), target=self._new_tokenizer(target))
+            return Processor(source=self._new_tokenizer([text for x in train for text in (x.source, x.target)]))
+        source = self._new_tokenizer([x.source for x in train])
+        return Processor(source=source, target=self._new_tokenizer([x.target for x in train]))
 
     @property
     def _source(self) -> Tokenizer:
@@ -55,13 +53,9 @@ class Translate(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        data = self.config.data
-        sizes = {
-            "vocab_size": self._source.size,
-            "target_vocab_size": None if self.processor.target is None else self._target.size,
-            "max_len": max(data.max_len, self.config.model.max_len),
-        }
-        return self.config.model.with_(**sizes, **self._special_ids)
+        target_size = None if self.processor.target is None else self._target.size
+        sizes = {"vocab_size": self._source.size, "target_vocab_size": target_size, "max_len": self._readable[0]}
+        return self.config.model.with_(**sizes, **SPECIAL_IDS)
 
     @cached_property
     def _encoded(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -75,7 +69,7 @@ class Translate(Task):
         return sources, [[self._target.bos_id, *row] for row in targets]
 
     @cached_property
-    def _batches(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         sources, targets = self._encoded
         data = self.config.data
         lengths = np.asarray([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)])
@@ -83,18 +77,12 @@ class Translate(Task):
         longer = np.any(lengths > most, axis=1)
         if data.too_long == "truncate":
             self.skipped = SkippedExamples(n_cut=int(longer.sum()), max_len=data.max_len)
-            return self._plan(np.minimum(lengths, most))
+            return self._plan_by_length(np.minimum(lengths, most))
         self.skipped = SkippedExamples(n_dropped=int(longer.sum()), max_len=data.max_len)
         # The plan knows one limit for both sides, so what is too long on its own side is made too long for that.
-        return self._plan(np.where(longer[:, None], most.max() + 1, lengths), max_len=int(most.max()))
+        return self._plan_by_length(np.where(longer[:, None], most.max() + 1, lengths), int(most.max()))
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return self._batches.count()
-
-    def batch(self, number: int) -> Batch:
-        epoch, place = self._batches.at(number)
-        index = self._batches.batch(epoch, place).tolist()
+    def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         sources, targets = self._encoded
         return self._collate(self._hide_tokens([sources[i] for i in index], epoch, index), [targets[i] for i in index])
 
@@ -128,33 +116,29 @@ class Translate(Task):
         return Batch((source, read), wanted, {"source_padding_mask": source != self._source.pad_id}, n_tokens)
 
     def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int, length_penalty: float
+        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
         pairs = cast(Sequence[Pair], examples)
         if not pairs:
             return {}, []
         outputs = self.translate(model, [x.source for x in pairs], beam=beam, length_penalty=length_penalty)
         references = [x.target for x in pairs]
-        scores = metrics.sentence_chrf(outputs, references)
-        rows = [
-            ExampleResult(x.source, x.target, output, score / 100)
-            for x, output, score in zip(pairs, outputs, scores, strict=True)
-        ]
+        each = zip(pairs, outputs, metrics.sentence_chrf(outputs, references), strict=True)
+        rows = [ExampleResult(x.source, x.target, output, score / 100) for x, output, score in each]
         return dict(metrics.translation(outputs, references).to_dict()), rows
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        kinds = (metrics.bleu_statistics, metrics.chrf_statistics, metrics.exact_statistics)
-        return [kind(outputs, references) for kind in kinds]
+        measures = (metrics.bleu_statistics, metrics.chrf_statistics, metrics.exact_statistics)
+        return [measure(outputs, references) for measure in measures]
 
     def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
         """The model's translations, longest sources first so that groups are of similar length."""
         ids = [row[: model.config.max_len] for row in self._source.encode_all(texts)]
         outputs = [""] * len(ids)
         for group in group_by_length([len(row) for row in ids], max(512, 16384 // beam)):
-            longest = max(len(ids[i]) for i in group)
-            limit = default_output_length(model.config, longest, multiple=1)
+            limit = default_output_length(model.config, max(len(ids[i]) for i in group), multiple=1)
             config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=limit)
-            made = generate(model, [ids[i] for i in group], config)
-            for place, tokens in zip(group, made.tokens, strict=True):
+            translated = generate(model, [ids[i] for i in group], config)
+            for place, tokens in zip(group, translated.tokens, strict=True):
                 outputs[place] = self._target.decode(tokens)
         return outputs
