@@ -218,7 +218,7 @@ FAULTS = [
     Fault(
         "a loss that is not finite goes on",
         "training/loop.py",
-        "if not finite_loss or not (finite_norm or self._may_skip()):",
+        "if not finite_loss or not (finite_norm or may_skip):",
         "if False:",
         "tests/training/test_loop.py tests/training/test_runs.py",
     ),

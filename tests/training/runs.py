@@ -136,7 +136,7 @@ def bits_equal(one: Tensor, other: Tensor) -> bool:
 
 def assert_same(one: Path, other: Path, *, files: bool = True) -> None:
     """Weights, optimiser, averages, metrics, position and shipped model of two runs are the same, bit for bit."""
-    (here, _), (there, _) = latest(one).read(), latest(other).read()
+    here, there = latest(one).tensors(), latest(other).tensors()
     assert here.keys() == there.keys()
     odd = [name for name in here if not bits_equal(here[name].reshape(-1), there[name].reshape(-1))]
     assert not odd, f"{len(odd)} of {len(here)} tensors differ: {odd[:3]}"

@@ -27,7 +27,7 @@ from regard.errors import BadModelFile, RegardError
 from regard.foundation.files import acquire_lock
 from regard.training import shards
 from regard.training.checkpoint import Checkpoint, Checkpoints, first_non_finite
-from regard.training.shards import Index, Reader, TensorRegion, write_tensors
+from regard.training.shards import Index, TensorReader, TensorRegion, write_tensors
 
 DTYPES = [
     torch.float64,
@@ -90,7 +90,7 @@ def test_it_comes_back_bit_for_bit(tmp_path: Path) -> None:
     found = Checkpoints(tmp_path, keep=2).latest()
     assert found is not None
     assert found.step == 200
-    tensors, state = found.read()
+    tensors, state = found.tensors(), found.state
     assert same(tensors, some_tensors())
     assert state == STATE
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -169,8 +169,8 @@ def test_any_box_is_put_together_from_pieces(tmp_path_factory: pytest.TempPathFa
     (folder / "index.json").write_bytes(text)
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     region = TensorRegion(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
-    assert Reader(folder).read("x/x", region).equal(x[tuple(slice(a, b) for a, b in ends)])
-    assert Reader(folder).read("x/x").equal(x)
+    assert TensorReader(folder).read("x/x", region).equal(x[tuple(slice(a, b) for a, b in ends)])
+    assert TensorReader(folder).read("x/x").equal(x)
 
 
 # ------------------------------------------------------------------------------------- what is refused
@@ -310,7 +310,7 @@ def test_an_index_that_lies(tmp_path: Path, change: Callable[[Any], None], told:
     change(index)
     path.write_text(json.dumps(index))
     with pytest.raises(BadModelFile, match=told):
-        found.read()
+        found.tensors()
 
 
 # ------------------------------------------------------------------------------------- a full disk
@@ -488,7 +488,7 @@ def test_twenty_kills_while_saving(tmp_path: Path, killed_writer: Callable[[floa
         assert found.step in (last.get("wrote", before), last.get("began", before))
         assert found.step >= before
         before = found.step
-        tensors, state = found.read()
+        tensors, state = found.tensors(), found.state
         assert state == {"step": found.step}
         assert all(x.eq(found.step).all() for x in tensors.values())
         assert {path.name for path in tmp_path.iterdir()} == {f"step-{step:06}" for step in checkpoints.steps()}

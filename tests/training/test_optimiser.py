@@ -329,7 +329,8 @@ def test_a_scaler_skips_what_overflowed_and_unscales_the_rest(kind: str, device:
             assert param.grad is not None
             param.grad.mul_(torch.inf if overflow else factor)
         before = [param.detach().clone() for param in scaled.parameters()]
-        optimisers[1].step(scaler)
+        for optimiser in optimisers[1].optimisers:
+            scaler.step(optimiser)
         scaler.update()
         if overflow:
             assert all(torch.equal(x, y) for x, y in zip(before, scaled.parameters(), strict=True))

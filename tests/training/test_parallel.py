@@ -40,16 +40,14 @@ from regard.training.optimiser import build_optimiser
 from regard.training.parallel import (
     Group,
     _units,
-    average_gradients,
     clip_grad_norm,
-    first_non_finite_gradient,
-    full_state,
     gather_parameters,
     gradient_sync,
     open_group,
     parallelise,
 )
 from regard.training.shards import is_sharded, local, local_region
+from regard.training.signals import broken_gradient
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -188,7 +186,7 @@ def run(
             ):  # in bf16 a last bit becomes 2⁻⁹
                 trained.step()
         trained.zero_grad()
-    told["weights"] = {name: x.clone() for name, x in full_state(model, everywhere=True).items()}
+    told["weights"] = whole(model.state_dict())
     told["sharded"] = sum(is_sharded(p) for p in model.parameters())
     return told
 
@@ -196,7 +194,7 @@ def run(
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert all(grad is not None for grad in grads.values()), [name for name, grad in grads.items() if grad is None]
-    return {name: grad.full_tensor() if is_sharded(grad) else grad.clone() for name, grad in grads.items()}
+    return whole({name: grad for name, grad in grads.items() if grad is not None})
 
 
 @functools.cache
@@ -277,7 +275,6 @@ def talk(group: Group) -> dict[str, Any]:
     told = {
         "sum": group.sum(x).tolist(),
         "x": x.tolist(),
-        "any": [group.any(False), group.any(group.rank == 1), group.any(True)],
         "main": group.is_main,
         "object": group.broadcast_object({"rank": group.rank}),
         "objects": group.gather_objects((group.rank, None)),
@@ -291,7 +288,7 @@ def test_a_group_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     group = open_group("cpu")
     assert not dist.is_initialized()
     assert talk(group) == {
-        **{"sum": [1.0, 0.0], "x": [1.0, 0.0], "any": [False, False, True], "main": True},
+        **{"sum": [1.0, 0.0], "x": [1.0, 0.0], "main": True},
         **{"object": {"rank": 0}, "objects": [(0, None)]},
     }
     group.close()
@@ -302,7 +299,7 @@ def test_a_group_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_of_three() -> None:
     for rank, told in enumerate(spread(3, talk)):
         assert told == {
-            **{"sum": [3.0, 3.0], "x": [1.0, rank], "any": [False, True, True], "main": rank == 0},
+            **{"sum": [3.0, 3.0], "x": [1.0, rank], "main": rank == 0},
             **{"object": {"rank": 0}, "objects": [(0, None), (1, None), (2, None)]},
         }
 
@@ -331,7 +328,7 @@ def until_told(group: Group) -> int:
     for step in range(100):
         if step == 5 and group.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        if group.any(bool(told)):
+        if any(group.gather_objects(bool(told))):
             return step
     return -1
 
@@ -348,7 +345,7 @@ def break_gradient(group: Group, parallel: str) -> tuple[str | None, str | None,
     objective = make_objective("decoder")
     module = parallelise(objective, parallel, group)  # type: ignore[arg-type]
     module(make_batch(objective.model, 0)).backward()
-    fine = first_non_finite_gradient(module, group)
+    fine = next((x for x in group.gather_objects(broken_gradient(module)) if x), None)
     if group.rank == group.world - 1:
         for name, p in objective.model.named_parameters():
             if name.endswith("1.ff.w_in.weight") or name.endswith("2.ff.w_out.weight"):
@@ -357,7 +354,7 @@ def break_gradient(group: Group, parallel: str) -> tuple[str | None, str | None,
     before = {name: local(p.grad).clone() for name, p in objective.named_parameters() if p.grad is not None}
     norm = float(clip_grad_norm(module.parameters(), 1e-6))
     kept = all(local(p.grad).equal(before[n]) for n, p in objective.named_parameters() if "0.ff" in n)  # type: ignore[arg-type]
-    return fine, first_non_finite_gradient(module, group), norm, kept
+    return fine, next((x for x in group.gather_objects(broken_gradient(module)) if x), None), norm, kept
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -365,7 +362,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all(parallel: str) -> None:
     norms = []
     for fine, name, norm, kept in spread(2, break_gradient, parallel):
         assert fine is None
-        assert name == "model.decoder.blocks.1.ff.w_in.weight"
+        assert name == "the gradient of decoder.blocks.2.ff.w_out.weight and 1 before it"
         assert (norm != norm) == kept  # nothing is scaled by NaN
         norms.append(norm)
     assert norms[-1] != norms[-1]
@@ -389,13 +386,13 @@ def test_the_norm_is_that_of_all_shards(parallel: str) -> None:
         assert found == pytest.approx((asked, first, after), rel=1e-5)
 
 
-def interrupted(group: Group, parallel: str, root: str) -> dict[str, Tensor]:
+def interrupted(group: Group, root: str) -> dict[str, Tensor]:
     """Gradients of two micro-batches a process, stored and read again between them."""
     checkpoints = Checkpoints(root, 1, group)
     for part in range(2):
         objective = make_objective("decoder")
         model = objective.model
-        module = parallelise(objective, parallel, group)  # type: ignore[arg-type]
+        module = parallelise(objective, "fsdp", group)
         if part == 1:
             found = checkpoints.at(0)
             for name, p in model.named_parameters():
@@ -405,20 +402,18 @@ def interrupted(group: Group, parallel: str, root: str) -> dict[str, Tensor]:
         with gradient_sync(module, last=part == 1):
             (module(make_batch(model, number)) * group.world).backward()
         if part == 0:
-            average_gradients(module, group)
             grads = {f"grad/{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
             checkpoints.write(0, grads, {"micro": 1})
     return full_gradients(model)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_gradients_are_stored_between_micro_batches(parallel: str, tmp_path: Path) -> None:
+def test_sharded_gradients_are_stored_between_micro_batches(tmp_path: Path) -> None:
     objective = make_objective("decoder")
     for number in range(4):
         seed_everything(7, "batch", number)
         objective(make_batch(objective.model, number)).backward()
     expected = full_gradients(objective.model)
-    for found in spread(2, interrupted, parallel, str(tmp_path)):
+    for found in spread(2, interrupted, str(tmp_path)):
         assert farthest(expected, found) < BOUND
 
 

@@ -18,7 +18,7 @@ from regard.config import TrainConfig
 from regard.errors import RegardError
 from regard.models import build
 from regard.training import compilation
-from regard.training.compilation import Choice, choose, compile_objective, compiler_trouble, preserve_state, record
+from regard.training.compilation import Choice, Compiled, choose, compiler_trouble, preserve_state, record
 from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision, choices
 
@@ -270,19 +270,13 @@ def test_compiling_must_pay_back(steps: int, accumulate: int, wanted: bool, monk
     assert "expected: 12 s for 1.25×" in choice.reason  # two layers, 25 s for four
 
 
-def test_steps_left_count_not_those_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    Timed(fp32=0.1, bf16=0.2).install(monkeypatch)
-    monkeypatch.setattr(compilation, "compiler_trouble", lambda kind: None)
-    assert not choose(objective_of(), batch, TrainConfig(steps=2000), CPU, steps_left=50).compile
-
-
 def test_the_next_run_knows_what_compiling_brought(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Timed(fp32=0.1, bf16=0.2).install(monkeypatch)
     monkeypatch.setattr(compilation, "compiler_trouble", lambda kind: None)
     train = TrainConfig(steps=2000)
     choice = choose(objective_of(), batch, train, CPU)
     assert choice.compile
-    record(choice, compile_seconds=20.0, eager_ms=None, compiled_ms=110.0)
+    record(choice, compile_seconds=20.0, compiled_ms=110.0)
     assert own_cache.exists()
     slower = choose(objective_of(), batch, train, CPU)
     assert not slower.compile
@@ -290,7 +284,7 @@ def test_the_next_run_knows_what_compiling_brought(own_cache: Path, monkeypatch:
     # Another model, another precision and a batch of another size were not measured.
     assert choose(objective_of(d_ff=64), batch, train, CPU).compile
     assert choose(objective_of(), lambda n: batch(n, 23), train, CPU).compile
-    record(choice, compile_seconds=2.0, eager_ms=100.0, compiled_ms=50.0)
+    record(choice, compile_seconds=2.0, compiled_ms=50.0)
     faster = choose(objective_of(), batch, train, CPU)
     assert "measured: 20 s for 2.00×" in faster.reason  # a warm cache of torch's own does not make the cost 2 s
 
@@ -299,16 +293,16 @@ def test_the_next_run_knows_what_compiling_brought(own_cache: Path, monkeypatch:
 def test_a_damaged_table_is_an_empty_one(content: str, own_cache: Path) -> None:
     own_cache.parent.mkdir(parents=True)
     own_cache.write_text(content)
-    key = compilation.key_of(None, 10, "fp32", CPU)
-    assert not compilation.expected(key, objective_of(), CPU).measured
-    compilation.remember(key, 5.0, 2.0, 1.0)
-    assert compilation.expected(key, objective_of(), CPU) == compilation.Compiling(5.0, 2.0, measured=True)
+    choice = Choice("fp32", True, {"fp32": 2.0}, "", "key")
+    assert not compilation.compile_cost("key", objective_of(), "cpu").measured
+    record(choice, 5.0, 1.0)
+    assert compilation.compile_cost("key", objective_of(), "cpu") == (5.0, 2.0, True)
     assert [path.name for path in own_cache.parent.iterdir()] == ["speed.json"]
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(own_cache: Path) -> None:
     own_cache.parent.write_text("a file where the directory should be")
-    record(Choice("fp32", True, {"fp32": 10.0}, "", "key"), 1.0, None, 5.0)
+    record(Choice("fp32", True, {"fp32": 10.0}, "", "key"), 1.0, 5.0)
 
 
 def test_a_relative_cache_home_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +348,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
 def test_a_compiled_objective_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "aot_eager")
     objective = objective_of(dropout=0.1).train()
-    fast = compile_objective(objective)
+    fast = Compiled(objective)
     wanted = dict(objective.named_parameters())
     torch.manual_seed(5)
     loss = fast(batch())
@@ -386,7 +380,7 @@ def _fails_in_backward(graph: Any, inputs: Any) -> Any:
 def test_a_failed_compilation_goes_on_eagerly(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, backend)
     objective = objective_of().train()
-    fast = compile_objective(objective)
+    fast = Compiled(objective)
     loss = fast(batch())
     assert torch.equal(loss, objective(batch()))
     loss.backward()
@@ -397,7 +391,7 @@ def test_a_failed_compilation_goes_on_eagerly(backend: Any, monkeypatch: pytest.
 
 def test_bad_input_is_the_models_error_not_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
-    fast = compile_objective(objective_of().train())
+    fast = Compiled(objective_of().train())
     bad = Batch((torch.zeros(3, dtype=torch.long),), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="token ids must be"):
         fast(bad)
@@ -409,7 +403,7 @@ def test_really_compiled_in_bf16() -> None:
     if (trouble := compiler_trouble("cpu")) is not None:
         pytest.fail(trouble)
     objective = objective_of(n_layers=1).train()
-    fast = compile_objective(objective)
+    fast = Compiled(objective)
     with Precision("bf16", "cpu").forward():
         found, wanted = fast(batch()), objective(batch())
     assert fast.note is None

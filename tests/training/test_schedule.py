@@ -14,7 +14,7 @@ from regard.training.optimiser import constant, cosine, noam, paper_lr, schedule
 def test_the_papers_rates(d_model: int, warmup: int) -> None:
     """lrate = d_model^-0.5 · min(step^-0.5, step · warmup^-1.5)   (eq. 3)"""
     train = TrainConfig(schedule="noam", warmup=warmup, lr=paper_lr(d_model, warmup))
-    factor = schedule_of(train, d_model)
+    factor = schedule_of(train)
     for step in (1, 2, warmup - 1, warmup, warmup + 1, 10 * warmup, 100_000):
         paper = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
         assert train.lr * factor(step) == pytest.approx(paper, rel=1e-12)
@@ -35,7 +35,7 @@ def test_known_values() -> None:
 @pytest.mark.parametrize("warmup", [0, 1, 20, 90, 150])
 def test_every_schedule_rises_to_its_peak_and_stays_positive(name: str, warmup: int) -> None:
     train = TrainConfig.model_validate({"schedule": name, "warmup": warmup, "steps": 100, "floor": 0.05})
-    factors = [schedule_of(train, 64)(step) for step in range(1, 101)]
+    factors = [schedule_of(train)(step) for step in range(1, 101)]
     assert all(0 < factor <= 1 for factor in factors)
     up = factors[: min(warmup, 100)]
     assert up == pytest.approx([step / warmup for step in range(1, len(up) + 1)])

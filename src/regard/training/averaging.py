@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .optimiser import shard
+from ..foundation.checks import check_probability
+from .shards import shard_like
 
 _UPDATES = "updates"
 _AVERAGE = "average/"
@@ -22,10 +23,8 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} must lie in [0, 1)")
-        self.decay = decay
-        self.n_updates = 0
+        check_probability(decay=decay)
+        self.decay, self.n_updates = decay, 0
         self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self._averages = {name: _wide(param.detach()).clone() for name, param in self._params.items()}
 
@@ -68,7 +67,7 @@ class Ema:
             value = tensors[f"{_AVERAGE}{name}"]
             if value.shape != average.shape:
                 raise ValueError(f"the average of {name} has shape {tuple(value.shape)}, not {tuple(average.shape)}")
-            average.copy_(_sharded_like(value.to(average.device), average))
+            average.copy_(shard_like(value.to(average.device), average))
         self.n_updates = int(tensors[_UPDATES])
 
 
@@ -85,34 +84,23 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         if count and (odd := set(state) ^ set(total)):
             raise ValueError(f"states to average differ in {_name_list(odd)}")
         for name, value in state.items():
-            if not count:
-                dtypes[name] = value.dtype
-            elif value.shape != total[name].shape:
+            if count and value.shape != total[name].shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)} and {tuple(total[name].shape)} in two states")
-            if value.is_floating_point() and count:
+            if not value.is_floating_point():
+                total[name] = value.detach().clone()
+            elif count:
                 total[name] += value
             else:
-                total[name] = value.detach().to(_sum_dtype(value), copy=True)
+                wide = torch.float32 if value.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+                total[name], dtypes[name] = value.detach().to(wide, copy=True), value.dtype
         count += 1
     if not count:
         raise ValueError("there is no state to average")
-    return {
-        name: (value / count).to(dtypes[name]) if value.is_floating_point() else value for name, value in total.items()
-    }
-
-
-def _sum_dtype(value: Tensor) -> torch.dtype:
-    if not value.is_floating_point():
-        return value.dtype
-    return torch.float32 if value.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+    return {name: (x / count).to(dtypes[name]) if name in dtypes else x for name, x in total.items()}
 
 
 def _wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
-    return shard(value, like) if hasattr(like, "full_tensor") and not hasattr(value, "full_tensor") else value
 
 
 def _name_list(names: Iterable[str]) -> str:

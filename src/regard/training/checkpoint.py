@@ -24,12 +24,23 @@ import torch
 from torch import Tensor
 
 from ..errors import BadModelFile, RegardError
+from ..foundation.checks import check_positive
 from ..foundation.files import fsync, remove_abandoned, replace_directory, resolve_inside, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Entry, Manifest
 from .parallel import Group
-from .shards import INDEX, Index, Reader, StoredTensor, TensorSlice, is_sharded, local, local_region, write_tensors
+from .shards import (
+    INDEX,
+    Index,
+    StoredTensor,
+    TensorReader,
+    TensorSlice,
+    is_sharded,
+    local,
+    local_region,
+    write_tensors,
+)
 
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -39,13 +50,12 @@ _T = TypeVar("_T")
 _Part = tuple[dict[str, TensorSlice], dict[str, Entry]]
 
 
-class Checkpoint:
+class Checkpoint(TensorReader):
     """One checkpoint. Tensors are read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.step = step_of(path)
-        self._reader = Reader(path)
 
     def check(self) -> None:
         """Raise BadModelFile, naming every file that is missing or is not the one that was written."""
@@ -63,34 +73,15 @@ class Checkpoint:
         except OSError as error:
             raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
 
-    def names(self, prefix: str = "") -> list[str]:
-        """The tensors there are."""
-        return self._reader.names(prefix)
-
-    def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
-        """One tensor, whole on the CPU; or on the device of ``like`` and, where that is a shard, only that shard."""
-        return self._reader.read(name) if like is None else self._reader.read_like(name, like)
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those under a prefix ("model/"), by their names after it. Tied ones are the same tensor again."""
-        names = {name: self._reader.stored_as(name) for name in self.names(prefix)}
-        read = {stored: self._reader.read(stored) for stored in set(names.values())}
-        return {name.removeprefix(prefix): read[stored] for name, stored in names.items()}
-
     def fill(self, prefix: str, targets: Mapping[str, Tensor]) -> None:
         """Write the numbers of those under a prefix into tensors there are, each into its shard. All must be there."""
         there = {name.removeprefix(prefix) for name in self.names(prefix)}
-        if there != set(targets):
-            lacking, unknown = sorted(set(targets) - there), sorted(there - set(targets))
-            told = [f"lacks {', '.join(lacking)}"] * bool(lacking) + [f"also has {', '.join(unknown)}"] * bool(unknown)
-            raise BadModelFile(f"{self.path} does not fit the run: of {prefix} it {' and '.join(told)}")
+        faults = {"lacks": sorted(set(targets) - there), "also has": sorted(there - set(targets))}
+        if reasons := [f"{fault} {', '.join(names)}" for fault, names in faults.items() if names]:
+            raise BadModelFile(f"{self.path} does not fit the run: of {prefix} it {' and '.join(reasons)}")
         with torch.no_grad():
             for name, target in targets.items():
                 local(target).copy_(local(self.tensor(prefix + name, like=target)))
-
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors by their whole names, and the state."""
-        return self.tensors(), self.state
 
 
 class Checkpoints:
@@ -101,8 +92,7 @@ class Checkpoints:
     """
 
     def __init__(self, root: Path | str, keep: int, group: Group | None = None) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1")
+        check_positive(keep=keep)
         self.root, self.keep = Path(root), keep
         self._group = Group() if group is None else group
         self._damaged: set[int] = set()
@@ -120,7 +110,17 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         """The newest that is what its manifest says; None where there is none. Damaged ones are told of in the log."""
-        step = self._choose_on_main(self._newest)
+
+        def newest() -> int | None:
+            for step in reversed(self.steps()):
+                try:
+                    return self._check_step(step)
+                except (BadModelFile, OSError) as error:
+                    self._damaged.add(step)
+                    _log.warning("%s; the checkpoint before it is taken", error)
+            return None
+
+        step = self._choose_on_main(newest)
         return None if step is None else Checkpoint(self._path(step))
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
@@ -129,7 +129,11 @@ class Checkpoints:
             raise ValueError(f"step={step} must not be negative")
         if fault := _not_json(dict(state), "state"):
             raise ValueError(fault)
-        _check_tensors(tensors)
+        for name, x in tensors.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"a tensor is named {name!r}; a kind, '/' and a name belong there, such as model/w")
+            if x.is_meta:
+                raise ValueError(f"{name} is on the meta device: it has no numbers to store")
         target, state_text = self._path(step), to_json(dict(state))
         tied = self._group.broadcast_object(_tied_names(tensors))
         stored = {name: x for name, x in tensors.items() if name not in tied}
@@ -182,18 +186,11 @@ class Checkpoints:
     def _check_step(self, step: int) -> int:
         steps = self.steps()
         if step not in steps:
-            raise BadModelFile(f"{self.root} has no checkpoint of step {step}; it has {_step_list(steps)}")
+            raise BadModelFile(
+                f"{self.root} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}"
+            )
         Checkpoint(self._path(step)).check()
         return step
-
-    def _newest(self) -> int | None:
-        for step in reversed(self.steps()):
-            try:
-                return self._check_step(step)
-            except (BadModelFile, OSError) as error:
-                self._damaged.add(step)
-                _log.warning("%s; the checkpoint before it is taken", error)
-        return None
 
     def _write(self, target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], state: bytes) -> None:
         """In three moves, after each of which all know of a fault of any; the folder is the main process'."""
@@ -202,7 +199,9 @@ class Checkpoints:
 
             def begin() -> Path:
                 self._remove_leftovers()
-                _make_folder(self.root)
+                if not self.root.exists():
+                    self.root.mkdir(parents=True)
+                    fsync(self.root.parent)
                 return unfinished.enter_context(replace_directory(target))
 
             def finish(parts: list[_Part]) -> None:
@@ -250,12 +249,6 @@ class Checkpoints:
                 shutil.rmtree(previous, ignore_errors=True)
             else:
                 os.rename(previous, target)
-
-
-def _make_folder(path: Path) -> None:
-    if not path.exists():
-        path.mkdir(parents=True, exist_ok=True)
-        fsync(path.parent)
 
 
 class _WriteFailed(Exception):
@@ -309,14 +302,6 @@ def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return tied
 
 
-def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    for name, x in tensors.items():
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"a tensor is named {name!r}; a kind, '/' and a name belong there, such as model/w")
-        if x.is_meta:
-            raise ValueError(f"{name} is on the meta device: it has no numbers to store")
-
-
 def _not_json(value: object, where: str) -> str | None:
     """What in a value would not come back from JSON as it is, in a sentence; None: all would."""
     match value:
@@ -333,7 +318,3 @@ def _not_json(value: object, where: str) -> str | None:
         case _:
             return f"{where} is of {type(value).__name__}, which is not stored: numbers, text, lists and dicts are"
     return next((fault for fault in faults if fault), None)
-
-
-def _step_list(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"

@@ -1,6 +1,7 @@
-"""What compiling a model cost and brought on this machine, remembered from run to run in the user's cache directory.
+"""Precision and compilation of a run: chosen by timing, and by what compiling cost and gained on this machine before.
 
-A table of guesses stands in where nothing was measured yet. Losing the file loses nothing but those measurements.
+Measurements are remembered from run to run in the user's cache directory; a table of guesses stands in where there are
+none. Losing the file loses nothing but those measurements.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,104 +34,14 @@ from ..foundation.files import write_atomic
 from .loss import Batch
 from .precision import Precision, PrecisionName, choices
 
+_BUDGET = 1.5  # seconds of timing, all in all
+_WORTH_IT = 1.1  # how much faster than fp32 bf16 must be: below that fewer digits buy nothing
+_MARGIN = 1.2  # compiling must bring this many times what it costs: guesses are guesses
 _MOST_ENTRIES = 1000
 # Guesses, used until a compiled run of the same model has been recorded here: what a small Transformer takes cold.
 _SECONDS_PER_LAYER = {"cpu": 25.0 / 4, "cuda": 40.0 / 4}
 _SPEED_UP = {"cpu": 1.25, "cuda": 1.6}
 _LAYERS_AT_LEAST = 2  # what is compiled around the layers
-
-
-@dataclass(frozen=True)
-class Compiling:
-    """Seconds until a compiled step runs, and how many times faster than an eager one it then is."""
-
-    seconds: float
-    speed_up: float
-    measured: bool = False
-
-    def gain(self, n_steps: int, eager_seconds: float) -> float:
-        """Seconds saved, or lost, by compiling before so many steps."""
-        return n_steps * eager_seconds * (1 - 1 / self.speed_up) - self.seconds
-
-
-def table_path() -> Path:
-    """$XDG_CACHE_HOME/regard/speed.json, else ~/.cache/regard/speed.json."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says to pass over a path that is not absolute.
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "regard" / "speed.json"
-
-
-def key_of(config: ModelConfig | None, n_numbers: int, precision: str, device: torch.device) -> str:
-    """What a measurement holds for: device, torch, threads, model, precision, and a batch's size to a power of 2."""
-    fields = "" if config is None else config.model_dump_json()
-    return " | ".join(
-        [
-            _device_name(device),
-            f"torch {torch.__version__}",
-            f"{torch.get_num_threads()} threads",
-            f"model {hashlib.sha256(fields.encode()).hexdigest()[:16]}",
-            precision,
-            f"batch 2^{max(n_numbers, 1).bit_length()}",
-        ]
-    )
-
-
-def expected(key: str, module: nn.Module, device: torch.device) -> Compiling:
-    """What was measured under this key, else a guess from the number of layers."""
-    found = _read().get(key)
-    if found is not None:
-        with suppress(TypeError, ValueError, KeyError):
-            seconds, speed_up = float(found["seconds"]), float(found["speed_up"])
-            if seconds >= 0 and speed_up > 0:
-                return Compiling(seconds, speed_up, measured=True)
-    kind = device.type if device.type in _SPEED_UP else "cpu"
-    return Compiling(_SECONDS_PER_LAYER[kind] * max(_n_layers(module), _LAYERS_AT_LEAST), _SPEED_UP[kind])
-
-
-def remember(key: str, seconds: float, eager_ms: float, compiled_ms: float) -> None:
-    """Keep a measurement. A cache that cannot be written is no reason to stop a run."""
-    if not (seconds >= 0 and eager_ms > 0 and compiled_ms > 0):
-        raise ValueError(f"seconds={seconds}, eager_ms={eager_ms}, compiled_ms={compiled_ms} must be positive")
-    before = _read().get(key, {})
-    # With inductor's own cache a second compilation takes a moment; the first one's cost is what has to pay back.
-    with suppress(TypeError, ValueError):
-        seconds = max(seconds, float(before.get("seconds", 0.0)))
-    entry = {**asdict(Compiling(seconds, eager_ms / compiled_ms)), "eager_ms": eager_ms, "compiled_ms": compiled_ms}
-    table = {**{name: old for name, old in _read().items() if name != key}, key: entry}
-    for name in list(table)[: max(0, len(table) - _MOST_ENTRIES)]:  # the oldest
-        del table[name]
-    with suppress(OSError):
-        path = table_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(table, indent=1).encode())
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(table_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
-
-
-def _n_layers(module: nn.Module) -> int:
-    """Layers that are traced one by one: the lists of modules, each as long as it is."""
-    return sum(len(part) for part in module.modules() if isinstance(part, nn.ModuleList))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{device.type} {line.partition(':')[2].strip()}"
-    return f"{device.type} {platform.processor() or platform.machine()}"
-
-
-_BUDGET = 1.5  # seconds of timing, all in all
-_WORTH_IT = 1.1  # how much faster than fp32 bf16 must be: below that fewer digits buy nothing
-_MARGIN = 1.2  # compiling must bring this many times what it costs: guesses are guesses
 
 
 @dataclass(frozen=True)
@@ -145,90 +56,67 @@ class Choice:
 
 
 def choose(
-    objective: nn.Module,
-    make_batch: Callable[[int], Batch],
-    train: TrainConfig,
-    device: torch.device,
-    steps_left: int | None = None,
+    objective: nn.Module, make_batch: Callable[[int], Batch], train: TrainConfig, device: torch.device
 ) -> Choice:
-    """Precision and compilation for the steps that are left; ``make_batch(n)`` gives batch n on the device.
+    """Precision and compilation of a run; ``make_batch(n)`` gives batch n on the device.
 
     Everything is left as it was: parameters, gradients, buffers, modes and generators.
     """
-    n_passes = (train.steps if steps_left is None else steps_left) * train.accumulate
-    batch = make_batch(0)
     if train.compile == "on" and (trouble := compiler_trouble(device.type)) is not None:
         raise RegardError(f"train.compile=on cannot be done here: {trouble}; train.compile=auto goes on without")
     with preserve_state(objective):
-        timer = _Timer(objective, batch, device)
-        precision, why = _choose_precision(timer, train, device, n_passes)
-        compiles, why_compile = _choose_compilation(timer, train, device, n_passes, precision)
-    key = _key(objective, batch, precision, device)
-    return Choice(precision, compiles, timer.table(), f"{why}; {why_compile}", key)
+        timer = _Timer(objective, make_batch(0), device, train.steps * train.accumulate)
+        precision, why = _choose_precision(timer, train)
+        key = _key(timer, precision)
+        compiles, why_compile = _choose_compilation(timer, train, precision, key)
+    table = {name: seconds * 1e3 for name, seconds in timer.best.items()}
+    return Choice(precision, compiles, table, f"{why}; {why_compile}", key)
 
 
-def record(choice: Choice, compile_seconds: float, eager_ms: float | None, compiled_ms: float) -> None:
-    """After a compiled run: what it cost and brought, for the next run to know. eager_ms None: as ``choose`` timed."""
-    eager = choice.table.get(choice.precision) if eager_ms is None else eager_ms
-    if choice.key and eager:
-        remember(choice.key, compile_seconds, eager, compiled_ms)
-
-
-def _choose_precision(
-    timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int
-) -> tuple[PrecisionName, str]:
+def _choose_precision(timer: _Timer, train: TrainConfig) -> tuple[PrecisionName, str]:
     if train.precision != "auto":
         return train.precision, f"{train.precision} as asked"
-    can = choices(device)
-    if device.type == "cuda":
-        return ("bf16", "bf16, which this GPU computes") if "bf16" in can else ("fp32", "fp32: this GPU has no bf16")
-    if "bf16" not in can:
-        return "fp32", f"fp32: this {device.type} has no bf16"
-    first = timer.once("fp32")
-    if n_passes * first < _BUDGET:
+    device = timer.device.type
+    has_bf16 = "bf16" in choices(timer.device)
+    if device == "cuda":
+        return ("bf16", "bf16, which this GPU computes") if has_bf16 else ("fp32", "fp32: this GPU has no bf16")
+    if not has_bf16:
+        return "fp32", f"fp32: this {device} has no bf16"
+    if timer.n_passes * timer.once("fp32") < _BUDGET:  # a run shorter than the timing is not worth timing
         return "fp32", "fp32: the run is over before bf16 could be timed"
     timer.time(["fp32", "bf16"])
-    table = timer.table()
-    ratio = table["fp32"] / table["bf16"]
-    found = f"a pass takes {table['fp32']:.1f} ms in fp32, {table['bf16']:.1f} ms in bf16"
-    return ("bf16", f"bf16: {found}") if ratio >= _WORTH_IT else ("fp32", f"fp32: {found}")
+    fp32, bf16 = timer.best["fp32"], timer.best["bf16"]
+    name: PrecisionName = "bf16" if fp32 / bf16 >= _WORTH_IT else "fp32"
+    return name, f"{name}: a pass takes {fp32 * 1e3:.1f} ms in fp32, {bf16 * 1e3:.1f} ms in bf16"
 
 
-def _choose_compilation(
-    timer: _Timer, train: TrainConfig, device: torch.device, n_passes: int, precision: PrecisionName
-) -> tuple[bool, str]:
+def _choose_compilation(timer: _Timer, train: TrainConfig, precision: PrecisionName, key: str) -> tuple[bool, str]:
+    device = timer.device.type
     if train.compile != "auto":
         return train.compile == "on", f"compile {train.compile} as asked"
-    if device.type not in ("cpu", "cuda"):
-        return False, f"not compiled on {device.type}"
-    if (trouble := compiler_trouble(device.type)) is not None:
+    if device not in ("cpu", "cuda"):
+        return False, f"not compiled on {device}"
+    if (trouble := compiler_trouble(device)) is not None:
         return False, f"not compiled: {trouble}"
-    cost = expected(_key(timer.objective, timer.batch, precision, device), timer.objective, device)
+    cost = compile_cost(key, timer.objective, device)
     if cost.speed_up <= 1:
         return False, f"not compiled: measured {cost.speed_up:.2f}× as fast"
-    eager = timer.best.get(precision)
-    if eager is None:
-        eager = timer.once(precision)
-        if n_passes * eager >= _BUDGET:  # a run shorter than the timing is not worth timing
-            timer.time([precision])
-            eager = timer.best[precision]
+    eager = timer.best.get(precision) or timer.once(precision)
+    if precision not in timer.best and timer.n_passes * eager >= _BUDGET:
+        timer.time([precision])
+        eager = timer.best[precision]
     known = "measured" if cost.measured else "expected"
-    terms = f"{known}: {cost.seconds:.0f} s for {cost.speed_up:.2f}× in {n_passes} passes of {eager * 1e3:.1f} ms"
-    pays = cost.gain(n_passes, eager) > (_MARGIN - 1) * cost.seconds
+    terms = f"{known}: {cost.seconds:.0f} s for {cost.speed_up:.2f}× in {timer.n_passes} passes of {eager * 1e3:.1f} ms"
+    saved = timer.n_passes * eager * (1 - 1 / cost.speed_up)
+    pays = saved - cost.seconds > (_MARGIN - 1) * cost.seconds
     return pays, f"{'compiled' if pays else 'not compiled, it would not pay back'} ({terms})"
-
-
-def _key(objective: nn.Module, batch: Batch, precision: str, device: torch.device) -> str:
-    config = getattr(getattr(objective, "model", None), "config", None)
-    n_numbers = sum(x.numel() for x in batch.inputs)
-    return key_of(config if isinstance(config, ModelConfig) else None, n_numbers, precision, device)
 
 
 class _Timer:
     """Best seconds of forward and backward in each precision, taken in turns so that what disturbs one disturbs all."""
 
-    def __init__(self, objective: nn.Module, batch: Batch, device: torch.device) -> None:
-        self.objective, self.batch, self.device = objective, batch, device
+    def __init__(self, objective: nn.Module, batch: Batch, device: torch.device, n_passes: int) -> None:
+        self.objective, self.batch, self.device, self.n_passes = objective, batch, device, n_passes
         self.parameters = [p for p in objective.parameters() if p.requires_grad]
         self.best: dict[str, float] = {}
 
@@ -252,9 +140,6 @@ class _Timer:
                 self.best[name] = min(self.best.get(name, float("inf")), self.once(name))
             if turn and time.perf_counter() > until:
                 return
-
-    def table(self) -> dict[str, float]:
-        return {name: seconds * 1e3 for name, seconds in self.best.items()}
 
 
 @contextmanager
@@ -281,17 +166,97 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
             torch.cuda.set_rng_state_all(of_cuda)
 
 
+# ------------------------------------------------------------------------------------- what compiling costs and gains
+
+
+class CompileCost(NamedTuple):
+    """Seconds until a compiled step runs, and how many times faster than an eager one it then is."""
+
+    seconds: float
+    speed_up: float
+    measured: bool = False
+
+
+def compile_cost(key: str, module: nn.Module, device_type: str) -> CompileCost:
+    """What was measured under this key, else a guess from the number of layers."""
+    with suppress(TypeError, ValueError, KeyError):
+        entry = _read_table()[key]
+        seconds, speed_up = float(entry["seconds"]), float(entry["speed_up"])
+        if seconds >= 0 and speed_up > 0:
+            return CompileCost(seconds, speed_up, measured=True)
+    kind = device_type if device_type in _SPEED_UP else "cpu"
+    n_layers = sum(len(part) for part in module.modules() if isinstance(part, nn.ModuleList))  # traced one by one
+    return CompileCost(_SECONDS_PER_LAYER[kind] * max(n_layers, _LAYERS_AT_LEAST), _SPEED_UP[kind])
+
+
+def record(choice: Choice, compile_seconds: float, compiled_ms: float) -> None:
+    """After a compiled run: what it cost and brought, for the next run to know.
+
+    A cache that cannot be written is no reason to stop a run.
+    """
+    eager_ms = choice.table.get(choice.precision)
+    if not choice.key or not eager_ms:
+        return
+    table = _read_table()
+    # With inductor's own cache a second compilation takes a moment; the first one's cost is what has to pay back.
+    with suppress(TypeError, ValueError, KeyError):
+        compile_seconds = max(compile_seconds, float(table.pop(choice.key)["seconds"]))
+    measured = {"speed_up": eager_ms / compiled_ms, "eager_ms": eager_ms, "compiled_ms": compiled_ms}
+    table[choice.key] = {"seconds": compile_seconds, **measured}
+    with suppress(OSError):
+        path = table_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(dict(list(table.items())[-_MOST_ENTRIES:]), indent=1).encode())
+
+
+def table_path() -> Path:
+    """$XDG_CACHE_HOME/regard/speed.json, else ~/.cache/regard/speed.json."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard says to pass over a path that is not absolute.
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "regard" / "speed.json"
+
+
+def _read_table() -> dict[str, Any]:
+    try:
+        found = json.loads(table_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
+
+
+def _key(timer: _Timer, precision: str) -> str:
+    """What a measurement holds for: device, torch, threads, model, precision, and a batch's size to a power of 2."""
+    config = getattr(getattr(timer.objective, "model", None), "config", None)
+    fields = config.model_dump_json() if isinstance(config, ModelConfig) else ""
+    n_numbers = sum(x.numel() for x in timer.batch.inputs)
+    parts = (
+        _device_name(timer.device),
+        f"torch {torch.__version__}",
+        f"{torch.get_num_threads()} threads",
+        f"model {hashlib.sha256(fields.encode()).hexdigest()[:16]}",
+        precision,
+        f"batch 2^{max(n_numbers, 1).bit_length()}",
+    )
+    return " | ".join(parts)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{device.type} {line.partition(':')[2].strip()}"
+    return f"{device.type} {platform.processor() or platform.machine()}"
+
+
 # ------------------------------------------------------------------------------------- the compiled module
-
-
-def compile_objective(objective: nn.Module, dynamic: bool = False) -> Compiled:
-    """The objective under torch.compile; ``dynamic`` where batches differ in shape. Itself it stays eager."""
-    return Compiled(objective, dynamic)
 
 
 class Compiled(nn.Module):
     """A module that runs compiled, or eagerly from the first failure on: ``note`` then says what failed.
 
+    ``dynamic`` where batches differ in shape. ``inner`` itself stays eager.
     torch compiles at the first call, and some of it in the backward pass. The first call is therefore tried out, both
     ways, with nothing left behind; ``seconds`` is what that took.
     """
@@ -302,27 +267,14 @@ class Compiled(nn.Module):
         self.note: str | None = None
         self.seconds: float | None = None
         # In a tuple: registered, its parameters would appear under a second name.
-        options: dict[str, Any] = {"guard_filter_fn": _needs_guard}
+        options: dict[str, Any] = {"guard_filter_fn": _needed_guards}
         self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments, unless that was done. What is compiled first shapes the code for all others, so
         a run that goes on has to begin with what it began with."""
-        if self._fast and self.seconds is None:
-            self._try_out(*args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.prepare(*args, **kwargs)
-        if self._fast:
-            try:
-                return self._fast[0](*args, **kwargs)
-            except Exception as error:  # a new shape is compiled anew, and may fail anew
-                result = self.inner(*args, **kwargs)  # what is wrong with the arguments is said by the module itself
-                self._give_up(error)
-                return result
-        return self.inner(*args, **kwargs)
-
-    def _try_out(self, *args: Any, **kwargs: Any) -> None:
+        if not self._fast or self.seconds is not None:
+            return
         started = time.perf_counter()
         parameters = [p for p in self.inner.parameters() if p.requires_grad]
         sharded = any(hasattr(p, "to_local") for p in parameters)  # FSDP gathers in hooks that belong to a real step
@@ -336,13 +288,24 @@ class Compiled(nn.Module):
                 self._give_up(error)
         self.seconds = time.perf_counter() - started
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare(*args, **kwargs)
+        if self._fast:
+            try:
+                return self._fast[0](*args, **kwargs)
+            except Exception as error:  # a new shape is compiled anew, and may fail anew
+                result = self.inner(*args, **kwargs)  # what is wrong with the arguments is said by the module itself
+                self._give_up(error)
+                return result
+        return self.inner(*args, **kwargs)
+
     def _give_up(self, error: Exception) -> None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         self.note = f"torch.compile failed, going on without it: {' '.join(lines[:2])[:300]}"
         self._fast = ()
 
 
-def _needs_guard(guards: Sequence[Any]) -> list[bool]:
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     """All that torch checks before it runs compiled code, but for our table of capabilities, which is a constant.
 
     Choosing a backend reads it: 4,000 comparisons of strings before each step, 4 ms on a CPU.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
+from ..foundation.checks import check_positive
 from ..layers import FeedForward, Learned
 from ..models import Model
 from ..models.components import TokenHead
@@ -57,9 +59,8 @@ class WeightTransfer:
             reasons.setdefault(why, []).append(name)
         lines += [f"  new, {why}: {_first_names(names)}" for why, names in reasons.items()]
         lines += [f"  only the rows both have: {_first_names(self.partly)}"] if self.partly else []
-        lines += [
-            f"  {name} was {theirs!r} there and is {ours!r} here" for name, (theirs, ours) in self.differs.items()
-        ]
+        for name, (theirs, ours) in self.differs.items():
+            lines.append(f"  {name} was {theirs!r} there and is {ours!r} here")
         return "\n".join(lines)
 
 
@@ -72,9 +73,9 @@ def start_from(
     labels are the same. ``processor`` is what the model will be used with; None: its own.
     """
     there = load(path)
-    ours = model.processor if processor is None else processor
-    why_not = {**_strange_tokens(model, ours, there), **_strange_labels(model, ours, there)}
+    why_not = _foreign_rows(model, model.processor if processor is None else processor, there.processor)
     given = dict(there.state_dict())
+    same_offset = model.config.position_offset == there.config.position_offset
     lengths = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
     copied, partly, new, taken = [], [], {}, set()
     with torch.no_grad():
@@ -89,77 +90,53 @@ def start_from(
             elif x.shape == y.shape:
                 x.copy_(y)
                 copied.append(name)
-            elif name in lengths and x.shape[1:] == y.shape[1:] and _same_offset(model, there):
+            elif name in lengths and x.shape[1:] == y.shape[1:] and same_offset:
                 rows = min(len(x), len(y))
                 x[:rows].copy_(y[:rows])
                 partly.append(name)
             else:
-                new[name] = f"of shape {_shape(y)} there, {_shape(x)} here"
+                shapes = ("×".join(map(str, each.shape)) or "a number" for each in (y, x))
+                new[name] = "of shape {} there, {} here".format(*shapes)
                 continue
             taken.add(source)
     if not copied and not partly:
-        raise ValueError(_nothing_fits(path, there, model, new))
+        sizes = _differences(there, model, ("architecture", "d_model", "n_layers", "d_ff"))
+        why = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in sizes.items())
+        why = why or "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
+        raise ValueError(f"train.init={path}: none of its weights fits this model ({why})")
     parameters = {name for name, _ in model.named_parameters()}
     new = {name: why for name, why in new.items() if name in parameters}
     unused = tuple(name for name in given if name not in taken)
-    return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, _differences(there, model))
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Leave the parameters as they are that a pattern names: a name, the start of one up to a dot, * for anything.
-
-    A pattern that names nothing is an error, and so is leaving nothing to train. Returns the names.
-    """
-    parameters = dict(model.named_parameters())
-    frozen: set[str] = set()
-    for pattern in patterns:
-        hit = [n for n in parameters if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern.rstrip('.')}.*")]
-        if not hit:
-            near = _nearest(pattern, list(parameters))
-            raise ValueError(f"freeze={pattern!r} names no parameter; the nearest are {', '.join(near)}")
-        frozen.update(hit)
-    if not any(p.requires_grad for name, p in parameters.items() if name not in frozen):
-        raise ValueError(f"freeze={','.join(patterns)} leaves no parameter to train")
-    for name in frozen:
-        parameters[name].requires_grad_(False)
-    return [name for name in parameters if name in frozen]
-
-
-# ------------------------------------------------------------------------------------- what goes with what
+    differs = _differences(there, model, _MEANINGS)
+    return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, differs)
 
 
 def _name_there(name: str, given: dict[str, Tensor]) -> str | None:
-    if name in given:
-        return name
-    for here, there in _ALSO_CALLED:
-        if name.startswith(here) and (other := there + name.removeprefix(here)) in given:
-            return other
-    return None
+    names = [name] + [there + name.removeprefix(here) for here, there in _ALSO_CALLED if name.startswith(here)]
+    return next((each for each in names if each in given), None)
 
 
-def _strange_tokens(model: Model, ours: Processor | None, there: Model) -> dict[str, str]:
-    """The tables over a vocabulary that is not the same there, and why they are not copied."""
-    theirs = there.processor
+def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None) -> dict[str, str]:
+    """Parameters with a row for each token or class, where those are not the same there, and why they stay."""
+    tables: dict[str, list[str]] = {"source": [], "target": []}  # by the side whose tokenizer numbers the rows
+    for side, name in (("source", "token"), ("target", "target_token")):
+        if getattr(model, name, None) is not None:
+            tables[side].append(f"{name}.weight")
+    head = getattr(model, "head", None)
+    if isinstance(head, TokenHead):
+        tables["target" if tables["target"] else "source"] += [
+            f"head.{name}" for name in ("weight", "bias") if hasattr(head, name)
+        ]
     reasons = {}
-    for side, names in _vocabularies(model).items():
+    for side, names in tables.items():
         if names and not _same_tokens(_tokenizer(ours, side), _tokenizer(theirs, side)):
             reasons.update(dict.fromkeys(names, "the tokens are others"))
+    labels = [
+        processor.labels for processor in (ours, theirs) if processor is not None and processor.labels is not None
+    ]
+    if len(labels) == 2 and tuple(labels[0]) != tuple(labels[1]):
+        reasons.update(dict.fromkeys(("classifier.out.weight", "classifier.out.bias"), "the classes are others"))
     return reasons
-
-
-def _vocabularies(model: Model) -> dict[str, list[str]]:
-    """On each side the parameters with one row a token."""
-    tables = {name: f"{name}.weight" for name in ("token", "target_token") if getattr(model, name, None) is not None}
-    head = getattr(model, "head", None)
-    of_head = [] if not isinstance(head, TokenHead) else [f"head.{n}" for n in ("weight", "bias") if hasattr(head, n)]
-    out = "target" if "target_token" in tables else "source"
-    sides: dict[str, list[str]] = {"source": [], "target": []}
-    if "token" in tables:
-        sides["source"].append(tables["token"])
-    if "target_token" in tables:
-        sides["target"].append(tables["target_token"])
-    sides[out] += of_head
-    return sides
 
 
 def _tokenizer(processor: Processor | None, side: str) -> Tokenizer | None:
@@ -182,51 +159,11 @@ def _vocabulary(tokenizer: Tokenizer) -> list[str | None]:
     return [tokenizer.token(index) for index in range(size)]
 
 
-def _strange_labels(model: Model, ours: Processor | None, there: Model) -> dict[str, str]:
-    mine = None if ours is None else ours.labels
-    yours = None if there.processor is None else there.processor.labels
-    if mine is None or yours is None or tuple(mine) == tuple(yours):
-        return {}
-    return {f"classifier.out.{name}": "the classes are others" for name in ("weight", "bias")}
-
-
-def _same_offset(model: Model, there: Model) -> bool:
-    return model.config.position_offset == there.config.position_offset
-
-
-def _differences(there: Model, model: Model) -> dict[str, tuple[Any, Any]]:
-    pairs = {name: (getattr(there.config, name), getattr(model.config, name)) for name in _MEANINGS}
-    pairs["n_kv_heads"] = (
-        there.config.n_kv_heads or there.config.n_heads,
-        model.config.n_kv_heads or model.config.n_heads,
-    )
+def _differences(there: Model, model: Model, fields: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """The config fields that are not the same, theirs and ours."""
+    configs = [each.config.with_(n_kv_heads=each.config.n_kv_heads or each.config.n_heads) for each in (there, model)]
+    pairs = {name: (getattr(configs[0], name), getattr(configs[1], name)) for name in fields}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-# ------------------------------------------------------------------------------------- messages
-
-
-def _nothing_fits(path: str, there: Model, model: Model, new: dict[str, str]) -> str:
-    sizes = ("architecture", "d_model", "n_layers", "d_ff")
-    unlike = [n for n in sizes if getattr(there.config, n) != getattr(model.config, n)]
-    if unlike:
-        why = ", ".join(f"{n} is {getattr(there.config, n)} there and {getattr(model.config, n)} here" for n in unlike)
-    else:
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
-    return f"train.init={path}: none of its weights fits this model ({why})"
-
-
-def _nearest(pattern: str, names: list[str]) -> list[str]:
-    """Stretches of names, as many words long as the pattern, that look like it."""
-    plain = pattern.replace("*", "").strip(".")
-    n_words = plain.count(".") + 1
-    words = [name.split(".") for name in names]
-    stretches = {".".join(w[at : at + n_words]) for w in words for at in range(max(1, len(w) - n_words + 1))}
-    return difflib.get_close_matches(plain, sorted(stretches), 3, 0.5) or sorted({w[0] for w in words})
-
-
-def _shape(x: Tensor) -> str:
-    return "×".join(map(str, x.shape)) or "a number"
 
 
 def _first_names(names: Sequence[str], most: int = 4) -> str:
@@ -234,10 +171,36 @@ def _first_names(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Leave the parameters as they are that a pattern names: a name, the start of one up to a dot, * for anything.
+
+    A pattern that names nothing is an error, and so is leaving nothing to train. Returns the names.
+    """
+    parameters = dict(model.named_parameters())
+    frozen: set[str] = set()
+    for pattern in patterns:
+        hit = [n for n in parameters if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern.rstrip('.')}.*")]
+        if not hit:
+            # Parts of names, as many words long as the pattern, that look like it.
+            plain, words = pattern.replace("*", "").strip("."), [name.split(".") for name in parameters]
+            n = plain.count(".") + 1
+            parts = {".".join(w[at : at + n]) for w in words for at in range(max(1, len(w) - n + 1))}
+            near = difflib.get_close_matches(plain, sorted(parts), 3, 0.5) or sorted({w[0] for w in words})
+            raise ValueError(f"freeze={pattern!r} names no parameter; the nearest are {', '.join(near)}")
+        frozen.update(hit)
+    if not any(p.requires_grad for name, p in parameters.items() if name not in frozen):
+        raise ValueError(f"freeze={','.join(patterns)} leaves no parameter to train")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return [name for name in parameters if name in frozen]
+
+
+# ------------------------------------------------------------------------------------- low-rank additions
+
+
 M = TypeVar("M", bound=nn.Module)
 # No model has all of these, so a list of targets may name one that is not there; any other must be found.
 _ATTENTION_LAYERS = ("w_qkv", "w_query", "w_kv", "w_o", "w_q", "w_k", "w_v")
-_WHOLE = "whole"
 
 
 class LoraLinear(nn.Linear):
@@ -263,11 +226,7 @@ class LoraLinear(nn.Linear):
         self.lora_a, self.lora_b = nn.ParameterDict(a), nn.ParameterDict(b)
 
     def forward(self, x: Tensor) -> Tensor:
-        base = F.linear(x, self.weight, self.bias)
-        return base + self.scale * self._addition(x)
-
-    def _addition(self, x: Tensor) -> Tensor:
-        """The B A x of every part side by side (…, d_out), zeros where a part is not adapted."""
+        """The base's output plus the B A x of every part side by side (…, d_out), zeros where one is not adapted."""
         inner = F.linear(x, torch.cat([self.lora_a[name] for name in self.rows]))  # one product for all parts
         by_part = dict(zip(self.rows, inner.split(self.rank, dim=-1), strict=True))
         pieces, end = [], 0
@@ -278,7 +237,8 @@ class LoraLinear(nn.Linear):
             end = rows.stop
         if end < self.out_features:
             pieces.append(inner.new_zeros(*x.shape[:-1], self.out_features - end))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+        addition = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+        return F.linear(x, self.weight, self.bias) + self.scale * addition
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
@@ -308,20 +268,17 @@ def add_lora(
     A target is the last part of a layer's name (``w_o``), a whole name, * for anything, or one matrix of a joined
     weight (``w_q``, ``w_v``, ``w_gate``). ``keep`` are the parameters that go on learning: a new head.
     """
-    if rank < 1:
-        raise ValueError(f"lora={rank} must be at least 1")
-    found = _find(model, targets)
-    kept = set(keep)
-    unknown = sorted(kept - {name for name, _ in model.named_parameters()})
-    if unknown:
+    check_positive(lora=rank)
+    found = _find_layers(model, targets)
+    if unknown := sorted(set(keep) - {name for name, _ in model.named_parameters()}):
         raise ValueError(f"keep names {unknown[0]!r}, which is no parameter of the model")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in kept)
-    made: dict[int, LoraLinear] = {}
+        parameter.requires_grad_(name in keep)
+    replaced: dict[nn.Linear, LoraLinear] = {}
     for owner, attribute, layer, parts, adapted in found:
-        if id(layer) not in made:  # a layer that stands in two places stays one
-            made[id(layer)] = LoraLinear(layer, rank, 2.0 * rank if alpha is None else alpha, parts, adapted)
-        setattr(owner, attribute, made[id(layer)])
+        if layer not in replaced:  # a layer that stands in two places stays one
+            replaced[layer] = LoraLinear(layer, rank, 2.0 * rank if alpha is None else alpha, parts, adapted)
+        setattr(owner, attribute, replaced[layer])
     return model
 
 
@@ -330,83 +287,61 @@ def merge(model: M) -> M:
 
     All parameters may learn again.
     """
-    plain: dict[int, nn.Linear] = {}
+    plain: dict[nn.Module, nn.Linear] = {}
     for owner in list(model.modules()):
         for attribute, layer in list(owner.named_children()):
             if isinstance(layer, LoraLinear):
-                if id(layer) not in plain:
-                    plain[id(layer)] = layer.merged()
-                setattr(owner, attribute, plain[id(layer)])
+                if layer not in plain:
+                    plain[layer] = layer.merged()
+                setattr(owner, attribute, plain[layer])
     return model.requires_grad_(True)
 
 
-def has_lora(model: nn.Module) -> bool:
-    """Whether something is left to merge."""
-    return any(isinstance(module, LoraLinear) for module in model.modules())
+_AdaptedLayer = tuple[nn.Module, str, nn.Linear, dict[str, slice], list[str]]
 
 
-def lora_names(model: nn.Module) -> list[str]:
-    """The parameters of the additions: small enough to be kept and passed around without the base."""
-    return [name for name, _ in model.named_parameters() if ".lora_a." in name or ".lora_b." in name]
-
-
-_Found = tuple[nn.Module, str, nn.Linear, dict[str, slice], list[str]]
-
-
-def _find(model: nn.Module, targets: Sequence[str]) -> list[_Found]:
-    """Which layers are adapted, and which parts of them."""
-    found: list[_Found] = []
+def _find_layers(model: nn.Module, targets: Sequence[str]) -> list[_AdaptedLayer]:
+    """Which layers are adapted, in which attribute of which module, and which parts of them."""
+    found: list[_AdaptedLayer] = []
     missed = set(targets)
-    layers = list(_linear_layers(model))
-    for name, owner, attribute, layer in layers:
-        parts = _parts(owner, attribute, layer)
-        adapted: set[str] = set()
-        for target in targets:
-            whole = fnmatchcase(attribute, target) or fnmatchcase(name, target)
-            hit = set(parts) if whole else {part for part in parts if target == f"w_{part}"}
-            adapted |= hit
-            if hit:
-                missed.discard(target)
-        if adapted:
-            found.append((owner, attribute, layer, parts, [part for part in parts if part in adapted]))
-    strange = sorted(missed - set(_ATTENTION_LAYERS)) or (sorted(missed) if not found else [])
-    if strange or not found:
-        raise ValueError(_no_such_layer(strange, sorted({_word(name, attribute) for name, _, attribute, _ in layers})))
-    return found
-
-
-def _word(name: str, attribute: str) -> str:
-    """What to call a layer in a list of targets: layers of a list have only their number for a last part."""
-    return f"{name.rpartition('.')[0]}.*" if attribute.isdigit() else attribute
-
-
-def _no_such_layer(strange: list[str], available: list[str]) -> str:
-    if not available:
-        return "lora needs linear layers, and this model has none"
-    what = ", ".join(strange) or "nothing"
-    near = difflib.get_close_matches(strange[0], available, 1) if strange else []
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"lora_targets={what} is no linear layer of this model, which has {', '.join(available)}{hint}"
-
-
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+    available: set[str] = set()  # for the message
     for prefix, owner in model.named_modules():
         for attribute, layer in owner.named_children():
             if isinstance(layer, LoraLinear):
                 raise ValueError(f"{prefix}.{attribute} already has a low-rank addition; merge it first")
-            if isinstance(layer, nn.Linear):
-                yield f"{prefix}.{attribute}".lstrip("."), owner, attribute, layer
+            if not isinstance(layer, nn.Linear):
+                continue
+            name = f"{prefix}.{attribute}".lstrip(".")
+            # Layers of a list have only their number for a last part.
+            available.add(f"{name.rpartition('.')[0]}.*" if attribute.isdigit() else attribute)
+            parts = _parts(owner, attribute, layer)
+            adapted: set[str] = set()
+            for target in targets:
+                whole = fnmatchcase(attribute, target) or fnmatchcase(name, target)
+                if hit := set(parts) if whole else {part for part in parts if target == f"w_{part}"}:
+                    adapted |= hit
+                    missed.discard(target)
+            if adapted:
+                found.append((owner, attribute, layer, parts, [part for part in parts if part in adapted]))
+    if not available:
+        raise ValueError("lora needs linear layers, and this model has none")
+    strange = sorted(missed - set(_ATTENTION_LAYERS)) or (sorted(missed) if not found else [])
+    if strange or not found:
+        near = difflib.get_close_matches(strange[0], sorted(available), 1) if strange else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        what, known = ", ".join(strange) or "nothing", ", ".join(sorted(available))
+        raise ValueError(f"lora_targets={what} is no linear layer of this model, which has {known}{hint}")
+    return found
 
 
 def _parts(owner: nn.Module, attribute: str, layer: nn.Linear) -> dict[str, slice]:
     """The matrices a weight joins, by name, and their rows."""
-    names: tuple[str, ...] = (_WHOLE,)
-    sizes: tuple[int, ...] = (layer.out_features,)
+    sizes = {"whole": layer.out_features}
     if isinstance(owner, MultiHeadAttention) and attribute in ("w_qkv", "w_kv", "w_query"):
-        names = {"w_qkv": ("q", "k", "v"), "w_kv": ("k", "v"), "w_query": ("q",)}[attribute]
-        width = {"q": owner.n_heads * owner.d_head, "k": owner.n_kv_heads * owner.d_head}
-        sizes = tuple(width["q" if name == "q" else "k"] for name in names)
+        q_rows, kv_rows = owner.n_heads * owner.d_head, owner.n_kv_heads * owner.d_head
+        names = {"w_qkv": "qkv", "w_kv": "kv", "w_query": "q"}[attribute]
+        sizes = {name: q_rows if name == "q" else kv_rows for name in names}
     elif isinstance(owner, FeedForward) and owner.gated and attribute == "w_in":
-        names, sizes = ("gate", "up"), (owner.d_ff, owner.d_ff)
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return {name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)}
+        sizes = {"gate": owner.d_ff, "up": owner.d_ff}
+    ends = itertools.accumulate(sizes.values())
+    return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}

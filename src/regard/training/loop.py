@@ -59,22 +59,16 @@ class Prefetch:
             return self._make(number).to(self._device)
         for ahead in range(number, number + self._stride * self._ahead, self._stride):
             if ahead not in self._coming:
-                self._coming[ahead] = self._pool.submit(self._ready, ahead)
+                self._coming[ahead] = self._pool.submit(lambda n: self._make(n).pin_memory(), ahead)
         return self._coming.pop(number).result().to(self._device)
-
-    def _ready(self, number: int) -> Batch:
-        return self._make(number).pin_memory()
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._coming.clear()
 
     def __enter__(self) -> Prefetch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._coming.clear()
 
 
 def seed_everything(seed: int, what: str, number: int = 0) -> None:
@@ -193,7 +187,9 @@ class Loop:
         norm = clip_grad_norm(self.objective.parameters(), self.train.clip)
         loss = self.group.sum(torch.stack([torch.as_tensor(x, device=norm.device) for x in self.at.losses]).sum())
         finite_loss, finite_norm = torch.stack([loss.isfinite(), norm.isfinite()]).tolist()
-        if not finite_loss or not (finite_norm or self._may_skip()):
+        # Gradients may have overflowed only because the loss is scaled up, which the scaler then does less.
+        may_skip = self.precision.scales and self.precision.state()["scale"] > 1
+        if not finite_loss or not (finite_norm or may_skip):
             raise self._diverged(batches, numbers, float(loss), float(norm))
         factor = self.schedule(self.at.step + 1)
         self.optimiser.set_lr(factor)
@@ -204,10 +200,6 @@ class Loop:
             self.ema.update()
         self.at.step += 1
         return loss, norm, factor * self.train.lr
-
-    def _may_skip(self) -> bool:
-        """Whether gradients may have overflowed only because the loss is scaled up, which the scaler then does less."""
-        return self.precision.scales and self.precision.state()["scale"] > 1
 
     def _diverged(self, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
         output = None
@@ -246,7 +238,12 @@ class Loop:
             metrics = self.metrics = self.group.broadcast_object(found)
             self.reporter.evaluation(self.at.step, metrics)
             self.reporter.samples(self.at.step, shown)
-        return self._remember(float(metrics[self.task.criterion]))
+        at, value, smaller = self.at, float(metrics[self.task.criterion]), self.task.criterion.endswith("loss")
+        if at.best is None or (value < at.best if smaller else value > at.best):
+            at.best, at.best_step, at.waited = value, at.step, 0
+            return True
+        at.waited += 1
+        return False
 
     @contextmanager
     def _as_shipped(self) -> Iterator[None]:
@@ -268,16 +265,6 @@ class Loop:
         with self.precision.forward():
             return self.objective(batch.to(self.group.device))
 
-    def _remember(self, value: float) -> bool:
-        """Note what an evaluation found; True where it was never better."""
-        at, smaller = self.at, self.task.criterion.endswith("loss")
-        better = at.best is None or (value < at.best if smaller else value > at.best)
-        if better:
-            at.best, at.best_step, at.waited = value, at.step, 0
-        else:
-            at.waited += 1
-        return better
-
     def _leave(self, asked: int) -> None:
         if self.saved != self.at.step:
             self.stopgap = self.at.step
@@ -292,7 +279,13 @@ class Loop:
         if self.saved == at.step and not at.micro:
             return
         tensors, state = self._tensors(), self._state()
-        self._need_finite(tensors, state)
+        # Finite gradients may still make weights that are not, and a step may be left half done: neither is kept. Of a
+        # scaled loss gradients may overflow; the scaler sees to those.
+        kept = {name: x for name, x in tensors.items() if not (self.precision.scales and name.startswith("grad/"))}
+        faults = [first_non_finite(kept), *("the loss" for x in state["at"]["losses"] if not math.isfinite(x))]
+        place = next((x for found in self.group.gather_objects(faults) for x in found if x), None)
+        if place is not None:
+            raise Diverged(f"step {at.step}: not finite in {place}, so it is not saved; {self._last_checkpoint()}")
         with self.reporter.paused("saving"):
             path = self.checkpoints.write(at.step, tensors, state)
             if self.stopgap is not None and self.stopgap != at.step:
@@ -301,15 +294,6 @@ class Loop:
             self.checkpoints.prune(at.best_step)
         self.saved = at.step
         self.reporter.saved(at.step, path)
-
-    def _need_finite(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Finite gradients may still make weights that are not, and a step may be left half done: neither is kept."""
-        # Of a scaled loss gradients may overflow; the scaler sees to those.
-        kept = {name: x for name, x in tensors.items() if not (self.precision.scales and name.startswith("grad/"))}
-        faults = [first_non_finite(kept), *("the loss" for x in state["at"]["losses"] if not math.isfinite(x))]
-        place = next((x for found in self.group.gather_objects(faults) for x in found if x), None)
-        if place is not None:
-            raise Diverged(f"step {self.at.step}: not finite in {place}, so it is not saved; {self._last_checkpoint()}")
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"model/{name}": x.detach() for name, x in self.model.state_dict().items()}

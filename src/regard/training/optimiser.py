@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step: nothing to store, nothing to resume."""
+"""Learning-rate schedules, Muon, and the optimisers of a run as one thing.
+
+The learning rate is a pure function of the step: nothing to store, nothing to resume.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,28 @@ from ..attention import MultiHeadAttention
 from ..attention.biases import Bias
 from ..attention.mechanisms import Additive
 from ..config import TrainConfig
+from ..foundation.checks import check_positive, check_probability
 from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
 from ..models.recurrent_cells import Gates
+from .shards import is_dtensor, shard_like
 
 Schedule = Callable[[int], float]  # the factor on the peak learning rate at a step, counted from 1
 
 
-def schedule_of(train: TrainConfig, d_model: int) -> Schedule:
+def schedule_of(train: TrainConfig) -> Schedule:
     """The schedule ``train`` describes. ``train.lr`` is the peak of every one of them, the paper's included.
 
-    It is on ``d_model`` that the paper's peak depends: train.lr=paper_lr(d_model, train.warmup) gives its own rates.
+    train.lr=paper_lr(d_model, train.warmup) gives the paper's own rates.
     """
-    warmup, steps, floor = train.warmup, train.steps, train.floor
-    if train.schedule == "noam":
-        return noam(warmup)
-    if train.schedule == "cosine":
-        return cosine(warmup, steps, floor)
-    if train.schedule == "wsd":
-        return warmup_stable_decay(warmup, steps, floor=floor)
-    return constant(warmup)
+    match train.schedule:
+        case "noam":
+            return noam(train.warmup)
+        case "cosine":
+            return cosine(train.warmup, train.steps, train.floor)
+        case "wsd":
+            return warmup_stable_decay(train.warmup, train.steps, floor=train.floor)
+    return constant(train.warmup)
 
 
 def paper_lr(d_model: int, warmup: int) -> float:
@@ -105,17 +110,9 @@ class Muon(torch.optim.Optimizer):
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} must lie in [0, 1)")
-        if steps < 1:
-            raise ValueError(f"steps={steps} must be at least 1")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "steps": steps,
-        }
+        check_probability(momentum=momentum)
+        check_positive(steps=steps)
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "steps": steps}
         super().__init__(params, defaults)
         self._row_sizes = {} if joined is None else dict(joined)
         for param in (param for group in self.param_groups for param in group["params"]):
@@ -147,8 +144,8 @@ class Muon(torch.optim.Optimizer):
         here: list[tuple[Tensor, Tensor]] = []
         for param, sizes in zip(params, rows, strict=True):
             found = [next(directions) for _ in sizes]
-            if _is_sharded(param):
-                param.add_(shard(torch.cat(found), param), alpha=-group["lr"])
+            if is_dtensor(param):
+                param.add_(shard_like(torch.cat(found), param), alpha=-group["lr"])
             else:
                 here += zip(param.split(sizes), found, strict=True)
         if here:
@@ -162,27 +159,8 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum"] = torch.zeros_like(param)
         buffers = [self.state[param]["momentum"] for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
-        return [_gather(update) for update in updates]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, without loading torch.distributed to find out."""
-    return hasattr(tensor, "full_tensor")
-
-
-def _gather(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if _is_sharded(tensor) else tensor
-
-
-def shard(whole: Tensor, like: Any) -> Tensor:
-    """``whole``, the same on every process, sharded as ``like`` is: each keeps its own part, nothing is sent."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    everywhere = [Replicate()] * like.device_mesh.ndim
-    return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False).redistribute(
-        placements=like.placements
-    )
+        updates: list[Any] = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+        return [update.full_tensor() if is_dtensor(update) else update for update in updates]
 
 
 def orthogonal(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
@@ -271,13 +249,9 @@ class Optimiser:
         for group in self._groups():
             group["lr"] = group[_PEAK] * factor
 
-    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """With a ``scaler``, an optimiser whose gradients overflowed skips its step; ``update`` is the caller's."""
+    def step(self) -> None:
         for optimiser in self.optimisers:
-            if scaler is None:
-                optimiser.step()
-            else:
-                scaler.step(optimiser)
+            optimiser.step()
 
     def zero_grad(self) -> None:
         for optimiser in self.optimisers:
@@ -309,18 +283,13 @@ class Optimiser:
             optimiser, param, fused = places[f"{kind}/{name}"]
             if state != "step" and value.shape != param.shape:
                 raise ValueError(f"{key!r} has shape {tuple(value.shape)}, but its parameter {tuple(param.shape)}")
-            loaded.append((optimiser, param, state, _to_param_device(value, param, on_device=state != "step" or fused)))
+            # Step counters of all but fused kernels stay on the CPU.
+            copy = value.detach().to("cpu" if state == "step" and not fused else param.device, copy=True)
+            loaded.append((optimiser, param, state, shard_like(copy, param) if copy.dim() == param.dim() else copy))
         for optimiser in self.optimisers:
             optimiser.state.clear()
         for optimiser, param, state, tensor in loaded:
             optimiser.state[param][state] = tensor
-
-
-def _to_param_device(value: Tensor, param: Tensor, on_device: bool) -> Tensor:
-    """A copy where the optimiser wants it; step counters of all but fused kernels stay on the CPU."""
-    copy = value.detach().to(param.device if on_device else "cpu", copy=True)
-    sharded = hasattr(param, "full_tensor") and copy.dim() == param.dim() and not hasattr(copy, "full_tensor")
-    return shard(copy, param) if sharded else copy
 
 
 def _kind(optimiser: torch.optim.Optimizer) -> str:
@@ -339,22 +308,18 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> Optimiser:
     by_adam = [role for role in trained if train.optimiser != "muon" or not role.in_layer]
     optimisers: list[torch.optim.Optimizer] = []
     if by_adam:
-        optimisers.append(_adam(by_adam, train))
+        groups = [
+            {"params": [role.param for role in by_adam if role.decays], "weight_decay": train.weight_decay},
+            {"params": [role.param for role in by_adam if not role.decays], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        adam = torch.optim.Adam if train.optimiser == "adam" else torch.optim.AdamW
+        fused = all(role.param.device.type in _FUSED_ON for role in by_adam) or None
+        optimisers.append(adam(groups, train.lr, train.betas, train.eps, fused=fused))
     if by_muon:
-        joined = {role.param: role.rows for role in by_muon}
-        params = [role.param for role in by_muon]
-        optimisers.append(Muon(params, train.muon_lr, weight_decay=train.weight_decay, joined=joined))
+        rows = {role.param: role.rows for role in by_muon}
+        optimisers.append(Muon(list(rows), train.muon_lr, weight_decay=train.weight_decay, joined=rows))
     return Optimiser(optimisers, {role.param: role.name for role in trained})
-
-
-def _adam(trained: list[Role], train: TrainConfig) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [role.param for role in trained if role.decays], "weight_decay": train.weight_decay},
-        {"params": [role.param for role in trained if not role.decays], "weight_decay": 0.0},
-    ]
-    make = torch.optim.Adam if train.optimiser == "adam" else torch.optim.AdamW
-    fused = all(role.param.device.type in _FUSED_ON for role in trained)
-    return make([group for group in groups if group["params"]], train.lr, train.betas, train.eps, fused=fused or None)
 
 
 def roles(model: nn.Module) -> Iterator[Role]:
@@ -370,10 +335,8 @@ def roles(model: nn.Module) -> Iterator[Role]:
             name = f"{path}.{own}" if path else own
             plain = own == "weight" if isinstance(module, nn.Linear) else own == "w_r" or isinstance(module, Gates)
             linear = plain and param.dim() == 2  # what is added to a Linear, such as low-rank factors, is AdamW's
-            in_layer = linear and name.startswith(layers)
-            yield Role(
-                name, param, param.dim() > 1 and not _is_table(module, own), in_layer, rows.get(param, (len(param),))
-            )
+            decays = param.dim() > 1 and not _is_table(module, own)
+            yield Role(name, param, decays, linear and name.startswith(layers), rows.get(param, (len(param),)))
 
 
 def _is_table(module: nn.Module, own: str) -> bool:
@@ -385,21 +348,18 @@ def _is_table(module: nn.Module, own: str) -> bool:
 
 def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """The parameters of a module that hold several matrices one below the other, and the rows of each."""
+    if isinstance(module, Gates):
+        for gates in (module.w_x, module.w_h):
+            yield gates, (len(gates) // module.n_gates,) * module.n_gates
+        return
+    linear: nn.Module | None = None
+    rows: tuple[int, ...] = ()
     if isinstance(module, MultiHeadAttention):
         q_rows, kv_rows = module.n_heads * module.d_head, module.n_kv_heads * module.d_head
-        if module.cross:
-            yield from _weight(module.w_kv, kv_rows, kv_rows)
-        else:
-            yield from _weight(module.w_qkv, q_rows, kv_rows, kv_rows)
+        linear = module.w_kv if module.cross else module.w_qkv
+        rows = (kv_rows, kv_rows) if module.cross else (q_rows, kv_rows, kv_rows)
     elif isinstance(module, FeedForward) and module.gated:
-        yield from _weight(module.w_in, module.d_ff, module.d_ff)
-    elif isinstance(module, Gates):
-        for weight in (module.w_x, module.w_h):
-            yield weight, (weight.shape[0] // module.n_gates,) * module.n_gates
-
-
-def _weight(linear: nn.Module, *rows: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Nothing where the layer was replaced by one, such as a low-rank one, whose weight is no parameter."""
-    weight = getattr(linear, "weight", None)
-    if isinstance(weight, nn.Parameter):
+        linear, rows = module.w_in, (module.d_ff, module.d_ff)
+    # Nothing where the layer was replaced by one, such as a low-rank one, whose weight is no parameter.
+    if isinstance(weight := getattr(linear, "weight", None), nn.Parameter):
         yield weight, rows

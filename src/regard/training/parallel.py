@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..models.block import Block, Stack
-from .shards import local
+from .shards import is_dtensor
 
 Parallel = Literal["ddp", "fsdp"]
 # One process may evaluate while the others wait for it. A process that dies ends the rest through torchrun, not through
@@ -59,13 +59,9 @@ class Group:
         dist.all_reduce(total)
         return total
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on any process: a signal that reached one must stop all at the same step."""
-        return self._largest(int(flag)) > 0 if self.is_distributed else flag
-
     def barrier(self) -> None:
         """Wait until all are here."""
-        self.any(False)
+        self.gather_objects(None)
 
     def broadcast_object(self, x: Any) -> Any:
         """The main process' object, on all."""
@@ -87,12 +83,6 @@ class Group:
         """Part from the others; nothing more can be asked of the group."""
         if self.is_distributed and dist.is_initialized():
             dist.destroy_process_group()
-
-    def _largest(self, x: int) -> int:
-        held = torch.tensor(x)  # on the CPU, over gloo: no wait for what the GPU has still to do
-        if self.is_distributed:
-            dist.all_reduce(held, op=dist.ReduceOp.MAX)
-        return int(held)
 
 
 def open_group(device: torch.device | str = "cpu") -> Group:
@@ -182,30 +172,10 @@ def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
     DDP averages once, with the last. FSDP sums each into its shards: gradients kept whole until the last would take
     the very memory that sharding saves, and could not be stored between two micro-batches.
     """
-    copies = _copies(module)
-    if last or copies is None:
+    inner: Any = getattr(module, "_orig_mod", module)  # also inside torch.compile's wrapper
+    delays = isinstance(inner, DistributedDataParallel) and not last
+    with inner.no_sync() if delays else nullcontext():
         yield
-    else:
-        with copies.no_sync():
-            yield
-
-
-def average_gradients(module: nn.Module, group: Group) -> None:
-    """Before storing gradients between two micro-batches: DDP's, which are still each process' own, made the same.
-
-    To go on from them is to go on from the originals: the average over processes of an average is that average.
-    """
-    if _copies(module) is not None:
-        for p in module.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad.div_(group.world)
-
-
-def _copies(module: nn.Module) -> DistributedDataParallel | None:
-    """DDP's wrapper, also inside torch.compile's; None where there is none."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 # ------------------------------------------------------------------------------------- what needs all shards
@@ -233,45 +203,15 @@ def gather_parameters(module: nn.Module) -> Iterator[None]:
             unit.set_reshard_after_forward(unit is not module, recurse=False)  # the root's stay for its backward pass
 
 
-def full_state(model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
-    """``state_dict`` with every tensor whole and on the CPU; {} on all but the main process unless ``everywhere``.
-
-    To be called on every process, with the model as it stands inside the wrapped objective.
-    """
-    wanted = everywhere or not dist.is_initialized() or dist.get_rank() == 0
-    state: dict[str, Tensor] = {}
-    whole_tensors: dict[int, Tensor] = {}  # tied tensors once, and still tied afterwards
-    for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) not in whole_tensors:
-            whole = x.detach().full_tensor() if _is_dtensor(x) else x.detach()  # one at a time: it may not fit together
-            whole_tensors[id(x)] = whole.cpu() if wanted else torch.empty(0)
-        state[name] = whole_tensors[id(x)]
-    return state if wanted else {}
-
-
 def clip_grad_norm(parameters: Iterable[Tensor], largest: float | None) -> Tensor:
     """Scale gradients so that their norm over all parameters and processes is at most ``largest``; what it was.
 
     The same number on every process. It is not finite where a gradient is not, and nothing is scaled then.
     """
     with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    norm = norm.full_tensor() if _is_dtensor(norm) else norm  # type: ignore[attr-defined]  # of a DTensor
+    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
+    norm = norm.full_tensor() if is_dtensor(norm) else norm
     if largest is not None:
         # As 0 a norm that is not finite scales nothing, and to look at it here would have the GPU wait.
         torch.nn.utils.clip_grads_with_norm_(with_grad, largest, torch.where(norm.isfinite(), norm, 0.0))
     return norm
-
-
-def first_non_finite_gradient(module: nn.Module, group: Group) -> str | None:
-    """The first parameter, in the module's order, whose gradient on any process is not finite; None: all are."""
-    named = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
-    faults = (i for i, (_, grad) in enumerate(named) if not bool(torch.isfinite(grad).all()))
-    first = next(faults, len(named))
-    first = len(named) - group._largest(len(named) - first)
-    return None if first == len(named) else named[first][0].removeprefix("module.").replace("_orig_mod.", "")
-
-
-def _is_dtensor(x: object) -> bool:
-    return hasattr(x, "full_tensor")

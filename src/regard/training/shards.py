@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ _KINDS = {kind: dtype for dtype, kind in _DTYPES.items()}
 _AT_ONCE = 1 << 24  # bytes written and hashed at a time
 
 
-@dataclass(frozen=True)
-class TensorRegion:
+class TensorRegion(NamedTuple):
     """A part of a tensor: where it starts and how long it is, in each dimension."""
 
     offset: tuple[int, ...]
@@ -54,9 +53,8 @@ class TensorRegion:
     def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both hold; its size is 0 somewhere where that is nothing."""
         offset = tuple(map(max, self.offset, other.offset))
-        ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
-        size = tuple(max(0, min(a + n, b + m) - o) for (a, n, b, m), o in zip(ends, offset, strict=True))
-        return TensorRegion(offset, size)
+        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        return TensorRegion(offset, tuple(max(0, end - start) for start, end in zip(offset, ends, strict=True)))
 
     def slices(self, within: TensorRegion) -> tuple[slice, ...]:
         """This region as an index into the tensor that holds the region ``within``."""
@@ -64,16 +62,14 @@ class TensorRegion:
         return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
 
-@dataclass(frozen=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """A region of a tensor and the file it lies in, under the tensor's name."""
 
     file: str
     region: TensorRegion
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor as the index has it."""
 
     shape: tuple[int, ...]
@@ -86,8 +82,7 @@ class StoredTensor:
 
 def is_sharded(x: Tensor) -> bool:
     """Whether other processes hold the rest of it."""
-    placed = _placement(x)
-    return placed is not None and not placed.is_replicate()
+    return (placed := _placement(x)) is not None and not placed.is_replicate()
 
 
 def local(x: Tensor) -> Tensor:
@@ -107,10 +102,10 @@ def local_region(x: Tensor) -> TensorRegion:
     start = min(mesh.get_local_rank() * length, x.shape[dim])
     offset, size = [0] * x.dim(), list(x.shape)
     offset[dim], size[dim] = start, min(length, x.shape[dim] - start)
-    held = tuple(local(x).shape)
-    if held != tuple(size):
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} is cut unevenly: {held} here instead of {tuple(size)}")
-    return TensorRegion(tuple(offset), tuple(size))
+    region, held = TensorRegion(tuple(offset), tuple(size)), tuple(local(x).shape)
+    if held != region.size:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} is cut unevenly: {held} here instead of {region.size}")
+    return region
 
 
 def _placement(x: Tensor) -> Any:
@@ -121,6 +116,25 @@ def _placement(x: Tensor) -> Any:
     if x.device_mesh.ndim != 1:
         raise ValueError(f"a tensor over a mesh of {x.device_mesh.ndim} dimensions cannot be stored; 1 can")
     return x.placements[0]
+
+
+def is_dtensor(x: object) -> bool:
+    """Without loading torch.distributed to find out."""
+    return hasattr(x, "full_tensor")
+
+
+def shard_like(x: Tensor, like: Any) -> Tensor:
+    """``x``, the same on every process, sharded as ``like`` is: each keeps its own part, nothing is sent.
+
+    A plain ``like`` and an ``x`` already sharded leave it as it is.
+    """
+    if is_dtensor(x) or not is_dtensor(like):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    whole = DTensor.from_local(x, like.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=like.placements)
 
 
 # ------------------------------------------------------------------------------------- one file
@@ -149,17 +163,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
             file.write(chunk)
             digest.update(chunk)
         for name in order:
-            numbers = memoryview(_bytes(tensors[name]))
+            numbers: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             for at in range(0, len(numbers), _AT_ONCE):
                 file.write(numbers[at : at + _AT_ONCE])
                 digest.update(numbers[at : at + _AT_ONCE])
         file.flush()
         os.fsync(file.fileno())
     return Entry(8 + len(text) + end, digest.hexdigest())
-
-
-def _bytes(x: Tensor) -> Any:
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # ------------------------------------------------------------------------------------- all of them
@@ -173,109 +183,107 @@ class Index:
     tied: Mapping[str, str]
 
     def text(self) -> bytes:
-        tensors = {name: _stored_to_json(stored) for name, stored in sorted(self.tensors.items())}
+        tensors = {}
+        for name, (shape, dtype, pieces) in sorted(self.tensors.items()):
+            places = [{"file": file, "offset": list(at.offset), "size": list(at.size)} for file, at in pieces]
+            tensors[name] = {"shape": list(shape), "dtype": _DTYPES[dtype], "pieces": places}
         return to_json({"regard_checkpoint": _VERSION, "tensors": tensors, "tied": dict(sorted(self.tied.items()))})
 
     @classmethod
     def read(cls, root: Path) -> Index:
+        """Checked: every tensor whole. Pieces are even slices, so that those which add up to it also cover it."""
         path = resolve_inside(root, INDEX)
         try:
-            text = path.read_bytes()
+            document = parse_json(path.read_bytes(), path)
+            if document["regard_checkpoint"] != _VERSION:
+                raise ValueError("another version")
+            tied = dict(document["tied"])
+            tensors = {name: _stored_tensor(entry) for name, entry in document["tensors"].items()}
         except OSError as error:
             raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
-        match parse_json(text, path):
-            case {"regard_checkpoint": 1, "tensors": dict(tensors), "tied": dict(tied)}:
-                try:
-                    index = cls({name: _stored_from_json(x) for name, x in tensors.items()}, tied)
-                except (KeyError, TypeError, ValueError, AttributeError):
-                    raise BadModelFile(f"{path} is not an index of regard's") from None
-                index._check(path)
-                return index
-        raise BadModelFile(f"{path} is not an index of regard's")
-
-    def _check(self, path: Path) -> None:
-        """Every tensor whole: pieces are even slices, so that those which add up to it also cover it."""
-        for name, stored in self.tensors.items():
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise BadModelFile(f"{path} is not an index of regard's") from None
+        for name, stored in tensors.items():
             held = sum(piece.region.numel for piece in stored.pieces)
             if held != math.prod(stored.shape):
                 raise BadModelFile(f"{path}: the pieces of {name} hold {held} of {math.prod(stored.shape)} numbers")
-        for name, target in self.tied.items():
-            if target not in self.tensors:
+        for name, target in tied.items():
+            if target not in tensors:
                 raise BadModelFile(f"{path}: {name} is tied to {target}, which is not there")
+        return cls(tensors, tied)
 
 
-class Reader:
+def _stored_tensor(entry: Any) -> StoredTensor:
+    shape, pieces = tuple(map(int, entry["shape"])), []
+    for piece in entry["pieces"]:
+        region = TensorRegion(tuple(map(int, piece["offset"])), tuple(map(int, piece["size"])))
+        if region.overlap(TensorRegion.whole(shape)) != region:
+            raise ValueError(f"{region} does not lie in {shape}")
+        pieces.append(TensorSlice(str(piece["file"]), region))
+    return StoredTensor(shape, _KINDS[entry["dtype"]], tuple(pieces))
+
+
+class TensorReader:
     """The tensors of a directory by its index, each file opened once and read only where asked."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._files: dict[str, Any] = {}
 
     @cached_property
     def index(self) -> Index:
-        return Index.read(self.root)
+        return Index.read(self.path)
 
     def names(self, prefix: str = "") -> list[str]:
+        """The tensors there are."""
         return sorted(name for name in {**self.index.tensors, **self.index.tied} if name.startswith(prefix))
 
-    def stored_as(self, name: str) -> str:
-        """The name a tensor is stored under: its own, or that of the one it is tied to."""
-        found = self.index.tied.get(name, name)
-        if found not in self.index.tensors:
-            raise BadModelFile(f"{self.root} holds no tensor {name}")
-        return found
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Those under a prefix ("model/"), by their names after it. Tied ones are the same tensor again."""
+        names = {name: self.index.tied.get(name, name) for name in self.names(prefix)}
+        read = {stored: self.read(stored) for stored in set(names.values())}
+        return {name.removeprefix(prefix): read[stored] for name, stored in names.items()}
 
-    def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
-        """A tensor, or one region of it, put together from its pieces."""
-        stored = self.index.tensors[self.stored_as(name)]
-        region = TensorRegion.whole(stored.shape) if region is None else region
-        out = torch.empty(region.size, dtype=stored.dtype)
-        for piece in stored.pieces:
-            shared = region.overlap(piece.region)
-            if shared.numel:
-                out[shared.slices(region)] = self._slice(piece, self.stored_as(name), shared.slices(piece.region))
-        return out
-
-    def read_like(self, name: str, like: Tensor) -> Tensor:
-        """A tensor on the device of ``like`` and, where that is sharded, sharded as it is: only this process' slice."""
-        shape = self.index.tensors[self.stored_as(name)].shape
+    def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
+        """One tensor, whole on the CPU; or on the device of ``like`` and, where that is a shard, only that shard."""
+        if like is None:
+            return self.read(name)
+        shape = self._stored(name)[1].shape
         if shape != tuple(like.shape):
-            raise BadModelFile(f"{self.root}: {name} has shape {shape}, the run needs {tuple(like.shape)}")
+            raise BadModelFile(f"{self.path}: {name} has shape {shape}, the run needs {tuple(like.shape)}")
         here = self.read(name, local_region(like)).to(like.device)
         if _placement(like) is None:
             return here
-        return type(like).from_local(  # type: ignore[attr-defined]  # a DTensor, since it is placed
-            here,
-            like.device_mesh,  # type: ignore[attr-defined]  # likewise
-            like.placements,  # type: ignore[attr-defined]  # likewise
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+        sharded: Any = like
+        mesh, placements = sharded.device_mesh, sharded.placements
+        return type(sharded).from_local(here, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
-    def _slice(self, piece: TensorSlice, name: str, slices: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
+        """A tensor, or one region of it, put together from its pieces."""
+        stored_name, stored = self._stored(name)
+        region = TensorRegion.whole(stored.shape) if region is None else region
+        out = torch.empty(region.size, dtype=stored.dtype)
+        for file, held in stored.pieces:
+            shared = region.overlap(held)
+            if shared.numel:
+                out[shared.slices(region)] = self._slice(file, stored_name, shared.slices(held))
+        return out
+
+    def _stored(self, name: str) -> tuple[str, StoredTensor]:
+        """The name a tensor is stored under, its own or that of the one it is tied to, and its entry."""
+        found = self.index.tied.get(name, name)
+        if found not in self.index.tensors:
+            raise BadModelFile(f"{self.path} holds no tensor {name}")
+        return found, self.index.tensors[found]
+
+    def _slice(self, file_name: str, name: str, slices: tuple[slice, ...]) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        path = resolve_inside(self.root, piece.file)
+        path = resolve_inside(self.path, file_name)
         try:
-            if piece.file not in self._files:
-                self._files[piece.file] = safe_open(path, framework="pt")
-            file = self._files[piece.file]
+            if file_name not in self._files:
+                self._files[file_name] = safe_open(path, framework="pt")
+            file = self._files[file_name]
             return file.get_slice(name)[slices] if slices else file.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {error}") from None
-
-
-def _stored_to_json(stored: StoredTensor) -> dict[str, Any]:
-    pieces = [{"file": p.file, "offset": list(p.region.offset), "size": list(p.region.size)} for p in stored.pieces]
-    return {"shape": list(stored.shape), "dtype": _DTYPES[stored.dtype], "pieces": pieces}
-
-
-def _stored_from_json(entry: Any) -> StoredTensor:
-    shape = tuple(map(int, entry["shape"]))
-    regions = [TensorRegion(tuple(map(int, p["offset"])), tuple(map(int, p["size"]))) for p in entry["pieces"]]
-    for region in regions:
-        if region.overlap(TensorRegion.whole(shape)) != region:
-            raise ValueError(f"{region} does not lie in {shape}")
-    pieces = (TensorSlice(str(p["file"]), region) for p, region in zip(entry["pieces"], regions, strict=True))
-    return StoredTensor(shape, _KINDS[entry["dtype"]], tuple(pieces))

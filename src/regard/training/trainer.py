@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.train_config import RESUMABLE
-from ..data.sources import Source
 from ..errors import RegardError, UsageError
 from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
@@ -25,7 +24,7 @@ from ..models.build import build
 from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint
-from .compilation import Choice, Compiled, choose, compile_objective, record
+from .compilation import Choice, Compiled, choose, record
 from .console_display import Style
 from .finetuning import add_lora, freeze, start_from
 from .loop import Loop, StepRecord, seed_everything
@@ -59,9 +58,9 @@ class TrainResult:
     def to_text(self) -> str:
         if not self.finished:
             return f"{self.path}: stopped at step {self.steps} after {self.seconds:.0f} s"
-        values = {name: x if isinstance(x, str) else f"{x:.4g}" for name, x in self.metrics.items()}
-        head = f"{self.path / 'model'}: {self.weights}, {self.steps} steps in {self.seconds:.0f} s"
-        return "\n".join([head, *(f"  {name}  {value}" for name, value in values.items())])
+        lines = [f"{self.path / 'model'}: {self.weights}, {self.steps} steps in {self.seconds:.0f} s"]
+        lines += [f"  {name}  {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in self.metrics.items()]
+        return "\n".join(lines)
 
 
 def train(
@@ -89,14 +88,12 @@ def train(
     """
     inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
     run_config = inputs.config
-    group = _open_group(run_config.train)
-    try:
+    with _open_group(run_config.train) as group:
         source, opened = open_run_source(inputs), None
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")
-            processor = processor or inputs.processor
-            opened = open_task(run_config, source, processor, inputs.task_class)
+            opened = open_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
@@ -108,8 +105,6 @@ def train(
         opened.config = run_config
         with run.lock() if group.is_main else nullcontext():
             return _run(run_config, opened, group, style, run, callbacks, inputs.model)
-    finally:
-        group.close()
 
 
 def resume(
@@ -138,10 +133,11 @@ def resume(
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} lies behind the {done} steps that {path} has done")
-    group = _open_group(recipe)
-    try:
+    with _open_group(recipe) as group:
         source = open_run_source(resolve_run(config, task=task, data=data))
-        _check_same_data(run, config, source)
+        if (known := run.facts["data"]["sha256"]) != source.sha256:
+            hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {known[:12]}…"
+            raise RegardError(f"{config.data.source} has changed since the run began: {hashes}")
         shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
             if group.is_main:
@@ -150,23 +146,19 @@ def resume(
             run = RunDirectory(run.root)
             opened = open_task(shared, source, run.processor, task)
             return _run(shared, opened, group, style, run, callbacks)
-    finally:
-        group.close()
 
 
-def _open_group(recipe: TrainConfig) -> Group:
+@contextmanager
+def _open_group(recipe: TrainConfig) -> Iterator[Group]:
     try:
-        return open_group(resolve_device(recipe.device, "train.device"))
+        device = resolve_device(recipe.device, "train.device")
     except UsageError as error:  # the config is well formed, but this machine has no such device: exit code 1, not 2
         raise RegardError(str(error)) from None
-
-
-def _check_same_data(run: RunDirectory, config: RunConfig, source: Source) -> None:
-    if (known := run.facts["data"]["sha256"]) != source.sha256:
-        raise RegardError(
-            f"{config.data.source} has changed since the run began: its SHA-256 is {source.sha256[:12]}…, it was "
-            f"{known[:12]}…"
-        )
+    group = open_group(device)
+    try:
+        yield group
+    finally:
+        group.close()
 
 
 def _share_batches(recipe: TrainConfig, n_before: int, world: int) -> TrainConfig:
@@ -190,9 +182,15 @@ def _run(
     start_model: Model | None = None,
 ) -> TrainResult:
     task.tokens_folder = run.root / "tokens"
+    # The main process makes the first batch first: it writes the tokens that the others read. This also finds examples
+    # that are too long.
+    if not group.is_main:
+        group.barrier()
+    first = task.batch(0)
+    if group.is_main:
+        group.barrier()
     checkpoints = run.checkpoints(group)
     checkpoint = checkpoints.latest()
-    first = _first_batch(task, group)
     model, notes = _new_model(config, task, run, checkpoint, start_model)
     model.to(group.device)
     objective = Objective(model, config.train.label_smoothing, task.loss)
@@ -205,7 +203,7 @@ def _run(
         objective=objective,
         step_module=_step_module(config.train, task, objective, group, precision, choice),
         optimiser=build_optimiser(model, config.train),
-        schedule=schedule_of(config.train, config.model.d_model),
+        schedule=schedule_of(config.train),
         precision=precision,
         group=group,
         checkpoints=checkpoints,
@@ -213,38 +211,39 @@ def _run(
         ema=None if config.train.ema is None else Ema(model, config.train.ema),
         callbacks=callbacks,
     )
-    with loop.reporter, loop.precision.settings():
-        loop.reporter.begin(_facts(config, task, model, group, choice, run))
+    with loop.reporter, precision.settings():
+        loop.reporter.begin(_facts(loop, config, choice))
         for note in (*notes, task.skipped.to_text()):
             if note is not None:
                 loop.reporter.note(note)
         if checkpoint is not None:
             loop.restore(checkpoint)
-        _compile(loop)
-        try:
-            loop.run()
-        except Interrupted as stop:
-            if stop.exit_code:
-                raise
-            return TrainResult(run.root, loop.at.step, loop.at.seconds, finished=False)
-        if checkpoint is None:
-            _record_compilation(loop, choice)
-        if not group.is_main:
-            return TrainResult(run.root, loop.at.step, loop.at.seconds)
-        return _finish(run, loop)
+        return _train_and_save(loop, run, first, None if checkpoint is not None else choice)
+
+
+def _train_and_save(loop: Loop, run: RunDirectory, first: Batch, new_choice: Choice | None) -> TrainResult:
+    """Compile, train, and save the model. ``new_choice``: of a run from its first step, whose gain is recorded."""
+    at, compiled = loop.at, loop.step_module if isinstance(loop.step_module, Compiled) else None
+    if compiled is not None:  # with the first batch, wherever the run goes on from: the code is then the same
+        with loop.precision.forward():
+            compiled.prepare(first.to(loop.group.device))
+        at.seconds += compiled.seconds or 0.0
+    try:
+        loop.run()
+    except Interrupted as stop:
+        if stop.exit_code:
+            raise
+        return TrainResult(run.root, at.step, at.seconds, finished=False)
+    if compiled is not None and new_choice is not None:
+        if compiled.note is not None:
+            loop.reporter.note(compiled.note)
+        elif compiled.seconds is not None and at.step >= 20:
+            passes = at.step * loop.train.accumulate
+            record(new_choice, compiled.seconds, 1e3 * (at.seconds - compiled.seconds) / passes)
+    return _finish(run, loop) if loop.group.is_main else TrainResult(run.root, at.step, at.seconds)
 
 
 # ------------------------------------------------------------------------------------- the parts of a run
-
-
-def _first_batch(task: Task, group: Group) -> Batch:
-    """The main process first: it writes the tokens that the others read. This also finds examples that are too long."""
-    if not group.is_main:
-        group.barrier()
-    batch = task.batch(0)
-    if group.is_main:
-        group.barrier()
-    return batch
 
 
 def _new_model(
@@ -292,7 +291,7 @@ def _step_module(
     module: nn.Module = objective
     if group.is_distributed:
         module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
-    return compile_objective(module, dynamic=task.ragged) if choice.compile else module
+    return Compiled(module, dynamic=task.ragged) if choice.compile else module
 
 
 def _new_reporter(
@@ -316,41 +315,19 @@ def _new_reporter(
     )
 
 
-def _facts(
-    config: RunConfig, task: Task, model: Model, group: Group, choice: Choice, run: RunDirectory
-) -> dict[str, Any]:
+def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     """What is printed before the first step."""
-    source = task.source
+    source, model, group = loop.task.source, loop.model, loop.group
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "task": config.task,
         "data": f"{source.name}: {len(source.train):,} to train on, {len(source.valid):,} held out",
         "model": f"{config.model.architecture}, {model.n_parameters:,} parameters, {n_trained:,} trained",
-        "batches": f"{task.batches_per_epoch:,} an epoch",
+        "batches": f"{loop.task.batches_per_epoch:,} an epoch",
         "device": f"{group.world} × {group.device.type}" if group.is_distributed else str(group.device),
         "numbers": choice.reason,
-        "out": str(run.root),
+        "out": str(loop.reporter.out),
     }
-
-
-def _compile(loop: Loop) -> None:
-    """With the first batch, wherever the run goes on from: the compiled code is then the same."""
-    if isinstance(loop.step_module, Compiled):
-        with loop.precision.forward():
-            loop.step_module.prepare(loop.task.batch(0).to(loop.group.device))
-        loop.at.seconds += loop.step_module.seconds or 0.0
-
-
-def _record_compilation(loop: Loop, choice: Choice) -> None:
-    """What compiling cost and gained in a whole run, for the next one to know."""
-    module = loop.step_module
-    if not isinstance(module, Compiled):
-        return
-    if module.note is not None:
-        loop.reporter.note(module.note)
-    elif module.seconds is not None and loop.at.step >= 20:
-        passes = loop.at.step * loop.train.accumulate
-        record(choice, module.seconds, None, 1e3 * (loop.at.seconds - module.seconds) / passes)
 
 
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
