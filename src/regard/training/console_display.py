@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them in a terminal, where a Hangul syllable takes two columns."""
+"""A run on the terminal: numbers and texts as a person reads them, and the line that moves while it trains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import os
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 JOINER = "\u200d"
 GAP = "  "
+_PICTURES = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "⏎", "\x7f": "␡"}
 
 
 def format_count(value: float) -> str:
@@ -59,23 +60,17 @@ def format_value(value: Any) -> str:
 
 def printable(text: str) -> str:
     """One line that cannot steer the terminal: control characters as their pictures, reversals of direction as dots."""
-    return "".join(_visible(character) for character in text)
+    return "".join(map(_visible, text))
 
 
 def _visible(character: str) -> str:
-    if character == "\n":
-        return "⏎"
-    code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "␡"
-    kind = unicodedata.category(character)
+    code, kind = ord(character), unicodedata.category(character)
+    if character in _PICTURES:
+        return _PICTURES[character]
     if kind == "Cs":
         return "\ufffd"
-    if kind in ("Cc", "Zl", "Zp") or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069:
-        return "·"
-    return character
+    is_direction = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    return "·" if is_direction or kind in ("Cc", "Zl", "Zp") else character
 
 
 def clip_to_width(text: str, width: int) -> str:
@@ -125,10 +120,7 @@ def format_rows(found: Sequence[dict[str, Any]], width: int) -> list[str]:
     if sum(widths) + len(GAP) * len(names) <= width:
         lines = [[printable(name) for name in names], *cells]
         return [(GAP + GAP.join(map(pad_to_width, line, widths))).rstrip() for line in lines]
-    shown: list[str] = []
-    for row in found:
-        shown += [*format_pairs(row, width), ""]
-    return shown[:-1]
+    return [line for row in found for line in (*format_pairs(row, width), "")][:-1]
 
 
 if TYPE_CHECKING:
@@ -158,16 +150,23 @@ class RunStatus:
 
     def fields(self) -> dict[str, tuple[str, str]]:
         """What is known, as (label, value)."""
-        found = {
-            "loss": None if self.loss is None else ("loss", f"{self.loss:.4f}"),
-            "lr": None if self.lr is None else ("lr", f"{self.lr:.2e}"),
-            "grad_norm": None if self.grad_norm is None else ("grad", f"{self.grad_norm:.3g}"),
-            "tokens": None if self.tokens_per_s is None else ("", f"{format_count(self.tokens_per_s)} tok/s"),
-            "mfu": None if self.mfu is None else ("MFU", f"{self.mfu:.1%}"),
-            "memory": None if self.memory_mib is None else ("", format_memory(self.memory_mib)),
-            "left": None if self.left_s is None else ("ETA", format_duration(self.left_s)),
+        values = {name: getattr(self, name) for name in _STATUS_FIELDS}
+        return {
+            name: (label, text(values[name]))
+            for name, (label, text) in _STATUS_FIELDS.items()
+            if values[name] is not None
         }
-        return {name: value for name, value in found.items() if value is not None}
+
+
+_STATUS_FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.4f}".format),
+    "lr": ("lr", "{:.2e}".format),
+    "grad_norm": ("grad", "{:.3g}".format),
+    "tokens_per_s": ("", lambda speed: f"{format_count(speed)} tok/s"),
+    "mfu": ("MFU", "{:.1%}".format),
+    "memory_mib": ("", format_memory),
+    "left_s": ("ETA", format_duration),
+}
 
 
 class Console:
@@ -285,7 +284,7 @@ class LiveLine(Console):
         doing = f"{GAP}{self.status.doing}" if self.status.doing else ""
         place = f"{self.status.step:,}/{self.status.steps:,}"
         used = 0
-        for name in ("", "memory", "lr", "mfu", "tokens", "left"):
+        for name in ("", "memory_mib", "lr", "mfu", "tokens_per_s", "left_s"):
             fields.pop(name, None)
             used = len(place) + len(doing) + sum(len(f"{a} {b}".strip()) + len(GAP) for a, b in fields.values())
             if used + len(GAP) + 10 <= width:

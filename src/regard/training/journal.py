@@ -27,26 +27,19 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, start_step: int, note: Note) -> None:
-        self.path, self._note = path, note
+        self.path, self._note, self._failed = path, note, False
         self.last: dict[str, Any] = {}
         self._here: list[dict[str, Any]] = []  # lines of the last step, without their timings
-        self._start_step = start_step
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._rewind()
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-        self._failed = False
-
-    def _rewind(self) -> None:
-        content = self.path.read_bytes() if self.path.exists() else b""
-        kept: list[bytes] = []
-        for line in content.splitlines(keepends=True) if self._start_step > 0 else []:
+        content, kept = path.read_bytes() if path.exists() else b"", b""
+        for line in content.splitlines(keepends=True) if start_step > 0 else []:
             record = read_line(line)
-            if record is None or record["step"] > self._start_step or not line.endswith(b"\n"):
-                continue
-            kept.append(line)
-            self._remember(record)
-        if (rest := b"".join(kept)) != content:
-            write_atomic(self.path, rest)
+            if record is not None and record["step"] <= start_step and line.endswith(b"\n"):
+                kept += line
+                self._remember(record)
+        if kept != content:
+            write_atomic(path, kept)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append; numbers that JSON does not know become null. What was said before a crash is not repeated."""
@@ -114,26 +107,22 @@ class TensorBoard:
     def scalars(self, step: int, values: dict[str, Any]) -> None:
         """Numbers by their names, such as ``train/loss``; whatever is not a finite number is left out."""
         for name, value in values.items():
-            if self._writer is not None and isinstance(value, int | float) and math.isfinite(value):
-                try:
-                    self._writer.add_scalar(name, value, step)
-                except OSError as failure:
-                    self._give_up(failure)
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._call("add_scalar", name, value, step)
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.add_text(name, markdown, step)
-            except OSError as failure:
-                self._give_up(failure)
+        self._call("add_text", name, markdown, step)
 
     def close(self) -> None:
+        self._call("close")
+        self._writer = None
+
+    def _call(self, method: str, *args: Any) -> None:
         if self._writer is not None:
             try:
-                self._writer.close()
+                getattr(self._writer, method)(*args)
             except OSError as failure:
                 self._give_up(failure)
-            self._writer = None
 
     def _give_up(self, failure: OSError) -> None:
         self._writer = None
@@ -158,26 +147,14 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     figure = new_figure(12, 5.6)
     groups = _groups([record for record in records if is_evaluation(record)])
     heights = [1.0] * len(groups) + [0.62 if groups else 1.0]
-    grid = figure.add_gridspec(
-        len(heights),
-        2,
-        width_ratios=(1.45, 1),
-        height_ratios=heights,
-        left=0.05,
-        right=0.88,
-        top=0.80,
-        bottom=0.10,
-        wspace=0.46,
-        hspace=0.6,
-    )
+    place = {"left": 0.05, "right": 0.88, "top": 0.80, "bottom": 0.10, "wspace": 0.46, "hspace": 0.6}
+    grid = figure.add_gridspec(len(heights), 2, width_ratios=(1.45, 1), height_ratios=heights, **place)
     most = max(record["step"] for record in records)
-    _loss(_panel(figure, grid[:, 0], "Loss", most), records)
+    _draw_loss(_panel(figure, grid[:, 0], "Loss", most), records)
     for row, group in enumerate(groups):
-        panel = _panel(figure, grid[row, 1], " and ".join(map(_name, group)), most)
-        _metrics(panel, records, group)
-    rate = _panel(figure, grid[-1, 1], "Learning rate", most)
-    _rate(rate, _points(records, "lr", evaluation=False))
-    _title(figure, metrics_jsonl, records)
+        _draw_metrics(_panel(figure, grid[row, 1], " and ".join(map(_name, group)), most), records, group)
+    _draw_rate(_panel(figure, grid[-1, 1], "Learning rate", most), _points(records, "lr", evaluation=False))
+    _draw_title(figure, metrics_jsonl, records)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", facecolor="white")
     write_atomic(png, picture.getvalue())
@@ -222,7 +199,7 @@ def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
     return panel
 
 
-def _loss(panel: Any, records: list[dict[str, Any]]) -> None:
+def _draw_loss(panel: Any, records: list[dict[str, Any]]) -> None:
     """Each step's loss faintly, the mean between lines strongly; validation with its best point marked."""
     each, mean = (_points(records, name, evaluation=False) for name in ("loss", "loss_mean"))
     valid = _points(records, "valid_loss", evaluation=True)
@@ -237,8 +214,11 @@ def _loss(panel: Any, records: list[dict[str, Any]]) -> None:
     _labels(panel, [(x[-1], y[-1], f"{name} {y[-1]:.4g}", colour) for (x, y), name, colour in ends if x])
     panel.set_xlabel("step", fontsize=9.5, color=SOFT)
     if len(valid[1]) > 1:
-        best = min(range(len(valid[1])), key=valid[1].__getitem__)
-        _ring(panel, valid[0][best], valid[1][best], VALID, f"best {valid[1][best]:.4f}")
+        best, x = min(zip(valid[1], valid[0], strict=True))
+        panel.plot([x], [best], marker="o", markersize=9, markerfacecolor="none", markeredgecolor=VALID, zorder=5)
+        if x < 0.9 * panel.get_xlim()[1]:  # at the end the label beside it says the number
+            offset: dict[str, Any] = {"xytext": (0, 14), "textcoords": "offset points", "ha": "center"}
+            panel.annotate(f"best {best:.4f}", (x, best), fontsize=9, color=VALID, **offset)
 
 
 def _loss_scale(panel: Any, values: list[float]) -> None:
@@ -259,14 +239,13 @@ def _loss_scale(panel: Any, values: list[float]) -> None:
         panel.set_ylim(low - 0.10 * room, high + 0.06 * room)
 
 
-def _metrics(panel: Any, records: list[dict[str, Any]], group: list[str]) -> None:
+def _draw_metrics(panel: Any, records: list[dict[str, Any]], group: list[str]) -> None:
     ends: list[tuple[float, float, str, str]] = []
     for name, colour in zip(group, METRICS, strict=False):
         steps, values = _points(records, name, evaluation=True)
         panel.plot(steps, values, color=colour, linewidth=1.9, zorder=3, **_dots((steps, values)))
-        ends.append((steps[-1], values[-1], f"{values[-1]:.4g}", colour))
-        if len(group) > 1:
-            ends[-1] = (*ends[-1][:2], f"{_name(name)} {values[-1]:.4g}", colour)
+        label = f"{_name(name)} " if len(group) > 1 else ""
+        ends.append((steps[-1], values[-1], f"{label}{values[-1]:.4g}", colour))
     first = _points(records, group[0], evaluation=True)[1]
     if len(group) == 1 and max(first) > 1 and not _percent(group[0]):  # perplexity falls as the loss does
         _loss_scale(panel, first)
@@ -276,21 +255,21 @@ def _metrics(panel: Any, records: list[dict[str, Any]], group: list[str]) -> Non
     _labels(panel, ends)
 
 
-def _rate(panel: Any, rate: Points) -> None:
+def _draw_rate(panel: Any, rate: Points) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     panel.fill_between(*rate, color=RATE, alpha=0.16, linewidth=0)
     panel.plot(*rate, color=RATE, linewidth=1.6)
     panel.set_ylim(0, max(rate[1], default=1.0) * 1.08 or 1.0)
     panel.yaxis.set_major_locator(MaxNLocator(3))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     panel.set_xlabel("step", fontsize=9.5, color=SOFT)
 
+    def short(value: float, _: Any) -> str:
+        """0.0004 as 4e-4."""
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return f"{value:.3g}" if value == 0 or value >= 0.01 else f"{float(mantissa):g}e{int(power)}"
 
-def _short(value: float) -> str:
-    """0.0004 as 4e-4."""
-    mantissa, _, power = f"{value:.2e}".partition("e")
-    return f"{value:.3g}" if value == 0 or value >= 0.01 else f"{float(mantissa):g}e{int(power)}"
+    panel.yaxis.set_major_formatter(FuncFormatter(short))
 
 
 def _dots(points: Points) -> dict[str, Any]:
@@ -298,12 +277,6 @@ def _dots(points: Points) -> dict[str, Any]:
     if len(points[0]) > 40:
         return {}
     return {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
-
-
-def _ring(panel: Any, x: float, y: float, colour: str, text: str) -> None:
-    panel.plot([x], [y], marker="o", markersize=9, markerfacecolor="none", markeredgecolor=colour, zorder=5)
-    if x < 0.9 * panel.get_xlim()[1]:  # at the end the label beside it says the number
-        panel.annotate(text, (x, y), (0, 14), textcoords="offset points", ha="center", fontsize=9, color=colour)
 
 
 def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:
@@ -322,7 +295,7 @@ def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:
         panel.text(1.015, at - down, text, transform=panel.transAxes, fontsize=9.5, color=colour, va="center")
 
 
-def _title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
+def _draw_title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
     last = records[-1]
     facts = [f"step {last['step']:,}"]
     valid = [r for r in records if _is_number(r.get("valid_loss"))]
@@ -335,9 +308,8 @@ def _title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
         facts.append(format_duration(last["seconds"]))
     name = file.resolve().parent.name.replace("$", "")  # which would begin a formula
     fonts, missing = fonts_for(name)
-    figure.text(
-        0.05, 0.925, "Training" if missing or not name else name, fontsize=15, weight="bold", color=INK, family=fonts
-    )
+    title = "Training" if missing or not name else name
+    figure.text(0.05, 0.925, title, fontsize=15, weight="bold", color=INK, family=fonts)
     figure.text(0.05, 0.878, "  ·  ".join(facts), fontsize=10, color=SOFT)
 
 

@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum"] = torch.zeros_like(param)
         buffers = [self.state[param]["momentum"] for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates: list[Any] = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+        updates: Any = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
         return [update.full_tensor() if is_dtensor(update) else update for update in updates]
 
 

@@ -1,4 +1,4 @@
-"""How fast a run goes, and how much memory it takes."""
+"""What a run says and writes about itself: progress, metrics, curves; how fast it goes, and what memory it takes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ..foundation.checks import check_positive
 from ..foundation.jsonio import to_jsonable
 from .console_display import RunStatus, Style, format_value, make_console, printable
-from .journal import MetricsFile, TensorBoard, draw_curves
+from .journal import TIMINGS, MetricsFile, TensorBoard, draw_curves
 
 
 class Mark(NamedTuple):
@@ -36,8 +36,7 @@ class Pace:
 
     def __init__(self, *, span: float = 20.0, fewest: int = 5, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._span, self._fewest = clock, span, fewest
-        self._start = clock()
-        self._paused = 0.0
+        self._start, self._paused = clock(), 0.0
         self._pauses: list[float] = []
         self._marks: deque[Mark] = deque()
         self._last = Mark(0.0, 0, 0)
@@ -48,9 +47,8 @@ class Pace:
 
     def training(self) -> float:
         """The same without pauses."""
-        now = self._clock()
-        current = now - self._pauses[0] if self._pauses else 0.0
-        return now - self._start - self._paused - current
+        now = self._pauses[0] if self._pauses else self._clock()
+        return now - self._start - self._paused
 
     def pause(self) -> None:
         """Stop counting; pauses may lie inside pauses."""
@@ -72,19 +70,20 @@ class Pace:
         while len(self._marks) > self._fewest and self._marks[1].seconds <= oldest:
             self._marks.popleft()
 
-    def _per_second(self, what: int) -> float | None:
-        if not self._marks or self._last.seconds <= self._marks[0].seconds:
-            return None
-        return (self._last[what] - self._marks[0][what]) / (self._last.seconds - self._marks[0].seconds)
-
     @property
     def steps_per_s(self) -> float | None:
         """None until the second step."""
-        return self._per_second(1)
+        return self._per_second("steps")
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self._per_second(2)
+        return self._per_second("tokens")
+
+    def _per_second(self, what: str) -> float | None:
+        if not self._marks or self._last.seconds <= self._marks[0].seconds:
+            return None
+        first, last = self._marks[0], self._last
+        return (getattr(last, what) - getattr(first, what)) / (last.seconds - first.seconds)
 
 
 def peak_memory_mib(device: str | None = None) -> float | None:
@@ -92,8 +91,6 @@ def peak_memory_mib(device: str | None = None) -> float | None:
 
     None where the system does not say. Without ``device``: the GPU where one is in use.
     """
-    import torch
-
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
     if device.startswith("cuda") and torch.cuda.is_initialized():
@@ -133,17 +130,14 @@ class Reporter:
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        if log_every < 1:
-            raise ValueError(f"log_every={log_every} must be at least 1")
-        self.out = Path(out)
-        self._active, self._log_every = style != "off", log_every
+        check_positive(log_every=log_every)
+        self.out, self._start_step, self._log_every = Path(out), start_step, log_every
+        self._active = style != "off"
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._status = RunStatus(steps=steps, step=start_step)
         self._console = make_console(style, self._status)
         self._device: str | None = None
-        self._losses: list[Any] = []
         self._tensorboard: TensorBoard | None = None
-        self._start_step = start_step
         self._drawn_at, self._drawing_s = 0.0, 1.0  # a guess, until one has been drawn
         self._pace = Pace()
         self._file = MetricsFile(self.out / "metrics.jsonl", start_step, self.note) if self._active else None
@@ -154,13 +148,8 @@ class Reporter:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps for the lines to come out the same after a resume; plain JSON."""
         self._losses = _numbers(self._losses)
-        return {
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "train_seconds": self.train_seconds,
-            "loss": to_jsonable(self.last_loss),
-            "losses": to_jsonable(self._losses),
-        }
+        timings = {"tokens": self.tokens, "seconds": self.seconds, "train_seconds": self.train_seconds}
+        return {**timings, "loss": to_jsonable(self.last_loss), "losses": to_jsonable(self._losses)}
 
     def restore(self, known: dict[str, Any]) -> None:
         """Go on from a state; until one is given, from the last line kept, which knows nearly all of it."""
@@ -168,7 +157,7 @@ class Reporter:
         self._seconds_before = float(known.get("seconds") or 0.0)
         self._training_before = float(known.get("train_seconds") or 0.0)
         self._last_loss = known.get("loss")
-        self._losses = [float("nan") if loss is None else loss for loss in known.get("losses", ())]
+        self._losses: list[Any] = [float("nan") if loss is None else loss for loss in known.get("losses", ())]
         self._line_tokens, self._line_training = self.tokens, 0.0
 
     @property
@@ -192,8 +181,7 @@ class Reporter:
         """Say what is about to run; ``task`` is the title, ``device`` says whose memory is watched."""
         self._device = str(facts["device"]).split()[0] if "device" in facts else None
         if self._active:
-            rest = {name: value for name, value in facts.items() if name != "task"}
-            self._console.header(str(facts.get("task", self.out.name)), rest)
+            self._console.header(str(facts.get("task", self.out.name)), {n: x for n, x in facts.items() if n != "task"})
             if self._start_step:
                 self.note(f"goes on after step {self._start_step:,}")
             self._events()  # imports take their time now, not during a step
@@ -211,20 +199,23 @@ class Reporter:
             return
         due = step == 1 or step % self._log_every == 0 or step >= self._status.steps
         if due:
-            self._line(step, {"lr": lr, "grad_norm": grad_norm}, more)
-        self._stand(step)
+            self._write_line(step, {"lr": lr, "grad_norm": grad_norm, **more})
+        # What the live line can know without asking the device.
+        now, steps_per_s = self._status, self._pace.steps_per_s
+        now.step, now.tokens_per_s = step, self._pace.tokens_per_s
+        now.mfu = self._mfu(now.tokens_per_s)
+        now.left_s = None if not steps_per_s else max(0, now.steps - step) / steps_per_s
         if due:
             self._console.line()
 
-    def _line(self, step: int, numbers: dict[str, Any], more: dict[str, Any]) -> None:
+    def _write_line(self, step: int, numbers: dict[str, Any]) -> None:
         losses = _numbers(self._losses)  # waits for the device: from here on the clock is true
-        numbers = to_jsonable({name: _number(value) for name, value in (numbers | more).items()})
-        training, known = self._pace.training(), {}
+        numbers = to_jsonable({name: _number(value) for name, value in numbers.items()})
+        training, mib, known = self._pace.training(), peak_memory_mib(self._device), {}
         if self._line_training > 0 and training > self._line_training:  # the first line's time is start-up
             speed = (self.tokens - self._line_tokens) / (training - self._line_training)
             known = {"tokens_per_s": round(speed, 1), "mfu": self._mfu(speed)}
         self._line_tokens, self._line_training = self.tokens, training
-        mib = peak_memory_mib(self._device)
         known |= {"seconds": round(self.seconds, 3), "train_seconds": round(self.train_seconds, 3)}
         known |= {"memory_mib": None if mib is None else round(mib, 1)}
         record = {"step": step, "loss": losses[-1], "loss_mean": sum(losses) / len(losses)} | numbers
@@ -232,18 +223,10 @@ class Reporter:
         self._last_loss, self._losses = losses[-1], []
         if self._file is not None:
             self._file.write(record)
-        self._events().scalars(step, {_tag(name): value for name, value in record.items() if name != "step"})
+        kinds = {name: "cost" if name in (*TIMINGS, "tokens") else "train" for name in record if name != "step"}
+        self._events().scalars(step, {f"{kind}/{name}": record[name] for name, kind in kinds.items()})
         now = self._status
-        now.loss, now.lr, now.grad_norm = losses[-1], numbers["lr"], numbers["grad_norm"]
-        now.memory_mib = mib
-
-    def _stand(self, step: int) -> None:
-        """What the live line can know without asking the device."""
-        now, steps_per_s = self._status, self._pace.steps_per_s
-        now.step = step
-        now.tokens_per_s = self._pace.tokens_per_s
-        now.mfu = self._mfu(now.tokens_per_s)
-        now.left_s = None if not steps_per_s else max(0, now.steps - step) / steps_per_s
+        now.loss, now.lr, now.grad_norm, now.memory_mib = losses[-1], numbers["lr"], numbers["grad_norm"], mib
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         if not tokens_per_s or not self._flops_per_token or not self._peak_flops:
@@ -253,13 +236,14 @@ class Reporter:
     @contextmanager
     def paused(self, doing: str = "evaluating") -> Iterator[None]:
         """Time that is not training: evaluating, saving."""
-        _wait()  # what was asked of the GPU before belongs to training
+        wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+        wait()  # what was asked of the GPU before belongs to training
         self._pace.pause()
         before, self._status.doing = self._status.doing, f"{doing} …"
         try:
             yield
         finally:
-            _wait()
+            wait()
             self._status.doing = before
             self._pace.resume()
 
@@ -305,19 +289,15 @@ class Reporter:
     def close(self) -> None:
         """Leave terminal and files in order; may be called twice."""
         self._console.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for sink in (self._tensorboard, self._file):
+            if sink is not None:
+                sink.close()
+        self._tensorboard = self._file = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------------------------ behind it
@@ -345,17 +325,6 @@ def _numbers(values: list[Any]) -> list[float]:
     tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
     crossed = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(crossed) if isinstance(value, Tensor) else float(_number(value)) for value in values]
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def _tag(name: str) -> str:
-    if name in ("tokens_per_s", "mfu", "seconds", "train_seconds", "memory_mib", "tokens"):
-        return f"cost/{name}"
-    return f"train/{name}"
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

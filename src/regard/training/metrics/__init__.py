@@ -1,7 +1,7 @@
 """How good the output is: translations, classes, captions, language models; and what to look at first.
 
-Every metric comes as a function (a small result with ``.text()`` and ``.to_dict()``) and as ``*_statistics`` (what
-each example adds to it), which the paired bootstrap resamples and ``worst_cases`` ranks.
+Every metric comes as a function (a small result with ``.to_dict()``) and as ``*_statistics`` (what each example adds to
+it), which the paired bootstrap resamples.
 BLEU and chrF count from 0 to 100 as sacreBLEU does; accuracy, F1 and exact match are shares from 0 to 1.
 """
 
@@ -18,9 +18,8 @@ from .language_metrics import (
     loss_statistics,
     perplexity,
     strided_losses,
-    strided_perplexity,
 )
-from .statistics import MetricResult, Statistics, WorstCase, mean_statistics, worst_cases
+from .statistics import MetricResult, Statistics, mean_statistics
 from .translation_metrics import (
     CaptionScores,
     TranslationScores,
@@ -49,11 +48,8 @@ __all__ = [
     "perplexity",
     "sentence_chrf",
     "strided_losses",
-    "strided_perplexity",
-    "WorstCase",
     "MetricResult",
     "Statistics",
-    "worst_cases",
     "accuracy_statistics",
     "bleu_n_statistics",
     "bleu_statistics",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_pairs, percent
+from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_pairs
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,6 @@ class ClassScores(MetricResult):
     n_true: int
     n_predicted: int
 
-    def to_text(self) -> str:
-        return (
-            f"{self.label}: precision {percent(self.precision)}, recall {percent(self.recall)}, "
-            f"F1 {percent(self.f1)}, {self.n_true} true, {self.n_predicted} predicted"
-        )
-
 
 @dataclass(frozen=True)
 class ClassificationScores(MetricResult):
@@ -42,9 +36,6 @@ class ClassificationScores(MetricResult):
     classes: tuple[ClassScores, ...]
     confusion: tuple[tuple[int, ...], ...]  # confusion[i][j]: how often i was taken for j
 
-    def to_text(self) -> str:
-        return f"accuracy {percent(self.accuracy)}, macro F1 {percent(self.macro_f1)} ({self.n} examples)"
-
 
 def classification(
     predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None = None
@@ -54,18 +45,11 @@ def classification(
     size = len(names)
     confusion = np.bincount(true * size + guess, minlength=size * size).reshape(size, size)
     hits, n_predicted, n_true = np.diag(confusion), confusion.sum(0), confusion.sum(1)
-    precision, recall, f1 = _share(hits, n_predicted), _share(hits, n_true), _share(2 * hits, n_predicted + n_true)
-    classes = tuple(
-        ClassScores(names[c], float(precision[c]), float(recall[c]), float(f1[c]), int(n_true[c]), int(n_predicted[c]))
-        for c in range(size)
-    )
-    return ClassificationScores(
-        n=len(true),
-        accuracy=float(hits.sum() / len(true)),
-        macro_f1=float(_macro_f1(hits, n_predicted, n_true)),
-        classes=classes,
-        confusion=tuple(map(tuple, confusion.tolist())),
-    )
+    shares = (_share(hits, n_predicted), _share(hits, n_true), _share(2 * hits, n_predicted + n_true))
+    columns = zip(names, *(x.tolist() for x in (*shares, n_true, n_predicted)), strict=True)
+    accuracy, macro_f1 = float(hits.sum() / len(true)), float(_macro_f1(hits, n_predicted, n_true))
+    classes = tuple(ClassScores(*row) for row in columns)
+    return ClassificationScores(len(true), accuracy, macro_f1, classes, tuple(map(tuple, confusion.tolist())))
 
 
 def accuracy_statistics(predicted: ArrayLike, truth: ArrayLike) -> Statistics:

@@ -9,38 +9,28 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ...data.packing import IGNORE
+from ...foundation.checks import check_positive
 from ...models import Decoder
 from ...text.tokenizer import Tokenizer
+from ..loss import Batch, token_losses
 from .statistics import MetricResult, Statistics, mean_statistics
 
-_ROWS_AT_ONCE = 1024  # of logits: a large vocabulary is never held for a whole batch
 _PASSAGE = 64  # tokens shown and resampled together, as neighbouring tokens are not independent
 _SPAN = 256  # characters resampled together where two models have different tokens
 
 
 @dataclass(frozen=True)
 class LanguageScores(MetricResult):
-    """How well text was foreseen. Perplexity is per token of this tokenizer; the others do not depend on it."""
+    """How well text was foreseen. Perplexity is per token of this tokenizer; bits per character do not depend on it."""
 
     loss: float  # mean, in nats a token
     perplexity: float
     n_tokens: int
     bits_per_character: float | None = None
-    n_characters: int | None = None
-    perplexity_per_word: float | None = None
-    n_words: int | None = None
-
-    def to_text(self) -> str:
-        parts = [f"loss {self.loss:.4f}", f"perplexity {self.perplexity:.2f}"]
-        if self.bits_per_character is not None:
-            parts.append(f"{self.bits_per_character:.4f} bits/character")
-        if self.perplexity_per_word is not None:
-            parts.append(f"{self.perplexity_per_word:.2f} per word")
-        return ", ".join(parts) + f" ({self.n_tokens} tokens)"
 
 
 def perplexity(mean_loss: float) -> float:
@@ -50,22 +40,14 @@ def perplexity(mean_loss: float) -> float:
     return math.exp(mean_loss) if mean_loss < 709.0 else math.inf
 
 
-def language_model(
-    total_loss: float, n_tokens: int, n_characters: int | None = None, n_words: int | None = None
-) -> LanguageScores:
-    """From the sum of the loss over tokens, in nats; characters and words are those of the text that was scored."""
-    for name, count in (("n_tokens", n_tokens), ("n_characters", n_characters), ("n_words", n_words)):
+def language_model(total_loss: float, n_tokens: int, n_characters: int | None = None) -> LanguageScores:
+    """From the sum of the loss over tokens, in nats; characters are those of the text that was scored."""
+    for name, count in (("n_tokens", n_tokens), ("n_characters", n_characters)):
         if count is not None and count < 1:
             raise ValueError(f"{name}={count}: there is nothing to score")
-    return LanguageScores(
-        loss=total_loss / n_tokens,
-        perplexity=perplexity(total_loss / n_tokens),
-        n_tokens=n_tokens,
-        bits_per_character=None if n_characters is None else total_loss / math.log(2) / n_characters,
-        n_characters=n_characters,
-        perplexity_per_word=None if n_words is None else perplexity(total_loss / n_words),
-        n_words=n_words,
-    )
+    loss = total_loss / n_tokens
+    bits_per_character = None if n_characters is None else total_loss / math.log(2) / n_characters
+    return LanguageScores(loss, perplexity(loss), n_tokens, bits_per_character)
 
 
 def loss_statistics(total_losses: ArrayLike, counts: ArrayLike | None = None) -> Statistics:
@@ -73,22 +55,6 @@ def loss_statistics(total_losses: ArrayLike, counts: ArrayLike | None = None) ->
     return mean_statistics("loss", total_losses, counts, higher_is_better=False)
 
 
-def strided_perplexity(
-    model: Decoder,
-    tokens: Tensor | NDArray[np.integer] | Sequence[int],
-    context: int,
-    stride: int,
-    *,
-    batch_size: int = 8,
-    n_characters: int | None = None,
-    n_words: int | None = None,
-) -> LanguageScores:
-    """Perplexity of one long text, every token once, with at least context - stride tokens before it."""
-    losses = strided_losses(model, tokens, context, stride, batch_size=batch_size)
-    return language_model(float(losses.sum(dtype=np.float64)), len(losses), n_characters, n_words)
-
-
-@torch.no_grad()
 def strided_losses(
     model: Decoder,
     tokens: Tensor | NDArray[np.integer] | Sequence[int],
@@ -104,69 +70,38 @@ def strided_losses(
     cheapest and reads too high; stride = 1 gives every token its full context. A memory-mapped array is read window
     by window.
     """
-    n_targets = _need_windows(model, tokens, context, stride, batch_size)
-    width = min(context, n_targets)
-    ends = [*range(width, n_targets, stride), n_targets]
-    windows = list(zip([0, *ends], ends, strict=False))  # (first target not scored yet, end)
-    training = model.training
-    model.eval()
-    try:
-        parts = [
-            _window_losses(model, tokens, windows[i : i + batch_size], width)
-            for i in range(0, len(windows), batch_size)
-        ]
-    finally:
-        model.train(training)
-    return np.concatenate(parts)
-
-
-def _window_losses(
-    model: Decoder,
-    tokens: Tensor | NDArray[np.integer] | Sequence[int],
-    windows: list[tuple[int, int]],
-    width: int,
-) -> NDArray[np.float32]:
-    """The losses of the new targets of some windows, in the order of the text."""
-    assert model.head is not None
-    ids = torch.stack([_ids(tokens, end - width, end + 1) for _, end in windows])  # (B, width + 1)
-    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
-        odd = int(ids.min() if ids.min() < 0 else ids.max())
-        raise ValueError(f"tokens hold id {odd}, but vocab_size={model.config.vocab_size}")
-    first_new = torch.tensor([first - (end - width) for first, end in windows])
-    new = torch.arange(width) >= first_new[:, None]  # (B, width)
-    ids, new = ids.to(model.device), new.to(model.device)
-    states, targets = model.hidden(ids[:, :-1])[new], ids[:, 1:][new]
-    losses = []
-    for x, y in zip(states.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True):
-        logits = model.head(x[None], model.token.weight)[0]
-        losses.append(F.cross_entropy(logits.float(), y, reduction="none"))
-    return torch.cat(losses).cpu().numpy()
-
-
-def _ids(tokens: Tensor | NDArray[np.integer] | Sequence[int], start: int, stop: int) -> Tensor:
-    part = tokens[start:stop]
-    return part.to("cpu", torch.int64) if isinstance(part, Tensor) else torch.from_numpy(np.array(part, dtype=np.int64))
-
-
-def _need_windows(
-    model: Decoder,
-    tokens: Tensor | NDArray[np.integer] | Sequence[int],
-    context: int,
-    stride: int,
-    batch_size: int,
-) -> int:
-    """The number of targets, when the arguments make sense."""
     if getattr(tokens, "ndim", 1) != 1:
         raise ValueError(f"tokens have shape {tuple(np.shape(tokens))}, but must be one text (N,)")
     if len(tokens) < 2:
         raise ValueError(f"tokens has {len(tokens)} tokens, but the first to be scored is the second")
     if not 1 <= stride <= context:
         raise ValueError(f"stride={stride} is not between 1 and context={context}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} is less than 1")
+    check_positive(batch_size=batch_size)
     if model.head is None:
         raise ValueError(f"the model has no language-model head (head={model.config.head!r}), so it cannot be scored")
-    return len(tokens) - 1
+    n_targets = len(tokens) - 1
+    width = min(context, n_targets)
+    ends = [*range(width, n_targets, stride), n_targets]
+    windows = list(zip([0, *ends], ends, strict=False))  # (first target not scored yet, end)
+    training = model.training
+    model.eval()
+    try:
+        groups = (windows[i : i + batch_size] for i in range(0, len(windows), batch_size))
+        return np.concatenate([_window_losses(model, tokens, group, width) for group in groups])
+    finally:
+        model.train(training)
+
+
+def _window_losses(model: Decoder, tokens: Any, windows: list[tuple[int, int]], width: int) -> NDArray[np.float32]:
+    """The losses of the new targets of some windows, in the order of the text."""
+    ids = torch.stack([torch.as_tensor(np.array(tokens[end - width : end + 1], dtype=np.int64)) for _, end in windows])
+    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+        odd = int(ids.min() if ids.min() < 0 else ids.max())
+        raise ValueError(f"tokens hold id {odd}, but vocab_size={model.config.vocab_size}")
+    first_new = torch.tensor([first - (end - width) for first, end in windows])
+    targets = torch.where(torch.arange(width) >= first_new[:, None], ids[:, 1:], IGNORE)  # (B, width)
+    losses, _ = token_losses(model, Batch((ids[:, :-1],), targets).to(model.device))
+    return losses.cpu().numpy()
 
 
 # ------------------------------------------------------------------------------------- the loss of every token of texts
@@ -251,12 +186,13 @@ def _by_characters(a: TextLosses, b: TextLosses) -> tuple[Statistics, Statistics
     units = sorted(bits_a.keys() & bits_b.keys())
     if not units:
         raise ValueError("the text is too short to compare models with different tokens on it")
-    sizes = [_n_characters(a, unit) for unit in units]
-    made = [
+    lengths = [len(text) for text in a.texts]
+    sizes = [lengths[n] if place < 0 else min(_SPAN, lengths[n] - place * _SPAN) for n, place in units]
+    ours, theirs = (
         mean_statistics("bits per character", [bits[x] for x in units], sizes, higher_is_better=False)
         for bits in (bits_a, bits_b)
-    ]
-    return made[0], made[1]
+    )
+    return ours, theirs
 
 
 def _round_trips(text_losses: TextLosses) -> bool:
@@ -271,9 +207,8 @@ def _bits_by_spans(text_losses: TextLosses) -> dict[_Unit, float]:
     bits: dict[_Unit, float] = {}
     unread: set[_Unit] = set()
     for document, start in enumerate(text_losses.starts[:-1].tolist()):
-        for piece in text_losses.tokenizer.token_spans(
-            text_losses.tokens[start : text_losses.starts[document + 1]].tolist()
-        ):
+        tokens = text_losses.tokens[start : text_losses.starts[document + 1]].tolist()
+        for piece in text_losses.tokenizer.token_spans(tokens):
             losses = text_losses.losses[start + piece.first : start + piece.last]
             unit = document, piece.start // _SPAN
             if piece.end > piece.start and np.isnan(losses).any():
@@ -287,13 +222,5 @@ def _bits_by_spans(text_losses: TextLosses) -> dict[_Unit, float]:
 
 
 def _bits_by_documents(text_losses: TextLosses) -> dict[_Unit, float]:
-    spans = zip(text_losses.starts[:-1], text_losses.starts[1:], strict=True)
-    return {
-        (n, -1): float(np.nansum(text_losses.losses[start:end])) / math.log(2) for n, (start, end) in enumerate(spans)
-    }
-
-
-def _n_characters(text_losses: TextLosses, unit: _Unit) -> int:
-    document, place = unit
-    length = len(text_losses.texts[document])
-    return length if place < 0 else min(_SPAN, length - place * _SPAN)
+    documents = np.split(text_losses.losses, text_losses.starts[1:-1])
+    return {(n, -1): float(np.nansum(losses)) / math.log(2) for n, losses in enumerate(documents)}

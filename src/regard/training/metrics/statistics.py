@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...data import hashing
+from ...foundation.checks import check_positive
 
 Floats = NDArray[np.float64]
 References = Sequence[str] | Sequence[Sequence[str]]  # for each example its reference, or its references
@@ -19,11 +20,7 @@ NOT_WRITTEN = {"written": False}  # the metadata of a field that stays out of a 
 
 @dataclass(frozen=True)
 class MetricResult:
-    """A result that prints as one line and is written as JSON."""
-
-    def to_text(self) -> str:
-        """One short line for a person."""
-        raise NotImplementedError
+    """A result that is written as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values for JSON, without what is None; null where a number is not finite, which JSON cannot say."""
@@ -62,26 +59,6 @@ class Statistics:
     def each(self) -> Floats:
         """The score of every example by itself (N,)."""
         return self.score(self.rows)
-
-
-@dataclass(frozen=True)
-class WorstCase(MetricResult):
-    """One example and its score."""
-
-    index: int
-    score: float
-
-    def to_text(self) -> str:
-        return f"#{self.index}: {self.score:.3f}"
-
-
-def worst_cases(statistics: Statistics, k: int) -> tuple[WorstCase, ...]:
-    """The k examples with the worst scores, worst first; among equals, the earlier one."""
-    if k < 0:
-        raise ValueError(f"k={k} is less than 0")
-    scores = statistics.each()
-    order = np.argsort(scores if statistics.higher_is_better else -scores, kind="stable")
-    return tuple(WorstCase(int(i), float(scores[i])) for i in order[:k])
 
 
 def mean_statistics(
@@ -129,11 +106,6 @@ def reference_lists(hypotheses: Sequence[str], references: References) -> list[l
     return lists
 
 
-def percent(share: float) -> str:
-    """0.8754 → 87.54 %."""
-    return f"{100 * share:.2f} %"
-
-
 _DRAWS_AT_ONCE = 1 << 20  # numbers drawn at a time: memory stays small however many examples there are
 
 
@@ -154,17 +126,6 @@ class Comparison(MetricResult):
     seed: int
     signature: str = ""
 
-    @property
-    def significant(self) -> bool:
-        """p < 0.05."""
-        return self.p_value < 0.05
-
-    def to_text(self) -> str:
-        return (
-            f"{self.metric} {self.a:.4g} → {self.b:.4g}: {self.difference:+.4g} "
-            f"[{self.low:+.4g}, {self.high:+.4g}], p = {self.p_value:.3g} ({self.samples} resamples of {self.n})"
-        )
-
 
 def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: int = 0) -> Comparison:
     """Both systems on the same resamples.   p = (1 + #{|d* - d| ≥ |d|}) / (1 + samples), d = score(b) - score(a)
@@ -176,11 +137,14 @@ def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: in
         if ours != theirs:
             raise ValueError(f"the systems were scored differently: {name} {ours!r} and {theirs!r}")
     n = need_pairs(a=a.rows, b=b.rows)
-    if samples < 1:
-        raise ValueError(f"samples={samples} is less than 1")
+    check_positive(samples=samples)
     score_a, score_b = a.corpus(), b.corpus()
-    resampled_a, resampled_b = _resample(a, b, n, samples, seed)
-    differences, difference = resampled_b - resampled_a, score_b - score_a
+    at_once = max(1, _DRAWS_AT_ONCE // n)
+    parts = []  # of the resampled differences: both systems on the same draws
+    for start in range(0, samples, at_once):
+        counts = _counts(n, start, min(start + at_once, samples), seed)
+        parts.append(b.score(counts @ b.rows) - a.score(counts @ a.rows))
+    differences, difference = np.concatenate(parts), score_b - score_a
     # A rounding error must not make a difference of exactly the observed size look smaller than it.
     slack = 1e-9 * max(abs(score_a), abs(score_b))
     as_far = int((np.abs(differences - difference) >= abs(difference) - slack).sum())
@@ -200,17 +164,6 @@ def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: in
         seed=seed,
         signature=a.signature,
     )
-
-
-def _resample(a: Statistics, b: Statistics, n: int, samples: int, seed: int) -> tuple[Floats, Floats]:
-    """The scores (samples,) of both systems on the same draws."""
-    at_once = max(1, _DRAWS_AT_ONCE // n)
-    scores_a, scores_b = [], []
-    for start in range(0, samples, at_once):
-        counts = _counts(n, start, min(start + at_once, samples), seed)
-        scores_a.append(a.score(counts @ a.rows))
-        scores_b.append(b.score(counts @ b.rows))
-    return np.concatenate(scores_a), np.concatenate(scores_b)
 
 
 def _counts(n: int, start: int, stop: int, seed: int) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain, zip_longest
@@ -18,16 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .statistics import (
-    NOT_WRITTEN,
-    Floats,
-    MetricResult,
-    References,
-    Statistics,
-    mean_statistics,
-    percent,
-    reference_lists,
-)
+from .statistics import NOT_WRITTEN, Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
 
 Script = Literal["hangul", "han", "kana", "spaced"]
 
@@ -49,10 +40,6 @@ class TranslationScores(MetricResult):
     bleu_signature: str
     chrf_signature: str
     note: str | None = None  # a reason to distrust the numbers, where there is one
-
-    def to_text(self) -> str:
-        line = f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}, exact {percent(self.exact)}"
-        return line if self.note is None else f"{line}; {self.note}"
 
 
 def translation(hypotheses: Sequence[str], references: References, tokenize: str = "auto") -> TranslationScores:
@@ -129,7 +116,7 @@ def sentence_chrf(hypotheses: Sequence[str], references: References) -> list[flo
 def exact_statistics(hypotheses: Sequence[str], references: References) -> Statistics:
     """1 where the text is one of its references, any run of white space counting as one space."""
     lists = reference_lists(hypotheses, references)
-    hits = [_collapse_spaces(text) in map(_collapse_spaces, own) for text, own in zip(hypotheses, lists, strict=True)]
+    hits = [text.split() in map(str.split, own) for text, own in zip(hypotheses, lists, strict=True)]
     return mean_statistics("exact match", hits, signature="spaces:one")
 
 
@@ -142,10 +129,6 @@ def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], referenc
         return np.asarray([metric._compute_score_from_stats(row).score for row in sums.tolist()], dtype=np.float64)
 
     return Statistics(name, rows, score, signature=str(metric.get_signature()))
-
-
-def _collapse_spaces(text: str) -> str:
-    return " ".join(text.split())
 
 
 Unit = Literal["auto", "words", "characters"]
@@ -171,10 +154,6 @@ class CaptionScores(MetricResult):
     """Of every caption by itself, from 0 to 1: its chrF against the closest reference, which puts bad ones in order
     where CIDEr-D is 0 for all of them. Not part of the document."""
 
-    def to_text(self) -> str:
-        bleu = f"{self.bleu_1:.1f} {self.bleu_2:.1f} {self.bleu_3:.1f} {self.bleu_4:.1f}"
-        return f"BLEU-1..4 {bleu}, CIDEr-D {self.cider:.3f}, exact {percent(self.exact)} ({self.signature})"
-
 
 def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> CaptionScores:
     """All of them at once. A hypothesis and its references become lower-case units without punctuation.
@@ -184,13 +163,9 @@ def captions(hypotheses: Sequence[str], references: References, unit: Unit = "au
     With one image alone every n-gram is in all images, log(1 / 1) = 0, and CIDEr-D is 0 whatever the caption.
     """
     by_order = [bleu_n_statistics(hypotheses, references, order, unit) for order in _ORDERS]
-    bleu_1, bleu_2, bleu_3, bleu_4 = (statistics.corpus() for statistics in by_order)
     return CaptionScores(
-        n=len(hypotheses),
-        bleu_1=bleu_1,
-        bleu_2=bleu_2,
-        bleu_3=bleu_3,
-        bleu_4=bleu_4,
+        len(hypotheses),
+        *(statistics.corpus() for statistics in by_order),
         cider=cider_statistics(hypotheses, references, unit).corpus(),
         exact=exact_statistics(hypotheses, references).corpus(),
         signature=by_order[-1].signature,
@@ -210,7 +185,7 @@ def bleu_n_statistics(
     metric = BLEU(tokenize="none", smooth_method="none", max_ngram_order=order, force=True)
     joined = [[" ".join(own) for own in some] for some in lists]
     raw = sacre_statistics(f"BLEU-{order}", metric, [" ".join(own) for own in outputs], joined)
-    return Statistics(raw.name, raw.rows, raw.score, signature=signature)
+    return replace(raw, signature=signature)
 
 
 def cider_statistics(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> Statistics:
@@ -224,10 +199,15 @@ def cider_statistics(hypotheses: Sequence[str], references: References, unit: Un
 
 
 def _cider(output: list[str], references: list[list[str]], idf: dict[Gram, float], unseen: float) -> float:
-    ours = _vectors(output, idf, unseen)
-    total = 0.0
+    def vectors(units: list[str]) -> dict[int, dict[Gram, float]]:
+        found: dict[int, dict[Gram, float]] = {n: {} for n in _ORDERS}
+        for gram, count in Counter(_grams(units)).items():
+            found[len(gram)][gram] = count * idf.get(gram, unseen)
+        return found
+
+    ours, total = vectors(output), 0.0
     for reference in references:
-        theirs = _vectors(reference, idf, unseen)
+        theirs = vectors(reference)
         closeness = np.mean([_clipped_cosine(ours[n], theirs[n]) for n in _ORDERS])
         total += float(closeness) * math.exp(-((len(output) - len(reference)) ** 2) / (2 * _SIGMA**2))
     return 10 * total / len(references)
@@ -237,13 +217,6 @@ def _clipped_cosine(ours: dict[Gram, float], theirs: dict[Gram, float]) -> float
     """min(a, b) · b / ‖a‖‖b‖: saying a word more often than the reference does gains nothing."""
     norms = math.hypot(*ours.values()) * math.hypot(*theirs.values())
     return sum(min(ours[w], theirs[w]) * theirs[w] for w in ours.keys() & theirs.keys()) / norms if norms else 0.0
-
-
-def _vectors(units: list[str], idf: dict[Gram, float], unseen: float) -> dict[int, dict[Gram, float]]:
-    vectors: dict[int, dict[Gram, float]] = {n: {} for n in _ORDERS}
-    for gram, count in Counter(_grams(units)).items():
-        vectors[len(gram)][gram] = count * idf.get(gram, unseen)
-    return vectors
 
 
 def _grams(units: list[str]) -> list[Gram]:
@@ -259,18 +232,14 @@ def _in_units(
     lists = reference_lists(hypotheses, references)
     if unit == "auto":
         unit = "words" if main_script(chain.from_iterable(lists)) == "spaced" else "characters"
-    split = _words if unit == "words" else _characters
+
+    def split(text: str) -> list[str]:
+        words = "".join(" " if _is_sign(c) else c for c in text.lower()).split()
+        return words if unit == "words" else list("".join(words))
+
     counts = {len(some) for some in lists}
     signature = f"nrefs:{counts.pop() if len(counts) == 1 else 'var'}|case:lc|punct:no|tok:{unit}|smooth:none"
     return [split(text) for text in hypotheses], [[split(text) for text in some] for some in lists], signature
-
-
-def _words(text: str) -> list[str]:
-    return "".join(" " if _is_sign(c) else c for c in text.lower()).split()
-
-
-def _characters(text: str) -> list[str]:
-    return list("".join(_words(text)))
 
 
 @lru_cache(maxsize=4096)
