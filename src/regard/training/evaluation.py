@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,33 +58,37 @@ def evaluate(
     task_class, recipe = predictor.task_class, predictor.config.train
     if stride is not None and "stride" not in task_class.evaluation_options:
         raise ValueError(f"stride={stride} is for language models, but {path} is for the task {task_class.name!r}")
-    other = None if against is None else _open_other(predictor, against, place)
-    setup = _prepare(predictor, other, fields)
-    options: dict[str, Any] = {
+    predictors = [predictor] if against is None else [predictor, _open_other(predictor, against, place)]
+    tasks = _open_tasks(predictors, fields)
+    source = tasks[0].source
+    decoding: dict[str, Any] = {
         "beam": recipe.beam if beam is None else beam,
         "length_penalty": recipe.length_penalty if length_penalty is None else length_penalty,
-        "stride": stride,
     }
-    reports, notes = [], list(setup.notes)
-    for name in _split_names(setup.source, split):
-        scores = [
-            _score(task, each, name, limit, Precision(precision, place), options)
-            for each, task in zip(setup.predictors, setup.tasks, strict=True)
-        ]
-        reports.append(_split_report(name, setup, scores))
-        for each, task in zip(setup.predictors, setup.tasks, strict=True):
+    reports, notes = [], []
+    if predictor.run is not None and not fields and predictor.run.facts["data"]["sha256"] != source.sha256:
+        notes.append(f"{source.name} is not what it was when {predictor.name} was trained")
+    for name in _split_names(source, split):
+        scores = []
+        for each, task in zip(predictors, tasks, strict=True):
+            examples = task.examples("valid" if name == WHOLE else name, limit)
+            if not examples:
+                raise BadData(
+                    f"{source.name} has nothing held out to evaluate on; data.source=FILE names other examples"
+                )
+            scores.append(task.score(each.model, examples, Precision(precision, place), stride=stride, **decoding))
             if task.n_held_out_cut:
                 notes.append(f"{task.n_held_out_cut:,} texts of {name} were cut to what {each.name} can read")
-    source = setup.source
-    reported = {name: value for name, value in options.items() if name in task_class.evaluation_options}
+        reports.append(_split_report(name, predictors, tasks[0], scores))
+    options = {n: x for n, x in {**decoding, "stride": stride}.items() if n in task_class.evaluation_options}
     report = EvaluationReport(
         path=predictor.name,
         task=task_class.name,
         weights=predictor.weights,
         data={"source": source.name, "held_out": source.split.how, "sha256": source.sha256},
-        options={"limit": limit, **reported, "precision": precision, "device": str(place)},
+        options={"limit": limit, **options, "precision": precision, "device": str(place)},
         splits=tuple(reports),
-        against=None if other is None else other.name,
+        against=None if against is None else predictors[1].name,
         notes=tuple(dict.fromkeys(notes)),
     )
     if out is not None:
@@ -100,61 +104,36 @@ def _data_fields(data: Mapping[str, Any] | DataConfig | str | Path | None) -> di
     return fields
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """One predictor or two, each with its task over the same examples."""
+def _open_tasks(predictors: list[Predictor], fields: Mapping[str, Any]) -> list[Task]:
+    """The task of each predictor over the same examples.
 
-    predictors: list[Predictor]
-    tasks: list[Task]
-    source: Source
-    notes: list[str]
-
-
-def _prepare(predictor: Predictor, other: Predictor | None, fields: Mapping[str, Any]) -> _Setup:
-    """Masked tokens are drawn with the first predictor's seed, so that both are asked the same."""
+    Masked tokens are drawn with the first predictor's seed, so that both are asked the same.
+    """
+    predictor, seed = predictors[0], predictors[0].config.train.seed
     data, whole = data_config_for(predictor, fields)
-    source, seed = open_examples(data, whole, predictor), predictor.config.train.seed
-    notes = _changed_data_note(predictor, source, fields)
-    task = task_for(predictor, source, data, fields, seed)
-    if other is None:
-        return _Setup([predictor], [task], source, notes)
-    if not fields.keys() & {"source", "valid"}:
-        _check_same_held_out(predictor, other, source, data)
-    # Classes are numbered as each model numbers them.
-    same_labels = other.labels == predictor.labels
-    other_source = source if same_labels else open_examples(data.with_(labels=None), whole, other)
-    other_task = task_for(other, other_source, data, fields, seed)
-    return _Setup([predictor, other], [task, other_task], source, notes)
+    source = open_examples(data, whole, predictor)
+    tasks = [task_for(predictor, source, data, fields, seed)]
+    for other in predictors[1:]:
+        if not fields.keys() & {"source", "valid"}:
+            _check_same_held_out(predictor, other, source, data)
+        if other.labels != predictor.labels:  # classes are numbered as each model numbers them
+            source = open_examples(data.with_(labels=None), whole, other)
+        tasks.append(task_for(other, source, data, fields, seed))
+    return tasks
 
 
-def _score(
-    task: Task,
-    predictor: Predictor,
-    split: str,
-    limit: int | None,
-    precision: Precision,
-    options: Mapping[str, Any],
-) -> Scores:
-    examples = task.examples("valid" if split == WHOLE else split, limit)
-    if not examples:
-        name = task.source.name
-        raise BadData(f"{name} has nothing held out to evaluate on; data.source=FILE names other examples")
-    return task.score(predictor.model, examples, precision, **options)
-
-
-def _split_report(name: str, setup: _Setup, scores: list[Scores]) -> SplitReport:
+def _split_report(name: str, predictors: list[Predictor], task: Task, scores: list[Scores]) -> SplitReport:
     ours = scores[0]
     values = {**ours.metrics, "tokens_per_second": round(ours.tokens_per_second, 1)}
     report = SplitReport(name, ours.n, values, ours.details, tuple(ours.rows), passages=ours.texts is not None)
     if len(scores) == 1:
         return report
-    (predictor, other), theirs = setup.predictors, scores[1]
+    (predictor, other), theirs = predictors, scores[1]
     asked_ours, asked_theirs = ([(row.source, row.target) for row in each.rows] for each in scores)
     if ours.texts is None and asked_ours != asked_theirs:
         names = f"{predictor.name} and {other.name}"
         raise ValueError(f"{names} were asked different examples, so they cannot be compared")
-    same_tokens = predictor.tokens_sha256 == other.tokens_sha256
-    pairs = setup.tasks[0].paired_statistics(ours, theirs, same_tokens)
+    pairs = task.paired_statistics(ours, theirs, predictor.tokens_sha256 == other.tokens_sha256)
     comparisons = tuple(paired_bootstrap(their, our) for our, their in pairs)
     return replace(report, comparisons=comparisons, other=theirs.metrics, other_rows=tuple(theirs.rows))
 
@@ -185,18 +164,10 @@ def _open_other(predictor: Predictor, path: str | Path | Model, device: torch.de
 
 def _check_same_held_out(predictor: Predictor, other: Predictor, source: Source, data: DataConfig) -> None:
     """Another run may have trained on what this one held out; not so in a corpus, which holds out by composition."""
-    if other.run is None:
-        return
-    if data.source in CORPORA and other.config.data.source == data.source:
+    if other.run is None or (data.source in CORPORA and other.config.data.source == data.source):
         return
     if other.run.facts["data"]["split"]["valid_sha256"] != source.split.valid_sha256:
         raise ValueError(
             f"{other.name} held out other examples than {predictor.name} and may have been trained on these; "
             "data.source=FILE evaluates both on a file of its own"
         )
-
-
-def _changed_data_note(predictor: Predictor, source: Source, fields: Mapping[str, Any]) -> list[str]:
-    if predictor.run is None or fields or predictor.run.facts["data"]["sha256"] == source.sha256:
-        return []
-    return [f"{source.name} is not what it was when {predictor.name} was trained"]

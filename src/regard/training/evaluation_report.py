@@ -43,6 +43,10 @@ class SplitReport:
         wrong = [row for row in self.rows if self.passages or not row.is_correct]
         return tuple(sorted(wrong, key=lambda row: (row.score, -(row.loss or 0.0))))[:k]
 
+    def other_row(self, index: int) -> ExampleResult | None:
+        """The other model's result for the same example, where each has one."""
+        return self.other_rows[index] if len(self.other_rows) == len(self.rows) else None
+
     def to_dict(self) -> dict[str, Any]:
         document: dict[str, Any] = {"n": self.n, **to_jsonable(self.metrics), **self.details}
         if self.comparisons:
@@ -89,17 +93,13 @@ class EvaluationReport:
         return {**document, "notes": list(self.notes)}
 
     def to_text(self) -> str:
-        facts: dict[str, Any] = {
-            "task": self.task,
-            "weights": self.weights,
-            "data": f"{self.data['source']}, {self.data['held_out']}",
-        }
-        facts |= {name: value for name, value in self.options.items() if value is not None}
+        data = f"{self.data['source']}, {self.data['held_out']}"
+        options = {name: value for name, value in self.options.items() if value is not None}
+        facts = {"task": self.task, "weights": self.weights, "data": data, **options}
         lines = [printable(self.path), *format_pairs(facts, _WIDTH)]
         for split in self.splits:
             lines += ["", *_split_lines(split, self.against)]
-        lines += [f"note: {printable(note)}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {printable(note)}" for note in self.notes)])
 
 
 # ------------------------------------------------------------------------------------- text for people
@@ -113,43 +113,28 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
         if len(classes) > _MAX_CLASSES:
             lines.append(f"{GAP}… and {len(classes) - _MAX_CLASSES:,} more")
         if len(classes) <= _MAX_CONFUSION:
-            lines += ["who is taken for whom", *_confusion_lines(classes, split.details["confusion"])]
+            names = [str(each["label"]) for each in classes]  # a row for each true class, a column for each predicted
+            table = zip(names, split.details["confusion"], strict=True)
+            rows = [{"true ↓ said →": name, **dict(zip(names, row, strict=True))} for name, row in table]
+            lines += ["who is taken for whom", *format_rows(rows, _WIDTH)]
     if split.comparisons:
-        lines += [f"against {printable(str(against))}, by paired bootstrap", *_comparison_lines(split)]
+        lines.append(f"against {printable(str(against))}, by paired bootstrap")
+        lines += format_rows([_comparison_row(each) for each in split.comparisons], _WIDTH)
     worst = split.worst(_MAX_WORST_SHOWN)
     if worst:
         lines.append("worst")
         for row in worst:
-            target = row.target if isinstance(row.target, str) else row.target[0]
-            texts = {"source": row.source, "target": target, "output": row.output}
+            texts = {"source": row.source, "target": row.first_target, "output": row.output}
             shown = {name: text[:_MAX_CHARACTERS] for name, text in texts.items()}
             lines += [*format_pairs({**shown, "score": row.score}, _WIDTH), ""]
         lines.pop()
     return lines
 
 
-def _confusion_lines(classes: list[dict[str, Any]], counts: list[list[int]]) -> list[str]:
-    """A row for each true class, a column for each predicted one."""
-    names = [str(each["label"]) for each in classes]
-    rows = [
-        {"true ↓ said →": name, **dict(zip(names, row, strict=True))} for name, row in zip(names, counts, strict=True)
-    ]
-    return format_rows(rows, _WIDTH)
-
-
-def _comparison_lines(split: SplitReport) -> list[str]:
-    rows = [
-        {
-            "metric": each.metric,
-            "other": each.a,
-            "this": each.b,
-            "difference": f"{each.difference:+.4f}",
-            "95 %": f"[{each.low:+.4f}, {each.high:+.4f}]",
-            "p": f"{each.p_value:.3f}",
-        }
-        for each in split.comparisons
-    ]
-    return format_rows(rows, _WIDTH)
+def _comparison_row(each: Comparison) -> dict[str, Any]:
+    difference, interval = f"{each.difference:+.4f}", f"[{each.low:+.4f}, {each.high:+.4f}]"
+    scores = {"metric": each.metric, "other": each.a, "this": each.b}
+    return {**scores, "difference": difference, "95 %": interval, "p": f"{each.p_value:.3f}"}
 
 
 # ------------------------------------------------------------------------------------- files
@@ -157,13 +142,11 @@ def _comparison_lines(split: SplitReport) -> list[str]:
 
 def check_replaceable(target: Path) -> None:
     """Refuse a directory that holds anything but an earlier evaluation, as it was written."""
-    if not target.exists():
-        return
-    if not target.is_dir():
+    if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; an evaluation is written as a directory")
-    names = set(file_names(target))
-    if not names and not any(target.iterdir()):
+    if not target.exists() or not any(target.iterdir()):
         return
+    names = set(file_names(target))
     if unknown := sorted(names - _FILES):
         raise FileExistsError(f"{target} holds {unknown[0]}, which is no part of an evaluation; it would be lost")
     try:
@@ -189,11 +172,10 @@ def write_evaluation(target: Path, report: EvaluationReport) -> None:
 def _output_lines(report: EvaluationReport) -> Iterator[dict[str, Any]]:
     """One object for each example: source, target and output, and the output of the other model."""
     for split in report.splits:
-        paired = len(split.other_rows) == len(split.rows)
         for index, row in enumerate(split.rows):
             line: dict[str, Any] = {"split": split.name, "index": index, **row.to_dict()}
-            if paired:
-                line["other"] = {name: getattr(split.other_rows[index], name) for name in ("output", "score", "loss")}
+            if other := split.other_row(index):
+                line["other"] = {"output": other.output, "score": other.score, "loss": other.loss}
             yield line
 
 
@@ -205,20 +187,14 @@ def _worst_markdown(report: EvaluationReport) -> str:
         if not cases:
             parts.append("Nothing is wrong.")
         indices = {id(row): index for index, row in enumerate(split.rows)}
-        parts += [_case_markdown(number, indices[id(row)], row, split) for number, row in enumerate(cases, 1)]
+        for number, row in enumerate(cases, 1):
+            loss = "" if row.loss is None else f", loss {row.loss:.4f}"
+            parts.append(f"### {number}. score {row.score:.4f}{loss} (index {indices[id(row)]})")
+            targets = [row.target] if isinstance(row.target, str) else row.target
+            texts = [("source", row.source), *(("target", text) for text in targets), ("output", row.output)]
+            if other := split.other_row(indices[id(row)]):
+                texts.append(("other", other.output))
+            for name, text in texts:  # indented, so that nothing in a text is taken for Markdown
+                block = "\n".join(f"    {line}" for line in text.splitlines()) or "    (nothing)"
+                parts.append(f"{name}\n\n{block}")
     return "\n\n".join(parts) + "\n"
-
-
-def _case_markdown(number: int, index: int, row: ExampleResult, split: SplitReport) -> str:
-    about = f"score {row.score:.4f}" + ("" if row.loss is None else f", loss {row.loss:.4f}")
-    targets = [row.target] if isinstance(row.target, str) else row.target
-    texts = [("source", row.source), *(("target", text) for text in targets), ("output", row.output)]
-    if len(split.other_rows) == len(split.rows):
-        texts.append(("other", split.other_rows[index].output))
-    parts = [f"### {number}. {about} (index {index})", *(f"{name}\n\n{_code_block(text)}" for name, text in texts)]
-    return "\n\n".join(parts)
-
-
-def _code_block(text: str) -> str:
-    """Indented, so that nothing in a text is taken for Markdown."""
-    return "\n".join(f"    {line}" for line in text.splitlines()) or "    (nothing)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -71,31 +72,19 @@ def open_predictor(path: str | Path | Model, device: torch.device) -> Predictor:
         return _from_model(str(path), load(path, device=device))
     run, step = found
     if step is None and run.model_folder.is_dir():
-        model, weights = load(run.model_folder, device=device), _saved_weights(run)
+        model, weights = load(run.model_folder, device=device), "as saved at the end of the run"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # what the run says about the model it ended with
+            weights = str(json.loads((run.root / "evaluation.json").read_bytes())["weights"])
     else:
         model, weights = run.model(step)
     return Predictor(str(path), model.to(device).eval(), weights, run.config, run.processor, run)
 
 
-def _saved_weights(run: RunDirectory) -> str:
-    """What the run says about the model it ended with."""
-    try:
-        return str(json.loads((run.root / "evaluation.json").read_bytes())["weights"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "as saved at the end of the run"
-
-
 def _from_model(name: str, model: Model) -> Predictor:
     """Without a run, the task follows from the model's config, and its lengths are the model's own."""
     task_class = task_class_of(name, model.config)
-    config = RunConfig(
-        task=cast(TaskName, task_class.name), data=task_class.data_defaults(model.config), model=model.config
-    )
-    return Predictor(name, model.eval(), "as saved", config, _checked_processor(name, task_class, model))
-
-
-def _checked_processor(name: str, task_class: type[Task], model: Model) -> Processor:
-    """The processor a model came with, its tokenizers with the special ids that tasks need."""
+    data = task_class.data_defaults(model.config)
+    config = RunConfig(task=cast(TaskName, task_class.name), data=data, model=model.config)
     processor: Processor = model.processor or Processor()
     for part in task_class.processor_parts:
         if getattr(processor, part) is None:
@@ -104,7 +93,7 @@ def _checked_processor(name: str, task_class: type[Task], model: Model) -> Proce
     if task_class.needs_native_mask and "mask" not in getattr(processor.source, "special_ids", ()):
         raise ValueError(f"{name} has a tokenizer that was not made here: what hides its tokens is not known")
     source, target = (_with_ids(side, model.config) for side in (processor.source, processor.target))
-    return replace(processor, source=source, target=target)
+    return Predictor(name, model.eval(), "as saved", config, replace(processor, source=source, target=target))
 
 
 def _with_ids(tokenizer: Tokenizer | None, config: ModelConfig) -> Tokenizer | None:

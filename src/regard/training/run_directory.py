@@ -62,9 +62,9 @@ class RunDirectory:
         for name, content in _processor_files(processor).items():
             write_atomic(root / name, content)
         write_atomic(root / "provenance.json", to_json(facts))
-        made = cls(root)
-        made.write(config)
-        return made
+        run = cls(root)
+        run.write(config)
+        return run
 
     def write(self, config: RunConfig) -> None:
         """The config, last: a directory without it is no run yet."""
@@ -132,7 +132,7 @@ class RunDirectory:
     def model(self, step: int | None = None) -> tuple[Model, str]:
         """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last."""
         checkpoints, train = self.checkpoints(), self.config.train
-        steps = checkpoints.steps()
+        steps, has_ema = checkpoints.steps(), train.ema is not None
         if not steps:
             raise BadModelFile(f"{self.root} has no checkpoint yet")
         if step is not None and step not in steps:
@@ -140,21 +140,18 @@ class RunDirectory:
         if step is None and train.average > 1:
             last = steps[-train.average :]
             found = [checkpoints.at(each) for each in last]
-            model = self._fill(average(_weights(x, train.ema is not None) for x in found))
-            return model, f"the average of steps {', '.join(map(str, last))}"
+            name = f"the average of steps {', '.join(map(str, last))}"
+            return self._model_with(average(_weights(x, has_ema) for x in found)), name
         latest = checkpoints.latest()
         assert latest is not None
-        chosen = latest if step is None else checkpoints.at(step)
+        chosen, note = latest if step is None else checkpoints.at(step), ", averaged as it went" if has_ema else ""
         best = latest.state["at"]["best_step"]
-        name = f"step {chosen.step}"
-        if step is None and train.ema is None and best in steps:
-            chosen, name = checkpoints.at(best), f"step {best}, the best"
-        weights = _weights(chosen, train.ema is not None)
-        return self._fill(weights), name + (", averaged as it went" if train.ema is not None else "")
+        if step is None and not has_ema and best in steps:
+            chosen, note = checkpoints.at(best), ", the best"
+        return self._model_with(_weights(chosen, has_ema)), f"step {chosen.step}{note}"
 
-    def _fill(self, weights: dict[str, torch.Tensor]) -> Model:
-        train = self.config.train
-        model = build(self.config.model)
+    def _model_with(self, weights: dict[str, torch.Tensor]) -> Model:
+        train, model = self.config.train, build(self.config.model)
         if train.lora is not None:
             add_lora(model, train.lora, train.lora_alpha, train.lora_targets)
         model.load_state_dict(weights)
@@ -205,28 +202,14 @@ def provenance(source: Source, command: Sequence[str], processes: int = 1) -> di
     """What a run came from, for whoever reads it later."""
     from .. import __version__
 
+    data = {"source": source.name, "sha256": source.sha256, "train": len(source.train), "valid": len(source.valid)}
+    machine = {"system": platform.platform(), "processor": platform.machine(), "threads": torch.get_num_threads()}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(command),
-        "data": {
-            "source": source.name,
-            "sha256": source.sha256,
-            "train": len(source.train),
-            "valid": len(source.valid),
-            "split": source.split.to_dict(),
-            "lines": source.report.to_dict(),
-        },
-        "versions": {
-            "regard": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "processes": processes,
-        },
+        "data": {**data, "split": source.split.to_dict(), "lines": source.report.to_dict()},
+        "versions": {"regard": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {**machine, "processes": processes},
         "git": _git(),
     }
 

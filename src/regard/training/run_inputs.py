@@ -56,7 +56,9 @@ def resolve_run(
 ) -> RunInputs:
     """Check and complete what was given, as the command line does with typed words."""
     task_class = next((x for x in (task, config) if isinstance(x, type)), None)
-    module = _given_model(model)
+    module = model if isinstance(model, Model) else None
+    if module is not None and type(module) is not type(build(module.config, device="meta")):
+        raise UsageError(f"model is a {type(model).__name__}: a run can be resumed only with models of regard.build")
     fields: dict[str, Any] = {"model": model if module is None else module.config.model_dump(), "train": train}
     in_memory = data is not None and not isinstance(data, str | Path | Mapping | DataConfig)
     if not isinstance(config, RunConfig):
@@ -70,18 +72,8 @@ def resolve_run(
     elif preset is not None or model is not None or train is not None or (data is not None and not in_memory):
         raise UsageError("a RunConfig holds data, model and train already: change them with config.with_(…)")
     task_class = task_class or TASKS[config.task]
-    if not in_memory:
-        return RunInputs(config, task_class, model=module)
-    examples, labels = _examples_of(data, task_class)
+    examples, labels = _examples_of(data, task_class) if in_memory else (None, None)
     return RunInputs(config, task_class, examples, labels, module)
-
-
-def _given_model(model: Any) -> Model | None:
-    if not isinstance(model, Model):
-        return None
-    if type(model) is not type(build(model.config, device="meta")):
-        raise UsageError(f"model is a {type(model).__name__}: a run can be resumed only with models of regard.build")
-    return model
 
 
 # ------------------------------------------------------------------------------------- examples in memory
@@ -96,17 +88,14 @@ def open_run_source(inputs: RunInputs) -> Source:
         return open_source(data)
     if not examples:
         raise BadData("data has no example")
-    how = "nothing held out"
-    train: list[Example] = examples
-    valid: list[Example] = []
+    train, valid, how = examples, [], "nothing held out"
     match examples:
         case [Text(text)]:
             head, tail = split_tail(text, data.valid_fraction)
             train, valid, how = [Text(head)], [Text(tail)], f"the last {data.valid_fraction:g} of the text"
         case _ if data.valid_fraction or data.valid_rows:
-            mask = held_out_mask(examples, data)
-            train = [x for x, out in zip(examples, mask, strict=True) if not out]
-            valid = [x for x, out in zip(examples, mask, strict=True) if out]
+            pairs = list(zip(examples, held_out_mask(examples, data), strict=True))
+            train, valid = [x for x, out in pairs if not out], [x for x, out in pairs if out]
             how = "by hash of the source side"
     split = Split(how, sha256_of(train), sha256_of(valid))
     return Source(IN_MEMORY, inputs.task_class.kinds[0], train, valid, split, inputs.labels)

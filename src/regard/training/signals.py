@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -62,8 +63,7 @@ def broken_output(objective: nn.Module, batch: Batch) -> str | None:
     with ExitStack() as hooks:
         for name, module in objective.named_modules():
             if name and not any(True for _ in module.children()):
-                handle = module.register_forward_hook(_watch(name, found))
-                hooks.callback(handle.remove)
+                hooks.callback(module.register_forward_hook(partial(_note_broken, name, found)).remove)
         with torch.no_grad():
             objective(batch)
     return f"the output of {_short(found[0])}" if found else None
@@ -79,13 +79,10 @@ def broken_gradient(objective: nn.Module) -> str | None:
     return f"the gradient of {broken[-1]}" + (f" and {len(broken) - 1} before it" if len(broken) > 1 else "")
 
 
-def _watch(name: str, found: list[str]) -> Any:
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor) and first.is_floating_point() and not _finite(first):
-            found.append(name)
-
-    return look
+def _note_broken(name: str, found: list[str], module: nn.Module, inputs: Any, output: Any) -> None:
+    first = output[0] if isinstance(output, tuple) else output
+    if isinstance(first, Tensor) and first.is_floating_point() and not _finite(first):
+        found.append(name)
 
 
 def _finite(x: Tensor) -> bool:
