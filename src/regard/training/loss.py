@@ -33,22 +33,15 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On a device; from pinned memory the copy does not wait."""
-
-        def move(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-
-        return replace(
-            self,
-            inputs=tuple(map(move, self.inputs)),
-            targets=move(self.targets),
-            options={name: move(x) for name, x in self.options.items()},
-            n_counted=self.n_targets,
-        )
+        moved = self._map(lambda x: x.to(device, non_blocking=True))
+        return replace(moved, n_counted=self.n_targets)
 
     def pin_memory(self) -> Batch:
-        options = {name: x.pin_memory() for name, x in self.options.items()}
-        inputs = tuple(x.pin_memory() for x in self.inputs)
-        return replace(self, inputs=inputs, targets=self.targets.pin_memory(), options=options)
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        options = {name: change(x) for name, x in self.options.items()}
+        return replace(self, inputs=tuple(map(change, self.inputs)), targets=change(self.targets), options=options)
 
 
 def shift_targets(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -150,15 +143,13 @@ def _chunked(
 
 def _places(targets: Tensor, n_counted: int | None) -> Tensor | None:
     """The rows with a target, in order; None: all of them, or unknown without synchronising a GPU."""
-    if n_counted is None:
-        if targets.device.type != "cpu":
-            return None
-        places = (targets != IGNORE).nonzero()[:, 0]
-    elif n_counted < targets.shape[0]:
-        places = (targets == IGNORE).byte().argsort(stable=True)[:n_counted]
-    else:
+    if n_counted is not None:
+        everything = n_counted >= len(targets)
+        return None if everything else (targets == IGNORE).byte().argsort(stable=True)[:n_counted]
+    if targets.device.type != "cpu":
         return None
-    return None if places.shape[0] == targets.shape[0] else places
+    places = (targets != IGNORE).nonzero()[:, 0]
+    return None if len(places) == len(targets) else places
 
 
 def _loss_and_slope(logits: Tensor, y: Tensor, smoothing: float, slope: bool) -> tuple[Tensor, Tensor]:
@@ -196,28 +187,15 @@ def _zeros(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum and the three gradients to begin with; those nobody needs have no numbers."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    shapes = ((for_hidden, hidden.shape), (for_weight, weight.shape), (for_bias, weight.shape[:1]))
-    total, *slopes = (
-        hidden.new_zeros(shape if needed else (0,), dtype=wide) for needed, shape in ((True, ()), *shapes)
-    )
-    return total, slopes[0], slopes[1], slopes[2]
+    total = hidden.new_zeros((), dtype=wide)
+    d_hidden = hidden.new_zeros(hidden.shape if for_hidden else 0, dtype=wide)
+    d_weight = hidden.new_zeros(weight.shape if for_weight else 0, dtype=wide)
+    return total, d_hidden, d_weight, hidden.new_zeros(len(weight) if for_bias else 0, dtype=wide)
 
 
 @_chunked.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    smoothing: float,
-    chunk: int,
-    n_counted: int | None,
-    dtype: torch.dtype,
-    for_hidden: bool,
-    for_weight: bool,
-    for_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _zeros(hidden, weight, for_hidden, for_weight, for_bias)
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _zeros(hidden, weight, *rest[-3:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,15 +30,11 @@ def choices(device: torch.device | str) -> tuple[PrecisionName, ...]:
         return ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("fp32", "fp16")
     if device.type == "mps":
         return ("fp32", "bf16") if torch.backends.mps.is_macos_or_newer(14, 0) else ("fp32",)
-    return ("fp32", "bf16") if _cpu_has_bf16() else ("fp32",)
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether oneDNN has bf16 instructions to use; without them it is computed all the same, but slower than fp32."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # torch without oneDNN
-        return False
+    # Where oneDNN has no bf16 instructions to use it is computed all the same, but slower than fp32.
+    with suppress(AttributeError, RuntimeError):  # torch without oneDNN
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return ("fp32", "bf16")
+    return ("fp32",)
 
 
 class Precision:
@@ -118,10 +114,6 @@ class Precision:
         return f"Precision({self.name!r}, {str(self.device)!r})"
 
 
-if TYPE_CHECKING:
-    import torch
-
-
 def flops_per_token(config: ModelConfig, length: int, *, source_length: int | None = None) -> float:
     """Operations, forward and backward, for each token of texts of this length.
 
@@ -164,8 +156,6 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
 
     ``dtype``: torch's, or the word of ``train.precision``.
     """
-    import torch
-
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

@@ -12,13 +12,7 @@ from .classification_metrics import (
     classification,
     macro_f1_statistics,
 )
-from .language_metrics import (
-    LanguageScores,
-    language_model,
-    loss_statistics,
-    perplexity,
-    strided_losses,
-)
+from .language_metrics import LanguageScores, language_model, loss_statistics, perplexity, strided_losses
 from .statistics import MetricResult, Statistics, mean_statistics
 from .translation_metrics import (
     CaptionScores,

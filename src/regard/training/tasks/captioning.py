@@ -29,13 +29,10 @@ class CaptionTask(ImageTask):
 
     name = "caption"
     kinds = ("captions",)
+    models = (("encoder-decoder", "image", "lm"),)
     template = "eos"
     evaluation_options = ("beam", "length_penalty")
     processor_parts = ("target", "image")
-
-    @classmethod
-    def accepts(cls, model: ModelConfig) -> bool:
-        return (model.architecture, model.source, model.head) == ("encoder-decoder", "image", "lm")
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
@@ -78,8 +75,7 @@ class CaptionTask(ImageTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        size = self._rows_per_batch(self._n_patches)
-        return BatchPlan.by_examples(len(self._images), size, seed=self.config.train.seed)
+        return self._plan_by_rows(len(self._images), self._n_patches)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         chosen = [self._images[i] for i in index]

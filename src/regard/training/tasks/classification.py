@@ -112,10 +112,7 @@ class ClassificationTask(Task):
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
         predicted, true = ([self.labels.index(label) for label in labels] for labels in (outputs, references))
-        return [
-            metrics.accuracy_statistics(predicted, true),
-            metrics.macro_f1_statistics(predicted, true, self.labels),
-        ]
+        return [metrics.accuracy_statistics(predicted, true), metrics.macro_f1_statistics(predicted, true, self.labels)]
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         return super().paired_statistics(ours, theirs, same_tokens=True)  # the loss is per example, not per token
@@ -126,12 +123,9 @@ class Classify(ClassificationTask):
 
     name = "classify"
     kinds = ("labelled",)
+    models = (("encoder", "text", "classify"),)
     template = "bos-eos"
     needs_positions = True
-
-    @classmethod
-    def accepts(cls, model: ModelConfig) -> bool:
-        return (model.architecture, model.source, model.head) == ("encoder", "text", "classify")
 
     def _new_processor(self) -> Processor:
         texts = [cast(Labelled, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
@@ -182,10 +176,7 @@ class ClassifyImages(ImageTask, ClassificationTask):
 
     name = "classify-images"
     kinds = ("images",)
-
-    @classmethod
-    def accepts(cls, model: ModelConfig) -> bool:
-        return (model.architecture, model.source, model.head) == ("encoder", "image", "classify")
+    models = (("encoder", "image", "classify"),)
 
     def _new_processor(self) -> Processor:
         return Processor(image=self._new_image_processor(), labels=self.source.labels)
@@ -196,12 +187,11 @@ class ClassifyImages(ImageTask, ClassificationTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        size = self._rows_per_batch(self._n_patches)
-        return BatchPlan.by_examples(len(self.source.train), size, seed=self.config.train.seed)
+        return self._plan_by_rows(len(self.source.train), self._n_patches)
 
     @property
     def ragged(self) -> bool:
-        return has_partial_batch(len(self.source.train), self._rows_per_batch(self._n_patches))
+        return has_partial_batch(self.batch_plan)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate(self.source.train, index, epoch)

@@ -101,12 +101,11 @@ class TextTask(Task):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        size = self._rows_per_batch(self.context)
-        return BatchPlan.by_examples(len(self._packed), size, seed=self.config.train.seed)
+        return self._plan_by_rows(len(self._packed), self.context)
 
     @property
     def ragged(self) -> bool:
-        return has_partial_batch(len(self._packed), self._rows_per_batch(self.context))
+        return has_partial_batch(self.batch_plan)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._row_batch(self._packed.batch(epoch, index), epoch, index)
@@ -157,24 +156,22 @@ class TextTask(Task):
         values["n_targets"] = scores.n_tokens
         return Scores(len(texts), values, rows, n_tokens, seconds, texts=text_losses)
 
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
+        texts = cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts)
+        return paired_texts(*texts, masked=self.needs_native_mask)
+
 
 class LanguageModel(TextTask):
     """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
 
     name = "lm"
+    models = (("decoder", "text", "lm"),)
     evaluation_options = ("stride",)
     _target_offset = 1
 
     @classmethod
-    def accepts(cls, model: ModelConfig) -> bool:
-        return model.architecture == "decoder" and model.head == "lm"
-
-    @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
         return DataConfig(max_len=min(model.max_len, _MAX_CONTEXT))
-
-    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
-        return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts))
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         return {"bits_per_character": text_losses.scores().bits_per_character}
@@ -245,14 +242,8 @@ class MaskedLanguageModel(TextTask):
     """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
 
     name = "mlm"
+    models = (("encoder", "text", "masked-lm"),)
     needs_native_mask = True
-
-    @classmethod
-    def accepts(cls, model: ModelConfig) -> bool:
-        return (model.architecture, model.source, model.head) == ("encoder", "text", "masked-lm")
-
-    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
-        return paired_texts(cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts), masked=True)
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         hits = text_losses.predictions == text_losses.tokens

@@ -104,6 +104,7 @@ class Task(ABC):
 
     name: ClassVar[str]  # of the RunConfig; a subclass of one's own keeps that of the task whose defaults it uses
     kinds: ClassVar[tuple[Kind, ...]]  # sources it can learn from
+    models: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # architecture, source and head of those made for it
     template: ClassVar[Template] = "none"
     tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # what data.tokenizer=auto means
     criterion: ClassVar[str] = "valid_loss"  # the metric that picks the best checkpoint; smaller is better for losses
@@ -172,7 +173,7 @@ class Task(ABC):
     @classmethod
     def accepts(cls, model: ModelConfig) -> bool:
         """Whether a model of this config was made for the task."""
-        return False
+        return (model.architecture, model.source, model.head) in cls.models
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
@@ -310,6 +311,9 @@ class Task(ABC):
         rows = max(1, train.batch_tokens // tokens_per_row)
         return rows if train.batch_size is None else min(rows, train.batch_size)
 
+    def _plan_by_rows(self, n_rows: int, tokens_per_row: int) -> BatchPlan:
+        return BatchPlan.by_examples(n_rows, self._rows_per_batch(tokens_per_row), seed=self.config.train.seed)
+
     def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> torch.Tensor:
         """tokens (B, T), T rounded up for fewer distinct shapes, unless the model's positions end before.
 
@@ -395,6 +399,6 @@ def truncate(rows: list[list[int]], max_len: int) -> tuple[list[list[int]], int]
     return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows], n_longer
 
 
-def has_partial_batch(n_rows: int, batch_size: int) -> bool:
-    """Whether the last batch of an epoch is smaller than the others."""
-    return n_rows > batch_size and n_rows % batch_size > 0
+def has_partial_batch(plan: BatchPlan) -> bool:
+    """Whether the last batch of an epoch of equal rows is smaller than the others."""
+    return len(plan.lengths) > plan.batch_tokens and len(plan.lengths) % plan.batch_tokens > 0

@@ -28,13 +28,9 @@ class Translate(Task):
 
     name = "translate"
     kinds = ("pairs",)
+    models = (("encoder-decoder", "text", "lm"), ("recurrent", "text", "lm"))
     template = "eos"
     evaluation_options = ("beam", "length_penalty")
-
-    @classmethod
-    def accepts(cls, model: ModelConfig) -> bool:
-        architectures = ("encoder-decoder", "recurrent")
-        return model.architecture in architectures and model.source == "text" and model.head == "lm"
 
     def _new_processor(self) -> Processor:
         train = [cast(Pair, x) for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
