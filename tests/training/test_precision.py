@@ -20,7 +20,7 @@ from regard.models import build
 from regard.training import compilation
 from regard.training.compilation import Choice, Compiled, choose, compiler_trouble, preserve_state, record
 from regard.training.loss import Batch, Objective
-from regard.training.precision import Precision, choices
+from regard.training.precision import Precision, supported_precisions
 
 CPU = torch.device("cpu")
 
@@ -100,8 +100,8 @@ def test_fp32_attention_is_closer_to_the_truth_than_bf16(kind: str) -> None:
 
 
 def test_cpu_has_fp32_first_and_no_fp16() -> None:
-    assert choices("cpu")[0] == "fp32"
-    assert "fp16" not in choices("cpu")
+    assert supported_precisions("cpu")[0] == "fp32"
+    assert "fp16" not in supported_precisions("cpu")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -176,7 +176,7 @@ class Drawing(nn.Module):
 
 
 def test_choosing_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "choices", lambda device: ("fp32", "bf16"))
+    monkeypatch.setattr(compilation, "supported_precisions", lambda device: ("fp32", "bf16"))
     monkeypatch.setattr(compilation, "_BUDGET", 0.02)
     module = Drawing().eval()
     module.linear.weight.grad = torch.ones(1, 4)
@@ -231,7 +231,7 @@ class Timed:
 
         monkeypatch.setattr(compilation._Timer, "once", once)
         monkeypatch.setattr(compilation._Timer, "time", time)
-        monkeypatch.setattr(compilation, "choices", lambda device: ("fp32", "bf16"))
+        monkeypatch.setattr(compilation, "supported_precisions", lambda device: ("fp32", "bf16"))
 
 
 @pytest.mark.parametrize(("bf16", "wanted"), [(0.5, "bf16"), (0.95, "fp32"), (3.0, "fp32")])

@@ -184,11 +184,9 @@ class Checkpoints:
         return found
 
     def _check_step(self, step: int) -> int:
-        steps = self.steps()
-        if step not in steps:
-            raise BadModelFile(
-                f"{self.root} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}"
-            )
+        if step not in (steps := self.steps()):
+            known = ", ".join(map(str, steps)) or "none"
+            raise BadModelFile(f"{self.root} has no checkpoint of step {step}; it has {known}")
         Checkpoint(self._path(step)).check()
         return step
 
@@ -205,7 +203,15 @@ class Checkpoints:
                 return unfinished.enter_context(replace_directory(target))
 
             def finish(parts: list[_Part]) -> None:
-                _write_rest(folder, tensors, tied, parts, state)
+                stored = {}
+                for name, x in tensors.items():
+                    pieces = tuple(own[name] for own, _ in parts if name in own)
+                    stored[name] = StoredTensor(tuple(x.shape), x.dtype, pieces)
+                entries = {file: entry for _, files in parts for file, entry in files.items()}
+                for name, text in ((INDEX, Index(stored, tied).text()), (STATE, state)):
+                    write_atomic(folder / name, text)
+                    entries[name] = Entry(len(text), hashlib.sha256(text).hexdigest())
+                Manifest(entries).write(folder)  # the last thing written
                 unfinished.close()  # the folder takes its place
 
             folder = self._together(begin if main else lambda: target)[0]
@@ -271,22 +277,6 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     if not finite or bool(torch.stack([x.to(finite[0].device) for x in finite]).all()):
         return None
     return next(name for name, x in zip(floats, finite, strict=True) if not bool(x))
-
-
-def _write_rest(
-    folder: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], parts: list[_Part], state: bytes
-) -> None:
-    """Index and state, then the manifest: the last thing written."""
-    stored = {
-        name: StoredTensor(tuple(x.shape), x.dtype, tuple(pieces[name] for pieces, _ in parts if name in pieces))
-        for name, x in tensors.items()
-    }
-    texts = {INDEX: Index(stored, tied).text(), STATE: state}
-    entries = {file: entry for _, files in parts for file, entry in files.items()}
-    for name, text in texts.items():
-        write_atomic(folder / name, text)
-        entries[name] = Entry(len(text), hashlib.sha256(text).hexdigest())
-    Manifest(entries).write(folder)
 
 
 def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:

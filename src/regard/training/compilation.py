@@ -32,7 +32,7 @@ from ..config import ModelConfig, TrainConfig
 from ..errors import RegardError
 from ..foundation.files import write_atomic
 from .loss import Batch
-from .precision import Precision, PrecisionName, choices
+from .precision import Precision, PrecisionName, supported_precisions
 
 _BUDGET = 1.5  # seconds of timing, all in all
 _WORTH_IT = 1.1  # how much faster than fp32 bf16 must be: below that fewer digits buy nothing
@@ -77,7 +77,7 @@ def _choose_precision(timer: _Timer, train: TrainConfig) -> tuple[PrecisionName,
     if train.precision != "auto":
         return train.precision, f"{train.precision} as asked"
     device = timer.device.type
-    has_bf16 = "bf16" in choices(timer.device)
+    has_bf16 = "bf16" in supported_precisions(timer.device)
     if device == "cuda":
         return ("bf16", "bf16, which this GPU computes") if has_bf16 else ("fp32", "fp32: this GPU has no bf16")
     if not has_bf16:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -150,12 +150,9 @@ class RunStatus:
 
     def fields(self) -> dict[str, tuple[str, str]]:
         """What is known, as (label, value)."""
-        values = {name: getattr(self, name) for name in _STATUS_FIELDS}
-        return {
-            name: (label, text(values[name]))
-            for name, (label, text) in _STATUS_FIELDS.items()
-            if values[name] is not None
-        }
+        values = ((name, getattr(self, name)) for name in _STATUS_FIELDS)
+        known = {name: value for name, value in values if value is not None}
+        return {name: (_STATUS_FIELDS[name][0], _STATUS_FIELDS[name][1](value)) for name, value in known.items()}
 
 
 _STATUS_FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -180,6 +177,10 @@ class Console:
     def say(self, text: str, style: str = "") -> None:
         """A line that stays."""
 
+    def say_all(self, lines: Iterable[str]) -> None:
+        for text in lines:
+            self.say(text)
+
     def line(self) -> None:
         """``status`` has new numbers."""
 
@@ -188,20 +189,17 @@ class Console:
 
     def header(self, title: str, facts: dict[str, Any]) -> None:
         self.say(printable(title), "bold")
-        for text in format_pairs(facts, self.width):
-            self.say(text)
+        self.say_all(format_pairs(facts, self.width))
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         found = GAP.join(f"{name.replace('_', ' ')} {format_value(value)}" for name, value in metrics.items())
         self.say(f"{_step(self.status, step)}{GAP}{found}", "bold")
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
-        for text in format_rows(rows, self.width):
-            self.say(text)
+        self.say_all(format_rows(rows, self.width))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        for text in format_pairs(summary, self.width):
-            self.say(text)
+        self.say_all(format_pairs(summary, self.width))
 
     def close(self) -> None:
         """Leave the terminal as it was."""

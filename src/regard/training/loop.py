@@ -130,11 +130,11 @@ class Loop:
                 started = time.perf_counter()
                 numbers = self._numbers()
                 batches = [prefetch.batch(number) for number in numbers]
-                asked = self._agree(batches, signals.asked)
+                asked = self._count_step(batches, signals.asked)
                 for batch, number in zip(batches, numbers, strict=True):
                     # One process may stop between two batches of a step; several stop together, after it.
                     if signals.asked and alone and at.micro:
-                        self._leave(signals.asked)
+                        self._save_and_stop(signals.asked)
                     self._accumulate(batch, number)
                 loss, norm, lr = self._update(batches, numbers)
                 at.seconds += time.perf_counter() - started
@@ -152,7 +152,7 @@ class Loop:
                     self._save()
                 asked = signals.asked if alone else asked
                 if asked or train.stop_at == at.step:
-                    self._leave(asked)
+                    self._save_and_stop(asked)
 
     # ---------------------------------------------------------------- one step
 
@@ -161,7 +161,7 @@ class Loop:
         world, accumulate = self.group.world, self.train.accumulate
         return [(self.at.step * accumulate + m) * world + self.group.rank for m in range(self.at.micro, accumulate)]
 
-    def _agree(self, batches: list[Batch], asked: int) -> int:
+    def _count_step(self, batches: list[Batch], asked: int) -> int:
         """Over all processes: what this step consists of, and whether anyone was asked to stop."""
         if self.at.micro:  # begun before the run was interrupted, when it was known
             return asked
@@ -230,7 +230,7 @@ class Loop:
         """Look at held-out data; True where it was never better."""
         train, found, shown = self.train, None, []
         with self.reporter.paused():
-            with self._as_shipped():
+            with self._evaluation_mode():
                 if self.group.is_main:
                     n_batches, n_examples = train.eval_batches, train.eval_examples
                     found = self.task.validate(self.model, self._loss, n_batches=n_batches, n_examples=n_examples)
@@ -246,7 +246,7 @@ class Loop:
         return False
 
     @contextmanager
-    def _as_shipped(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         """The model whole, with the weights one would ship, to be asked and not taught."""
         self.objective.eval()
         averaged = nullcontext() if self.ema is None else self.ema.averaged_weights()
@@ -265,7 +265,7 @@ class Loop:
         with self.precision.forward():
             return self.objective(batch.to(self.group.device))
 
-    def _leave(self, asked: int) -> None:
+    def _save_and_stop(self, asked: int) -> None:
         if self.saved != self.at.step:
             self.stopgap = self.at.step
         self._save()

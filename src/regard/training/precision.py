@@ -23,7 +23,7 @@ NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choices(device: torch.device | str) -> tuple[PrecisionName, ...]:
+def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...]:
     """The precisions a device computes itself, fp32 first: what ``train.precision=auto`` chooses among."""
     device = torch.device(device)
     if device.type == "cuda":
@@ -51,8 +51,8 @@ class Precision:
             raise ValueError(
                 f"precision='fp16' needs device='cuda', not {self.device.type!r}; bf16 needs no loss scale"
             )
-        if name not in choices(self.device) and self.device.type != "cpu":
-            can = ", ".join(choices(self.device))
+        if name not in supported_precisions(self.device) and self.device.type != "cpu":
+            can = ", ".join(supported_precisions(self.device))
             raise ValueError(f"precision={name!r} is not computed by this {self.device.type} device; it has {can}")
         self._scaler = torch.amp.GradScaler(self.device.type) if name == "fp16" else None
 

@@ -70,7 +70,7 @@ class RunDirectory:
         """The config, last: a directory without it is no run yet."""
         write_atomic(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
 
-    def tidy(self) -> None:
+    def remove_half_written(self) -> None:
         """Remove what a process that was killed had half written."""
         for folder in (self.root, self.root / "tokens"):
             for path in folder.glob(".*"):

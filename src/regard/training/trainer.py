@@ -141,7 +141,7 @@ def resume(
         shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
             if group.is_main:
-                run.tidy()
+                run.remove_half_written()
                 run.write(config)
             run = RunDirectory(run.root)
             opened = open_task(shared, source, run.processor, task)
