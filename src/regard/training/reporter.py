@@ -137,6 +137,7 @@ class Reporter:
         self._status = RunStatus(steps=steps, step=start_step)
         self._console = make_console(style, self._status)
         self._device: str | None = None
+        self._losses: list[Any] = []
         self._tensorboard: TensorBoard | None = None
         self._drawn_at, self._drawing_s = 0.0, 1.0  # a guess, until one has been drawn
         self._pace = Pace()
@@ -157,7 +158,7 @@ class Reporter:
         self._seconds_before = float(known.get("seconds") or 0.0)
         self._training_before = float(known.get("train_seconds") or 0.0)
         self._last_loss = known.get("loss")
-        self._losses: list[Any] = [float("nan") if loss is None else loss for loss in known.get("losses", ())]
+        self._losses = [float("nan") if loss is None else loss for loss in known.get("losses", ())]
         self._line_tokens, self._line_training = self.tokens, 0.0
 
     @property

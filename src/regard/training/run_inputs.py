@@ -88,7 +88,9 @@ def open_run_source(inputs: RunInputs) -> Source:
         return open_source(data)
     if not examples:
         raise BadData("data has no example")
-    train, valid, how = examples, [], "nothing held out"
+    train: list[Example] = examples
+    valid: list[Example] = []
+    how = "nothing held out"
     match examples:
         case [Text(text)]:
             head, tail = split_tail(text, data.valid_fraction)

@@ -163,14 +163,12 @@ def captions(hypotheses: Sequence[str], references: References, unit: Unit = "au
     With one image alone every n-gram is in all images, log(1 / 1) = 0, and CIDEr-D is 0 whatever the caption.
     """
     by_order = [bleu_n_statistics(hypotheses, references, order, unit) for order in _ORDERS]
-    return CaptionScores(
-        len(hypotheses),
-        *(statistics.corpus() for statistics in by_order),
-        cider=cider_statistics(hypotheses, references, unit).corpus(),
-        exact=exact_statistics(hypotheses, references).corpus(),
-        signature=by_order[-1].signature,
-        scores=tuple((chrf_statistics(hypotheses, references).each() / 100).tolist()),
-    )
+    bleu_1, bleu_2, bleu_3, bleu_4 = (statistics.corpus() for statistics in by_order)
+    cider = cider_statistics(hypotheses, references, unit).corpus()
+    exact = exact_statistics(hypotheses, references).corpus()
+    scores = tuple((chrf_statistics(hypotheses, references).each() / 100).tolist())
+    signature = by_order[-1].signature
+    return CaptionScores(len(hypotheses), bleu_1, bleu_2, bleu_3, bleu_4, cider, exact, signature, scores)
 
 
 def bleu_n_statistics(
