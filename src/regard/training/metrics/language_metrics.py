@@ -70,6 +70,7 @@ def strided_losses(
     cheapest and reads too high; stride = 1 gives every token its full context. A memory-mapped array is read window
     by window.
     """
+    tokens = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
     if getattr(tokens, "ndim", 1) != 1:
         raise ValueError(f"tokens have shape {tuple(np.shape(tokens))}, but must be one text (N,)")
     if len(tokens) < 2:
@@ -94,7 +95,7 @@ def strided_losses(
 
 def _window_losses(model: Decoder, tokens: Any, windows: list[tuple[int, int]], width: int) -> NDArray[np.float32]:
     """The losses of the new targets of some windows, in the order of the text."""
-    ids = torch.stack([torch.as_tensor(np.array(tokens[end - width : end + 1], dtype=np.int64)) for _, end in windows])
+    ids = torch.stack([torch.from_numpy(np.array(tokens[end - width : end + 1], dtype=np.int64)) for _, end in windows])
     if ids.min() < 0 or ids.max() >= model.config.vocab_size:
         odd = int(ids.min() if ids.min() < 0 else ids.max())
         raise ValueError(f"tokens hold id {odd}, but vocab_size={model.config.vocab_size}")
