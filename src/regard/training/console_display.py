@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from rich.cells import cell_len
+
 JOINER = "\u200d"
 GAP = "  "
 _PICTURES = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "⏎", "\x7f": "␡"}
@@ -75,8 +77,6 @@ def _visible(character: str) -> str:
 
 def clip_to_width(text: str, width: int) -> str:
     """The text in at most ``width`` columns: cut before a whole character, with … in place of the rest."""
-    from rich.cells import cell_len
-
     if cell_len(text) <= width:
         return text
     end = 0
@@ -92,15 +92,11 @@ def clip_to_width(text: str, width: int) -> str:
 
 def pad_to_width(text: str, width: int) -> str:
     """The text and as many spaces as fill ``width`` columns."""
-    from rich.cells import cell_len
-
     return text + " " * (width - cell_len(text))
 
 
 def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[str]:
     """Names and values under each other."""
-    from rich.cells import cell_len
-
     names = [printable(str(name)).replace("_", " ") for name in values]
     widest = max(map(cell_len, names), default=0)
     room = width - widest - 2 * len(GAP)
@@ -112,8 +108,6 @@ def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[
 
 def format_rows(found: Sequence[dict[str, Any]], width: int) -> list[str]:
     """Examples: a table where every row fits in a line, else each value on a line of its own under the one before."""
-    from rich.cells import cell_len
-
     names = list(dict.fromkeys(name for row in found for name in row))
     cells = [[format_value(row[name]) if name in row else "" for name in names] for row in found]
     widths = [max(map(cell_len, column)) for column in zip(names, *cells, strict=True)]

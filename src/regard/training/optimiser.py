@@ -135,9 +135,18 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        updates = self._momentum(params, group["momentum"], group["nesterov"])
+        lr, momentum = group["lr"], group["momentum"]
+        grads = [param.grad for param in params if param.grad is not None]
+        for param in params:
+            if "momentum" not in self.state[param]:
+                self.state[param]["momentum"] = torch.zeros_like(param)
+        buffers = [self.state[param]["momentum"] for param in params]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates: Any = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+        # What is made orthogonal must be whole: a gradient sharded over processes is gathered, for its spectrum is.
+        updates = [update.full_tensor() if is_dtensor(update) else update for update in updates]
         if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         rows = [self._rows(param) for param in params]
         pieces = [piece for update, sizes in zip(updates, rows, strict=True) for piece in update.split(sizes)]
         directions = iter(orthogonal(pieces, group["steps"]))
@@ -145,22 +154,11 @@ class Muon(torch.optim.Optimizer):
         for param, sizes in zip(params, rows, strict=True):
             found = [next(directions) for _ in sizes]
             if is_dtensor(param):
-                param.add_(shard_like(torch.cat(found), param), alpha=-group["lr"])
+                param.add_(shard_like(torch.cat(found), param), alpha=-lr)
             else:
                 here += zip(param.split(sizes), found, strict=True)
         if here:
-            torch._foreach_add_([part for part, _ in here], [direction for _, direction in here], alpha=-group["lr"])
-
-    def _momentum(self, params: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
-        """What is to be made orthogonal, whole: a gradient sharded over processes is gathered, for its spectrum is."""
-        grads = [param.grad for param in params if param.grad is not None]
-        for param in params:
-            if "momentum" not in self.state[param]:
-                self.state[param]["momentum"] = torch.zeros_like(param)
-        buffers = [self.state[param]["momentum"] for param in params]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates: Any = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
-        return [update.full_tensor() if is_dtensor(update) else update for update in updates]
+            torch._foreach_add_([part for part, _ in here], [direction for _, direction in here], alpha=-lr)
 
 
 def orthogonal(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:

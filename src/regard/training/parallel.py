@@ -129,16 +129,12 @@ def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch
         name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
         unsent: dict[str, Any] = {name: False}
         return DistributedDataParallel(objective, device_ids=ids, gradient_as_bucket_view=True, **unsent)
-    for x in [*objective.parameters(), *objective.buffers()]:
-        dist.broadcast(x.data, src=0)
-    return _shard(objective, group, dtype)
-
-
-def _shard(objective: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Module:
-    """FSDP2 (Zhao et al. 2023): one unit a layer, gathered when it runs; the rest is gathered all through a step."""
+    # FSDP2 (Zhao et al. 2023): one unit a layer, gathered when it runs; the rest is gathered all through a step.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    for x in [*objective.parameters(), *objective.buffers()]:
+        dist.broadcast(x.data, src=0)
     mesh = init_device_mesh(group.device.type, (group.world,))
     half = None if dtype in (None, torch.float32) else dtype
     # Inputs are not cast: autocast decides what runs in half precision, and the residual stream is not among it.
