@@ -164,6 +164,12 @@ def test_a_part_and_an_overview(seen: Look, tmp_path: Path) -> None:
     torch.testing.assert_close(uneven.values, torch.stack([left.mean(1), right.mean(1)], 1))
 
 
+def test_a_table_without_rows_has_a_header(seen: Look, tmp_path: Path) -> None:
+    assert seen.csv(tmp_path / "x.csv", rows=slice(2, 2)).read_text().splitlines() == [
+        "kind,layer,head,row,row_text,col,col_text,weight"
+    ]
+
+
 def test_an_overlay_for_each_word_and_for_the_patches(caption: Look, tmp_path: Path) -> None:
     for kind in (None, "encoder"):
         assert caption.overlay(tmp_path / "x.png", kind=kind).read_bytes().startswith(b"\x89PNG")

@@ -25,10 +25,11 @@ from . import (
     export_command,
     generation_commands,
     look_command,
+    terminal,
     train_commands,
 )
 from . import doctor as doctor_command
-from .options import GlobalOptions, report_failure
+from .options import GlobalOptions
 
 
 def _load_examples() -> dict[str, list[tuple[str, str]]]:
@@ -128,6 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.debug:
             traceback.print_exc()
         else:
-            report_failure(failure, options.command)
+            terminal.report_failure(failure, options.command)
         return failure.exit_code if isinstance(failure, RegardError) else 1
     return 0

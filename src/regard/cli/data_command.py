@@ -11,8 +11,8 @@ import typer
 
 from regard.errors import UsageError, silence_warnings
 
-from . import completion
-from .options import AsJson, Words, flag, option, print_result, progress
+from . import completion, terminal
+from .options import AsJson, Words, flag, option
 
 if TYPE_CHECKING:
     from regard.config import DataConfig
@@ -62,14 +62,14 @@ def describe(
 
     with silence_warnings("regard.data.sources"):  # the description lists what was left out
         opened = open_source(config)
-    progress(f"{opened.name}: {len(opened.train):,} examples")
+    terminal.progress(f"{opened.name}: {len(opened.train):,} examples")
     if opened.kind == "pairs":  # made once where they are made when asked for
         opened = replace(opened, train=list(opened.train))
     first, second = _train_tokenizers(opened, kind, config)
     # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
     target = config.max_target_len if opened.kind == "captions" else None
     most = None if opened.kind == "text" else target or config.max_len
-    print_result(describe_source(opened, first, second, max_len=most, n_examples=examples), as_json)
+    terminal.print_result(describe_source(opened, first, second, max_len=most, n_examples=examples), as_json)
 
 
 def _tokenizer_kind(config: DataConfig) -> str:
@@ -94,7 +94,7 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
         return None, None
     if kind.endswith(".json"):
         return Tokenizer.load(kind), None
-    progress(f"learning a tokenizer: {kind}")
+    terminal.progress(f"learning a tokenizer: {kind}")
     texts: list[str] = []
     targets: list[str] = []
     for example in islice(source.train, _MAX_IMAGES if source.name == "shapes" else _MAX_TRAINING_EXAMPLES):
@@ -125,4 +125,4 @@ def info(
     """What a model directory holds: architecture, parameters, config, files, and whether they are what was written."""
     from regard.io import describe
 
-    print_result(describe(directory, allow_pickle=allow_pickle, verify=verify), as_json)
+    terminal.print_result(describe(directory, allow_pickle=allow_pickle, verify=verify), as_json)

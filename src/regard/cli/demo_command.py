@@ -12,8 +12,8 @@ import typer
 
 from regard.errors import UsageError
 
-from . import completion
-from .options import AsJson, Device, Words, argument, flag, option, print_json, progress
+from . import completion, terminal
+from .options import AsJson, Device, Words, argument, flag, option
 
 if TYPE_CHECKING:
     from regard.demo import Demo
@@ -56,7 +56,7 @@ def demo(
     screen.title()
     finished = run(out, words or [], screen=screen, command=ctx.obj.command)
     if as_json:
-        print_json(finished.to_dict())
+        terminal.print_json(finished.to_dict())
         sys.stdout.flush()
     if serve:
         raise typer.Exit(_explore(finished, port))
@@ -110,6 +110,6 @@ def serve(
         device=device,
         open_browser=sys.stderr.isatty() if open_ is None else open_,
         limits=Limits(kept_bytes=memory * MEGABYTE),
-        say=progress,
+        say=terminal.progress,
     )
     raise typer.Exit(code)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import typer
 
-from .options import AsJson, print_json
+from . import terminal
+from .options import AsJson
 
 # The core's packages with the lowest version that will do, by the name they are imported by where it differs.
 CORE = {
@@ -71,7 +72,7 @@ def doctor(as_json: AsJson = False) -> None:
     broken = [finding.name for finding in findings if finding.state == "broken"]
     if as_json:
         rows = [{name: text for name, text in asdict(finding).items() if text} for finding in findings]
-        print_json({"ok": not broken, "findings": rows})
+        terminal.print_json({"ok": not broken, "findings": rows})
     else:
         marks = {"ok": "✓", "note": "·", "broken": "✗"}
         for group, members in groupby(findings, key=lambda finding: finding.group):

@@ -9,22 +9,9 @@ import typer
 
 from regard.errors import UsageError
 
-from . import completion
-from .options import (
-    AsJson,
-    Device,
-    Words,
-    argument,
-    device_name,
-    flag,
-    open_model,
-    option,
-    print_json,
-    print_result,
-    progress,
-    split_commas,
-    usage_errors,
-)
+from . import completion, terminal
+from .options import AsJson, Device, Words, argument, flag, option
+from .terminal import split_commas
 
 
 def ablate(
@@ -66,7 +53,7 @@ def ablate(
 
         ablations = list_ablations()
         if as_json:
-            print_json({"ablations": ablations})
+            terminal.print_json({"ablations": ablations})
             return
         for name, entry in ablations.items():
             print(f"{name}: {entry['about']}")
@@ -80,7 +67,7 @@ def ablate(
 
         if words:
             raise UsageError(f"scaling trains nothing, so {words[0]} means nothing to it")
-        print_result(measure_scaling(out=out or Path("runs/ablate-scaling")), as_json)
+        terminal.print_result(measure_scaling(out=out or Path("runs/ablate-scaling")), as_json)
         return
     from regard.experiments import ablate as run
 
@@ -96,9 +83,9 @@ def ablate(
         keep=keep,
         report_only=report_only,
         on=on,
-        progress=progress,
+        progress=terminal.progress,
     )
-    print_result(result, as_json)
+    terminal.print_result(result, as_json)
     if any(row.n_failed for row in result.rows):
         raise typer.Exit(1)
 
@@ -151,9 +138,9 @@ def attention(
         causal=causal,
         backward=backward,
         out=out,
-        progress=progress,
+        progress=terminal.progress,
     )
-    print_result(result, as_json)
+    terminal.print_result(result, as_json)
 
 
 @bench_app.command("generate")
@@ -171,7 +158,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """How fast a model writes: time to the first token, time of each further one, tokens a second."""
-    batches, beams, kinds = _parse_numbers(batch, "--batch"), _parse_numbers(beam, "--beam"), split_commas(weights)
+    batches, beams, kinds = (_parse_numbers(batch, "--batch"), _parse_numbers(beam, "--beam"), split_commas(weights))
     from regard import PRESETS, build
     from regard.experiments.bench_generate import WEIGHTS, bench_generate
 
@@ -179,7 +166,7 @@ def generate(
         if kind not in WEIGHTS:
             raise typer.BadParameter(f"{kind!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
     is_preset = model in PRESETS and not Path(model).exists()
-    opened = build(model).to(device_name(device)) if is_preset else open_model(model, device)
+    opened = build(model).to(terminal.device_name(device)) if is_preset else terminal.open_model(model, device)
     result = bench_generate(
         opened.eval(),
         model,
@@ -188,9 +175,9 @@ def generate(
         weights=kinds,  # type: ignore[arg-type]  # checked against WEIGHTS above
         n_prompt=prompt,
         n_new=new,
-        progress=progress,
+        progress=terminal.progress,
     )
-    print_result(result, as_json)
+    terminal.print_result(result, as_json)
 
 
 def cost(
@@ -242,12 +229,12 @@ def cost(
             **fields,
         )
 
-    with usage_errors("batch", "length", "source_length", "device", "cache"):
+    with terminal.usage_errors("batch", "length", "source_length", "device", "cache"):
         first = cost_of(config, model)
         answer = first if compare is None else CostComparison(first, cost_of(compare, {}))
     if plot is not None:
-        progress(f"drawn: {first.draw(plot)}")
+        terminal.progress(f"drawn: {first.draw(plot)}")
     if as_json:
-        print_json(answer.to_dict())
+        terminal.print_json(answer.to_dict())
     else:
         print(answer.to_text(training))

@@ -10,8 +10,9 @@ import typer
 
 from regard.errors import UsageError
 
-from . import completion
-from .options import AsJson, argument, flag, option, print_json, progress, split_commas
+from . import completion, terminal
+from .options import AsJson, argument, flag, option
+from .terminal import split_commas
 
 KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
 
@@ -55,16 +56,16 @@ def export(
 
     limits = Bounds(max_abs=bound, same_text=same_text, delta=delta)
     opened = load(model)
-    progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
+    terminal.progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:
         written = run(
             opened, kinds, path, check=check, bounds=limits, n_shapes=shapes, seed=seed, compiled=compiled, beam=beam
         )
     except BoundBroken as broken:
-        progress(certificate_text(broken.document))
+        terminal.progress(certificate_text(broken.document))
         raise
     certificate = json.loads((written / "certificate.json").read_text(encoding="utf-8"))
     if as_json:
-        print_json({"path": str(written), **certificate})
+        terminal.print_json({"path": str(written), **certificate})
     else:
         print(f"{written}: {', '.join(certificate['kinds'])}\n{certificate_text(certificate)}")

@@ -12,30 +12,21 @@ import typer
 
 from regard.errors import RegardError, UsageError
 
-from . import completion
+from . import completion, terminal
 from .options import (
     AsJson,
     Beam,
     Device,
     LengthPenalty,
-    MaxNewTokens,
     ModelPath,
+    NewTokens,
     TextFile,
     Truncate,
     argument,
-    check_out,
     flag,
-    one_line,
-    open_model,
     option,
-    print_json,
-    progress,
-    read_lines,
-    read_prompt,
-    refuse_images,
-    usage_errors,
-    without_none,
 )
+from .terminal import without_none
 
 if TYPE_CHECKING:
     from regard.models import Model
@@ -46,7 +37,7 @@ def generate(
     prompt: Annotated[str | None, argument("PROMPT", "Or --file, or text piped in.")] = None,
     file: TextFile = None,
     lines: Annotated[bool, flag("--lines", "Each line of the file or the pipe is a prompt.")] = False,
-    max_new_tokens: MaxNewTokens = None,
+    max_new_tokens: NewTokens = None,
     min_new_tokens: Annotated[int | None, option("N", "Fewest new tokens.", least=0)] = None,
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
@@ -70,7 +61,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end."""
-    prompts = read_lines(None if prompt is None else [prompt], file) if lines else [read_prompt(prompt, file)]
+    prompts = (
+        terminal.read_lines(None if prompt is None else [prompt], file)
+        if lines
+        else [terminal.read_prompt(prompt, file)]
+    )
     options = without_none(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
@@ -88,12 +83,12 @@ def generate(
     )
     from regard.generation import GenerateConfig
 
-    with usage_errors(*options):
+    with terminal.usage_errors(*options):
         GenerateConfig(**{name: value for name, value in options.items() if name != "prefix"})
-    opened = open_model(model, device)
+    opened = terminal.open_model(model, device)
     options |= {"truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     if draft is not None:
-        options |= {"draft": open_model(draft, device), "draft_tokens": draft_tokens}
+        options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
     from regard.generation import generate as run
     from regard.generation import stream
 
@@ -108,11 +103,11 @@ def generate(
         return
     generated = run(opened, prompts, **options)
     if as_json:
-        print_json(_to_dict(model, prompts, generated))
+        terminal.print_json(_to_dict(model, prompts, generated))
         return
     if (draft_counts := generated.drafted) is not None:
         counts = f"{draft_counts.accepted:,} of {draft_counts.proposed:,} guesses"
-        progress(f"draft: {counts} were right ({draft_counts.share:.1%})")
+        terminal.progress(f"draft: {counts} were right ({draft_counts.share:.1%})")
     for text, candidates in zip(prompts, generated.n_best, strict=True):
         for candidate in candidates:
             score = f"{candidate.score:.4f}\t" if len(candidates) > 1 else ""
@@ -168,7 +163,7 @@ def translate(
     file: TextFile = None,
     beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beams followed at a time.")] = 4,
     length_penalty: LengthPenalty = None,
-    max_new_tokens: MaxNewTokens = None,
+    max_new_tokens: NewTokens = None,
     truncate: Truncate = False,
     engine: Annotated[
         str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES))
@@ -185,10 +180,10 @@ def translate(
     if texts and not all(text.strip() for text in texts):
         raise UsageError("a text to translate is empty")
     options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens, truncate=truncate)
-    with usage_errors(*options):  # before a model is opened
+    with terminal.usage_errors(*options):  # before a model is opened
         GenerateConfig(**options)
-    check_out(out)
-    lines = read_lines(texts, file)
+    terminal.check_out(out)
+    lines = terminal.read_lines(texts, file)
     is_torch = engine == "torch"
     run = _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
     run([line for line in lines if line.strip()], True)  # nothing is written where one of them is refused
@@ -199,12 +194,12 @@ def translate(
         part = lines[start : start + _LINES_AT_ONCE]
         answers = run(filled, False) if (filled := [line for line in part if line.strip()]) else []
         texts_of, scores_of = iter(answers), iter(getattr(answers, "scores", ()))
-        translations += [one_line(next(texts_of)) if line.strip() else "" for line in part]
+        translations += [terminal.one_line(next(texts_of)) if line.strip() else "" for line in part]
         scores += [next(scores_of, None) if line.strip() else None for line in part]
         if stream:
             _write_lines(translations[start:])
         if not texts:
-            progress(f"{len(translations):,} of {len(lines):,} lines")
+            terminal.progress(f"{len(translations):,} of {len(lines):,} lines")
     if out is not None:
         from regard.foundation.files import write_atomic
 
@@ -212,7 +207,7 @@ def translate(
     if as_json:
         rows = zip(lines, translations, scores, strict=True)
         results = [{"input": line, "text": text, "score": score} for line, text, score in rows]
-        print_json({"model": model, "engine": engine, "results": results})
+        terminal.print_json({"model": model, "engine": engine, "results": results})
     elif out is None and not stream:
         _write_lines(translations)
 
@@ -226,7 +221,7 @@ def _torch_translator(path: str, device: str, options: dict[str, Any]) -> Transl
     from regard.generation import translate as run
     from regard.generation.text_generation import check_can_translate
 
-    model = open_model(path, device)
+    model = terminal.open_model(path, device)
     check_can_translate(model)
 
     def answer(texts: list[str], only_check: bool) -> list[str]:
@@ -276,20 +271,20 @@ def classify(
     as_json: AsJson = False,
 ) -> None:
     """The class of each text, or of each image file: one line for each, the class and its probability."""
-    texts = read_lines(inputs, file)
+    texts = terminal.read_lines(inputs, file)
     from regard.generation import classify as run
     from regard.generation.text_generation import check_can_classify
 
-    opened = open_model(model, device)
+    opened = terminal.open_model(model, device)
     check_can_classify(opened)
-    refuse_images(opened, texts)
+    terminal.refuse_images(opened, texts)
     predictions = run(opened, texts, truncate=truncate) if texts else []
     if as_json:
         results = [
             {"input": text, "label": prediction.label, "probability": prediction.probability, "all": prediction.all}
             for text, prediction in zip(texts, predictions, strict=True)
         ]
-        print_json({"model": model, "results": results})
+        terminal.print_json({"model": model, "results": results})
         return
     for prediction in predictions:
         print("\t".join(f"{label}\t{chance:.4f}" for label, chance in list(prediction.all.items())[:top]))
@@ -300,7 +295,7 @@ def caption(
     images: Annotated[list[str], argument("IMAGE", "Image files.")],
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
-    max_new_tokens: MaxNewTokens = None,
+    max_new_tokens: NewTokens = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -309,11 +304,11 @@ def caption(
     from regard.generation import caption as run
 
     options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
-    with usage_errors(*options):
+    with terminal.usage_errors(*options):
         GenerateConfig(**options)
-    captions = run(open_model(model, device), images, **options)
+    captions = run(terminal.open_model(model, device), images, **options)
     if as_json:
-        print_json(_to_dict(model, images, captions))
+        terminal.print_json(_to_dict(model, images, captions))
         return
     for image, text in zip(images, captions, strict=True):
-        print(f"{image}\t{one_line(text)}" if len(images) > 1 else one_line(text))
+        print(f"{image}\t{terminal.one_line(text)}" if len(images) > 1 else terminal.one_line(text))

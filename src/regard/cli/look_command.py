@@ -10,24 +10,9 @@ import typer
 
 from regard.errors import RegardError, UsageError
 
-from . import completion
-from .options import (
-    AsJson,
-    Beam,
-    Device,
-    MaxNewTokens,
-    ModelPath,
-    argument,
-    check_out,
-    flag,
-    open_model,
-    option,
-    print_json,
-    progress,
-    refuse_images,
-    usage_errors,
-    without_none,
-)
+from . import completion, terminal
+from .options import AsJson, Beam, Device, ModelPath, NewTokens, argument, flag, option
+from .terminal import without_none
 
 if TYPE_CHECKING:
     from regard.lens import Look
@@ -40,7 +25,7 @@ def look(
     what: Annotated[str | None, argument("TEXT", "A text, or an image file.")] = None,
     target: Annotated[str | None, option("TEXT", "What is written about it; else the model's.")] = None,
     beam: Beam = None,
-    max_new_tokens: MaxNewTokens = None,
+    max_new_tokens: NewTokens = None,
     kind: Annotated[
         str | None, option(None, "self, cross or encoder.", complete=completion.choices("self", "cross", "encoder"))
     ] = None,
@@ -67,17 +52,17 @@ def look(
         raise UsageError("--compare prints one number for each head: leave --out and --top out")
     if out is not None and out.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_SUFFIXES)}")
-    check_out(out)
-    opened = open_model(model, device)
+    terminal.check_out(out)
+    opened = terminal.open_model(model, device)
     if score:
         from regard.lens.head_scores import score as score_heads
 
         _check_known_alignment(model)
         scores = score_heads(opened)
         table = scores.pop("table", None)
-        print_json(scores) if as_json else print(table)
+        terminal.print_json(scores) if as_json else print(table)
         return
-    refuse_images(opened, [what or ""])
+    terminal.refuse_images(opened, [what or ""])
     from regard.lens import look as look_at
     from regard.lens.render import select_head
 
@@ -88,16 +73,18 @@ def look(
         _compare(seen, compare, what, target, options, kind, device, as_json)
         return
     merging: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
-    with usage_errors("layer", "head", "kind"):
+    with terminal.usage_errors("layer", "head", "kind"):
         if out is not None:
             _write_file(seen, out, layer=layer, head=head, **merging)
-            progress(f"wrote {out}")
+            terminal.progress(f"wrote {out}")
         if as_json or top is not None:
             view = select_head(seen, **merging).view
             rows = view.top(top or 3, layer=layer, head=head)
             if as_json:
                 chosen = {"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head}
-                print_json({"model": model, **_to_dict(seen), **chosen, "rows": _rows_to_dict(rows, view.cols)})
+                terminal.print_json(
+                    {"model": model, **_to_dict(seen), **chosen, "rows": _rows_to_dict(rows, view.cols)}
+                )
             else:
                 for row in rows:
                     print(row)
@@ -173,12 +160,12 @@ def _compare(
     other_target: Any = target
     if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
         other_target, options = seen.inputs[1][0].tolist(), None
-    other_model = open_model(other, device)
+    other_model = terminal.open_model(other, device)
     if other_model.config.architecture != seen.model.config.architecture:
         raise UsageError(f"--compare {other}: {other_model.config.architecture}, not {seen.model.config.architecture}")
     comparison = compare(seen, look_at(other_model, what, other_target, generate=options), kind=kind)
     if as_json:
-        print_json(comparison.to_dict())
+        terminal.print_json(comparison.to_dict())
         return
     print(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
     print("layer  " + "  ".join(f"head {h:<2}" for h in range(comparison.divergence.shape[1])))

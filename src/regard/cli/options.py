@@ -1,26 +1,19 @@
-"""What several commands share: common options, where text comes from, and how answers and failures are printed."""
+"""How options and arguments are declared, and those that several commands share."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.errors import RegardError, UsageError
 from regard.foundation.device import DEVICES
 
-from . import advice, completion
+from . import completion
 
 if TYPE_CHECKING:
-    from regard.models import Model
+    pass
 
 
 def argument(metavar: str, help: str, complete: Any = None) -> Any:
@@ -49,9 +42,8 @@ TextFile = Annotated[Path | None, option("F", "Read from this file instead.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", autocompletion=completion.choices(*DEVICES))]
 Beam = Annotated[int | None, option("K", "Beams followed at a time.", least=1)]
 LengthPenalty = Annotated[float | None, option("A", "α in log P / length^α.")]
-MaxNewTokens = Annotated[int | None, option("N", "Most new tokens.", least=1)]
+NewTokens = Annotated[int | None, option("N", "Most new tokens.", least=1)]
 Truncate = Annotated[bool, flag("--truncate", "Cut too long a text short; otherwise it is an error.")]
-_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
 @dataclass
@@ -60,141 +52,3 @@ class GlobalOptions:
 
     debug: bool = False
     command: list[str] = field(default_factory=list)
-
-
-def print_result(result: Any, as_json: bool) -> None:
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        print(result.to_text())
-
-
-def print_json(document: dict[str, Any]) -> None:
-    """The one document that `--json` promises on stdout. NaN and infinity are not JSON, so they fail here."""
-    print(json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))
-
-
-def progress(line: str) -> None:
-    """Print to stderr, where it cannot mix with the answer."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
-    """One line on stderr, whatever the message holds, for logs and scripts; bad lines of data get one each."""
-    lines, message = [str(line) for line in getattr(failure, "lines", ())], str(failure)
-    if isinstance(failure, OSError) and failure.filename is not None and failure.strerror:
-        # Without the temporary name that a file has while it is written.
-        name = re.sub(r"/\.([^/]+?)\.[a-z0-9_]{8}(\.saving)?(?=/|$)", r"/\1", str(failure.filename))
-        message = f"{name} cannot be read or written: {failure.strerror}"
-    message = advice.in_command_line_terms(message.split("\n", 1)[0] if lines else message)
-    progress(f"regard: {' '.join(message.split()) or type(failure).__name__}{advice.advise(command, failure)}")
-    for line in lines:
-        progress(" ".join(line.split()))
-    if (n_hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:
-        progress(f"… and {n_hidden:,} more")
-
-
-@contextmanager
-def usage_errors(*names: str) -> Iterator[None]:
-    """Turn the library's ValueErrors about these arguments into usage errors (exit code 2) about the options."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except ValueError as failure:
-        message = str(failure)
-        for name in names:
-            message = re.sub(rf"\b{name}=", f"--{name.replace('_', '-')} ", message)
-        raise UsageError(message) from None
-
-
-def device_name(name: str) -> str:
-    """The device asked for; ``auto`` is the best there is."""
-    if name == "cpu":
-        return name
-    from regard.foundation.device import resolve_device
-
-    try:
-        return str(resolve_device(name, "--device"))
-    except UsageError as error:
-        raise UsageError(str(error).replace("--device=", "--device ").replace("; use ", "; ")) from None
-
-
-def open_model(path: str | Path, device: str = "auto") -> Model:
-    device = device_name(device)
-    from regard.io import load
-
-    return load(path, device=device)
-
-
-def read_text(file: Path | None) -> str:
-    """All of a file or of stdin; anything but UTF-8 text is refused."""
-    if file is None and sys.stdin.isatty():
-        raise UsageError("there is nothing to read: give text, --file F, or pipe text in")
-    name = "the input" if file is None else str(file)
-    try:
-        raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
-    except OSError as error:
-        raise RegardError(f"{name} cannot be read: {error.strerror or error}") from None
-    try:
-        text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RegardError(f"{name} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}") from None
-    if "\0" in text:
-        raise RegardError(f"{name} is not text: it holds a NUL character at {text.index(chr(0))}")
-    return text
-
-
-def read_lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
-    """The texts given, else the lines of a file or of stdin, blank ones included."""
-    if texts:
-        _refuse_both(file)
-        return list(texts)
-    lines = read_text(file).split("\n")
-    return [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt given, else all of a file or of stdin without the end of its last line."""
-    if prompt is not None:
-        _refuse_both(file)
-        return prompt
-    return read_text(file).removesuffix("\n").removesuffix("\r")
-
-
-def _refuse_both(file: Path | None) -> None:
-    if file is not None:
-        raise UsageError(f"--file {file} and text are both given: one of them is enough")
-
-
-def check_out(out: Path | None) -> None:
-    """Refuse a file that cannot be written, before any work is done."""
-    if out is None:
-        return
-    if out.is_dir():
-        raise RegardError(f"--out {out} is a directory; a file is needed")
-    if not out.parent.is_dir():
-        raise RegardError(f"--out {out} cannot be written: there is no directory {out.parent}")
-    if not os.access(out.parent, os.W_OK):
-        raise RegardError(f"--out {out} cannot be written: {out.parent} may not be written to")
-
-
-def refuse_images(model: Model, inputs: Sequence[str]) -> None:
-    """Refuse the name of an image file where the model reads text: it would be taken for a sentence."""
-    for name in inputs if model.config.source == "text" else ():
-        if name.lower().endswith(_IMAGE_SUFFIXES) and Path(name).is_file():
-            raise UsageError(f"{name} is an image file, and this model reads text")
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.splitlines())
-
-
-def without_none(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def split_commas(text: str) -> list[str]:
-    """`a, b` → [a, b]."""
-    return [word.strip() for word in text.split(",") if word.strip()]

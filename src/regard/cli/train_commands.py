@@ -10,8 +10,9 @@ import typer
 
 from regard.errors import UsageError
 
-from . import completion
-from .options import AsJson, Device, Words, argument, flag, option, print_json, print_result, progress, without_none
+from . import completion, terminal
+from .options import AsJson, Device, Words, argument, flag, option
+from .terminal import without_none
 
 Style = Literal["auto", "json", "quiet"]
 
@@ -51,7 +52,7 @@ def train(
         from regard.config import overrides as fields
 
         if as_json:
-            print_json(recipes.recipes_to_dict() if list_recipes else fields.fields_to_dict())
+            terminal.print_json(recipes.recipes_to_dict() if list_recipes else fields.fields_to_dict())
         else:
             print(recipes.recipes_to_text() if list_recipes else fields.fields_to_text())
         return
@@ -74,7 +75,7 @@ def train(
         from regard.config.config_file import save_config_file
 
         save_config_file(save_config, run)
-        progress(f"wrote {save_config}")
+        terminal.progress(f"wrote {save_config}")
     from regard.training.trainer import train as train_run
 
     _print_once(train_run(run, style=style, command=ctx.obj.command), as_json)
@@ -100,7 +101,7 @@ def _resume(run: str, words: list[str], style: Style, as_json: bool) -> None:
 def _print_once(result: Any, as_json: bool) -> None:
     """Of the processes torchrun started, only the first prints."""
     if os.environ.get("RANK", "0") == "0":
-        print_result(result, as_json)
+        terminal.print_result(result, as_json)
 
 
 def evaluate(
@@ -140,4 +141,4 @@ def evaluate(
 
     decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
     options = {**without_none(against=against, out=out), **decoding}
-    print_result(run(path, data, split=split, device=device, **options), as_json)
+    terminal.print_result(run(path, data, split=split, device=device, **options), as_json)

@@ -94,9 +94,7 @@ def _check_ids(ids: list[int], name: str, vocab_size: int, max_len: int) -> None
 def tokenizers(model: Model) -> tuple[Any, Any]:
     """Of the source and of the target; None where the model has none."""
     processor = model.processor
-    if processor is None:
-        return None, None
-    return processor.source, processor.target if processor.target is not None else processor.source
+    return (None, None) if processor is None else (processor.source, processor.target or processor.source)
 
 
 def decode_ids(ids: list[int], tokenizer: Any) -> str | None:

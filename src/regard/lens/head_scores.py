@@ -25,6 +25,7 @@ from ..data.corpora import open_corpus
 from ..foundation.checks import check_positive
 from ..models import Model
 from .capture import attention_sites
+from .capture_inputs import tokenizers
 from .labels import Label
 from .look import Look, look
 
@@ -322,8 +323,7 @@ def _caption_language(model: Model) -> str:
     """The language whose captions the model's tokenizer encodes without loss."""
     from ..data.corpora.shapes import Shapes
 
-    processor = model.processor
-    tokenizer = None if processor is None else processor.target or processor.source
+    tokenizer = tokenizers(model)[1]
     if tokenizer is None:
         raise ValueError("this model has no tokenizer: a caption cannot be given to it")
     for language in ("en", "ko"):

@@ -21,6 +21,7 @@ from ..generation import GenerateConfig, Generated, sampling
 from ..models import Model, ModelOrPath, open_model
 from . import render
 from .capture import Capture, GenerateOptions, capture_look
+from .capture_inputs import tokenizers
 from .labels import Label, token_text
 from .merged_view import WEIGHTS_AT_ONCE, Looks, MergedView
 from .render import HeadOptions
@@ -244,9 +245,7 @@ class Look:
 
     def token_text(self, index: int) -> str:
         """The text of a token that the model writes."""
-        processor = self.model.processor
-        tokenizer = None if processor is None else processor.target or processor.source
-        return token_text(index, tokenizer, self.model.config)
+        return token_text(index, tokenizers(self.model)[1], self.model.config)
 
     # ---- on screen and in files
 

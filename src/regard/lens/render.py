@@ -94,7 +94,7 @@ class HeadSelection:
     def portions(self, max_weights: int = 1 << 21) -> Iterator[Tensor]:
         """The weights, some rows at a time."""
         numbers = torch.arange(len(self.view.rows))[self.rows]
-        for rows in numbers.split(max(1, max_weights // max(1, len(self.col_labels)))):
+        for rows in numbers.split(max(1, max_weights // max(1, len(self.col_labels)))) if len(numbers) else ():
             yield self.view.weights(layer=self.layer, head=self.head, rows=rows, cols=self.cols)
 
 

@@ -5,7 +5,6 @@ s_ij = q_i · k_j / √D + b_ij,   A_ij = exp(s_ij - lse_i),   o_i = Σ_j A_ij v
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,7 +22,10 @@ from .sessions import LookSession
 def weight_arithmetic(
     attention: AttentionMap, head: int, row: int, col: int, values: Tensor | None = None
 ) -> dict[str, Any]:
-    """The numbers between a query and a key of one head; ``values`` (B, G, S, D) are v of the layer, where known."""
+    """The numbers between a query and a key of one head; ``values`` (B, G, S, D) are v of the layer, where known.
+
+    A row without keys has no largest score and no sum: they are infinite, and null in JSON.
+    """
     one_head = attention.head(0, head)
     weight = float(one_head.tile(row, col))
     walk, i, j = one_head._walk, slice(row, row + 1), slice(col, col + 1)
@@ -49,8 +51,8 @@ def weight_arithmetic(
         "bias": bias,
         "masked": is_masked,
         "score": None if is_masked else scaled + bias,
-        "max": _finite_or_none(float(scores.max())),
-        "lse": _finite_or_none(float(walk.lse[0, 0, row])),
+        "max": float(scores.max()),
+        "lse": float(walk.lse[0, 0, row]),
         "weight": weight,
     }
     if isinstance(scoring.mechanism, Dot) and scoring.mechanism.kind == "dot":
@@ -60,11 +62,6 @@ def weight_arithmetic(
         v = values[0, head * values.shape[1] // attention.shape[1], col]
         steps |= {"v": v.tolist(), "contribution": (weight * v).tolist()}
     return steps
-
-
-def _finite_or_none(x: float) -> float | None:
-    """JSON has no infinity; a row without keys has no largest score and no sum."""
-    return x if math.isfinite(x) else None
 
 
 def explain_weight(session: LookSession, at: HeadView, row: int, col: int, limits: Limits) -> dict[str, Any]:

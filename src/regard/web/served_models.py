@@ -18,6 +18,7 @@ from ..config import ModelConfig
 from ..errors import UsageError
 from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of
+from ..lens.capture_inputs import tokenizers
 from ..models import Model
 from .requests import Limits, LookRequest, ModelChanges, RequestRefused, SearchRequest
 from .sessions import LookSession, SessionStore
@@ -51,8 +52,7 @@ class ServedModel:
     @property
     def target_tokenizer(self) -> Any:
         """The tokenizer of the texts it generates, if it has one."""
-        processor = self.model.processor
-        return None if processor is None else processor.target or processor.source
+        return tokenizers(self.model)[1]
 
     def to_dict(self) -> dict[str, Any]:
         config = self.config
@@ -185,12 +185,12 @@ def search_fields(search: SearchRequest) -> dict[str, Any]:
 
 def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any] | None, limits: Limits) -> int:
     """An upper bound of the memory of q and k of all layers, before the model runs."""
-    config, tokenizers = served.config, ModelTokenizers(served.model)
+    config, codec = served.config, ModelTokenizers(served.model)
     if config.source == "image":
         n_source = (config.image_size // config.patch_size) ** 2
     else:
-        n_source = len(tokenizers.source.encode(body.text))
-    n_target = len(tokenizers.target.encode(body.target)) if body.target else 0
+        n_source = len(codec.source.encode(body.text))
+    n_target = len(codec.target.encode(body.target)) if body.target else 0
     n_new = 0 if not served.can_generate else int((search or {}).get("max_new_tokens", 128))
     if (longest := max(n_source, n_target)) > limits.tokens:
         raise RequestRefused(413, f"the text has {longest:,} tokens; at most {limits.tokens:,} are looked at")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from ..hf_family import Family
-from .albert import ALBERT
 from .bart import BART
-from .bert import BERT, ROBERTA
-from .distilbert import DISTILBERT
+from .bert import ALBERT, BERT, DISTILBERT, ROBERTA
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .t5 import T5

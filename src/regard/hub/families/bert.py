@@ -1,33 +1,38 @@
-"""BERT (Devlin et al. 2019), and RoBERTa (Liu et al. 2019), which counts positions behind a row for padding."""
+"""BERT (Devlin et al. 2019) and its line.
+
+RoBERTa (Liu et al. 2019) counts positions behind a row for padding; ALBERT (Lan et al. 2020) has one set of weights for
+all layers and a narrower token table; DistilBERT (Sanh et al. 2019) has no segments, no pooler and a fixed ε.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...config import ModelConfig
 from .. import hf_family as hf
 from ..weight_steps import Step
 
-FIELDS: hf.Fields = {
+_COMMON: hf.Fields = {
     "vocab_size": ("vocab_size", hf.NEEDED),
-    "hidden_size": ("d_model", hf.NEEDED),
-    "num_hidden_layers": ("n_layers", hf.NEEDED),
-    "num_attention_heads": ("n_heads", hf.NEEDED),
-    "intermediate_size": ("d_ff", hf.NEEDED),
     "max_position_embeddings": ("max_len", hf.NEEDED),
-    "type_vocab_size": ("n_segments", 2),
-    "layer_norm_eps": ("norm_eps", 1e-12),
-    "hidden_dropout_prob": ("dropout", 0.1),
-    "attention_probs_dropout_prob": ("attention_dropout", 0.1),
     "tie_word_embeddings": ("tie_head", True),
     "initializer_range": ("init_std", None),
     "pad_token_id": ("pad_id", 0),
     "bos_token_id": ("bos_id", None),
     "eos_token_id": ("eos_id", None),
 }
-_CLASSES = hf.encoder_classes("Bert")
-# XLM-R and CamemBERT are RoBERTa under other class names; what is saved is called RoBERTa.
-_ROBERTA_CLASSES = hf.encoder_classes("Roberta", "XLMRoberta", "Camembert")
+_FIELDS: hf.Fields = {
+    **_COMMON,
+    "hidden_size": ("d_model", hf.NEEDED),
+    "num_hidden_layers": ("n_layers", hf.NEEDED),
+    "num_attention_heads": ("n_heads", hf.NEEDED),
+    "intermediate_size": ("d_ff", hf.NEEDED),
+    "type_vocab_size": ("n_segments", 2),
+    "layer_norm_eps": ("norm_eps", 1e-12),
+    "hidden_dropout_prob": ("dropout", 0.1),
+    "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+}
 _LAYER = {
     "attention.output.dense": "attention.w_o",
     "attention.output.LayerNorm": "attention_norm",
@@ -35,9 +40,13 @@ _LAYER = {
     "output.dense": "ff.w_out",
     "output.LayerNorm": "ff_norm",
 }
+_QKV = [f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE]
+_BERT_CLASSES = hf.encoder_classes("Bert")
+# XLM-R and CamemBERT are RoBERTa under other class names; what is saved is called RoBERTa.
+_ROBERTA_CLASSES = hf.encoder_classes("Roberta", "XLMRoberta", "Camembert")
 
 
-def read_text(theirs: hf.ForeignFields, classes: dict[str, str], fields: hf.Fields, activation: str) -> dict[str, Any]:
+def _read_text(theirs: hf.ForeignFields, classes: dict[str, str], fields: hf.Fields, activation: str) -> dict[str, Any]:
     """Our fields of a BERT-like encoder with segments."""
     theirs.only("is_decoder", False)
     theirs.only("add_cross_attention", False)
@@ -54,13 +63,44 @@ def read_text(theirs: hf.ForeignFields, classes: dict[str, str], fields: hf.Fiel
     return {**ours, "embedding_dropout": ours["dropout"]}
 
 
-def read(theirs: hf.ForeignFields) -> ModelConfig:
-    ours = read_text(theirs, _CLASSES, FIELDS, "gelu")
+def _head_steps(config: ModelConfig, prefix: str, masked: Sequence[str], pooler: str, classifier: str) -> list[Step]:
+    """The tensors of a head; ``masked`` are dense layer, norm, decoder and bias of the one for masked tokens."""
+    if config.head == "masked-lm":
+        return hf.masked_head(config, f"{prefix}embeddings.word_embeddings.weight", *masked)
+    names = {pooler: "classifier.pooler.dense", classifier: "classifier.out"}
+    return hf.modules(names) if config.head == "classify" else []
+
+
+def read_bert(theirs: hf.ForeignFields) -> ModelConfig:
+    ours = _read_text(theirs, _BERT_CLASSES, _FIELDS, "gelu")
     return ModelConfig(**ours, classifier_dropout=theirs.get("classifier_dropout", ours["dropout"]))
 
 
+def write_bert(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        **hf.write_head(config, _BERT_CLASSES),
+        **hf.write_fields(config, _FIELDS),
+        "hidden_act": hf.from_our_activation(config.activation),
+        "classifier_dropout": config.classifier_dropout,
+    }
+
+
+def bert_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "bert."
+    masked = [f"cls.predictions.{x}" for x in ("transform.dense", "transform.LayerNorm", "decoder", "bias")]
+    is_masked = config.head == "masked-lm"
+    return [
+        *hf.OLD_NORMS,
+        *(hf.drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship") if is_masked else []),
+        *_head_steps(config, prefix, masked, f"{prefix}pooler.dense", "classifier"),
+        *hf.text_embeddings(prefix),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, _QKV),
+    ]
+
+
 def read_roberta(theirs: hf.ForeignFields) -> ModelConfig:
-    ours = read_text(theirs, _ROBERTA_CLASSES, {**FIELDS, "pad_token_id": ("pad_id", 1)}, "gelu")
+    ours = _read_text(theirs, _ROBERTA_CLASSES, {**_FIELDS, "pad_token_id": ("pad_id", 1)}, "gelu")
     ours["position_offset"] = ours["pad_id"] + 1
     ours["max_len"] -= ours["position_offset"]
     if ours["head"] == "masked-lm" and ours["activation"] != "gelu":
@@ -70,58 +110,137 @@ def read_roberta(theirs: hf.ForeignFields) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": "bert",
-        **hf.write_head(config, _CLASSES),
-        **hf.write_fields(config, FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-        "classifier_dropout": config.classifier_dropout,
-    }
-
-
 def write_roberta(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write(config),
+        **write_bert(config),
         "model_type": "roberta",
         **hf.write_head(config, _ROBERTA_CLASSES),
         "max_position_embeddings": config.max_len + config.position_offset,
     }
 
 
-def _encoder(config: ModelConfig, prefix: str) -> list[Step]:
-    qkv = tuple(f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE)
+def roberta_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "roberta."
+    masked = [f"lm_head.{x}" for x in ("dense", "layer_norm", "decoder", "bias")]
     return [
+        *hf.OLD_NORMS,
+        *([] if config.head == "none" else hf.drop_modules(f"{prefix}pooler.dense")),
+        *_head_steps(config, prefix, masked, "classifier.dense", "classifier.out_proj"),
         *hf.text_embeddings(prefix),
-        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, qkv),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, _QKV),
     ]
 
 
-def steps(config: ModelConfig) -> list[Step]:
-    prefix = "" if config.head == "none" else "bert."
-    head: list[Step] = []
+_ALBERT_CLASSES = hf.encoder_classes("Albert")
+_ALBERT_FIELDS: hf.Fields = {
+    **_FIELDS,
+    "embedding_size": ("d_embed", hf.NEEDED),
+    "hidden_dropout_prob": ("dropout", 0.0),
+    "attention_probs_dropout_prob": ("attention_dropout", 0.0),
+    "classifier_dropout_prob": ("classifier_dropout", 0.1),
+}
+_ALBERT_LAYER = {
+    "attention.dense": "attention.w_o",
+    "attention.LayerNorm": "attention_norm",
+    "ffn": "ff.w_in",
+    "ffn_output": "ff.w_out",
+    "full_layer_layer_norm": "ff_norm",
+}
+
+
+def read_albert(theirs: hf.ForeignFields) -> ModelConfig:
+    theirs.only("num_hidden_groups", 1)
+    theirs.only("inner_group_num", 1)
+    return ModelConfig(**_read_text(theirs, _ALBERT_CLASSES, _ALBERT_FIELDS, "gelu_new"), share_layers=True)
+
+
+def write_albert(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "albert",
+        **hf.write_head(config, _ALBERT_CLASSES),
+        **hf.write_fields(config, _ALBERT_FIELDS),
+        "hidden_act": hf.from_our_activation(config.activation),
+        "num_hidden_groups": 1,
+        "inner_group_num": 1,
+    }
+
+
+def albert_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "albert."
+    masked = [f"predictions.{x}" for x in ("dense", "LayerNorm", "decoder", "bias")]
+    layer = f"{prefix}encoder.albert_layer_groups.0.albert_layers.0."
+    qkv = [f"attention.{x}" for x in hf.QUERY_KEY_VALUE]
+    pooler = hf.modules({"pooler": "pooler.dense"}) if config.head == "none" else []
     if config.head == "masked-lm":
-        table, cls = f"{prefix}embeddings.word_embeddings.weight", "cls.predictions"
-        transform = (f"{cls}.transform.dense", f"{cls}.transform.LayerNorm")
-        head = [
-            *hf.drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship"),
-            *hf.masked_head(config, table, *transform, decoder=f"{cls}.decoder", bias=f"{cls}.bias"),
-        ]
-    elif config.head == "classify":
-        head = hf.modules({f"{prefix}pooler.dense": "classifier.pooler.dense", "classifier": "classifier.out"})
-    return [*hf.OLD_NORMS, *head, *_encoder(config, prefix)]
+        pooler = hf.drop_modules(f"{prefix}pooler", "sop_classifier.classifier")
+    return [
+        *hf.OLD_NORMS,
+        *pooler,
+        *_head_steps(config, prefix, masked, f"{prefix}pooler", "classifier"),
+        *hf.modules({f"{prefix}encoder.embedding_hidden_mapping_in": "embeddings.projection"}),
+        *hf.text_embeddings(prefix),
+        *hf.layer(config, layer, "encoder.blocks.0.", _ALBERT_LAYER, qkv),
+    ]
 
 
-def roberta_steps(config: ModelConfig) -> list[Step]:
-    prefix = "" if config.head == "none" else "roberta."
-    head = [] if config.head == "none" else hf.drop_modules(f"{prefix}pooler.dense")
-    if config.head == "masked-lm":
-        table, names = f"{prefix}embeddings.word_embeddings.weight", ("dense", "layer_norm", "decoder", "bias")
-        head += hf.masked_head(config, table, *(f"lm_head.{x}" for x in names))
-    elif config.head == "classify":
-        head += hf.modules({"classifier.dense": "classifier.pooler.dense", "classifier.out_proj": "classifier.out"})
-    return [*hf.OLD_NORMS, *head, *_encoder(config, prefix)]
+_DISTILBERT_CLASSES = hf.encoder_classes("DistilBert")
+_DISTILBERT_FIELDS: hf.Fields = {
+    **_COMMON,
+    "dim": ("d_model", hf.NEEDED),
+    "n_layers": ("n_layers", hf.NEEDED),
+    "n_heads": ("n_heads", hf.NEEDED),
+    "hidden_dim": ("d_ff", hf.NEEDED),
+    "dropout": ("dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
+    "seq_classif_dropout": ("classifier_dropout", 0.2),
+}
+_DISTILBERT_LAYER = {
+    "attention.out_lin": "attention.w_o",
+    "sa_layer_norm": "attention_norm",
+    "ffn.lin1": "ff.w_in",
+    "ffn.lin2": "ff.w_out",
+    "output_layer_norm": "ff_norm",
+}
 
 
-BERT = hf.Family(("bert",), read, write, steps)
+def read_distilbert(theirs: hf.ForeignFields) -> ModelConfig:
+    """``sinusoidal_pos_embds`` only says what the table started as; the file holds it either way."""
+    theirs.only("pruned_heads", {})
+    ours = hf.read_fields(theirs, _DISTILBERT_FIELDS)
+    return ModelConfig(
+        **hf.TEXT,
+        **ours,
+        **hf.read_head(theirs, _DISTILBERT_CLASSES, pooler="none", class_pooler="relu"),
+        activation=theirs.activation("activation", "gelu"),
+        norm_eps=1e-12,
+        embedding_dropout=ours["dropout"],
+    )
+
+
+def write_distilbert(config: ModelConfig) -> dict[str, Any]:
+    fields = {
+        "model_type": "distilbert",
+        **hf.write_head(config, _DISTILBERT_CLASSES),
+        **hf.write_fields(config, _DISTILBERT_FIELDS),
+        "activation": hf.from_our_activation(config.activation),
+    }
+    fields.pop("has_pooler", None)
+    return fields
+
+
+def distilbert_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "distilbert."
+    masked = ("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias")
+    qkv = [f"attention.{x}_lin" for x in "qkv"]
+    return [
+        *hf.OLD_NORMS,
+        *_head_steps(config, prefix, masked, "pre_classifier", "classifier"),
+        *hf.text_embeddings(prefix),
+        *hf.layer(config, f"{prefix}transformer.layer.{{i}}.", "encoder.blocks.{i}.", _DISTILBERT_LAYER, qkv),
+    ]
+
+
+BERT = hf.Family(("bert",), read_bert, write_bert, bert_steps)
 ROBERTA = hf.Family(("roberta", "xlm-roberta", "camembert"), read_roberta, write_roberta, roberta_steps)
+ALBERT = hf.Family(("albert",), read_albert, write_albert, albert_steps)
+DISTILBERT = hf.Family(("distilbert",), read_distilbert, write_distilbert, distilbert_steps)
