@@ -79,8 +79,11 @@ def prepare(
     elif scale is not None:
         raise ValueError(f"scale={scale} goes with the scaled dot product; mechanism={mechanism.name!r} has its own")
     check_heads(q, k, v, same_width=type(mechanism) is Dot)
-    if check:
-        _check_finite(q=q, k=k, v=v)
+    for name, x in zip("qkv", (q, k, v), strict=True) if check else ():
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            first, count = tuple(bad.nonzero()[0].tolist()), int(bad.sum())
+            raise ValueError(f"{name} holds {count} values that are not finite, the first, {x[first]}, at {first}")
     check_probability(dropout=dropout)
     frame = Frame.of(q, k) if frame is None else frame
     mask = from_dense(mask) if isinstance(mask, Tensor) else mask
@@ -112,12 +115,3 @@ def _check_device(what: str, part: object, q: Tensor) -> None:
         if x.device != q.device:
             owner = f"{what} {type(part).__name__}"
             raise ValueError(f"q is on {q.device} but {owner} is on {x.device}; put them on one device")
-
-
-def _check_finite(**heads: Tensor) -> None:
-    """Raise when an input holds NaN or infinity."""
-    for name, x in heads.items():
-        bad = ~torch.isfinite(x)
-        if bad.any():
-            first, count = tuple(bad.nonzero()[0].tolist()), int(bad.sum())
-            raise ValueError(f"{name} holds {count} values that are not finite, the first, {x[first]}, at {first}")

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from .attend import prepare
 from .biases import Bias
-from .frame import ALL, Frame, Span, span_length
+from .frame import ALL, Frame, Span, span_length, split_span
 from .masks import Mask
 from .mechanisms import Mechanism
-from .score_matrix import INF, ScoreMatrix, TileWalk, exp_minus_, p_log_p, split_span
+from .score_matrix import INF, ScoreMatrix, TileWalk, exp_minus_, p_log_p
 
 Pick = int | slice | Tensor | Sequence[int]  # some rows or columns
 P = ParamSpec("P")
@@ -86,13 +86,17 @@ class AttentionMap:
         if mechanism.normaliser not in ("softmax", "linear"):
             kind = f"its normaliser is {mechanism.normaliser!r}, neither 'softmax' nor 'linear'"
             raise ValueError(f"mechanism {mechanism.name!r} has no attention weights: {kind}")
-        exact = torch.float32 if scoring.q.dtype in (torch.float16, torch.bfloat16) else scoring.q.dtype
+        exact = torch.promote_types(scoring.q.dtype, torch.float32)
         q, k = scoring.q.detach().to(exact), scoring.k.detach().to(exact)
         if mechanism.operands(scoring.frame):  # other mechanisms need no parameters after ``prepare``
             mechanism = freeze(mechanism)
         frozen = ScoreMatrix(q, k, scoring.mask, freeze(scoring.bias), mechanism, scoring.frame)
+        if lse is not None and lse.shape != q.shape[:3]:
+            sizes = f"(batch, heads, queries) = {tuple(q.shape[:3])}"
+            raise ValueError(f"lse of shape {tuple(lse.shape)} does not fit {sizes}")
         with torch.inference_mode(False):  # lse is filled in later, perhaps outside of inference mode
-            lse = q.new_full(q.shape[:3], float("nan")) if lse is None else _check_lse(lse, q)
+            lse = q.new_full(q.shape[:3], float("nan")) if lse is None else lse.detach().to(q)
+            lse = lse.masked_fill(lse == -INF, INF)  # some kernels use -inf for rows that see nothing
         self._set_walk(TileWalk(frozen, lse))
 
     def _set_walk(self, walk: TileWalk) -> None:
@@ -306,13 +310,6 @@ def _in_range(index: int, total: int, name: str) -> int:
     if not -total <= index < total:
         raise ValueError(f"{name}={index} is outside of a map that has {total}")
     return index % total
-
-
-def _check_lse(lse: Tensor, q: Tensor) -> Tensor:
-    if lse.shape != q.shape[:3]:
-        raise ValueError(f"lse of shape {tuple(lse.shape)} does not fit (batch, heads, queries) = {tuple(q.shape[:3])}")
-    lse = lse.detach().to(q)
-    return lse.masked_fill(lse == -INF, INF)  # some kernels use -inf for rows that see nothing
 
 
 def freeze(part: Any) -> Any:

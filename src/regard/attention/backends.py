@@ -32,6 +32,7 @@ KINDS = ("dot", "scores", "kernel", "shares", "summary")
 DEVICES = ("cpu", "cuda", "mps")
 OTHER_DEVICE = "mps"  # unlisted devices (meta, xpu …) have torch's own operations, like this one
 DIRECTIONS = ("forward", "backward")
+SMALL_MASK = 1 << 20  # pairs up to which sdpa's dense mask is small enough not to matter
 
 
 class Capability(NamedTuple):
@@ -68,7 +69,15 @@ class Attended(NamedTuple):
 def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> Attended:
     """Compute a prepared call on a backend."""
     name = choose(call, weights) if backend == "auto" else backend
-    _check_capable(name, call, weights)
+    if name not in BACKENDS:
+        near = nearest_name(name, BACKENDS)
+        hint = "" if near is None else f"; did you mean {near!r}?"
+        raise ValueError(f"backend={name!r} is none of {', '.join(BACKENDS)}, auto{hint}")
+    features, direction = features_of(call, weights), _direction(call)
+    kind, device = call.mechanism.kind, call.q.device.type
+    if missing := missing_features(name, kind, device, direction, features):
+        capable = ", ".join(capable_backends(kind, device, direction, features)) or "none"
+        raise ValueError(f"backend={name!r} cannot do {_describe(call, missing, device)}; these can: {capable}")
     if name == "reference":
         output, matrix = reference(call)
         return Attended(output, matrix if weights else None)
@@ -83,7 +92,8 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
         raise ValueError(f"no backend can do {_describe(call, sorted(features), device)}")
     if "linear" in capable:
         return "linear"
-    if "sdpa" in capable and _sdpa_is_best(call):
+    fused = call.bias is None and (sees_everything(call.mask, call.frame) or is_square_causal(call.mask, call.frame))
+    if "sdpa" in capable and (fused or call.frame.n_queries * call.frame.n_keys <= SMALL_MASK):
         return "sdpa"
     if torch.compiler.is_compiling():  # tiled loops over a plan and flex compiles a kernel: neither can be traced
         return next(b for b in ("sdpa", "reference") if b in capable)
@@ -91,13 +101,6 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
         return "flex"
     by_speed = ("tiled", "sdpa", "reference") if device == "cpu" else ("sdpa", "tiled", "reference")
     return next(b for b in by_speed if b in capable)
-
-
-def _sdpa_is_best(call: AttentionCall) -> bool:
-    """Whether sdpa runs fused without a dense mask, or the dense mask is small enough not to matter."""
-    if call.bias is None and (sees_everything(call.mask, call.frame) or is_square_causal(call.mask, call.frame)):
-        return True
-    return call.frame.n_queries * call.frame.n_keys <= 1 << 20
 
 
 def missing_features(backend: str, kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
@@ -136,19 +139,6 @@ def _direction(call: AttentionCall) -> str:
     trains = call.bias is not None and call.bias.trainable
     needs_grad = trains or any(x.requires_grad for x in (call.q, call.k, call.v))
     return "backward" if needs_grad and torch.is_grad_enabled() else "forward"
-
-
-def _check_capable(backend: str, call: AttentionCall, weights: bool) -> None:
-    if backend not in BACKENDS:
-        near = nearest_name(backend, BACKENDS)
-        hint = "" if near is None else f"; did you mean {near!r}?"
-        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}, auto{hint}")
-    features, direction = features_of(call, weights), _direction(call)
-    kind, device = call.mechanism.kind, call.q.device.type
-    missing = missing_features(backend, kind, device, direction, features)
-    if missing:
-        capable = ", ".join(capable_backends(kind, device, direction, features)) or "none"
-        raise ValueError(f"backend={backend!r} cannot do {_describe(call, missing, device)}; these can: {capable}")
 
 
 def _describe(call: AttentionCall, features: Iterable[str], device: str) -> str:

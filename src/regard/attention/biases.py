@@ -7,6 +7,7 @@ without a T × S matrix.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Self
@@ -14,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from .frame import Frame, Span, as_range
+from .frame import ALL, Frame, Span, as_range
 from .mechanisms import Operands, by_group, by_head
 
 __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Sum", "T5Bias", "XLRelative", "alibi_slopes"]
@@ -59,7 +60,7 @@ class Bias(nn.Module):
 
     def dense(self, frame: Frame, q: Tensor, k: Tensor) -> Tensor:
         """The whole bias, broadcastable to (B, H, T, S)."""
-        return self.tile(slice(None), slice(None), frame, self.operands(frame), q, k)
+        return self.tile(ALL, ALL, frame, self.operands(frame), q, k)
 
     def check(self, frame: Frame) -> None:
         """Raise when the bias does not fit this frame."""
@@ -82,15 +83,14 @@ class DenseBias(Bias):
 
     def operands(self, frame: Frame) -> Operands:
         values = self.values[(None,) * (4 - self.values.dim())]
-        batch = slice(frame.first_batch, frame.first_batch + frame.n_batch) if values.shape[0] > 1 else slice(None)
-        heads = frame.heads if values.shape[1] > 1 else slice(None)
-        return (values[batch, heads],)
+        batch = slice(frame.first_batch, frame.first_batch + frame.n_batch) if values.shape[0] > 1 else ALL
+        return (values[batch, frame.heads if values.shape[1] > 1 else ALL],)
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         return operands[0][:, :, rows][..., cols]
 
     def check(self, frame: Frame) -> None:
-        given = tuple(self.values[(None,) * (4 - self.values.dim())].shape)
+        given = (1,) * (4 - self.values.dim()) + tuple(self.values.shape)
         sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
         if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
             raise ValueError(f"bias of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
@@ -124,13 +124,11 @@ class Sum(Bias):
         return tuple(x for part in self._parts for x in part.operands(frame))
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
-        total: Tensor | None = None
+        tiles = []
         for part in self._parts:
             own, operands = operands[: part.n_operands], operands[part.n_operands :]
-            tile = part.tile(rows, cols, frame, own, q, k)
-            total = tile if total is None else total + tile
-        assert total is not None
-        return total
+            tiles.append(part.tile(rows, cols, frame, own, q, k))
+        return functools.reduce(torch.add, tiles)
 
     def check(self, frame: Frame) -> None:
         for part in self._parts:
@@ -187,6 +185,28 @@ class DistanceBias(Bias):
         start = col_range[0] + frame.n_queries - row_range[1]
         return slice(start, start + row_range[1] - row_range[0] + col_range[1] - col_range[0] - 1)
 
+    def tile_backward(
+        self,
+        rows: Span,
+        cols: Span,
+        frame: Frame,
+        operands: Operands,
+        q: Tensor,
+        k: Tensor,
+        d_tile: Tensor,
+        d_operands: list[Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        distances = self._tile_distances(rows, cols, frame)
+        if distances is None:
+            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
+        return self._diagonals_backward(distances, operands, q, k, d_tile, d_operands)
+
+    def _diagonals_backward(
+        self, distances: slice, operands: Operands, q: Tensor, k: Tensor, d_tile: Tensor, d_operands: list[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """``tile_backward`` of a tile with consecutive distances."""
+        raise NotImplementedError
+
 
 class RelativeBias(DistanceBias):
     """A bias b_h(j - i) of the distance alone. Subclasses define ``at``."""
@@ -213,20 +233,9 @@ class RelativeBias(DistanceBias):
         distance = (at.j - at.i)[:, 0]  # (B or 1, R, C)
         return by_distance[:, distance - frame.reach()[0]].transpose(0, 1)  # (B or 1, H, R, C)
 
-    def tile_backward(
-        self,
-        rows: Span,
-        cols: Span,
-        frame: Frame,
-        operands: Operands,
-        q: Tensor,
-        k: Tensor,
-        d_tile: Tensor,
-        d_operands: list[Tensor],
+    def _diagonals_backward(
+        self, distances: slice, operands: Operands, q: Tensor, k: Tensor, d_tile: Tensor, d_operands: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        distances = self._tile_distances(rows, cols, frame)
-        if distances is None:
-            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
         d_operands[0][:, distances] += toeplitz_backward(d_tile.sum(0))
         return None
 
@@ -336,7 +345,7 @@ class XLRelative(DistanceBias):
         return r[frame.heads], self.u[frame.heads], self.v[frame.heads]
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
-        r, u, v = operands
+        r, u, v = (x.to(q.dtype) for x in operands)
         if q.shape[-1] != self.d_head:
             raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
         distances = self._tile_distances(rows, cols, frame)
@@ -348,27 +357,13 @@ class XLRelative(DistanceBias):
             position = by_distance.gather(-1, index)
         else:
             position = skew(by_distance)
-        return (position + self._content(u, k, q.shape[1])) * self.scale
+        u = by_group(u[None, :, None, :], k.shape[1])  # (1, G, H/G, D)
+        content = by_head(u @ k.transpose(-1, -2), q.shape[1])  # (B, H, 1, C)
+        return (position + content) * self.scale
 
-    def _content(self, u: Tensor, k: Tensor, n_heads: int) -> Tensor:
-        """u · k for every key, (B, H, 1, C)."""
-        shared = by_group(u[None, :, None, :], k.shape[1])  # (1, G, H/G, D)
-        return by_head(shared @ k.transpose(-1, -2), n_heads)
-
-    def tile_backward(
-        self,
-        rows: Span,
-        cols: Span,
-        frame: Frame,
-        operands: Operands,
-        q: Tensor,
-        k: Tensor,
-        d_tile: Tensor,
-        d_operands: list[Tensor],
+    def _diagonals_backward(
+        self, distances: slice, operands: Operands, q: Tensor, k: Tensor, d_tile: Tensor, d_operands: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        distances = self._tile_distances(rows, cols, frame)
-        if distances is None:
-            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
         (r, u, v), (d_r, d_u, d_v) = operands, d_operands
         d_tile = d_tile * self.scale
         d_position = unskew(d_tile)  # (B, H, R, R + C - 1)

@@ -208,6 +208,10 @@ def span_length(span: Span, total: int) -> int:
     return len(range(total)[span]) if isinstance(span, slice) else int(span.shape[0])
 
 
+def split_span(span: slice, most: int) -> list[slice]:
+    return [slice(i, min(i + most, span.stop)) for i in range(span.start, span.stop, most)]
+
+
 def as_range(span: Span, total: int) -> tuple[int, int] | None:
     """(start, stop) of a contiguous span, None where it is given by indices."""
     if not isinstance(span, slice) or span.step not in (None, 1):

@@ -12,29 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .biases import RelativeBias
-from .frame import ALL, Frame
+from .frame import Frame
 from .masks import Causal, Mask
 from .mechanisms import Dot
 from .score_matrix import AttentionCall
 
-_SHORT = 256  # keys up to which torch's bf16 backward on a CPU is slower than fp32's (3 × at 64)
+_SHORT = 256  # keys up to which torch's bf16 backward on a CPU is slower than fp32's with two casts (3 × at 64)
 
 
 def sdpa(call: AttentionCall) -> Tensor:
     """``F.scaled_dot_product_attention``; masks other than causal and biases are passed as a dense tensor."""
-    if not _better_in_fp32(call):
-        return _sdpa(call, call.q, call.k, call.v)
-    with torch.autocast(call.q.device.type, enabled=False):  # it would cast them down again
-        return _sdpa(call, call.q.float(), call.k.float(), call.v.float()).to(call.q.dtype)
-
-
-def _better_in_fp32(call: AttentionCall) -> bool:
-    """Whether bf16 is slower than fp32 with two casts: training on a CPU with short texts."""
     q, k, v = call.q, call.k, call.v
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not torch.is_autocast_enabled("cpu"):
-        return False
-    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return wants_grad and call.frame.n_keys <= _SHORT
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    cpu_autocast = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_autocast_enabled("cpu")
+    if not (cpu_autocast and trains and call.frame.n_keys <= _SHORT):
+        return _sdpa(call, q, k, v)
+    with torch.autocast("cpu", enabled=False):  # it would cast them down again
+        return _sdpa(call, q.float(), k.float(), v.float()).to(q.dtype)
 
 
 def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,15 +44,14 @@ def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if options["scale"] <= 0:  # torch masks before it scales, and -inf · 0 is NaN
             q, options["scale"] = q * options["scale"], 1.0
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-    allowed = call.allowed()
-    blind = None
+    allowed, blind = call.allowed(), None
     if allowed is not None:
         # A row of -inf is NaN in some kernels: unmask such rows, then set their output to 0.
         blind = ~allowed.any(-1, keepdim=True)
         allowed = allowed | blind
     attn_mask = allowed
     if call.bias is not None:
-        attn_mask = call.bias.tile(ALL, ALL, call.frame, call.bias.operands(call.frame), q, k).to(q.dtype)
+        attn_mask = call.bias.dense(call.frame, q, k).to(q.dtype)
         if allowed is not None:
             attn_mask = attn_mask.masked_fill(~allowed, float("-inf"))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
@@ -106,16 +99,9 @@ def flex(call: AttentionCall) -> Tensor:
     q, k, v = call.q, call.k, call.v
     if not torch.is_grad_enabled():  # on CPU FlexAttention refuses inputs that require gradients
         q, k, v = q.detach(), k.detach(), v.detach()
-    output, lse = _flex_kernel(q.device.type)(
-        q,
-        k,
-        v,
-        score_mod=_score_mod(call),
-        block_mask=block_mask,
-        scale=call.mechanism.factor(q.shape[-1]),
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=True,
-    )
+    options = {"scale": call.mechanism.factor(q.shape[-1]), "enable_gqa": q.shape[1] != k.shape[1], "return_lse": True}
+    kernel = _flex_kernel(q.device.type)
+    output, lse = kernel(q, k, v, score_mod=_score_mod(call), block_mask=block_mask, **options)
     return output if block_mask is None else output.masked_fill((lse == float("-inf"))[..., None], 0)
 
 
@@ -124,16 +110,14 @@ def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
     if bias is None:
         return None
     if isinstance(bias, RelativeBias):
-        (by_distance,) = bias.operands(frame)
-        low = frame.reach()[0]
+        (by_distance,), low = bias.operands(frame), frame.reach()[0]
 
         def add_relative_bias(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
             at = frame.site_at(b, h, row, col)
             return score + by_distance[h, at.j - at.i - low]
 
         return add_relative_bias
-    values = bias.tile(ALL, ALL, frame, bias.operands(frame), call.q, call.k)
-    values = values.expand(frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
+    values = bias.dense(frame, call.q, call.k).expand(frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
     return lambda score, b, h, row, col: score + values[b, h, row, col]
 
 

@@ -121,7 +121,7 @@ class Performer(nn.Module, Kernel):
             raise ValueError(f"Performer has d_head={d_head}, got head width {x.shape[-1]}")
         if x.dtype == torch.float16:
             raise TypeError("Performer's features leave the range of float16; use bfloat16 or float32")
-        x = x.to(_compute_dtype(x.dtype)) * math.sqrt(self.scale)
+        x = x.to(torch.promote_types(x.dtype, torch.float32)) * math.sqrt(self.scale)
         with _full_precision(x):  # exponents: a rounding error here is a factor of φ
             along = x @ self.omega.to(x.dtype).T
         return along - x.square().sum(-1, keepdim=True) / 2 - math.log(n_features) / 2
@@ -150,7 +150,7 @@ def linear(call: AttentionCall) -> Tensor:
     causal, rest = _split_causal(call.mask)
     if causal and call.frame.steady is None:
         return reference(call)[0]
-    exact = _compute_dtype(call.v.dtype)
+    exact = torch.promote_types(call.v.dtype, torch.float32)  # sums run over the whole length
     q, k, v = call.q.to(exact), call.k.to(exact), with_ones(call.v.to(exact))
     visible = visible_keys(rest, call.frame)
     if visible is not None:
@@ -182,11 +182,6 @@ def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
         return None
     present = frame.k_pos >= 0
     return present[None, None, :, None] if present.dim() == 1 else present[:, None, :, None]
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for half precision: sums run over the whole length."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
@@ -270,7 +265,7 @@ class LinearState:
         check_heads(q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q has {q.shape[2]} tokens but k has {k.shape[2]}; a state takes them in step")
-        dtype, exact = v.dtype, _compute_dtype(v.dtype)
+        dtype, exact = v.dtype, torch.promote_types(v.dtype, torch.float32)
         q, k, v = self.mechanism.queries(q).to(exact), self.mechanism.keys(k).to(exact), with_ones(v.to(exact))
         shape = (*k.shape[:2], k.shape[3], v.shape[3])
         start = k.new_zeros(shape) if self._sums is None else self._sums

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .frame import ALL, Frame, Site, Span
+from .frame import ALL, Frame, Site, Span, split_span
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Bounds = tuple[Tensor, Tensor]
-"""(some, every) over a grid of blocks: False in ``some`` proves a block empty, True in ``every`` proves it full."""
+"""(some, every), broadcastable to a grid of blocks: not ``some`` proves a block empty, ``every`` proves it full."""
 
 
 class Box(NamedTuple):
@@ -134,13 +134,9 @@ class BlockPlan:
     def rows(self) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
         """For each block of queries, its non-empty blocks of keys and whether each needs the mask."""
         (n_queries, n_keys), (height, width) = self.shape, self.block
-        for a, kinds in enumerate(self.kinds.tolist()):
-            blocks = [
-                (slice(b * width, min((b + 1) * width, n_keys)), kind == PARTIAL)
-                for b, kind in enumerate(kinds)
-                if kind != EMPTY
-            ]
-            yield slice(a * height, min((a + 1) * height, n_queries)), blocks
+        columns = split_span(slice(0, n_keys), width)
+        for rows, kinds in zip(split_span(slice(0, n_queries), height), self.kinds.tolist(), strict=True):
+            yield rows, [(cols, kind == PARTIAL) for cols, kind in zip(columns, kinds, strict=True) if kind != EMPTY]
 
 
 def plan(mask: Mask | None, frame: Frame, block: tuple[int, int]) -> BlockPlan:
@@ -148,9 +144,8 @@ def plan(mask: Mask | None, frame: Frame, block: tuple[int, int]) -> BlockPlan:
     i_min, i_max = block_range(frame.q_pos, block[0])
     j_min, j_max = block_range(frame.k_pos, block[1])
     box = Box(i_min[:, None], i_max[:, None], j_min[None], j_max[None], block, frame)
-    if mask is None:
-        some = every = torch.ones(len(i_min), len(j_min), dtype=torch.bool)
-    else:
+    some = every = torch.ones(len(i_min), len(j_min), dtype=torch.bool)
+    if mask is not None:
         some, every = mask.bounds(box)
     if frame.may_have_gaps:
         some, every = some & (box.j_max >= 0), every & (box.j_min >= 0)

@@ -62,8 +62,7 @@ class Prefix(Mask):
         return (at.j < self.length) & (at.i >= at.i)
 
     def bounds(self, box: Box) -> Bounds:
-        rows = box.i_min <= box.i_max  # all True: gives the answer its shape
-        return (box.j_min < self.length) & rows, (box.j_max < self.length) & rows
+        return box.j_min < self.length, box.j_max < self.length
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,7 @@ class Lengths(Padding):
         return at.j < self.lengths[at.b]
 
     def bounds(self, box: Box) -> Bounds:
-        shortest, longest = self.lengths.amin().cpu(), self.lengths.amax().cpu()
-        rows = box.i_min <= box.i_max
-        return (box.j_min < longest) & rows, (box.j_max < shortest) & rows
+        return box.j_min < self.lengths.amax().cpu(), box.j_max < self.lengths.amin().cpu()
 
     def check(self, frame: Frame) -> None:
         if self.lengths.shape[0] != frame.n_batch:
@@ -119,8 +116,7 @@ class ValidKeys(Padding):
 
     def bounds(self, box: Box) -> Bounds:
         low, high = block_range(self.valid.long(), box.block[1])
-        rows = box.i_min <= box.i_max
-        return (high > 0)[None] & rows, (low > 0)[None] & rows
+        return (high > 0)[None], (low > 0)[None]
 
     def check(self, frame: Frame) -> None:
         sizes = (frame.n_batch, frame.n_keys)

@@ -160,8 +160,7 @@ class General(nn.Module, Dot):
     def __init__(self, n_heads: int, d_query: int, d_key: int | None = None, scale: float | None = 1.0) -> None:
         super().__init__()
         self.scale = scale
-        d_key = d_query if d_key is None else d_key
-        self.w = nn.Parameter(torch.empty(n_heads, d_query, d_key))
+        self.w = nn.Parameter(torch.empty(n_heads, d_query, d_query if d_key is None else d_key))
         _initialise(self.w)
 
     def queries(self, q: Tensor) -> Tensor:
@@ -200,8 +199,7 @@ class Additive(nn.Module, Mechanism):
         return (self.v[frame.heads],)
 
     def tile(self, q: Tensor, k: Tensor, operands: Operands) -> Tensor:
-        (v,) = operands
-        return torch.einsum("bhrcd,hd->bhrc", torch.tanh(q[:, :, :, None] + k[:, :, None]), v)
+        return torch.einsum("bhrcd,hd->bhrc", torch.tanh(q[:, :, :, None] + k[:, :, None]), operands[0].to(q.dtype))
 
 
 class Concat(Additive):

@@ -31,13 +31,15 @@ def compute_steps(call: AttentionCall) -> Steps:
     scaled, biased, masked, weights = _weights(call)
     scores = scaled
     if isinstance(call.mechanism, Dot) and call.mechanism.kind == "dot":
-        scores = Dot(scale=1.0).tile(_as_fp32(call.q), _as_fp32(call.k))
+        exact = torch.promote_types(call.q.dtype, torch.float32)
+        scores = Dot(scale=1.0).tile(call.q.to(exact), call.k.to(exact))
     return Steps(scores, scaled, biased, masked, weights, apply_weights(weights, call.v))
 
 
 def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled, biased and masked scores, and the weights they become."""
-    (own, of_bias), q, k = call.operands(), _as_fp32(call.q), _as_fp32(call.k)
+    exact = torch.promote_types(call.q.dtype, torch.float32)  # products of large heads overflow float16
+    (own, of_bias), q, k = call.operands(), call.q.to(exact), call.k.to(exact)
     scaled = call.mechanism.tile(q, k, own)
     biased = scaled
     if call.bias is not None:
@@ -45,11 +47,6 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     allowed = call.allowed()
     masked = biased if allowed is None else biased.masked_fill(~allowed, call.hidden_score)
     return scaled, biased, masked, normalise(masked, call.mechanism.normaliser).to(call.v.dtype)
-
-
-def _as_fp32(x: Tensor) -> Tensor:
-    """Half precision → fp32: products of large heads overflow float16."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -64,18 +61,13 @@ def reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def normalise(scores: Tensor, normaliser: str) -> Tensor:
     """Scores → weights whose rows sum to 1; a fully masked row is 0 with gradient 0."""
-    positive = safe_exp(scores)[0] if normaliser == "softmax" else scores
+    positive = scores
+    if normaliser == "softmax":
+        exact = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        largest = exact.detach().amax(-1, keepdim=True)
+        positive = torch.exp(exact - torch.where(largest == float("-inf"), 0, largest))
     total = positive.sum(-1, keepdim=True)
     return (positive / torch.where(total == 0, 1, total)).to(scores.dtype)
-
-
-def safe_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(scores - m) and m, the row maximum; m is 0 where all scores are -inf."""
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        scores = scores.float()
-    largest = scores.detach().amax(-1, keepdim=True)
-    largest = torch.where(largest == float("-inf"), 0, largest)
-    return torch.exp(scores - largest), largest
 
 
 def apply_weights(weights: Tensor, v: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .biases import Bias
-from .frame import ALL, Frame, Span, span_length
+from .frame import ALL, Frame, Span, span_length, split_span
 from .mask import EMPTY, PARTIAL, BlockPlan, Mask, plan
 from .mechanisms import Mechanism, Operands
 
@@ -294,10 +294,6 @@ def _keep_freed_memory() -> None:
 def p_log_p(p: Tensor) -> Tensor:
     """p log p, 0 at 0; three times faster than xlogy."""
     return p.clamp(min=torch.finfo(p.dtype).tiny).log_().mul_(p)
-
-
-def split_span(span: slice, most: int) -> list[slice]:
-    return [slice(i, min(i + most, span.stop)) for i in range(span.start, span.stop, most)]
 
 
 def _consecutive_runs(indices: Tensor) -> list[slice]:

@@ -6,6 +6,7 @@ and k (O(T)), and joins the steps of a cached decoding into one score matrix.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -67,8 +68,10 @@ def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor,
         raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
     q_pos = _concat_positions([step.q_pos for step in steps])
     frame = Frame(first.q.shape[0], first.q.shape[1], q_pos, k_pos)
-    sizes = [step.q.shape[2] for step in steps]
-    mask = _joint_mask([step.mask for step in steps], sizes)
+    mask = first.mask
+    if not all(_equal(step.mask, mask) for step in steps):
+        ends = itertools.accumulate(step.q.shape[2] for step in steps)
+        mask = StepMasks(tuple(step.mask for step in steps), tuple(ends))
     if not isinstance(cache, CrossCache):
         _check_complete(q_pos, k_pos)
         written = _concat_positions([step.q_pos.amax(-1, keepdim=True).expand_as(step.q_pos) for step in steps])
@@ -132,13 +135,6 @@ class StepMasks(Mask):
         for mask in self.masks:
             if mask is not None:
                 mask.check(frame)
-
-
-def _joint_mask(masks: list[Mask | None], sizes: list[int]) -> Mask | None:
-    """One mask for the rows of all steps."""
-    if all(_equal(mask, masks[0]) for mask in masks):
-        return masks[0]
-    return StepMasks(tuple(masks), tuple(torch.tensor(sizes).cumsum(0).tolist()))
 
 
 def _equal(a: object, b: object) -> bool:
@@ -242,14 +238,18 @@ class Recorder:
             entry = entry.before
         return records[::-1]
 
-    def _share_memory(self, call: RecordedAttention) -> RecordedAttention:
-        """Reuse the memory stored already where it is equal: reordering a CrossCache copies it."""
-        if call.cache is None or call.memory is None:
-            return call
-        memory = self._memories.get(call.cache)
-        if memory is None or not is_same_memory(memory, call.memory):
-            memory = self._memories[call.cache] = call.memory
-        return call._replace(memory=memory)
+    def append(self, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor) -> None:
+        """Add a record; ``at`` fixes its place in a compiled graph."""
+        if torch.compiler.is_compiling():  # thread and backward pass are only known when the graph runs
+            self._last = _TapRecord(self._last, owner, name, value, _is_ignored(at.detach()))
+        elif not _should_ignore(self) and (owner is None or owner in self._module_names):
+            if isinstance(value, RecordedAttention) and value.cache is not None and value.memory is not None:
+                # Share the memory stored already where it is equal: reordering a CrossCache copies it.
+                memory = self._memories.get(value.cache)
+                if memory is None or not is_same_memory(memory, value.memory):
+                    memory = self._memories[value.cache] = value.memory
+                value = value._replace(memory=memory)
+            self._last = _TapRecord(self._last, owner, name, value)
 
     def close(self) -> None:
         """Copy biases, mechanisms and cached keys, which training and the next text will overwrite."""
@@ -264,18 +264,15 @@ class Recorder:
         for entry in self._records():  # a new list, which releases the ignored records
             value = entry.value
             if isinstance(value, RecordedAttention):
-                self._copy_keys(value)
+                cache = value.cache
+                has_own_keys = cache is not None and value.memory is None and value.version is cache.version
+                if cache is not None and has_own_keys and cache not in self._keys:
+                    k, positions = current_keys(cache)
+                    self._keys[cache], self._versions[cache] = (k.clone(), positions.clone()), cache.version
                 value = value._replace(bias=freeze_once(value.bias), mechanism=freeze_once(value.mechanism))
             last = _TapRecord(last, entry.owner, entry.name, value)
         self._last = last
         self._memories.clear()
-
-    def _copy_keys(self, call: RecordedAttention) -> None:
-        cache = call.cache
-        if cache is None or call.memory is not None or cache in self._keys or call.version is not cache.version:
-            return
-        k, positions = current_keys(cache)
-        self._keys[cache], self._versions[cache] = (k.clone(), positions.clone()), cache.version
 
 
 _recorder: Recorder | None = None
@@ -284,36 +281,31 @@ _recorder: Recorder | None = None
 def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Show x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x."""
     if _recorder is not None and _recorder.values:
-        _append_record(_recorder, owner, name, x.detach(), x)
+        _recorder.append(owner, name, x.detach(), x)
     return x
 
 
 def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: Cache | None = None) -> Tensor:
     """Show an attention call of ``owner`` to the active recorder, if any. Returns the output."""
-    if _recorder is not None:
-        recorded = _recorded_attention(call, output, cache, _recorder.values)
-        _append_record(_recorder, owner, "attention", recorded, output)
-    return output
-
-
-def _recorded_attention(call: AttentionCall, output: Tensor, cache: Cache | None, values: bool) -> RecordedAttention:
-    copy = torch.Tensor.detach if values else _compact_copy
-    k, frame = (None, None) if cache is not None else (copy(call.k), call.frame)
-    q_pos = call.frame.q_pos.clone()  # a view would be overwritten by the cache
-    return RecordedAttention(
-        copy(call.q),
-        k,
-        call.v.detach() if values and cache is None else None,
-        output.detach() if values else None,
-        call.mask,
-        call.bias,
-        call.mechanism,
-        q_pos,
-        frame,
-        cache,
-        None if cache is None else cache.version,
-        current_keys(cache) if isinstance(cache, CrossCache) else None,
+    if _recorder is None:
+        return output
+    values, copy = _recorder.values, torch.Tensor.detach if _recorder.values else _compact_copy
+    recorded = RecordedAttention(
+        q=copy(call.q),
+        k=copy(call.k) if cache is None else None,
+        v=call.v.detach() if values and cache is None else None,
+        output=output.detach() if values else None,
+        mask=call.mask,
+        bias=call.bias,
+        mechanism=call.mechanism,
+        q_pos=call.frame.q_pos.clone(),  # a view would be overwritten by the cache
+        frame=call.frame if cache is None else None,
+        cache=cache,
+        version=None if cache is None else cache.version,
+        memory=current_keys(cache) if isinstance(cache, CrossCache) else None,
     )
+    _recorder.append(owner, "attention", recorded, output)
+    return output
 
 
 def _compact_copy(x: Tensor) -> Tensor:
@@ -321,16 +313,6 @@ def _compact_copy(x: Tensor) -> Tensor:
     x = x.detach()
     is_whole = not torch.compiler.is_compiling() and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if is_whole else x.clone(memory_format=torch.contiguous_format)
-
-
-def _append_record(
-    recorder: Recorder, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor
-) -> None:
-    if torch.compiler.is_compiling():  # thread and backward pass are only known when the graph runs
-        recorder._last = _TapRecord(recorder._last, owner, name, value, _is_ignored(at.detach()))
-    elif not _should_ignore(recorder) and (owner is None or owner in recorder._module_names):
-        value = recorder._share_memory(value) if isinstance(value, RecordedAttention) else value
-        recorder._last = _TapRecord(recorder._last, owner, name, value)
 
 
 def _should_ignore(recorder: Recorder | None) -> bool:

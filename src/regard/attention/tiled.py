@@ -39,7 +39,7 @@ def tiled_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
-        exact = _compute_dtype(q.dtype)
+        exact = torch.promote_types(q.dtype, torch.float32)
         call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         output, lse = _forward(call, (parts[:n_own], parts[n_own:]))
@@ -54,15 +54,11 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor) -> Any:
         q, k, v, output, lse, *operands = ctx.saved_tensors
-        exact = _compute_dtype(q.dtype)
+        exact = torch.promote_types(q.dtype, torch.float32)
         call = replace(ctx.call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         grads = _backward(call, (parts[: ctx.n_own], parts[ctx.n_own :]), output, lse, d_output.to(exact))
         return None, None, *(g.to(x.dtype) for g, x in zip(grads, (q, k, v, *operands), strict=True))
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[Tensor, Tensor]:

@@ -42,14 +42,6 @@ class Linformer(nn.Module, Dot):
         return cls(config.max_len, rank, scale=config.attention_scale)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
-        self._check(q, k, mask)
-        visible = visible_keys(mask, frame)
-        if visible is not None:
-            k, v = k.masked_fill(~visible, 0), v.masked_fill(~visible, 0)
-        q, k, v = self.queries(q), self._columns(self.e, frame) @ k, self._columns(self.f, frame) @ v
-        return Prepared(q, k, v, None, Frame.of(q, k))
-
-    def _check(self, q: Tensor, k: Tensor, mask: Mask | None) -> None:
         if mask is not None and not isinstance(mask, Padding):
             wanted = f"its mask can only be padding(lengths), got {type(mask).__name__}"
             raise ValueError(f"mechanism 'linformer' sums up the keys before they are scored: {wanted}")
@@ -57,6 +49,11 @@ class Linformer(nn.Module, Dot):
             raise ValueError(f"q has head width {q.shape[-1]} but k has {k.shape[-1]}")
         if self.n_heads not in (None, k.shape[1]):
             raise ValueError(f"Linformer has n_heads={self.n_heads}, k has {k.shape[1]} heads")
+        visible = visible_keys(mask, frame)
+        if visible is not None:
+            k, v = k.masked_fill(~visible, 0), v.masked_fill(~visible, 0)
+        q, k, v = self.queries(q), self._columns(self.e, frame) @ k, self._columns(self.f, frame) @ v
+        return Prepared(q, k, v, None, Frame.of(q, k))
 
     def _columns(self, weight: Tensor, frame: Frame) -> Tensor:
         """The columns of E or F at the keys' positions, (B or 1, G or 1, rank, S)."""
@@ -100,8 +97,8 @@ def fourier_mix(x: Tensor) -> Tensor:
         raise ValueError(f"x must have 3 dimensions (batch, length, width), none of them 0, got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # sums of T · M numbers
-    return torch.fft.fft2(wide, dim=(1, 2)).real.to(x.dtype)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # sums of T · M numbers
+    return torch.fft.fft2(exact, dim=(1, 2)).real.to(x.dtype)
 
 
 @torch.no_grad()

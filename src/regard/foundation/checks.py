@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "nearest_name", "unknown_name"]
@@ -16,11 +15,11 @@ def check_positive(**sizes: int | float | None) -> None:
             raise ValueError(f"{name}={size} must be at least 1")
 
 
-def check_above_zero(**values: float | None) -> None:
-    """Refuse numbers that are not finite and greater than 0, by name; None passes."""
-    for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value} must be a finite number above 0")
+def check_not_negative(**sizes: int) -> None:
+    """Refuse counts below 0, by name."""
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}={size} must not be negative")
 
 
 def check_probability(**values: float) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..foundation.checks import check_positive
+from ..foundation.checks import check_not_negative, check_positive
 from .positions import Learned, Sinusoidal
 
 
@@ -77,14 +77,12 @@ class VisionEmbeddings(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if n_class_tokens < 0:
-            raise ValueError(f"n_class_tokens={n_class_tokens} must not be negative")
+        check_not_negative(n_class_tokens=n_class_tokens)
         if position is not None and position.d_model != patches.d_model:
             raise ValueError(f"position has d_model={position.d_model}, but patches have d_model={patches.d_model}")
-        n_positions = n_class_tokens + patches.n_patches
-        if isinstance(position, Learned) and position.max_len != n_positions:
-            wanted = f"class tokens and patches make {n_positions}"
-            raise ValueError(f"position has max_len={position.max_len}, but {wanted}")
+        n_tokens = n_class_tokens + patches.n_patches
+        if isinstance(position, Learned) and position.max_len != n_tokens:
+            raise ValueError(f"position has max_len={position.max_len}, but class tokens and patches make {n_tokens}")
         self.patches, self.position, self.n_class_tokens = patches, position, n_class_tokens
         self.class_token = nn.Parameter(torch.empty(n_class_tokens, patches.d_model)) if n_class_tokens else None
         self.norm = norm

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..foundation.checks import check_positive, unknown_name
+from ..foundation.checks import check_not_negative, check_positive, unknown_name
 
 LAYOUTS = ("interleaved", "halves")
 
@@ -55,8 +55,7 @@ class Learned(nn.Embedding):
 
     def __init__(self, max_len: int, d_model: int, offset: int = 0) -> None:
         check_positive(max_len=max_len, d_model=d_model)
-        if offset < 0:
-            raise ValueError(f"offset={offset} must not be negative")
+        check_not_negative(offset=offset)
         super().__init__(max_len + offset, d_model)
         self.max_len, self.d_model, self.offset = max_len, d_model, offset
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMap
-from ..attention.score_matrix import split_span
+from ..attention.frame import split_span
 
 if TYPE_CHECKING:
     from .look import Look

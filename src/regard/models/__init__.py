@@ -6,16 +6,9 @@ from .build import ModelOrPath, build, open_model
 from .recurrent import Recurrent
 from .transformer import Decoder, Encoder, EncoderDecoder
 
+# fmt: off
 __all__ = [
-    "Block",
-    "Decoder",
-    "Encoder",
-    "EncoderDecoder",
-    "Memory",
-    "Model",
-    "ModelOrPath",
-    "Recurrent",
-    "Stack",
-    "build",
+    "Block", "Decoder", "Encoder", "EncoderDecoder", "Memory", "Model", "ModelOrPath", "Recurrent", "Stack", "build",
     "open_model",
 ]
+# fmt: on

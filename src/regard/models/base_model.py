@@ -115,6 +115,11 @@ class Model(nn.Module):
         """The last layer's states (B, T, M), before the head."""
         raise NotImplementedError
 
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """Next-token logits (B, T, V), or the states where there is no head; the arguments are those of ``hidden``."""
+        x = self.hidden(*inputs, **options)
+        return x if self.head is None else self.head(x, self.output_table)
+
     def encode(self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None) -> Any:
         """What an encoder-decoder's decoder attends to."""
         raise NotImplementedError(f"architecture={self.config.architecture!r} has no encoder beside a decoder")
@@ -216,11 +221,6 @@ class SourceToTarget(Model):
         """The decoder's states (B, T, M), before the head."""
         memory = self.encode(source, padding_mask=source_padding_mask, positions=source_positions)
         return self.decode(target, memory, padding_mask=target_padding_mask, positions=target_positions, cache=cache)
-
-    def forward(self, source: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """source and target → next-token logits (B, T, V); ``options`` are those of ``hidden``."""
-        x = self.hidden(source, target, **options)
-        return x if self.head is None else self.head(x, self.output_table)
 
 
 def mask_from_padding(padding_mask: Tensor | None) -> Mask | None:

@@ -41,13 +41,6 @@ class LayerContext:
     memory: Memory | None = None
 
 
-def hide_padding(x: Tensor, mask: Mask) -> Tensor:
-    """x (B, T, M) with zeros at masked keys: how mixing without weights leaves padding out."""
-    n_batch, length, _ = x.shape
-    visible = mask.tile(slice(0, 1), slice(None), Frame.aligned(n_batch, 1, length, length, x.device))
-    return x.masked_fill(~visible[:, 0, 0, :, None], 0)
-
-
 class Block(nn.Module):
     """A layer of a stack. ``mask`` narrows its self-attention (a window); ``cross`` adds attention to a memory."""
 
@@ -81,8 +74,12 @@ class Block(nn.Module):
         return y if self.pre_norm else norm(y)
 
     def _attend(self, x: Tensor, context: LayerContext, cache: Cache | None) -> Tensor:
-        if not self.attends:
-            return self.attention(x if context.mask is None else hide_padding(x, context.mask))
+        if not self.attends:  # mixing without weights: padding is left out by zeros
+            if context.mask is not None:
+                n_batch, length, _ = x.shape
+                frame = Frame.aligned(n_batch, 1, length, length, x.device)
+                x = x.masked_fill(~context.mask.tile(slice(0, 1), slice(None), frame)[:, 0, 0, :, None], 0)
+            return self.attention(x)
         mask = context.mask if self.mask is None else self.mask if context.mask is None else context.mask & self.mask
         positions, bias = context.positions, context.position_bias
         return self.attention(x, mask=mask, positions=positions, cache=cache, position_bias=bias)
@@ -103,11 +100,10 @@ class Stack(nn.Module):
         self.n_layers, self.causal = n_layers, causal
         self.checkpointing = False  # recompute each layer in the backward pass; set from outside
         rope = components.rope(config, n_heads)
+        layer_masks = [components.layer_mask(config, layer, causal, cross) for layer in range(n_layers)]
         self.blocks = nn.ModuleList(
-            Block(
-                config, n_heads, d_ff, cross=cross, mask=components.layer_mask(config, layer, causal, cross), rope=rope
-            )
-            for layer in range(1 if config.share_layers else n_layers)
+            Block(config, n_heads, d_ff, cross=cross, mask=mask, rope=rope)
+            for mask in (layer_masks[:1] if config.share_layers else layer_masks)
         )
         self.position_bias: Bias | None = components.shared_bias(config, n_heads, bidirectional=not causal)
         self.norm = components.norm(config) if config.norm_place == "pre" else None

@@ -15,19 +15,14 @@ from .transformer import Decoder, Encoder, EncoderDecoder
 
 ModelOrPath = Model | str | Path  # a model, or the directory of one
 
-_KINDS: dict[str, type[Model]] = {
-    "encoder": Encoder,
-    "decoder": Decoder,
-    "encoder-decoder": EncoderDecoder,
-    "recurrent": Recurrent,
-}
+_MODELS = {"encoder": Encoder, "decoder": Decoder, "encoder-decoder": EncoderDecoder, "recurrent": Recurrent}
 
 
 def build(model: str | ModelConfig, *, device: torch.device | str | None = None, **fields: Any) -> Model:
     """A model from a preset's name or a ModelConfig, any field overridden. ``device="meta"`` allocates nothing."""
     config = preset(model, **fields) if isinstance(model, str) else model.with_(**fields) if fields else model
     with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
-        return _KINDS[config.architecture](config)
+        return _MODELS[config.architecture](config)
 
 
 def open_model(model: ModelOrPath, device: torch.device | str | None = None) -> Model:

@@ -9,24 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import layers
 from ..attention import MultiHeadAttention, attend
 from ..attention.biases import Alibi, Bias, T5Bias, XLRelative
 from ..attention.masks import Mask, bigbird, grid_windows, strided, window
 from ..attention.mechanisms import Dot, Mechanism
 from ..config import ModelConfig
-from ..layers import (
-    Embeddings,
-    FeedForward,
-    Learned,
-    PatchEmbedding,
-    RegionEmbedding,
-    Rope,
-    Sinusoidal,
-    TokenEmbedding,
-    VisionEmbeddings,
-    activation_function,
-    make_norm,
-)
 
 
 class TokenHead(nn.Module):
@@ -41,7 +29,7 @@ class TokenHead(nn.Module):
             width = config.d_model if config.d_embed is None else config.d_embed
             self.transform = nn.Linear(config.d_model, width)
             self.norm = norm(config, width)
-            self.activation = activation_function(config.head_activation or config.activation)
+            self.activation = layers.activation_function(config.head_activation or config.activation)
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if config.head_bias else None
         if self.weight is not None:
@@ -100,14 +88,16 @@ def head_width(config: ModelConfig, n_heads: int) -> int:
 
 def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     width = config.d_model if width is None else width
-    return make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias)
+    return layers.make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias)
 
 
-def feed_forward(config: ModelConfig, d_ff: int) -> FeedForward:
-    return FeedForward(config.d_model, d_ff, config.activation, dropout=config.activation_dropout, bias=config.ff_bias)
+def feed_forward(config: ModelConfig, d_ff: int) -> layers.FeedForward:
+    return layers.FeedForward(config.d_model, d_ff, config.activation, config.activation_dropout, config.ff_bias)
 
 
-def attention(config: ModelConfig, n_heads: int, rope: Rope | None = None, cross: bool = False) -> MultiHeadAttention:
+def attention(
+    config: ModelConfig, n_heads: int, rope: layers.Rope | None = None, cross: bool = False
+) -> MultiHeadAttention:
     """Self-attention as the config describes it; cross-attention is the same without positions."""
     d_head = head_width(config, n_heads)
     n_kv_heads = n_heads if config.n_kv_heads is None else config.n_kv_heads
@@ -141,15 +131,14 @@ def mechanism(config: ModelConfig, n_heads: int, d_head: int, cross: bool) -> Me
     return mixer
 
 
-def mixing(config: ModelConfig, n_heads: int, rope: Rope | None) -> nn.Module:
+def mixing(config: ModelConfig, n_heads: int, rope: layers.Rope | None) -> nn.Module:
     """What mixes a layer's tokens: attention, or the module that takes its place."""
     if config.mixing.weights:
         return attention(config, n_heads, rope)
     mixer = _build_mixer(config, n_heads, head_width(config, n_heads))
     if not isinstance(mixer, nn.Module):
-        raise TypeError(
-            f"mixer={config.mixer!r} is a {type(mixer).__name__}, not a module that takes attention's place"
-        )
+        kind = type(mixer).__name__
+        raise TypeError(f"mixer={config.mixer!r} is a {kind}, not a module that takes attention's place")
     return mixer
 
 
@@ -158,12 +147,12 @@ def _build_mixer(config: ModelConfig, n_heads: int, d_head: int) -> Any:
     return getattr(family, "for_model", lambda _, *sizes: family(*sizes))(config, n_heads, d_head)
 
 
-def rope(config: ModelConfig, n_heads: int) -> Rope | None:
+def rope(config: ModelConfig, n_heads: int) -> layers.Rope | None:
     """One rotary table for all layers of a stack; it holds no parameters."""
     if config.positions != "rope":
         return None
     d_head = head_width(config, n_heads)
-    return Rope(d_head, config.rope_base, config.rope_scaling, config.rope_fraction, config.max_len)
+    return layers.Rope(d_head, config.rope_base, config.rope_scaling, config.rope_fraction, config.max_len)
 
 
 def shared_bias(config: ModelConfig, n_heads: int, bidirectional: bool) -> Bias | None:
@@ -197,18 +186,18 @@ def layer_mask(config: ModelConfig, layer: int, causal: bool, cross: bool) -> Ma
     return None if size is None else window(size, ahead=0 if causal else size - 1)
 
 
-def token_table(config: ModelConfig, vocab_size: int) -> TokenEmbedding:
+def token_table(config: ModelConfig, vocab_size: int) -> layers.TokenEmbedding:
     width = config.d_model if config.d_embed is None else config.d_embed
-    return TokenEmbedding(vocab_size, width, math.sqrt(width) if config.scale_embeddings else 1.0)
+    return layers.TokenEmbedding(vocab_size, width, math.sqrt(width) if config.scale_embeddings else 1.0)
 
 
-def embeddings(config: ModelConfig, max_len: int) -> Embeddings:
+def embeddings(config: ModelConfig, max_len: int) -> layers.Embeddings:
     """Positions, segments, norm and dropout around token vectors; the table itself is the model's, it may be shared."""
     width = config.d_model if config.d_embed is None else config.d_embed
     position = _absolute_positions(config, max_len, width, config.position_offset)
-    return Embeddings(
+    return layers.Embeddings(
         None,
-        segment=TokenEmbedding(config.n_segments, width) if config.n_segments else None,
+        segment=layers.TokenEmbedding(config.n_segments, width) if config.n_segments else None,
         position=position,
         norm=norm(config, width) if config.embedding_norm else None,
         projection=None if config.d_embed is None else nn.Linear(config.d_embed, config.d_model),
@@ -216,10 +205,12 @@ def embeddings(config: ModelConfig, max_len: int) -> Embeddings:
     )
 
 
-def _absolute_positions(config: ModelConfig, length: int, width: int, offset: int = 0) -> Sinusoidal | Learned | None:
+def _absolute_positions(
+    config: ModelConfig, length: int, width: int, offset: int = 0
+) -> layers.Sinusoidal | layers.Learned | None:
     if config.positions == "sinusoidal":
-        return Sinusoidal(width, layout=config.sinusoid_layout)
-    return Learned(length, width, offset) if config.positions == "learned" else None
+        return layers.Sinusoidal(width, layout=config.sinusoid_layout)
+    return layers.Learned(length, width, offset) if config.positions == "learned" else None
 
 
 def source_embeddings(config: ModelConfig) -> nn.Module:
@@ -229,10 +220,10 @@ def source_embeddings(config: ModelConfig) -> nn.Module:
     vision_norm = norm(config) if config.embedding_norm else None
     if config.source == "regions":
         d_model, d_box, dropout = config.d_model, config.d_box, config.embedding_dropout
-        return RegionEmbedding(config.d_region, d_model=d_model, d_box=d_box, norm=vision_norm, dropout=dropout)
-    patches = PatchEmbedding(config.image_size, config.patch_size, config.n_channels, config.d_model)
+        return layers.RegionEmbedding(config.d_region, d_model=d_model, d_box=d_box, norm=vision_norm, dropout=dropout)
+    patches = layers.PatchEmbedding(config.image_size, config.patch_size, config.n_channels, config.d_model)
     position = _absolute_positions(config, (config.image_size // config.patch_size) ** 2 + 1, config.d_model)
-    return VisionEmbeddings(patches, position=position, norm=vision_norm, dropout=config.embedding_dropout)
+    return layers.VisionEmbeddings(patches, position=position, norm=vision_norm, dropout=config.embedding_dropout)
 
 
 def vision_inputs(config: ModelConfig, source: Tensor) -> tuple[Tensor, ...]:
@@ -242,9 +233,7 @@ def vision_inputs(config: ModelConfig, source: Tensor) -> tuple[Tensor, ...]:
         if source.shape[-1] != width:
             raise ValueError(f"regions have width {source.shape[-1]}, but d_region + d_box = {width}")
         return source.split((config.d_region, config.d_box), dim=-1)
-    size = tuple(source.shape[-2:])
-    if config.shifted_windows is not None and size != (config.image_size, config.image_size):
-        raise ValueError(
-            f"shifted_windows={config.shifted_windows} fit image_size={config.image_size}, not images of {size}"
-        )
+    size, side = tuple(source.shape[-2:]), config.image_size
+    if config.shifted_windows is not None and size != (side, side):
+        raise ValueError(f"shifted_windows={config.shifted_windows} fit image_size={side}, not images of {size}")
     return (source,)

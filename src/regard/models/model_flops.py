@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from ..config import ModelConfig
 from ..config.mixers import MixingWork, keys_per_query
+from ..foundation.checks import check_positive
+from ..layers import GATED
 from . import components
 
-GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
 N_REGIONS = 36  # regions of an image unless given: what detectors usually return
 
 
@@ -80,33 +81,25 @@ def stacks_of(config: ModelConfig, length: int, source_length: int | None = None
         return []
     if config.architecture == "encoder-decoder":
         source = source_places(config, length, source_length)
-        n_heads = config.n_decoder_heads or config.n_heads
-        decoder = StackShape(
-            "decoder",
-            config.n_decoder_layers or config.n_layers,
-            n_heads,
-            config.n_kv_heads or n_heads,
-            components.head_width(config, n_heads),
-            config.d_decoder_ff or config.d_ff,
-            length,
-            config.causal,
-            source,
-        )
+        decoder = _stack_shape(config, "decoder", length, config.causal, memory=source)
         return [_stack_shape(config, "encoder", source, causal=False), decoder]
     if config.architecture == "encoder":
         return [_stack_shape(config, "encoder", n_places(config, length), causal=False)]
     return [_stack_shape(config, "decoder", length, config.causal)]
 
 
-def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool) -> StackShape:
-    heads = (config.n_heads, config.n_kv_heads or config.n_heads, config.head_width)
-    return StackShape(name, config.n_layers, *heads, config.d_ff, length, causal)
+def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool, memory: int | None = None) -> StackShape:
+    n_layers, n_heads, d_ff = config.n_layers, config.n_heads, config.d_ff
+    if memory is not None:  # a decoder beside an encoder may have sizes of its own
+        n_layers, n_heads = config.n_decoder_layers or n_layers, config.n_decoder_heads or n_heads
+        d_ff = config.d_decoder_ff or d_ff
+    heads = (n_heads, config.n_kv_heads or n_heads, components.head_width(config, n_heads))
+    return StackShape(name, n_layers, *heads, d_ff, length, causal, memory)
 
 
 def count(config: ModelConfig, batch: int, length: int, source_length: int | None = None) -> list[Flops]:
     """The operations of a batch of texts, part by part. ``length`` is the target's beside an encoder's source."""
-    if batch < 1 or length < 1:
-        raise ValueError(f"batch={batch} and length={length} must be at least 1")
+    check_positive(batch=batch, length=length)
     if config.architecture == "recurrent":
         return list(_recurrent(config, batch, length, length if source_length is None else source_length))
     parts: list[Flops] = []
@@ -151,26 +144,20 @@ def _embedding(config: ModelConfig, stack: StackShape, batch: int) -> list[Flops
 def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flops]:
     tokens, width = batch * stack.length, config.d_model
     if config.mixing.weights:
-        yield _unmasked(
-            stack.name, "projections", stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width)
-        )
-    yield _attention(config, stack, tokens)
+        products = stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width)
+        yield _unmasked(stack.name, "projections", products)
+    full = stack.n_layers * tokens * mixing_flops(config, stack, stack.length)
+    seen = tokens * sum(mixing_flops(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
+    yield Flops(stack.name, "attention", full, 2 * full, seen, 2 * seen)
     if config.positions == "xl":
         yield _distances(config, stack, batch)
     if stack.memory is not None:
-        of_memory = batch * stack.memory * stack.kv_width
-        products = 4.0 * width * (tokens * stack.q_width + of_memory)
+        products = 4.0 * width * (tokens * stack.q_width + batch * stack.memory * stack.kv_width)
         yield _unmasked(stack.name, "cross projections", stack.n_layers * products)
         by_token = mixing_flops(config, stack, stack.memory, cross=True)
         yield _unmasked(stack.name, "cross attention", stack.n_layers * tokens * by_token)
     matrices = 3 if config.activation in GATED else 2
     yield _unmasked(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * stack.d_ff * matrices)
-
-
-def _attention(config: ModelConfig, stack: StackShape, tokens: int) -> Flops:
-    full = stack.n_layers * tokens * mixing_flops(config, stack, stack.length)
-    seen = tokens * sum(mixing_flops(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
-    return Flops(stack.name, "attention", full, 2 * full, seen, 2 * seen)
 
 
 def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:

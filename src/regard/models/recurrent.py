@@ -24,23 +24,14 @@ from . import components
 from .base_model import AttentionSite, SourceToTarget, mask_from_padding
 from .block import Memory
 from .components import TokenHead
-from .recurrent_cells import (
-    Alignment,
-    AttentionStep,
-    MemoryCache,
-    MemoryView,
-    Recurrence,
-    Rows,
-    State,
-    StateCache,
-    real_keys,
-)
+from .recurrent_cells import Alignment, MemoryCache, MemoryView, Recurrence, Rows, State, StateCache, real_keys
 
 
 class RecurrentStep(NamedTuple):
     state: State  # after the token
     h: Tensor  # (B, M) what the output is made of
-    attention: AttentionStep | None = None
+    q: Tensor | None = None  # (B, 1, 1, D) the query that attended
+    context: Tensor | None = None  # (B, M) what it saw
 
 
 class PlainDecoder(nn.Module):
@@ -83,16 +74,20 @@ class PlainDecoder(nn.Module):
         steps: list[RecurrentStep] = []
         for t, gates in enumerate(self.rnn.project(x).unbind(1)):
             step = self.step(gates, state, view, padding_bias)
+            steps.append(step)
             real_now = None if real is None else real[:, t]
-            state = step.state if real_now is None else _keep_at_padding(real_now, step.state, state)
+            if real_now is None:
+                state = step.state
+            else:
+                pairs = zip(step.state, state, strict=True)
+                state = tuple(torch.where(real_now[:, None], after, before) for after, before in pairs)
             if states is not None:
                 state = states.push(state, real_now)
-            steps.append(step)
         h = torch.stack([step.h for step in steps], dim=1)
         if self.cross_attention is None or view is None:
             return h
-        attention = [step.attention for step in steps if step.attention is not None]
-        q, contexts = torch.cat([x.q for x in attention], dim=2), torch.stack([x.context for x in attention], dim=1)
+        q = torch.cat([step.q for step in steps if step.q is not None], dim=2)
+        contexts = torch.stack([step.context for step in steps if step.context is not None], dim=1)
         self.cross_attention.record_attention(q, contexts, view, seen)
         return self.output(x, h, contexts)
 
@@ -132,9 +127,9 @@ class LuongDecoder(PlainDecoder):
         if self.feeds:
             gates, state = self.rnn.feed(gates, state[-1]), state[:-1]
         state = self.rnn.step(gates, state)
-        attention = self.cross_attention.attend_one(state[self.top], view, padding_bias)
-        h = self._combine(attention.context, state[self.top])
-        return RecurrentStep((*state, h) if self.feeds else state, h, attention)
+        q, context = self.cross_attention.attend_one(state[self.top], view, padding_bias)
+        h = self._combine(context, state[self.top])
+        return RecurrentStep((*state, h) if self.feeds else state, h, q, context)
 
     def _combine(self, context: Tensor, h: Tensor) -> Tensor:
         """h̃ = tanh(W_c [c; h]), eq. 5."""
@@ -154,16 +149,12 @@ class BahdanauDecoder(PlainDecoder):
 
     def step(self, gates: Tensor, state: State, view: MemoryView | None, padding_bias: Tensor | None) -> RecurrentStep:
         assert self.cross_attention is not None and view is not None
-        attention = self.cross_attention.attend_one(state[self.top], view, padding_bias)
-        state = self.rnn.step(self.rnn.feed(gates, attention.context), state)
-        return RecurrentStep(state, state[self.top], attention)
+        q, context = self.cross_attention.attend_one(state[self.top], view, padding_bias)
+        state = self.rnn.step(self.rnn.feed(gates, context), state)
+        return RecurrentStep(state, state[self.top], q, context)
 
     def output(self, x: Tensor, h: Tensor, contexts: Tensor) -> Tensor:
         return self.readout(torch.cat([x, h, contexts], dim=-1)).unflatten(-1, (-1, 2)).amax(-1)
-
-
-def _keep_at_padding(real: Tensor, new: State, old: State) -> State:
-    return tuple(torch.where(real[:, None], after, before) for after, before in zip(new, old, strict=True))
 
 
 def linear(d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
@@ -228,18 +219,16 @@ class Recurrent(SourceToTarget):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        cell, d_model, n_layers = config.cell, config.d_model, config.n_layers
+        cell, d_model, n_layers, dropout = config.cell, config.d_model, config.n_layers, config.dropout
         self.token = components.token_table(config, config.vocab_size)
         shared = config.target_vocab_size is None
         self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         both_ways, d_embed = config.bidirectional, self.token.d_model
-        self.encoder: Recurrence = Recurrence(
-            cell, d_embed, d_model, n_layers, bidirectional=both_ways, dropout=config.dropout
-        )
+        self.encoder = Recurrence(cell, d_embed, d_model, n_layers, bidirectional=both_ways, dropout=dropout)
         self.bridge = Bridge(cell, d_model, n_layers, config.n_decoder_layers or n_layers)
         self.decoder = _DECODERS[config.alignment](config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(dropout)
         self.head = TokenHead(config, config.output_vocab_size, config.tie_head) if config.head == "lm" else None
         self._initialise()
 
@@ -290,7 +279,9 @@ class Recurrent(SourceToTarget):
         if cache is None:
             view, state = self._start(memory, len(target))
             return self.dropout(self.decoder(x, state, view, padding_mask))
-        states, seen = _parts_of(cache)
+        states, seen = cache.layers[0], cache.cross[0] if cache.cross else None
+        if not isinstance(states, StateCache) or not isinstance(seen, MemoryCache):
+            raise TypeError("this cache is no recurrent model's; new_cache() makes one that is")
         if not states.filled:
             view, state = self._start(memory, len(target))
             states.start(state)
@@ -323,10 +314,3 @@ def _real_tokens(name: str, tokens: Tensor, padding_mask: Tensor | None, positio
         mask = (given.bool() if what == "padding_mask" else given >= 0).expand_as(tokens)
         real = mask if real is None else real & mask
     return real
-
-
-def _parts_of(cache: ModelCache) -> tuple[StateCache, MemoryCache]:
-    states, seen = cache.layers[0], cache.cross[0] if cache.cross else None
-    if not isinstance(states, StateCache) or not isinstance(seen, MemoryCache):
-        raise TypeError("this cache is no recurrent model's; new_cache() makes one that is")
-    return states, seen

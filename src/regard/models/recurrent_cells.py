@@ -130,9 +130,8 @@ class Recurrence(nn.Module):
         """Some layers in one call of torch's kernel (cuDNN on a GPU)."""
         gates = [one for layer in layers for one in self._directions(layer)]
         weights = _contiguous_weights([one.weights(padded) for one in gates])
-        n_kinds = 2 if self.cell == "lstm" else 1
         if start is None:
-            state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * n_kinds
+            state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * (2 if self.cell == "lstm" else 1)
         else:
             state = list(torch.stack(start).to(x.dtype).split(len(layers)))
         options = (True, len(layers), self.dropout, self.training, self.back is not None, True)
@@ -141,9 +140,8 @@ class Recurrence(nn.Module):
         else:
             output, *state = torch.gru(x, state[0], weights, *options)
         # (layers · directions, B, units) → for each layer (B, M)
-        return output, tuple(
-            part for s in state for part in s.unflatten(0, (len(layers), -1)).transpose(1, 2).flatten(2).unbind()
-        )
+        by_layer = [s.unflatten(0, (len(layers), -1)).transpose(1, 2).flatten(2) for s in state]
+        return output, tuple(part for s in by_layer for part in s.unbind())
 
     def _directions(self, layer: int) -> list[Gates]:
         stacks = [self.ahead] if self.back is None else [self.ahead, self.back]
@@ -224,11 +222,6 @@ class MemoryView:
         return torch.zeros_like(visible, dtype=self.v.dtype).masked_fill(~visible, float("-inf"))[:, None, None]
 
 
-class AttentionStep(NamedTuple):
-    q: Tensor  # (B, 1, 1, D) through the mechanism
-    context: Tensor  # (B, M)
-
-
 _MECHANISMS: dict[str, Callable[[int], Mechanism]] = {
     "additive": lambda d_model: Additive(1, d_model),
     "dot": lambda d_model: Dot(scale=1.0),
@@ -259,16 +252,14 @@ class Alignment(nn.Module):
         same = type(self.mechanism).keys is Mechanism.keys
         return MemoryView(v if same else keys.view(n_batch, 1, n_keys, -1), v, real_keys(memory))
 
-    def attend_one(self, state: Tensor, view: MemoryView, padding_bias: Tensor | None) -> AttentionStep:
-        """The attention of one state (B, M), without checks: this runs once for each target token."""
+    def attend_one(self, state: Tensor, view: MemoryView, padding_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The query (B, 1, 1, D) and context (B, M) of one state (B, M); unchecked: it runs for each target token."""
         q = self.mechanism.queries(state[None, None]).transpose(0, 2)  # (1, 1, B, D) → (B, 1, 1, D)
         if has_edits(self):
-            return AttentionStep(q, self._attend(q, view)[1][:, 0, 0])
+            return q, self._attend(q, view)[1][:, 0, 0]
         if self.checkpointing and self.training:
-            context = checkpoint(self._weigh, q, view, padding_bias, use_reentrant=False)
-        else:
-            context = self._weigh(q, view, padding_bias)
-        return AttentionStep(q, context)
+            return q, checkpoint(self._weigh, q, view, padding_bias, use_reentrant=False)
+        return q, self._weigh(q, view, padding_bias)
 
     def _weigh(self, q: Tensor, view: MemoryView, padding_bias: Tensor | None) -> Tensor:
         scores = self.mechanism.tile(q, view.k, self.mechanism.operands(_ONE_HEAD))
@@ -317,7 +308,7 @@ class MemoryCache(CrossCache):
         self.view: MemoryView | None = None
 
     def fill(self, view: MemoryView) -> MemoryView:
-        self.view, self._kv = view, (view.v, view.v)
+        self.view, self._k, self._v = view, view.v, view.v
         return view
 
     def reorder(self, beam_index: Tensor) -> None:
@@ -415,10 +406,8 @@ class StateCache(Cache):
             return
         lengths = self._lengths.clamp(max=length)
         if not (self._past_lengths == lengths).any(0).all():
-            back = int((self._lengths - lengths).max())
-            raise ValueError(
-                f"length={length} takes back {back} tokens, but the last {self.n_states - 1} states are kept"
-            )
+            back, most = int((self._lengths - lengths).max()), self.n_states - 1
+            raise ValueError(f"length={length} takes back {back} tokens, but the last {most} states are kept")
 
     def memory(self) -> int:
         return n_bytes(self._state, self._past, self._lengths, self._past_lengths) if self.filled else 0

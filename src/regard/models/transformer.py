@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,19 +53,6 @@ class Decoder(Model):
         x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
         return self.decoder(x, mask=mask, positions=positions, cache=cache)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """tokens (B, T) → next-token logits (B, T, V); the options are those of ``hidden``."""
-        x = self.hidden(tokens, padding_mask=padding_mask, positions=positions, documents=documents, cache=cache)
-        return x if self.head is None else self.head(x, self.output_table)
-
 
 class Encoder(Model):
     """States of a whole input at once (BERT, ViT), and masked-token or class logits on top."""
@@ -88,23 +77,15 @@ class Encoder(Model):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """The last layer's states (B, T, M)."""
+        """The last layer's states (B, T, M) of tokens (B, T), pixels (B, C, height, width) or regions (B, R, width)."""
         x = _embed(self, source, positions, segments)
         return self.encoder(x, mask=mask_from_padding(padding_mask), positions=positions)
 
-    def forward(
-        self,
-        source: Tensor,
-        *,
-        padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-    ) -> Tensor:
-        """tokens (B, T), pixels (B, C, height, width) or regions (B, R, d_region + d_box) → logits, or states."""
-        x = self.hidden(source, padding_mask=padding_mask, positions=positions, segments=segments)
-        if self.classifier is not None:
-            return self.classifier(x, mask_from_padding(padding_mask))
-        return x if self.head is None else self.head(x, self.output_table)
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """Class logits (B, classes), token logits (B, T, V), or the states; the arguments are those of ``hidden``."""
+        if self.classifier is None:
+            return super().forward(*inputs, **options)
+        return self.classifier(self.hidden(*inputs, **options), mask_from_padding(options.get("padding_mask")))
 
     def pooled(self, states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """One vector for the input (B, M), as ``config.pooling`` says (BERT: the first token's state)."""
@@ -155,9 +136,7 @@ class EncoderDecoder(SourceToTarget):
 
 
 def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
-    if config.head not in ("lm", "masked-lm"):
-        return None
-    return TokenHead(config, vocab_size, tied=config.tie_head)
+    return TokenHead(config, vocab_size, config.tie_head) if config.head in ("lm", "masked-lm") else None
 
 
 def _single_stack(config: ModelConfig, causal: bool) -> Stack:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...foundation.checks import check_not_negative
 from ..frame import HEADS_SHAPE, Frame
 
 
@@ -54,10 +55,9 @@ class Cache:
             raise ValueError("frame() places the tokens of the last update, so update(k, v) has to come first")
         n_batch, q_pos, k_pos, steady, limit = self._view
         n_new = q_pos.shape[-1]
-        n_queries = n_new if n_queries is None else n_queries
-        if not 1 <= n_queries <= n_new:
+        skipped = 0 if n_queries is None else n_new - n_queries
+        if not 0 <= skipped < n_new:
             raise ValueError(f"n_queries={n_queries} must lie between 1 and the {n_new} tokens of the last update")
-        skipped = n_new - n_queries
         if steady is not None:
             steady = (steady[0] + skipped, steady[1])
         q_pos, k_pos = squeeze_rows(q_pos[:, skipped:]), squeeze_rows(k_pos)
@@ -95,16 +95,16 @@ class Cache:
 
     def check_truncate(self, length: int | Tensor) -> None:
         """Raise where ``truncate`` is impossible; the values of a tensor are not checked."""
-        if not isinstance(length, Tensor) and length < 0:
-            raise ValueError(f"length={length} must not be negative")
+        if not isinstance(length, Tensor):
+            check_not_negative(length=length)
 
     def memory(self) -> int:
         """Bytes held."""
         raise NotImplementedError
 
 
-class GrowingCache(Cache):
-    """Concatenates; gradients flow through the stored keys and values."""
+class TensorCache(Cache):
+    """Base of the caches that hold plain tensors, None while they are empty."""
 
     def __init__(self) -> None:
         self.reset()
@@ -114,23 +114,6 @@ class GrowingCache(Cache):
         self._v: Tensor | None = None
         self._pos: Tensor | None = None  # (1 or B, S) once positions were given; else 0 … S-1
         self._view, self.version = None, CacheVersion()
-
-    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_new_keys(k, v, self._k, self._v)
-        n_held, n_new = self._n_held, k.shape[2]
-        if positions is not None or self._pos is not None:
-            new = position_rows(self.next_positions(n_new, k.device) if positions is None else positions, k)
-            old = self._position_rows(k.device)
-            n_rows = max(new.shape[0], old.shape[0])
-            new = new.expand(n_rows, -1)
-            self._pos = torch.cat([old.expand(n_rows, -1), new], dim=1)
-            self._view = CacheView(k.shape[0], new, self._pos)
-        else:
-            k_pos = torch.arange(n_held + n_new, device=k.device)[None]
-            self._view = CacheView(k.shape[0], k_pos[:, n_held:], k_pos, steady=(n_held, 0))
-        self._k = k if self._k is None else torch.cat([self._k, k], dim=2)
-        self._v = v if self._v is None else torch.cat([self._v, v], dim=2)
-        return self._k, self._v
 
     @property
     def _n_held(self) -> int:
@@ -149,16 +132,15 @@ class GrowingCache(Cache):
     def length(self) -> int:
         return self._n_held if self._pos is None else super().length
 
-    def keys(self) -> tuple[Tensor, Tensor]:
-        if self._k is None:
-            raise ValueError("keys() of an empty GrowingCache: update(k, v) has to come first")
-        return self._k, squeeze_rows(self._position_rows(self._k.device))
-
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """All keys and values (B, G, S, D)."""
         if self._k is None or self._v is None:
-            raise ValueError("keys_and_values() of an empty GrowingCache: update(k, v) has to come first")
+            raise ValueError(f"an empty {type(self).__name__} has no keys: update(k, v) has to come first")
         return self._k, self._v
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        k, _ = self.keys_and_values()
+        return k, squeeze_rows(self._position_rows(k.device))
 
     def reorder(self, beam_index: Tensor) -> None:
         """Row b continues from row beam_index[b]; a longer index makes the batch grow."""
@@ -168,6 +150,30 @@ class GrowingCache(Cache):
         if self._pos is not None and self._pos.shape[0] > 1:
             self._pos = self._pos.index_select(0, beam_index)
         self._view, self.version = None, CacheVersion()
+
+    def memory(self) -> int:
+        return n_bytes(self._k, self._v, self._pos)
+
+
+class GrowingCache(TensorCache):
+    """Concatenates; gradients flow through the stored keys and values."""
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_new_keys(k, v, self._k, self._v)
+        n_held, n_new = self._n_held, k.shape[2]
+        if positions is not None or self._pos is not None:
+            new = position_rows(self.next_positions(n_new, k.device) if positions is None else positions, k)
+            old = self._position_rows(k.device)
+            n_rows = max(new.shape[0], old.shape[0])
+            new = new.expand(n_rows, -1)
+            self._pos = torch.cat([old.expand(n_rows, -1), new], dim=1)
+            self._view = CacheView(k.shape[0], new, self._pos)
+        else:
+            k_pos = torch.arange(n_held + n_new, device=k.device)[None]
+            self._view = CacheView(k.shape[0], k_pos[:, n_held:], k_pos, steady=(n_held, 0))
+        self._k = k if self._k is None else torch.cat([self._k, k], dim=2)
+        self._v = v if self._v is None else torch.cat([self._v, v], dim=2)
+        return self._k, self._v
 
     def truncate(self, length: int | Tensor) -> None:
         self.check_truncate(length)
@@ -184,69 +190,35 @@ class GrowingCache(Cache):
         if self._n_held == 0:
             self.reset()
 
-    def memory(self) -> int:
-        return n_bytes(self._k, self._v, self._pos)
 
-
-class CrossCache(Cache):
+class CrossCache(TensorCache):
     """Keys and values of an encoder's output: the first update stores them, later ones return them.
 
     Positions may mark padding with -1. ``truncate`` changes nothing.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._kv: tuple[Tensor, Tensor] | None = None
-        self._pos: Tensor | None = None  # (1 or B, S), where positions were given
-
     @property
     def is_filled(self) -> bool:
-        return self._kv is not None
+        return self._k is not None
 
     def update(
         self, k: Tensor | None = None, v: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self._kv is None:
+        if not self.is_filled:
             if k is None or v is None:
                 raise ValueError("an empty CrossCache needs k and v of the memory in its first update")
             check_new_keys(k, v)
             self._pos = None if positions is None else position_rows(positions, k)
-            self._kv = (k, v)
-        return self._kv
+            self._k, self._v = k, v
+        return self.keys_and_values()
 
     def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
         k, _ = self.update()
         frame = Frame.aligned(k.shape[0], n_heads, 1 if n_queries is None else n_queries, k.shape[2], k.device)
         return frame if self._pos is None else Frame(k.shape[0], n_heads, frame.q_pos, squeeze_rows(self._pos))
 
-    @property
-    def lengths(self) -> Tensor:
-        if self._kv is None:
-            return torch.zeros(1, dtype=torch.int64)
-        if self._pos is not None:
-            return self._pos.amax(-1) + 1
-        return torch.tensor([self._kv[0].shape[2]], device=self._kv[0].device)
-
-    def keys(self) -> tuple[Tensor, Tensor]:
-        k, _ = self.update()
-        return k, torch.arange(k.shape[2], device=k.device) if self._pos is None else squeeze_rows(self._pos)
-
-    def reorder(self, beam_index: Tensor) -> None:
-        """Row b continues from row beam_index[b]; a longer index makes the batch grow."""
-        if self._kv is None:
-            return
-        k, v = self._kv
-        self._kv = (k.index_select(0, beam_index), v.index_select(0, beam_index))
-        if self._pos is not None and self._pos.shape[0] > 1:
-            self._pos = self._pos.index_select(0, beam_index)
-
     def truncate(self, length: int | Tensor) -> None:
         self.check_truncate(length)
-
-    def memory(self) -> int:
-        return n_bytes(*(self._kv or ()), self._pos)
 
 
 class ModelCache:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...foundation.checks import check_positive
+from ...foundation.checks import check_not_negative, check_positive
 from .kv_cache import (
     Cache,
     CacheVersion,
@@ -34,23 +34,16 @@ class Slots:
     with one scale s = max |x| / 127 per vector.
     """
 
-    def __init__(
-        self,
-        n_tensors: int,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype | None,
-        device: Device,
-        cache_dtype: CacheDtype,
-    ) -> None:
-        self.batch, n_kv_heads, self.n_slots, d_head = shape
-        self.cache_dtype = cache_dtype
-        self.like = torch.empty(self.batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)  # dtype, device, sizes
-        stored = {"model": self.like.dtype, "bf16": torch.bfloat16, "int8": torch.int8}[cache_dtype]
-        sizes = (self.batch, n_kv_heads, self.n_slots + 1)
-        self.data = [self.like.new_zeros((*sizes, d_head), dtype=stored) for _ in range(n_tensors)]
+    def __init__(self, n_tensors: int, n_slots: int, like: Tensor, cache_dtype: CacheDtype) -> None:
+        """``like`` (B, G, 0, D) has the sizes, dtype and device of the tensors."""
+        self.n_slots, self.like, self.cache_dtype = n_slots, like, cache_dtype
+        stored = {"model": like.dtype, "bf16": torch.bfloat16, "int8": torch.int8}[cache_dtype]
+        batch, n_kv_heads, _, d_head = like.shape
+        sizes = (batch, n_kv_heads, n_slots + 1)
+        self.data = [like.new_zeros((*sizes, d_head), dtype=stored) for _ in range(n_tensors)]
         if cache_dtype == "int8":
-            self.data += [self.like.new_zeros((*sizes, 1), dtype=torch.float32) for _ in range(n_tensors)]
-        self.pos = torch.full((1, self.n_slots + 1), -1, device=device)  # (1 or B, n + 1)
+            self.data += [like.new_zeros((*sizes, 1), dtype=torch.float32) for _ in range(n_tensors)]
+        self.pos = torch.full((1, n_slots + 1), -1, device=like.device)  # (1 or B, n + 1)
 
     def write(self, slots: Tensor, positions: Tensor, *new: Tensor) -> None:
         """Write tensors (B, G, T, D) at ``positions`` (1 or B, T) into ``slots``."""
@@ -84,10 +77,6 @@ class Slots:
     def positions(self) -> Tensor:
         return self.pos[:, : self.n_slots]
 
-    def split_rows(self) -> None:
-        """Give every row of the batch its own positions."""
-        self.pos = self.pos.repeat(self.batch, 1)
-
     def reorder(self, beam_index: Tensor) -> None:
         # In place: a captured graph knows these tensors by address.
         for x in self.data if self.pos.shape[0] == 1 else [*self.data, self.pos]:
@@ -102,16 +91,15 @@ class Slots:
 class SlotCache(Cache):
     """Base of preallocated caches; token counts are a tensor updated in place."""
 
-    def __init__(self, slots: Slots, capacity: tuple[str, int] | None) -> None:
-        self._slots = slots
+    def __init__(self, slots: Slots, archive: Slots | None = None, capacity: tuple[str, int] | None = None) -> None:
+        self._slots, self._archive = slots, archive
+        self._all_slots = [slots] if archive is None else [slots, archive]
         self._capacity = capacity  # (name, number of positions); None: unlimited
+        self._batch = slots.like.shape[0]
         self._lengths = torch.zeros(1, dtype=torch.int64, device=slots.pos.device)
         self._empty = True
         self._count: int | None = 0  # length of the longest row, None where only the device knows
         self.version = CacheVersion()
-
-    def _all_slots(self) -> list[Slots]:
-        return [self._slots]
 
     def _add_tokens(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
         """Check and count new tokens; return their positions (1 or B, T)."""
@@ -137,28 +125,35 @@ class SlotCache(Cache):
         self._count = after
 
     def _split_rows(self) -> None:
-        self._lengths = self._lengths.repeat(self._slots.batch)
-        for slots in self._all_slots():
-            slots.split_rows()
+        """Give every row of the batch its own length and positions."""
+        self._lengths = self._lengths.repeat(self._batch)
+        for slots in self._all_slots:
+            slots.pos = slots.pos.repeat(self._batch, 1)
 
     @property
     def lengths(self) -> Tensor:
         return self._lengths
 
+    def _read(self) -> tuple[Tensor, Tensor]:
+        k, v = self._slots.read()
+        return k, v
+
     def keys(self) -> tuple[Tensor, Tensor]:
-        return self._slots.read()[0], squeeze_rows(self._slots.positions())
+        """All keys in slot order; with an archive those of the whole text."""
+        slots = self._all_slots[-1]
+        return slots.read()[0], squeeze_rows(slots.positions())
 
     def reset(self) -> None:
-        for slots in self._all_slots():
+        for slots in self._all_slots:
             slots.reset()
         self._lengths = self._lengths[:1].zero_()
         self._empty, self._count, self._view = True, 0, None
         self.version = CacheVersion()
 
     def reorder(self, beam_index: Tensor) -> None:
-        if beam_index.shape != (self._slots.batch,):
-            raise ValueError(f"beam_index of shape {tuple(beam_index.shape)} does not fit batch={self._slots.batch}")
-        for slots in self._all_slots():
+        if beam_index.shape != (self._batch,):
+            raise ValueError(f"beam_index of shape {tuple(beam_index.shape)} does not fit batch={self._batch}")
+        for slots in self._all_slots:
             slots.reorder(beam_index)
         if self._lengths.shape[0] > 1:
             self._lengths.copy_(self._lengths.index_select(0, beam_index))
@@ -167,15 +162,15 @@ class SlotCache(Cache):
 
     def truncate(self, length: int | Tensor) -> None:
         self.check_truncate(length)
-        if isinstance(length, Tensor) and length.dim() == 1 and self._lengths.shape[0] < self._slots.batch:
+        if isinstance(length, Tensor) and length.dim() == 1 and self._lengths.shape[0] < self._batch:
             self._split_rows()
-        for slots in self._all_slots():
+        for slots in self._all_slots:
             slots.pos.copy_(drop_positions_from(slots.pos, length))
         self._lengths.copy_(self._lengths.clamp(max=length))
         self._count, self._view, self.version = None, None, CacheVersion()
 
     def memory(self) -> int:
-        return n_bytes(self._lengths, *(x for slots in self._all_slots() for x in (*slots.data, slots.pos)))
+        return n_bytes(self._lengths, *(x for slots in self._all_slots for x in (*slots.data, slots.pos)))
 
 
 class StaticCache(SlotCache):
@@ -195,16 +190,14 @@ class StaticCache(SlotCache):
         cache_dtype: CacheDtype = "model",
     ) -> None:
         check_positive(batch=batch, n_kv_heads=n_kv_heads, max_len=max_len, d_head=d_head)
-        slots = Slots(2, (batch, n_kv_heads, max_len, d_head), dtype, device, cache_dtype)
-        super().__init__(slots, ("max_len", max_len))
+        like = torch.empty(batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
+        super().__init__(Slots(2, max_len, like, cache_dtype), capacity=("max_len", max_len))
         self.max_len = max_len
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if requires_gradient(k, v):
-            raise ValueError(
-                "k or v requires a gradient, which StaticCache, written in place, cannot carry;"
-                " decode under torch.no_grad() or use GrowingCache()"
-            )
+            hint = "decode under torch.no_grad() or use GrowingCache()"
+            raise ValueError(f"k or v requires a gradient, which StaticCache, written in place, cannot carry; {hint}")
         new = self._add_tokens(k, v, positions)
         self._slots.write(self._slots.slots_of(new), new, k, v)
         if self._empty:
@@ -212,8 +205,7 @@ class StaticCache(SlotCache):
             self._view = CacheView(k.shape[0], new, new, (0, 0) if positions is None else None, self.max_len)
             return k, v
         self._view = CacheView(k.shape[0], new, self._slots.positions(), None, self.max_len)
-        k_all, v_all = self._slots.read()
-        return k_all, v_all
+        return self._read()
 
 
 class RingCache(SlotCache):
@@ -237,18 +229,13 @@ class RingCache(SlotCache):
         cache_dtype: CacheDtype = "model",
     ) -> None:
         check_positive(batch=batch, n_kv_heads=n_kv_heads, window=window, d_head=d_head)
-        for name, value in (("spare", spare), ("keep_keys", keep_keys)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
-        ring = Slots(2, (batch, n_kv_heads, window + spare, d_head), dtype, device, cache_dtype)
-        super().__init__(ring, ("keep_keys", keep_keys) if keep_keys else None)
+        check_not_negative(spare=spare, keep_keys=keep_keys)
+        like = torch.empty(batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
+        archive = Slots(1, keep_keys, like, cache_dtype) if keep_keys else None
+        capacity = ("keep_keys", keep_keys) if keep_keys else None
+        super().__init__(Slots(2, window + spare, like, cache_dtype), archive, capacity)
         self.window, self.spare = window, spare
-        archived = (batch, n_kv_heads, keep_keys, d_head)
-        self._archive = Slots(1, archived, dtype, device, cache_dtype) if keep_keys else None
         self._has_gaps = False  # whether empty slots may lie between filled ones
-
-    def _all_slots(self) -> list[Slots]:
-        return [self._slots] if self._archive is None else [self._slots, self._archive]
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         new = self._add_tokens(k, v, positions)
@@ -264,10 +251,9 @@ class RingCache(SlotCache):
         if n_new == 1 and not requires_gradient(k, v):
             self._store(new, k, v)
             self._view = CacheView(n_batch, new, self._slots.positions(), None, limit)
-            k_all, v_all = self._slots.read()
-            return k_all, v_all
+            return self._read()
         # Joined before anything is overwritten: the first new token still sees the oldest key.
-        k_all, v_all = (torch.cat([old, x], dim=2) for old, x in zip(self._slots.read(), (k, v), strict=True))
+        k_all, v_all = (torch.cat([old, x], dim=2) for old, x in zip(self._read(), (k, v), strict=True))
         self._view = CacheView(n_batch, new, torch.cat([self._slots.positions(), new], dim=1), None, limit)
         self._store(new, k, v)
         return k_all, v_all
@@ -278,12 +264,6 @@ class RingCache(SlotCache):
         self._slots.write(torch.where(stays, new % n_slots, n_slots), new, k, v)
         if self._archive is not None:
             self._archive.write(self._archive.slots_of(new), new, k)
-
-    def keys(self) -> tuple[Tensor, Tensor]:
-        """With ``keep_keys`` all keys since the reset, else those of the ring, in slot order."""
-        if self._archive is None:
-            return super().keys()
-        return self._archive.read()[0], squeeze_rows(self._archive.positions())
 
     def reset(self) -> None:
         super().reset()
