@@ -82,7 +82,8 @@ def replace_directory(target: Path) -> Iterator[Path]:
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.saving"):
+        remove_abandoned(leftover)
     new, lock = _new_directory(target)
     try:
         yield new
@@ -161,11 +162,6 @@ def remove_abandoned(folder: Path) -> None:
         if handle is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(handle)
-
-
-def _remove_leftovers(target: Path) -> None:
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.saving"):
-        remove_abandoned(leftover)
 
 
 def _swap(new: Path, target: Path) -> Path:

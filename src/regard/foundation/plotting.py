@@ -99,8 +99,4 @@ def use_fonts_for(texts: Iterable[str], file: Path) -> Iterator[list[str]]:
         shown = missing[:8] + ("…" if len(missing) > 8 else "")
         asian = any("\u1100" <= x <= "\u11ff" or "\u2e80" <= x <= "\ud7ff" for x in missing)
         hint = "; fonts-noto-cjk has Korean, Chinese and Japanese" if asian else ""
-        warnings.warn(
-            f"{file}: no installed font has {shown}, drawn as boxes{hint}",
-            UserWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{file}: no installed font has {shown}, drawn as boxes{hint}", UserWarning, stacklevel=2)

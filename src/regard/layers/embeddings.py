@@ -56,8 +56,9 @@ class Embeddings(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if token is not None:
-            _check_width(token.d_model, segment=segment, position=position)
+        for name, part in (("segment", segment), ("position", position)):
+            if token is not None and part is not None and part.d_model != token.d_model:
+                raise ValueError(f"{name} has d_model={part.d_model}, but token has d_model={token.d_model}")
         if token is not None and projection is not None and projection.in_features != token.d_model:
             raise ValueError(f"projection takes width {projection.in_features}, but token has d_model={token.d_model}")
         self.token, self.segment, self.position = token, segment, position
@@ -71,22 +72,12 @@ class Embeddings(nn.Module):
         elif segments is not None:
             raise ValueError("segments were given, but these embeddings have no segment table")
         if self.position is not None:
-            if positions is None:
-                positions = self._default_positions(x.shape[1], x.device)
+            length, max_len = x.shape[1], self.position.max_len
+            if positions is None and max_len is not None and length > max_len:
+                raise ValueError(f"the text has length {length}, but positions end at max_len={max_len}")
+            positions = torch.arange(length, device=x.device) if positions is None else positions
             x = x + self.position(positions, x.dtype)
         if self.norm is not None:
             x = self.norm(x)
         x = self.dropout(x)
         return x if self.projection is None else self.projection(x)
-
-    def _default_positions(self, length: int, device: torch.device) -> Tensor:
-        max_len = None if self.position is None else self.position.max_len
-        if max_len is not None and length > max_len:
-            raise ValueError(f"the text has length {length}, but positions end at max_len={max_len}")
-        return torch.arange(length, device=device)
-
-
-def _check_width(d_model: int, **parts: nn.Module | None) -> None:
-    for name, part in parts.items():
-        if part is not None and part.d_model != d_model:
-            raise ValueError(f"{name} has d_model={part.d_model}, but token has d_model={d_model}")

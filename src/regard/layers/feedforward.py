@@ -33,14 +33,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 FEEDFORWARD_KINDS = (*ACTIVATIONS, *GATED)
 # Names other libraries use for the same functions.
-OTHER_NAMES: dict[str, str] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_python": "gelu",
-    "swish": "silu",
-    "relu_squared": "relu2",
-}
+OTHER_NAMES: dict[str, str] = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+OTHER_NAMES |= {"gelu_python": "gelu", "swish": "silu", "relu_squared": "relu2"}
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
@@ -88,8 +82,7 @@ class FeedForward(nn.Module):
             hidden = self.f(gate) * up
         else:
             hidden = self.f(hidden)
-        out: Tensor = self.w_out(self.dropout(hidden))
-        return out
+        return self.w_out(self.dropout(hidden))
 
     @property
     def w_gate(self) -> Tensor:

@@ -49,7 +49,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         if pixels.ndim != 4 or pixels.shape[1] != self.channels:
             raise ValueError(f"pixels have shape {tuple(pixels.shape)}, but (B, channels={self.channels}, H, W) is due")
-        rows, cols = self.grid_of(pixels.shape[2], pixels.shape[3])
+        rows, cols = self.grid_of(*pixels.shape[2:])
         p = self.patch
         patches = pixels.unflatten(3, (cols, p)).unflatten(2, (rows, p))  # (B, C, rows, p, cols, p)
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, rows·cols, C·p·p)
@@ -97,22 +97,16 @@ class VisionEmbeddings(nn.Module):
         x: Tensor = self.patches(pixels)  # (B, N, M)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1)
-        if self.position is not None:
-            x = x + self._position_vectors(x, self.patches.grid_of(pixels.shape[2], pixels.shape[3]))
-        if self.norm is not None:
-            x = self.norm(x)
-        out: Tensor = self.dropout(x)
-        return out
-
-    def _position_vectors(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         if isinstance(self.position, Learned):
-            table = self.position.weight[self.position.offset :]
+            table, grid = self.position.weight[self.position.offset :], self.patches.grid_of(*pixels.shape[2:])
             if grid != self.patches.grid:
                 table = interpolate_positions(table, self.patches.grid, grid, self.n_class_tokens)
-            return table.to(x.dtype)
-        assert self.position is not None
-        vectors: Tensor = self.position(torch.arange(x.shape[1], device=x.device), x.dtype)
-        return vectors
+            x = x + table.to(x.dtype)
+        elif self.position is not None:
+            x = x + self.position(torch.arange(x.shape[1], device=x.device), x.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.dropout(x)
 
 
 def interpolate_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int], n_class_tokens: int = 1) -> Tensor:
@@ -157,8 +151,7 @@ class RegionEmbedding(nn.Module):
             x = x + self.w_box(boxes)
         if self.norm is not None:
             x = self.norm(x)
-        out: Tensor = self.dropout(x)
-        return out
+        return self.dropout(x)
 
 
 def box_geometry(corners: Tensor, height: int, width: int) -> Tensor:

@@ -79,20 +79,13 @@ def check_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> 
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
-    if not _has_values(ids) or ids.numel() == 0:
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta:  # fake tensors have no values
+        return
+    inside_vmap = torch._C._functorch.is_functorch_wrapped_tensor(ids)
+    if inside_vmap or ids.numel() == 0 or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     smallest, largest = (int(value) for value in ids.aminmax())
     if largest >= limit:
         raise ValueError(f"{name} goes up to {largest}, but {limit_name}={limit} allows at most {limit - 1}")
     if smallest < low:
         raise ValueError(f"{name} goes down to {smallest}, but the smallest allowed is {low}")
-
-
-def _has_values(ids: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    if type(ids) is not Tensor or ids.is_meta:  # fake tensors have no values
-        return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(ids):  # inside vmap
-        return False
-    return not (ids.is_cuda and torch.cuda.is_current_stream_capturing())

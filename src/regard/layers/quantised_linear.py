@@ -72,7 +72,9 @@ class Int8Linear(nn.Module):
         if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
             out = self._integer_product(x)
             return out if bias is None else out + bias.float()
-        levels, packed = _input_levels(), self._pack()
+        if self._packed is None:
+            self._packed = _pack_weight(self.weight, self.scale)
+        levels, packed = _input_levels(), self._packed
         if len(x) == 1:  # the row's scale is an argument of the product
             largest = float(torch.linalg.vector_norm(x, math.inf)) or 1.0
             out = _packed_product(x, largest / levels, levels + 1, packed)
@@ -91,11 +93,6 @@ class Int8Linear(nn.Module):
         else:  # integers below 2²⁴ are exact in float32
             total = F.linear(q, self.weight.float())
         return total * (step * self.scale.float())
-
-    def _pack(self) -> Any:
-        if self._packed is None:
-            self._packed = _pack_weight(self.weight, self.scale)
-        return self._packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._packed = None
@@ -119,10 +116,6 @@ class Int8Embedding(Int8Linear):
         super().__init__(weight, scale)
         self.factor = factor
         self.vocab_size, self.d_model = weight.shape
-
-    @classmethod
-    def of_table(cls, table: TokenEmbedding) -> Int8Embedding:
-        return cls(*quantise_weight(table.weight), table.scale)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, T) → (B, T, M)."""
@@ -160,14 +153,14 @@ def quantise(model: nn.Module) -> nn.Module:
         for name, part in list(module.named_children()):
             if type(part) is nn.Linear:
                 setattr(module, name, Int8Linear.of(part))
-    tables: dict[int, Int8Embedding] = {}
+    tables: list[Int8Embedding] = []
     for name, part in list(model.named_children()):
         if type(part) is TokenEmbedding:
-            tables[id(part.weight)] = table = Int8Embedding.of_table(part)
-            setattr(model, name, table)
+            tables.append(Int8Embedding(*quantise_weight(part.weight), part.scale))
+            setattr(model, name, tables[-1])
     head: Any = getattr(model, "head", None)
     if hasattr(head, "hidden") and hasattr(head, "weight"):
-        model.head = Int8Head(head, list(tables.values())[-1] if head.weight is None else None)
+        model.head = Int8Head(head, tables[-1] if head.weight is None else None)
     return model.requires_grad_(False).eval()
 
 

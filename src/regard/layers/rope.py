@@ -57,8 +57,8 @@ def check_scaling(scaling: RopeScalingConfig) -> None:
 
 class Frequencies(NamedTuple):
     short: Tensor  # (D/2,) radians per position of each pair of dimensions
-    long: Tensor | None  # (D/2,) those beyond the original length (longrope)
-    attention_factor: float  # multiplies cos and sin
+    long: Tensor | None = None  # (D/2,) those beyond the original length (longrope)
+    attention_factor: float = 1.0  # multiplies cos and sin
 
 
 def base_frequencies(dim: int, base: float | Tensor, device: torch.device | str = "cpu") -> Tensor:
@@ -67,35 +67,31 @@ def base_frequencies(dim: int, base: float | Tensor, device: torch.device | str 
     return 1.0 / powers
 
 
-def ntk_base(base: float, factor: float, length: Tensor, max_len: int, dim: int) -> Tensor:
-    """Dynamic NTK: base · (factor · length / max_len − (factor − 1))^(dim / (dim − 2))."""
-    return base * ((factor * length / max_len) - (factor - 1)) ** (dim / (dim - 2))
-
-
 def frequencies(scaling: RopeScalingConfig | None, dim: int, base: float, max_len: int | None) -> Frequencies:
     """The frequencies of a rotary embedding over ``dim`` dimensions."""
+    plain = base_frequencies(dim, base)
     if scaling is None:
-        return Frequencies(base_frequencies(dim, base), None, 1.0)
+        return Frequencies(plain)
     check_scaling(scaling)
-    return _KINDS[scaling.kind](scaling, dim, base, max_len)
+    if scaling.kind == "linear":
+        assert scaling.factor is not None
+        return Frequencies(plain / scaling.factor)
+    if scaling.kind == "dynamic":
+        if max_len is None:
+            raise ValueError("rope scaling kind 'dynamic' needs Rope's max_len, the length beyond which it stretches")
+        if dim <= 2:
+            raise ValueError(f"rope scaling kind 'dynamic' needs more than 2 rotated dimensions, not {dim}")
+        return Frequencies(plain)  # up to max_len; Rope recomputes them beyond
+    original, factor = original_length(scaling, max_len), scaling.factor
+    if factor is None:
+        if max_len is None:
+            raise ValueError(f"rope scaling kind {scaling.kind!r} needs factor, or Rope's max_len to derive it from")
+        factor = max_len / original
+    return {"yarn": _yarn, "llama3": _llama3, "longrope": _longrope}[scaling.kind](scaling, dim, base, original, factor)
 
 
-def _linear(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
-    assert scaling.factor is not None
-    return Frequencies(base_frequencies(dim, base) / scaling.factor, None, 1.0)
-
-
-def _dynamic(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
-    if max_len is None:
-        raise ValueError("rope scaling kind 'dynamic' needs Rope's max_len, the length beyond which it stretches")
-    if dim <= 2:
-        raise ValueError(f"rope scaling kind 'dynamic' needs more than 2 rotated dimensions, not {dim}")
-    return Frequencies(base_frequencies(dim, base), None, 1.0)  # the table up to max_len; Rope recomputes it beyond
-
-
-def _yarn(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
+def _yarn(scaling: RopeScalingConfig, dim: int, base: float, original: int, factor: float) -> Frequencies:
     """Fast pairs keep their frequency, slow pairs are divided by factor, with a linear ramp between them."""
-    original, factor = _original_and_factor(scaling, max_len)
     attention_factor = scaling.attention_factor
     if attention_factor is None and scaling.mscale and scaling.mscale_all_dim:
         attention_factor = _yarn_mscale(factor, scaling.mscale) / _yarn_mscale(factor, scaling.mscale_all_dim)
@@ -121,9 +117,8 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _llama3(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
+def _llama3(scaling: RopeScalingConfig, dim: int, base: float, original: int, factor: float) -> Frequencies:
     """Wavelengths above original/low are divided by factor, those below original/high kept, smoothed between."""
-    original, factor = _original_and_factor(scaling, max_len)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None
     table = base_frequencies(dim, base)
@@ -132,12 +127,11 @@ def _llama3(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | No
     scaled = torch.where(slow, table / factor, table)
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * scaled / factor + smooth * scaled
-    return Frequencies(torch.where(slow | fast, scaled, blended), None, 1.0)
+    return Frequencies(torch.where(slow | fast, scaled, blended))
 
 
-def _longrope(scaling: RopeScalingConfig, dim: int, base: float, max_len: int | None) -> Frequencies:
+def _longrope(scaling: RopeScalingConfig, dim: int, base: float, original: int, factor: float) -> Frequencies:
     """One divisor per pair: short_factor up to the original length, long_factor beyond it."""
-    original, factor = _original_and_factor(scaling, max_len)
     attention_factor = scaling.attention_factor
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -157,24 +151,6 @@ def original_length(scaling: RopeScalingConfig, max_len: int | None) -> int:
     if original is None:
         raise ValueError(f"rope scaling kind {scaling.kind!r} needs original_max_len, or Rope's max_len")
     return original
-
-
-def _original_and_factor(scaling: RopeScalingConfig, max_len: int | None) -> tuple[int, float]:
-    original = original_length(scaling, max_len)
-    if scaling.factor is not None:
-        return original, scaling.factor
-    if max_len is None:
-        raise ValueError(f"rope scaling kind {scaling.kind!r} needs factor, or Rope's max_len to derive it from")
-    return original, max_len / original
-
-
-_KINDS: dict[str, Callable[[RopeScalingConfig, int, float, int | None], Frequencies]] = {
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "longrope": _longrope,
-}
 
 
 class Rope(nn.Module):
@@ -209,9 +185,8 @@ class Rope(nn.Module):
         # Kept as Python numbers too: casts to half precision and the meta device would change or lose the buffers.
         self._short: list[float] = table.short.tolist()
         self._long: list[float] | None = None if table.long is None else table.long.tolist()
-        self.register_buffer("short", torch.tensor(self._short, dtype=torch.float32), persistent=False)
-        long = None if self._long is None else torch.tensor(self._long, dtype=torch.float32)
-        self.register_buffer("long", long, persistent=False)
+        for name, values in zip(("short", "long"), self._tables_on(None), strict=True):
+            self.register_buffer(name, values, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor, length: int | Tensor | None = None) -> Tensor:
         if x.shape[-1] != self.d_head:
@@ -226,8 +201,12 @@ class Rope(nn.Module):
         return theta.cos() * self.attention_factor, theta.sin() * self.attention_factor
 
     def _frequencies(self, positions: Tensor, length: int | Tensor | None) -> Tensor:
-        short, long = self._tables(positions.device)
-        scaling = self.scaling
+        short, long, scaling = self.short, self.long, self.scaling
+        if short.device != positions.device:
+            # load_state_dict(assign=True) on a model built on meta leaves non-persistent buffers there: rebuild them.
+            short, long = self._tables_on(positions.device)
+            if not torch.compiler.is_compiling():
+                self.short, self.long = short, long
         if scaling is None or (long is None and scaling.kind != "dynamic"):
             return short
         limit = original_length(scaling, self.max_len)
@@ -235,22 +214,14 @@ class Rope(nn.Module):
             length = positions.max() + 1
         elif not isinstance(length, Tensor):
             length = torch.full((), length, dtype=torch.int64, device=positions.device)
-        if long is None:
+        if long is None:  # dynamic NTK: base · (factor · length / max_len − (factor − 1))^(dim / (dim − 2))
             assert scaling.factor is not None
-            stretched = ntk_base(self.base, scaling.factor, length.clamp(min=limit), limit, self.d_rotary)
-            long = base_frequencies(self.d_rotary, stretched, positions.device)
+            dim, factor = self.d_rotary, scaling.factor
+            stretched = self.base * ((factor * length.clamp(min=limit) / limit) - (factor - 1)) ** (dim / (dim - 2))
+            long = base_frequencies(dim, stretched, positions.device)
         return torch.where(length > limit, long, short)
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        # load_state_dict(assign=True) on a model built on meta leaves non-persistent buffers there: rebuild them.
-        if self.short.device == device:
-            return self.short, self.long
-        short, long = self._tables_on(device)
-        if not torch.compiler.is_compiling():
-            self.short, self.long = short, long
-        return short, long
-
-    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def _tables_on(self, device: torch.device | None) -> tuple[Tensor, Tensor | None]:
         short = torch.tensor(self._short, dtype=torch.float32, device=device)
         return short, None if self._long is None else torch.tensor(self._long, dtype=torch.float32, device=device)
 
