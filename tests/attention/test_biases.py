@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Dot, Frame, XLRelative, attend, masks
+from regard.attention import Additive, Dot, Frame, XLRelative, attend, masks
 from regard.attention.attend import prepare
 from regard.attention.backends import capable_backends
 from regard.attention.biases import (
@@ -318,3 +319,13 @@ def test_a_tile_that_is_one_value_a_head_is_not_laid_out() -> None:
     assert laid_out.stride()[2:] != (0, 0)
     assert torch.equal(level, dense[:, :, 150:180, 10:60])
     assert torch.equal(laid_out, dense[:, :, 150:180, 140:190])
+
+
+@pytest.mark.parametrize(
+    "options", [{"bias": XLRelative(H, D)}, {"mechanism": Additive(H, D)}], ids=("bias", "mechanism")
+)
+def test_the_formula_reads_half_precision_parameters_in_fp32(options: dict[str, nn.Module]) -> None:
+    q, k, v = inputs(Sizes(), dtype=torch.bfloat16)
+    parts: dict[str, Any] = {name: part.to(torch.bfloat16) for name, part in options.items()}
+    formula, tiled = (attend(q, k, v, backend=backend, **parts).output for backend in ("reference", "tiled"))
+    torch.testing.assert_close(formula, tiled, atol=2e-2, rtol=2e-2)

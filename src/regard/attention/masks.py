@@ -232,62 +232,29 @@ MAX_COUNTED_BLOCKS = 1 << 22  # random blocks examined one by one to plan; above
 
 
 @dataclass(frozen=True)
-class Dilated(Mask):
-    size: int
+class Multiples(Mask):
+    """Keys whose distance to the query is a multiple of ``step``."""
+
     step: int
 
     def allows(self, at: Site) -> Tensor:
-        back = at.i - at.j
-        return (back >= 0) & (back < self.size * self.step) & (back % self.step == 0)
+        return (at.i - at.j) % self.step == 0
 
     def bounds(self, box: Box) -> Bounds:
-        some, every = Window(self.size * self.step, 0).bounds(box)
-        some_step, every_step = _multiple_of(self.step, box.i_min - box.j_max, box.i_max - box.j_min)
-        return some & some_step, every & every_step
+        low, high = box.i_min - box.j_max, box.i_max - box.j_min
+        some = torch.div(high, self.step, rounding_mode="floor") * self.step >= low
+        return some, (low == high) & some if self.step > 1 else torch.ones_like(some)
 
 
 @dataclass(frozen=True)
-class Strided(Mask):
+class Summary(Mask):
+    """The last ``count`` of every ``stride`` keys."""
+
     stride: int
-    both_ways: bool = False
+    count: int
 
     def allows(self, at: Site) -> Tensor:
-        back = at.i - at.j
-        if self.both_ways:
-            return (back.abs() < self.stride) | (back % self.stride == 0)
-        return (back >= 0) & ((back < self.stride) | (back % self.stride == 0))
-
-    def bounds(self, box: Box) -> Bounds:
-        near_some, near_every = Window(self.stride, self.stride - 1 if self.both_ways else 0).bounds(box)
-        step_some, step_every = _multiple_of(self.stride, box.i_min - box.j_max, box.i_max - box.j_min)
-        some, every = near_some | step_some, near_every | step_every
-        if self.both_ways:
-            return some, every
-        causal_some, causal_every = Causal().bounds(box)
-        return causal_some & some, causal_every & every
-
-
-def _multiple_of(step: int, low: Tensor, high: Tensor) -> Bounds:
-    """Whether some and whether every whole number in [low, high] is a multiple of step."""
-    some = torch.div(high, step, rounding_mode="floor") * step >= low
-    return some, (low == high) & some if step > 1 else torch.ones_like(some)
-
-
-@dataclass(frozen=True)
-class Fixed(Mask):
-    stride: int
-    summary: int
-
-    def allows(self, at: Site) -> Tensor:
-        same = _block(at.i, self.stride) == _block(at.j, self.stride)
-        summary = at.j % self.stride >= self.stride - self.summary
-        return (at.j <= at.i) & (same | summary)
-
-    def bounds(self, box: Box) -> Bounds:
-        causal_some, causal_every = Causal().bounds(box)
-        _, same_every = Blocks(self.stride, 0).bounds(box)
-        # Summary columns recur every ``stride`` keys: blocks of keys before the query are never proved empty.
-        return causal_some, causal_every & same_every
+        return (at.j % self.stride >= self.stride - self.count) & (at.i >= at.i)
 
 
 @dataclass(frozen=True)
@@ -374,13 +341,15 @@ def _block(position: Tensor, size: int) -> Tensor:
 def dilated(size: int, step: int) -> Mask:
     """Every ``step``-th of the last ``size``·``step`` keys (Longformer §3.1)."""
     check_positive(size=size, step=step)
-    return Dilated(size, step)
+    return Window(size * step, 0) & Multiples(step)
 
 
 def strided(stride: int, both_ways: bool = False) -> Mask:
     """The last ``stride`` keys and every ``stride``-th before them (Child et al. 2019, eq. 4); or on both sides."""
     check_positive(stride=stride)
-    return Strided(stride, both_ways)
+    if both_ways:
+        return Window(stride, stride - 1) | Multiples(stride)
+    return Causal() & (Window(stride, 0) | Multiples(stride))
 
 
 def fixed(stride: int, summary: int = 1) -> Mask:
@@ -388,7 +357,7 @@ def fixed(stride: int, summary: int = 1) -> Mask:
     check_positive(stride=stride)
     if not 1 <= summary <= stride:
         raise ValueError(f"fixed summary={summary} must lie between 1 and stride={stride}")
-    return Fixed(stride, summary)
+    return Causal() & (Blocks(stride, 0) | Summary(stride, summary))
 
 
 def blocks(size: int, neighbours: int = 0) -> Mask:
