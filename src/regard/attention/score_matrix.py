@@ -150,8 +150,7 @@ class TileWalk:
 
     @cached_property
     def kinds(self) -> list[list[int]]:
-        kinds: list[list[int]] = self.plan.kinds.tolist()
-        return kinds
+        return self.plan.kinds.tolist()
 
     @cached_property
     def operands(self) -> tuple[Operands, Operands]:
@@ -161,7 +160,12 @@ class TileWalk:
     def part(self, batch: range, heads: range) -> TileWalk:
         """The walk of some of the batch and heads; its lse is a view of this one's."""
         whole, some, which = self.scoring, slice(batch.start, batch.stop), slice(heads.start, heads.stop)
-        k = _key_heads(whole.k[some], heads, self.shape[1])
+        shared_by = self.shape[1] // whole.k.shape[1]
+        first, last = heads.start // shared_by, (heads.stop - 1) // shared_by
+        if first == last or heads.start % shared_by == heads.stop % shared_by == 0:  # inside a group, or whole groups
+            k = whole.k[some, first : last + 1]
+        else:
+            k = whole.k[some, [h // shared_by for h in heads]]
         scoring = replace(whole, q=whole.q[some, which], k=k, frame=whole.frame.part(batch, heads))
         return TileWalk(scoring, self.lse[some, which])
 
@@ -276,15 +280,6 @@ class TileWalk:
             done += n
 
 
-def _key_heads(k: Tensor, heads: range, n_heads: int) -> Tensor:
-    """The key heads (B, G', S, D) of some query heads; a view where they are whole groups or inside one."""
-    shared_by = n_heads // k.shape[1]
-    first, last = heads.start // shared_by, (heads.stop - 1) // shared_by
-    if first == last or heads.start % shared_by == heads.stop % shared_by == 0:
-        return k[:, first : last + 1]
-    return k[:, [h // shared_by for h in heads]]
-
-
 @functools.cache
 def _keep_freed_memory() -> None:
     """Keep glibc from returning freed tiles to the system: freeing a 30 MB block raises its mmap threshold."""
@@ -307,5 +302,4 @@ def _blocks_of(span: Span, size: int) -> Iterable[int]:
     """The blocks of a given size that a span touches."""
     if isinstance(span, slice):
         return range(span.start // size, -(-span.stop // size))
-    touched: list[int] = (span // size).unique().tolist()
-    return touched
+    return (span // size).unique().tolist()

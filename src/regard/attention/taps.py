@@ -207,25 +207,26 @@ class Recorder:
             raise ValueError(f"step={step} picks none of the {len(calls)} calls at {name!r}")
         if len(some) > 1 and any(call.cache is None or call.cache is not some[0].cache for call in some):
             raise ValueError(f"{len(some)} calls at {name!r} do not share a cache; say which step to look at")
-        return AttentionMap.of(self._score_matrix(name, some))
+        one, cache = some[0], some[0].cache
+        if cache is not None:
+            return AttentionMap.of(join_steps(some, cache, self._keys_of(cache, some, name)))
+        assert one.k is not None and one.frame is not None
+        return AttentionMap.of(ScoreMatrix(one.q, one.k, one.mask, one.bias, one.mechanism, one.frame))
 
-    def _score_matrix(self, name: str, calls: list[RecordedAttention]) -> ScoreMatrix:
-        one, cache = calls[0], calls[0].cache
-        if cache is None:
-            assert one.k is not None and one.frame is not None
-            return ScoreMatrix(one.q, one.k, one.mask, one.bias, one.mechanism, one.frame)
+    def _keys_of(self, cache: Cache, calls: list[RecordedAttention], name: str) -> tuple[Tensor, Tensor]:
+        """The keys that all these calls saw, and their positions."""
+        one = calls[0]
         if one.memory is not None:
             if any(call.memory is None or not is_same_memory(call.memory, one.memory) for call in calls):
                 raise ValueError(f"the memory is not the same in all {len(calls)} calls at {name!r}; say which step")
-            return join_steps(calls, cache, one.memory)
+            return one.memory
         version = self._versions.get(cache, cache.version)
         n_stale = sum(call.version is not version for call in calls)
         if n_stale:
-            raise ValueError(
-                f"the cache was reordered, truncated or reset after {n_stale} of these {len(calls)} calls at {name!r},"
-                " whose keys are gone; look at the steps since then"
-            )
-        return join_steps(calls, cache, self._keys[cache] if cache in self._keys else current_keys(cache))
+            hint = "whose keys are gone; look at the steps since then"
+            which = f"{n_stale} of these {len(calls)} calls at {name!r}"
+            raise ValueError(f"the cache was reordered, truncated or reset after {which}, {hint}")
+        return self._keys[cache] if cache in self._keys else current_keys(cache)
 
     def _records(self) -> list[_TapRecord]:
         """The records of this model, oldest first, without those that are ignored."""

@@ -166,15 +166,6 @@ def linear(d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
     return layer
 
 
-_DECODERS: dict[str, type[PlainDecoder]] = {
-    "none": PlainDecoder,
-    "additive": BahdanauDecoder,
-    "dot": LuongDecoder,
-    "general": LuongDecoder,
-    "concat": LuongDecoder,
-}
-
-
 @dataclass(frozen=True, eq=False)
 class RecurrentMemory(Memory):
     """The encoder's states (B, S, M), 0 at padding, and the last state of each layer."""
@@ -227,7 +218,8 @@ class Recurrent(SourceToTarget):
         both_ways, d_embed = config.bidirectional, self.token.d_model
         self.encoder = Recurrence(cell, d_embed, d_model, n_layers, bidirectional=both_ways, dropout=dropout)
         self.bridge = Bridge(cell, d_model, n_layers, config.n_decoder_layers or n_layers)
-        self.decoder = _DECODERS[config.alignment](config)
+        decoder = {"none": PlainDecoder, "additive": BahdanauDecoder}.get(config.alignment, LuongDecoder)
+        self.decoder = decoder(config)
         self.dropout = nn.Dropout(dropout)
         self.head = TokenHead(config, config.output_vocab_size, config.tie_head) if config.head == "lm" else None
         self._initialise()

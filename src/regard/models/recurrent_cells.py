@@ -10,7 +10,6 @@ i = 0 and f = 1, or z = 1. A state that is still 0 then stays 0, and c passes th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -222,14 +221,6 @@ class MemoryView:
         return torch.zeros_like(visible, dtype=self.v.dtype).masked_fill(~visible, float("-inf"))[:, None, None]
 
 
-_MECHANISMS: dict[str, Callable[[int], Mechanism]] = {
-    "additive": lambda d_model: Additive(1, d_model),
-    "dot": lambda d_model: Dot(scale=1.0),
-    "general": lambda d_model: General(1, d_model),
-    "concat": lambda d_model: Concat(1, d_model),
-}
-
-
 class Alignment(nn.Module):
     """Attention of a decoder's state to the encoder's, one head: Σ_j α_ij h_j with α_i = softmax_j(score(s_i, h_j)).
 
@@ -239,7 +230,9 @@ class Alignment(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.mechanism = _MECHANISMS[config.alignment](config.d_model)
+        scores: dict[str, type[Additive | General]] = {"additive": Additive, "general": General, "concat": Concat}
+        one_head = scores.get(config.alignment)
+        self.mechanism: Mechanism = Dot(scale=1.0) if one_head is None else one_head(1, config.d_model)
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.checkpointing = False  # recompute a step's scores in the backward pass; set from outside
 

@@ -311,4 +311,4 @@ def drop_positions_from(positions: Tensor, length: int | Tensor) -> Tensor:
 
 
 def n_bytes(*tensors: Tensor | None) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+    return sum(x.nbytes for x in tensors if x is not None)

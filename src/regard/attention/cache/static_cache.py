@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from ...foundation.checks import check_not_negative, check_positive
-from .kv_cache import (
-    Cache,
-    CacheVersion,
-    CacheView,
-    check_new_keys,
-    drop_positions_from,
-    n_bytes,
-    position_rows,
-    squeeze_rows,
-)
+from .kv_cache import Cache, CacheVersion, CacheView, check_new_keys, drop_positions_from, position_rows, squeeze_rows
 
 CacheDtype = Literal["model", "bf16", "int8"]  # how keys and values are stored
 Device = torch.device | str | None
@@ -170,7 +161,7 @@ class SlotCache(Cache):
         self._count, self._view, self.version = None, None, CacheVersion()
 
     def memory(self) -> int:
-        return n_bytes(self._lengths, *(x for slots in self._all_slots for x in (*slots.data, slots.pos)))
+        return self._lengths.nbytes + sum(x.nbytes for slots in self._all_slots for x in (*slots.data, slots.pos))
 
 
 class StaticCache(SlotCache):
