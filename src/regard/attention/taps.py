@@ -239,7 +239,7 @@ class Recorder:
             entry = entry.before
         return records[::-1]
 
-    def append(self, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor) -> None:
+    def _append(self, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor) -> None:
         """Add a record; ``at`` fixes its place in a compiled graph."""
         if torch.compiler.is_compiling():  # thread and backward pass are only known when the graph runs
             self._last = _TapRecord(self._last, owner, name, value, _is_ignored(at.detach()))
@@ -282,7 +282,7 @@ _recorder: Recorder | None = None
 def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Show x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x."""
     if _recorder is not None and _recorder.values:
-        _recorder.append(owner, name, x.detach(), x)
+        _recorder._append(owner, name, x.detach(), x)
     return x
 
 
@@ -305,7 +305,7 @@ def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: 
         version=None if cache is None else cache.version,
         memory=current_keys(cache) if isinstance(cache, CrossCache) else None,
     )
-    _recorder.append(owner, "attention", recorded, output)
+    _recorder._append(owner, "attention", recorded, output)
     return output
 
 

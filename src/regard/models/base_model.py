@@ -29,10 +29,8 @@ class DecoderShape(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig) -> DecoderShape:
-        beside_encoder = config.architecture == "encoder-decoder"
-        n_layers = (config.n_decoder_layers if beside_encoder else None) or config.n_layers
-        n_heads = (config.n_decoder_heads if beside_encoder else None) or config.n_heads
-        return cls(n_layers, n_heads, config.n_kv_heads or n_heads, config.d_head or config.d_model // n_heads)
+        n_layers, n_heads, _ = components.stack_sizes(config, cross=config.architecture == "encoder-decoder")
+        return cls(n_layers, n_heads, config.n_kv_heads or n_heads, components.head_width(config, n_heads))
 
 
 class AttentionSite(NamedTuple):

@@ -93,10 +93,9 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """n layers and, after pre-norm layers, one last norm. ``causal`` hides the future, ``cross`` looks at a memory."""
 
-    def __init__(
-        self, config: ModelConfig, *, n_layers: int, n_heads: int, d_ff: int, causal: bool, cross: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, causal: bool, cross: bool = False) -> None:
         super().__init__()
+        n_layers, n_heads, d_ff = components.stack_sizes(config, cross)
         self.n_layers, self.causal = n_layers, causal
         self.checkpointing = False  # recompute each layer in the backward pass; set from outside
         rope = components.rope(config, n_heads)

@@ -82,6 +82,14 @@ class Pooler(nn.Module):
         return attend(query, states, states, mask=mask).output[:, 0, 0]
 
 
+def stack_sizes(config: ModelConfig, cross: bool) -> tuple[int, int, int]:
+    """Layers, heads and feed-forward width of a stack; a decoder beside an encoder (``cross``) may have its own."""
+    if not cross:
+        return config.n_layers, config.n_heads, config.d_ff
+    n_layers, n_heads = config.n_decoder_layers or config.n_layers, config.n_decoder_heads or config.n_heads
+    return n_layers, n_heads, config.d_decoder_ff or config.d_ff
+
+
 def head_width(config: ModelConfig, n_heads: int) -> int:
     return config.d_model // n_heads if config.d_head is None else config.d_head
 

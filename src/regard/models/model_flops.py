@@ -89,10 +89,7 @@ def stacks_of(config: ModelConfig, length: int, source_length: int | None = None
 
 
 def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool, memory: int | None = None) -> StackShape:
-    n_layers, n_heads, d_ff = config.n_layers, config.n_heads, config.d_ff
-    if memory is not None:  # a decoder beside an encoder may have sizes of its own
-        n_layers, n_heads = config.n_decoder_layers or n_layers, config.n_decoder_heads or n_heads
-        d_ff = config.d_decoder_ff or d_ff
+    n_layers, n_heads, d_ff = components.stack_sizes(config, cross=memory is not None)
     heads = (n_heads, config.n_kv_heads or n_heads, components.head_width(config, n_heads))
     return StackShape(name, n_layers, *heads, d_ff, length, causal, memory)
 

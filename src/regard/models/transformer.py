@@ -27,7 +27,7 @@ class Decoder(Model):
         super().__init__(config)
         self.token = components.token_table(config, config.vocab_size)
         self.embeddings = components.embeddings(config, config.max_len)
-        self.decoder: Stack = _single_stack(config, config.causal)
+        self.decoder: Stack = Stack(config, causal=config.causal)
         self.head = _token_head(config, config.vocab_size)
         self._initialise()
 
@@ -63,7 +63,7 @@ class Encoder(Model):
         super().__init__(config)
         self.token = components.token_table(config, config.vocab_size) if config.source == "text" else None
         self.embeddings = source_embeddings(config)
-        self.encoder: Stack = _single_stack(config, causal=False)
+        self.encoder: Stack = Stack(config, causal=False)
         self.head = _token_head(config, config.vocab_size) if config.head == "masked-lm" else None
         self.classifier = ClassHead(config) if config.head == "classify" else None
         self.pooler = Pooler(config) if config.head == "none" and config.pooler != "none" else None
@@ -104,15 +104,8 @@ class EncoderDecoder(SourceToTarget):
         self.target_token = None if shared else components.token_table(config, config.output_vocab_size)
         self.embeddings = source_embeddings(config)
         self.target_embeddings = components.embeddings(config, config.max_target_len or config.max_len)
-        self.encoder: Stack = _single_stack(config, causal=False)
-        self.decoder: Stack = Stack(
-            config,
-            n_layers=config.n_decoder_layers or config.n_layers,
-            n_heads=config.n_decoder_heads or config.n_heads,
-            d_ff=config.d_decoder_ff or config.d_ff,
-            causal=config.causal,
-            cross=True,
-        )
+        self.encoder: Stack = Stack(config, causal=False)
+        self.decoder: Stack = Stack(config, causal=config.causal, cross=True)
         self.head = _token_head(config, config.output_vocab_size)
         self._initialise()
 
@@ -137,10 +130,6 @@ class EncoderDecoder(SourceToTarget):
 
 def _token_head(config: ModelConfig, vocab_size: int) -> TokenHead | None:
     return TokenHead(config, vocab_size, config.tie_head) if config.head in ("lm", "masked-lm") else None
-
-
-def _single_stack(config: ModelConfig, causal: bool) -> Stack:
-    return Stack(config, n_layers=config.n_layers, n_heads=config.n_heads, d_ff=config.d_ff, causal=causal, cross=False)
 
 
 def _embed(
