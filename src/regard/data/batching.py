@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ..foundation.checks import check_positive
 from .hashing import bits, integers, permutation, stable_key, uniform
 from .packing import IGNORE
 
@@ -43,9 +44,7 @@ class BatchPlan:
         self.max_len, self.max_examples = max_len, max_examples
         if self.lengths.ndim not in (1, 2) or len(self.lengths) == 0:
             raise ValueError(f"lengths has shape {self.lengths.shape}, but (n,) or (n, sides) with n ≥ 1 is needed")
-        for name, value in (("batch_tokens", batch_tokens), ("max_examples", max_examples), ("max_len", max_len)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_positive(batch_tokens=batch_tokens, max_examples=max_examples, max_len=max_len)
         if not len(self._included):
             raise ValueError(f"every example is longer than max_len={max_len}")
         longest = int(self._longest[self._included].max())

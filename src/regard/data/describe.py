@@ -99,17 +99,14 @@ class SourceDescription:
             lines += ["images", *(f"  {size}  {n:,}" for size, n in self.images.items())]
         for unit, sides in (("characters", self.characters), ("tokens", self.tokens)):
             lines += [unit, *(f"  {side}  {lengths.to_text()}" for side, lengths in sides.items())] if sides else []
-        lines += ["repeats and leaks", *(f"  {line}" for line in self._repeat_lines())]
+        n, n_sources, leaked = self.duplicates, self.repeated_sources, self.leaked_sources
+        lines.append("repeats and leaks")
+        lines.append(f"  {n:,} training examples repeat another exactly, {n_sources:,} its source side")
+        lines.append(f"  {leaked:,} held-out source sides are in train too, {self.leaked_examples:,} whole examples")
+        lines += [f"  {self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []
         lines += ["lost", *(f"  {line}" for line in self._loss_lines())]
         examples = [" → ".join(text.replace("\n", "⏎") for text in texts) for texts in self.examples]
         return "\n".join([*lines, "examples", *(f"  {text[:200]}" for text in examples)])
-
-    def _repeat_lines(self) -> list[str]:
-        return [
-            f"{self.duplicates:,} training examples repeat another exactly, {self.repeated_sources:,} its source side",
-            f"{self.leaked_sources:,} held-out source sides are in train too, {self.leaked_examples:,} whole examples",
-            *([f"{self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []),
-        ]
 
     def _loss_lines(self) -> list[str]:
         bad, lines = self.bad_lines, []
@@ -148,8 +145,9 @@ def describe(
     cut = too_long == "truncate" or (too_long == "auto" and source.kind != "pairs")
     limits = None if max_len is None else (max_len, max_target_len)
     tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut)
-    keys, wholes = [stable_key(key_of(x)) for x in train], [sha256_of([x]) for x in train]
-    key_set, whole_set = set(keys), set(wholes)
+    keys, wholes = {stable_key(key_of(x)) for x in train}, {sha256_of([x]) for x in train}
+    counts = Counter(x.label for x in train if isinstance(x, Labelled | ImageExample))
+    labels = None if source.labels is None else {name: counts.get(n, 0) for n, name in enumerate(source.labels)}
     return SourceDescription(
         name=source.name,
         kind=source.kind,
@@ -157,13 +155,13 @@ def describe(
         n_valid=len(source.valid),
         looked_at=n_train,
         split=source.split.to_dict(),
-        labels=_label_counts(source, train),
+        labels=labels,
         characters={side: LengthSummary.from_sizes(map(len, sides)) for side, sides in texts.items()},
         tokens=tokens,
-        duplicates=n_train - len(whole_set),
-        repeated_sources=n_train - len(key_set),
-        leaked_sources=sum(stable_key(key_of(x)) in key_set for x in valid),
-        leaked_examples=sum(sha256_of([x]) in whole_set for x in valid),
+        duplicates=n_train - len(wholes),
+        repeated_sources=n_train - len(keys),
+        leaked_sources=sum(stable_key(key_of(x)) in keys for x in valid),
+        leaked_examples=sum(sha256_of([x]) in wholes for x in valid),
         dropped_duplicates=source.n_duplicates,
         images=_image_sizes(train) if source.kind in ("captions", "images") else None,
         losses=losses,
@@ -216,13 +214,6 @@ def _token_lengths(
     return lengths, LengthLosses(max_len, int((excess > 0).sum()), lost, n_unknown, max_target_len, cut)
 
 
-def _label_counts(source: Source, train: Sequence[Example]) -> dict[str, int] | None:
-    if source.labels is None:
-        return None
-    counts = Counter(x.label for x in train if isinstance(x, Labelled | ImageExample))
-    return {name: counts.get(index, 0) for index, name in enumerate(source.labels)}
-
-
 def _image_sizes(train: Sequence[Example]) -> dict[str, int]:
     from PIL import Image
 
@@ -250,6 +241,4 @@ def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str
             return [text[:300], labels[label] if labels else str(label)]
         case ImageExample(image, captions, label):
             name = image.name if isinstance(image, Path) else "image"
-            if captions:
-                return [name, *captions]
-            return [name, labels[label] if labels and label is not None else str(label)]
+            return [name, *(captions or [labels[label] if labels and label is not None else str(label)])]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadData, BadLine
+from ..errors import BadLine
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,16 +79,12 @@ class ReadReport:
         if len(self.first) < _MAX_SHOWN:
             self.first.append(BadLine(str(file), line, f"{reason}: {detail}" if detail else reason))
 
-    def raise_if_bad(self) -> None:
-        if self.n_bad:
-            raise BadData(self.to_text(), tuple(self.first), self.n_bad)
-
     def to_text(self, *, refused: bool = True) -> str:
         """One line each for the first bad ones, and how many there are."""
         fate = "bad_lines='skip' leaves them out" if refused else "left out, as bad_lines='skip' says"
         head = f"{self.n_bad:,} bad line{'s' * (self.n_bad != 1)} of {self.n_read:,}; {fate}"
-        rest = [f"… and {self.n_bad - len(self.first):,} more"] if self.n_bad > len(self.first) else []
-        return "\n".join([head, *(f"  {line}" for line in self.first), *(f"  {line}" for line in rest)])
+        rest = [f"  … and {self.n_bad - len(self.first):,} more"] if self.n_bad > len(self.first) else []
+        return "\n".join([head, *(f"  {line}" for line in self.first), *rest])
 
     def to_dict(self) -> dict[str, Any]:
         return {

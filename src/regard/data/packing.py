@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..foundation.checks import check_positive
 from .hashing import integers, permutation, stable_key
 from .token_files import TokenFile
 
@@ -44,8 +45,7 @@ class PackedRows:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if self.context < 1:
-            raise ValueError(f"context={self.context} must be at least 1")
+        check_positive(context=self.context)
 
     def __len__(self) -> int:
         return -(-len(self.file.tokens) // self.context)

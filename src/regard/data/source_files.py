@@ -26,13 +26,7 @@ from .images import read_idx
 from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_BY_SUFFIX: dict[str, Format] = {
-    ".tsv": "tsv",
-    ".csv": "csv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "captions",
-}
+_FORMATS: dict[str, Format] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "captions"}
 _SAMPLE_ROWS = 1000
 _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en"),
@@ -53,7 +47,7 @@ _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
 
 def detect_format(path: Path) -> Format:
     """By the suffix; .txt and unknown ones are a table where every early line has the same number of tabs."""
-    if (by_suffix := _BY_SUFFIX.get(suffix_of(path))) is not None:
+    if (by_suffix := _FORMATS.get(suffix_of(path))) is not None:
         return by_suffix
     if "idx3-ubyte" in path.name or "idx4-ubyte" in path.name:
         return "idx"
@@ -66,7 +60,8 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     """Which columns are what."""
     if form == "jsonl":
         return _jsonl_schema(path, options)
-    rows = _sample(path, form)
+    records = islice(table_files.table_records(path, form, ReadReport(), DataConfig()), _SAMPLE_ROWS)
+    rows = [cells for _, cells in records if cells is not None]
     if not rows:
         return Schema(options.kind or "pairs", options.columns or (0, 1), header=False, width=None)
     named = any(isinstance(column, str) for column in options.columns or ())
@@ -126,16 +121,6 @@ def _schema_of_columns(columns: tuple[str | int, ...], kind: Kind | None) -> Sch
     return Schema(kind or (guess.kind if guess else "text" if len(columns) == 1 else "pairs"), columns, header=True)
 
 
-def _sample(path: Path, form: Format) -> list[list[str]]:
-    options, report = DataConfig(), ReadReport()
-    if form == "csv":
-        records = (cells for _, cells in table_files.csv_records(path, report, options))
-    else:
-        lines = read_lines(path, report, options)
-        records = (None if line is None else line.split("\t") for _, line in lines)
-    return [cells for cells in islice(records, _SAMPLE_ROWS) if cells is not None]
-
-
 def _guess_kind(
     body: list[list[str]], keys: list[str], columns: tuple[str | int, ...], header: bool, any_order: bool = False
 ) -> Kind:
@@ -167,7 +152,6 @@ def _are_classes(values: list[str]) -> bool:
 # ------------------------------------------------------------------------------------------------ names to files
 
 _TRAIN, _VALID = ("train", "training"), ("valid", "val", "validation", "dev")
-_TABLES = (".tsv", ".csv", ".jsonl", ".json", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -228,14 +212,18 @@ def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
     """IDX files; train and valid tables; parallel files told by their endings; folders of images; documents."""
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if idx := [file for file in files if "idx3-ubyte" in file.name or "idx4-ubyte" in file.name]:
-        return _from_idx_folder(path, idx)
+        train, valid = ([file for file in idx if file.name.startswith(names)] for names in (_TRAIN, _VALID))
+        if len(train) != 1:
+            raise BadData(f"{path} has {len(train)} files train-images-idx3-ubyte; one is needed")
+        return replace(_from_idx(train[0]), valid=_from_idx(valid[0]) if valid else None)
     train, valid = ([file for file in files if stem_of(file).lower() in names] for names in (_TRAIN, _VALID))
     if train:
         train_files = _from_parts(path, train, options)
         return replace(train_files, valid=_from_parts(path, valid, options, train_files) if valid else None)
-    classes = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and _has_image(folder)]
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    classes = [x.name for x in folders if any(file.suffix.lower() in IMAGE_SUFFIXES for file in x.iterdir())]
     if classes and options.kind in (None, "images"):
-        return SourceFiles("folder", "images", (path,), images=path, labels=tuple(folder.name for folder in classes))
+        return SourceFiles("folder", "images", (path,), images=path, labels=tuple(classes))
     documents = tuple(file for file in files if suffix_of(file) == ".txt")
     if documents:
         return SourceFiles("text", "text", documents)
@@ -244,7 +232,7 @@ def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
 
 def _from_parts(path: Path, files: list[Path], options: DataConfig, like: SourceFiles | None = None) -> SourceFiles:
     """The files of one part of a folder; ``like`` is the training part, whose columns the other part shares."""
-    tables = [file for file in files if suffix_of(file) in _TABLES]
+    tables = [file for file in files if suffix_of(file) in _FORMATS]
     if tables:
         table = _from_file(tables[0], options)
         if like is not None and table.kind == like.kind:
@@ -260,10 +248,6 @@ def _from_parts(path: Path, files: list[Path], options: DataConfig, like: Source
     return SourceFiles("parallel", "pairs", tuple(endings[str(ending)] for ending in wanted))
 
 
-def _has_image(folder: Path) -> bool:
-    return any(file.suffix.lower() in IMAGE_SUFFIXES for file in folder.iterdir())
-
-
 def _from_idx(images: Path) -> SourceFiles:
     labels = images.with_name(images.name.replace("images-idx3", "labels-idx1").replace("images-idx4", "labels-idx1"))
     if not labels.is_file() or labels == images:
@@ -274,24 +258,18 @@ def _from_idx(images: Path) -> SourceFiles:
     return SourceFiles("idx", "images", (images, labels), idx=(pixels, numbers))
 
 
-def _from_idx_folder(path: Path, files: list[Path]) -> SourceFiles:
-    train = [file for file in files if file.name.startswith(_TRAIN)]
-    valid = [file for file in files if file.name.startswith(_VALID)]
-    if len(train) != 1:
-        raise BadData(f"{path} has {len(train)} files train-images-idx3-ubyte; one is needed")
-    return replace(_from_idx(train[0]), valid=_from_idx(valid[0]) if valid else None)
-
-
 def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row | Text]:
     if files.table is not None:
         assert files.schema is not None
         yield from _table_rows(files, files.schema, report)
         return
-    readers = {"tsv": table_files.read_tsv, "csv": table_files.read_csv, "jsonl": table_files.read_jsonl}
     match files.form:
-        case "tsv" | "csv" | "jsonl":
+        case "tsv" | "csv":
             assert files.schema is not None
-            yield from readers[files.form](files.paths[0], files.schema, report, options)
+            yield from table_files.read_table(files.paths[0], files.form, files.schema, report, options)
+        case "jsonl":
+            assert files.schema is not None
+            yield from table_files.read_jsonl(files.paths[0], files.schema, report, options)
         case "parallel":
             yield from table_files.read_parallel(files.paths, report, options)
         case "captions":
@@ -299,17 +277,12 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
         case "text":
             for path in files.paths:
                 yield from table_files.read_texts(path, report, options)
-        case "folder":
-            yield from _folder_rows(files, report)
-
-
-def _folder_rows(files: SourceFiles, report: ReadReport) -> Iterator[Row]:
-    """One folder for each class."""
-    for label in files.labels or ():
-        for number, file in enumerate(sorted((files.paths[0] / label).iterdir()), start=1):
-            if file.suffix.lower() in IMAGE_SUFFIXES:
-                report.n_read += 1
-                yield Row(file, number, (f"{label}/{file.name}", label))
+        case "folder":  # one for each class
+            for label in files.labels or ():
+                for number, file in enumerate(sorted((files.paths[0] / label).iterdir()), start=1):
+                    if file.suffix.lower() in IMAGE_SUFFIXES:
+                        report.n_read += 1
+                        yield Row(file, number, (f"{label}/{file.name}", label))
 
 
 def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
@@ -333,10 +306,9 @@ def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
         schema = schema_of_keys(keys, options.kind)
     if schema is None:
         raise ValueError(f"{name} has the columns {', '.join(keys)}; say which to take: columns=a,b")
-    labels = None
-    if schema.kind in ("labelled", "images"):
-        names = getattr(train.features[str(schema.columns[1])], "names", None)
-        labels = None if names is None else tuple(names)
+    has_labels = schema.kind in ("labelled", "images")
+    names = getattr(train.features[str(schema.columns[1])], "names", None) if has_labels else None
+    labels = None if names is None else tuple(names)
     valid = next((splits[x] for x in _VALID if x in splits), None)
     files = SourceFiles("hf", schema.kind, (Path(name),), schema, labels=labels, table=train)
     return files if valid is None else replace(files, valid=replace(files, table=valid))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -90,9 +90,9 @@ def open_source(
     valid_files = files.valid if config.valid is None else find_source_files(config.valid, config)
     load = _load_idx if files.idx is not None else _load_rows
     opened = load(config, files, valid_files, report)
+    if report.n_bad and config.bad_lines == "error":
+        raise BadData(report.to_text(), tuple(report.first), report.n_bad)
     if report.n_bad:
-        if config.bad_lines == "error":
-            report.raise_if_bad()
         _log.warning("%s", report.to_text(refused=False))
     if not len(opened.train):
         raise BadData(f"{config.source} has no example to train on")
@@ -190,8 +190,12 @@ def _examples(
     rows = cast(Iterator[Row], read)
     if files.kind == "pairs":
         return [Pair(*row.cells) for row in _valid_rows(rows, report, config)], None
-    if files.kind == "captions":
-        return _group_captions(_valid_rows(rows, report, config), files, config, report), None
+    if files.kind == "captions":  # one example for each image, with all its captions in their order
+        captions: dict[Any, list[str]] = {}
+        for row, image in _usable_images(_valid_rows(rows, report, config), files, config, report):
+            caption = row.cells[1]
+            captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
+        return [ImageExample(image, tuple(texts)) for image, texts in captions.items()], None
     labelled = list(_valid_rows(rows, report, config))
     labels = labels or files.labels or _sorted_labels({row.cells[1] for row in labelled})
     number = {name: index for index, name in enumerate(labels)}
@@ -242,15 +246,6 @@ def _normalise(cell: Any, config: DataConfig) -> Any:
     return cell if plain else unicodedata.normalize("NFC", cell)
 
 
-def _group_captions(rows: Iterable[Row], files: SourceFiles, config: DataConfig, report: ReadReport) -> list[Example]:
-    """One example for each image, with all its captions in their order."""
-    captions: dict[Any, list[str]] = {}
-    for row, image in _usable_images(rows, files, config, report):
-        caption = row.cells[1]
-        captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
-    return [ImageExample(image, tuple(texts)) for image, texts in captions.items()]
-
-
 def _usable_images(
     rows: Iterable[Row], files: SourceFiles, config: DataConfig, report: ReadReport
 ) -> Iterator[tuple[Row, Any]]:
@@ -275,8 +270,7 @@ def _sorted_labels(names: set[str]) -> tuple[str, ...]:
     if len(names) > _MAX_LABELS:
         raise ValueError(f"the label column has {len(names):,} different values, so it is not one of labels")
     numeric = all(name.lstrip("-").isdigit() for name in names)
-    key: Callable[[str], Any] = int if numeric else str
-    return tuple(sorted(names, key=key))
+    return tuple(sorted(names, key=int if numeric else str))
 
 
 def _load_idx(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None, report: ReadReport) -> Source:
@@ -305,6 +299,5 @@ def _load_idx(config: DataConfig, files: SourceFiles, valid_files: SourceFiles |
 def _deduplicate(examples: IdxImages, config: DataConfig) -> IdxImages:
     if config.deduplicated == "no":
         return examples
-    return IdxImages(
-        examples.images, examples.labels, np.asarray(first_occurrences(examples, config.deduplicated), dtype=np.int64)
-    )
+    rows = np.asarray(first_occurrences(examples, config.deduplicated), dtype=np.int64)
+    return IdxImages(examples.images, examples.labels, rows)

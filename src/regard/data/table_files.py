@@ -128,19 +128,46 @@ class Schema:
     width: int | None = None  # columns that every line must have; None: enough for the chosen ones
 
 
-def read_tsv(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """Cells between tabs; nothing is quoted or escaped."""
-    lines = read_lines(path, report, options)
-    records = ((number, None if line is None else line.split("\t")) for number, line in lines)
-    return _select_columns(path, records, schema, report)
+def read_table(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """The chosen columns of a TSV or CSV file."""
+    records = table_records(path, form, report, options)
+    indices: list[int] = []
+    width = schema.width
+    if schema.header:
+        names = [name.strip() for name in next(records, (0, None))[1] or []]
+        report.n_read -= 1
+        indices, width = [_column_index(path, names, column) for column in schema.columns], len(names)
+    else:
+        for column in schema.columns:
+            if not isinstance(column, int):
+                raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
+            indices.append(column)
+    for number, cells in records:
+        if cells is None:
+            continue
+        if (width is not None and len(cells) != width) or len(cells) <= max(indices):
+            need = max(indices) + 1 if width is None else width
+            report.add_bad(path, number, "wrong column count", f"{len(cells)} instead of {need}")
+            continue
+        yield Row(path, number, tuple(cells[index].strip() for index in indices))
 
 
-def read_csv(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """Comma-separated, or by semicolons where the first line has more of them; quoted cells may hold line ends."""
-    return _select_columns(path, csv_records(path, report, options), schema, report)
+def table_records(
+    path: Path, form: str, report: ReadReport, options: DataConfig
+) -> Iterator[tuple[int, list[str] | None]]:
+    """All cells of each record and its line number; None for one recorded as bad.
+
+    TSV has tabs between cells, and nothing is quoted or escaped. CSV has commas, or semicolons where the first line has
+    more of them; quoted cells may hold line ends.
+    """
+    if form == "csv":
+        yield from _csv_records(path, report, options)
+    else:
+        for number, line in read_lines(path, report, options):
+            yield number, None if line is None else line.split("\t")
 
 
-def csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
+def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
     numbers: list[int] = []  # of the lines of the current record
 
     def lines() -> Iterator[str]:
@@ -163,30 +190,6 @@ def csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator
             yield numbers[0], None
             continue
         yield numbers[0], record or [""]
-
-
-def _select_columns(
-    path: Path, records: Iterator[tuple[int, list[str] | None]], schema: Schema, report: ReadReport
-) -> Iterator[Row]:
-    indices: list[int] = []
-    width = schema.width
-    if schema.header:
-        names = [name.strip() for name in next(records, (0, None))[1] or []]
-        report.n_read -= 1
-        indices, width = [_column_index(path, names, column) for column in schema.columns], len(names)
-    else:
-        for column in schema.columns:
-            if not isinstance(column, int):
-                raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
-            indices.append(column)
-    for number, cells in records:
-        if cells is None:
-            continue
-        if (width is not None and len(cells) != width) or len(cells) <= max(indices):
-            need = max(indices) + 1 if width is None else width
-            report.add_bad(path, number, "wrong column count", f"{len(cells)} instead of {need}")
-            continue
-        yield Row(path, number, tuple(cells[index].strip() for index in indices))
 
 
 def _column_index(path: Path, names: list[str], column: str | int) -> int:

@@ -108,12 +108,8 @@ def render_alignment(model: Model, page: Path, language: str) -> dict[str, Any]:
     seen = own if right else look(model, pair.source, pair.target)
     write_atomic(page, page_html(seen, layer=layer, kind="cross", language=language).encode())
     facts = {"source": pair.source, "target": pair.target, "right": right, "layer": layer}
-    return facts | {
-        "heads": seen.heads(kind="cross"),
-        "n": error["n"],
-        "error": layers[layer],
-        "diagonal": error["diagonal"],
-    }
+    scores = {"n": error["n"], "error": layers[layer], "diagonal": error["diagonal"]}
+    return facts | {"heads": seen.heads(kind="cross")} | scores
 
 
 def export_onnx(model: Model, path: Path) -> dict[str, Any]:
@@ -166,7 +162,12 @@ class Demo:
             path = self.run / "evaluation.json"
             result = parse_json(path.read_bytes(), path)
         else:
-            self._prepare_training()
+            if (self.run / "run.json").is_file():
+                names = [path.name[5:] for path in (self.run / "checkpoints").glob("step-*")]
+                step = max((int(name) for name in names if name.isdigit()), default=0)
+                self.screen.note("train.goes_on", step=step, steps=self.config.train.steps)
+            elif self.run.exists():  # stopped before the run had a config: nothing was learned yet
+                shutil.rmtree(self.run)
             result = train_model(self.config, self.command, self.style)
             result["seconds"] = round(max(result["seconds"], time.perf_counter() - started), 1)  # of all its parts
         if not result["finished"]:
@@ -176,18 +177,12 @@ class Demo:
         self.results["train"] = {**result, "kept": done}
         self.screen.result("train", self.results["train"])
 
-    def _prepare_training(self) -> None:
-        if (self.run / "run.json").is_file():
-            names = [path.name[5:] for path in (self.run / "checkpoints").glob("step-*")]
-            steps = [int(name) for name in names if name.isdigit()]
-            self.screen.note("train.goes_on", step=max(steps, default=0), steps=self.config.train.steps)
-        elif self.run.exists():  # stopped before the run had a config: nothing was learned yet
-            shutil.rmtree(self.run)
-
     def _stage(self, name: str, compute: Callable[[], dict[str, Any]], *files: Path, **about: Any) -> None:
         """Keep the record of this very model, or compute it and write it."""
-        record = self.root / f"{name}.json"
-        result = self._load_record(record, files)
+        record, result = self.root / f"{name}.json", None
+        if record.is_file() and all(file.is_file() for file in files):
+            stored = parse_json(record.read_bytes(), record)
+            result = stored if stored.get("model") == self._model_hash else None
         kept = result is not None
         self.screen.stage(name, kept=kept, **about)
         if result is None:
@@ -197,12 +192,6 @@ class Demo:
                 write_atomic(record, to_json(result))
         self.results[name] = {**result, "kept": kept}
         self.screen.result(name, self.results[name], self)
-
-    def _load_record(self, record: Path, files: tuple[Path, ...]) -> dict[str, Any] | None:
-        if not record.is_file() or not all(file.is_file() for file in files):
-            return None
-        result = parse_json(record.read_bytes(), record)
-        return result if result.get("model") == self._model_hash else None
 
     def _export(self) -> dict[str, Any]:
         try:
@@ -248,9 +237,8 @@ class Demo:
             before = parse_json(marker.read_bytes(), marker).get("words")
             if before != list(self.overrides):
                 given = " ".join(before or ()) or "no words"
-                raise UsageError(
-                    f"{self.root} holds a demo with {given}; give the same, or --out another directory, or remove it"
-                )
+                advice = "give the same, or --out another directory, or remove it"
+                raise UsageError(f"{self.root} holds a demo with {given}; {advice}")
             return
         if self.root.exists() and any(path for path in self.root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)):
             raise UsageError(f"--out {self.root} holds something else; name another directory")

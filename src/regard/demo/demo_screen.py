@@ -73,11 +73,16 @@ class DemoScreen:
         self._print_indented(self.texts(name, **values), "dim")
 
     def result(self, name: str, result: dict[str, Any], demo: Demo | None = None) -> None:
+        from rich.text import Text
+
         if "left_out" in result:
             self._print_indented(self.texts(f"{name}.missing", name=result["left_out"]), "yellow")
             return
         if name == "judge":
-            self._print_evaluation(result)
+            line = Text().append(f"{100 * result['exact']:.1f} %", style="bold green")
+            line.append(f" {self.texts('judge.exact')}   ").append(f"BLEU {result['bleu']:.1f}", style="bold green")
+            line.append(f"   {self.texts('judge.lookup')}: {100 * result['lookup_exact']:.1f} %", style="dim")
+            self._print_indented(line)
         elif name == "translate":
             self._print_translations(result)
         elif name == "look" and demo is not None:
@@ -109,14 +114,6 @@ class DemoScreen:
             else:
                 self._print(f"{_MARGIN}# {self.texts(name)}", "dim")
                 self.console.print(_MARGIN + command, soft_wrap=True, markup=False)  # to be copied as it is
-
-    def _print_evaluation(self, result: dict[str, Any]) -> None:
-        from rich.text import Text
-
-        line = Text().append(f"{100 * result['exact']:.1f} %", style="bold green")
-        line.append(f" {self.texts('judge.exact')}   ").append(f"BLEU {result['bleu']:.1f}", style="bold green")
-        line.append(f"   {self.texts('judge.lookup')}: {100 * result['lookup_exact']:.1f} %", style="dim")
-        self._print_indented(line)
 
     def _print_translations(self, result: dict[str, Any]) -> None:
         from rich.text import Text

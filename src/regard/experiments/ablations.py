@@ -185,8 +185,7 @@ class Scaling:
 
     def to_text(self) -> str:
         lines = [
-            f"How much gradient passes the softmax over {self.n_keys} keys (‖diag(p) − ppᵀ‖, mean over queries)",
-            "",
+            f"How much gradient passes the softmax over {self.n_keys} keys (‖diag(p) − ppᵀ‖, mean over queries)\n",
             "         with 1/√d_k                      without",
             "  d_k    passes  predicted  saturated     passes  predicted   median  saturated",
         ]
@@ -197,8 +196,7 @@ class Scaling:
             lines.append(f"{scaled.d_k:5}   {left}   {right}    {plain.saturated:7.1%}")
         (first, _), (last, plain) = self.pairs()[0], self.pairs()[-1]
         lines += [
-            "",
-            "With 1/√d_k the scores keep variance 1 and the gradient stays: "
+            "\nWith 1/√d_k the scores keep variance 1 and the gradient stays: "
             f"{first.passed:.3f} at d_k = {first.d_k}, {last.passed:.3f} at {last.d_k}.",
             f"Without it their variance is d_k: at d_k = {plain.d_k}, {plain.saturated:.0%} of the queries put over "
             f"99 % on one key, and the typical (median) query passes {plain.passed_median:.0e} of its gradient.",
@@ -268,13 +266,6 @@ def _measure_point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> Scaling
     norms, largest = jacobian_norm(weights.detach()), weights.detach().max(-1).values
     saturated = d_k >= SATURATED * math.log(n)
     predicted = predict_scaled(n) if scaled else predict_unscaled(n, d_k) if saturated else None
-    return ScalingPoint(
-        d_k=d_k,
-        scaled=scaled,
-        passed=float(norms.mean()),
-        passed_median=float(norms.median()),
-        predicted=predicted,
-        gradient=float(scores.grad.norm(dim=-1).mean()),
-        largest=float(largest.mean()),
-        saturated=float((largest > 0.99).double().mean()),
-    )
+    passed, passed_median, gradient = float(norms.mean()), float(norms.median()), float(scores.grad.norm(dim=-1).mean())
+    share = float((largest > 0.99).double().mean())
+    return ScalingPoint(d_k, scaled, passed, passed_median, predicted, gradient, float(largest.mean()), share)

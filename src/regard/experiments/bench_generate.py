@@ -81,21 +81,16 @@ def bench_generate(
         raise ValueError(f"{n_prompt} tokens and {n_new} new ones do not fit into max_len={room} of {name}")
     cases = []
     for kind in weights:
-        ready = _with_weights(model, kind)
+        ready: Any = model
+        dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+        if kind == "int8" or next(model.parameters()).dtype != dtype:
+            ready = copy.deepcopy(model).to(dtype)
+            ready = quantise(ready) if kind == "int8" else ready
         for batch, beam in product(batches, beams):
             progress(f"{kind}, batch {batch}, beam {beam}")
             cases.append(_measure_speed(ready, kind, batch, beam, n_prompt, n_new, rounds))
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return GenerateBench(name, device, torch.get_num_threads(), n_prompt, n_new, cases)
-
-
-def _with_weights(model: Model, weights: WeightDtype) -> Any:
-    """The model, or a copy of it, with such weights."""
-    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
-    if weights != "int8" and next(model.parameters()).dtype == dtype:
-        return model
-    own = copy.deepcopy(model).to(dtype)
-    return quantise(own) if weights == "int8" else own
 
 
 def _measure_speed(
@@ -107,11 +102,10 @@ def _measure_speed(
 
     def seconds(n: int) -> float:
         fields: dict[str, Any] = {"cache": "static"} if on_cuda and beam == 1 else {}
+        fields |= {"min_new_tokens": n} if model.config.eos_id is not None else {}
         if on_cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        if model.config.eos_id is not None:
-            fields["min_new_tokens"] = n
         generate(model, rows, beam=beam, max_new_tokens=n, **fields)
         if on_cuda:
             torch.cuda.synchronize()

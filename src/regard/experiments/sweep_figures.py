@@ -51,7 +51,8 @@ def _draw_results(report: SweepReport, file: Path) -> None:
 
 
 def _draw_metric(panel: Any, report: SweepReport, metric: str) -> None:
-    panel.set_title(_title(metric), loc="left", fontsize=10.5, color=INK)
+    title = f"{TITLES.get(metric, metric)} — {'lower' if smaller_is_better(metric) else 'higher'} is better"
+    panel.set_title(title, loc="left", fontsize=10.5, color=INK)
     base = report.base.estimates.get(metric)
     if base is not None:
         panel.axvline(base.mean, color=BASE, linewidth=0.9, zorder=1)
@@ -84,8 +85,7 @@ def _outliers(report: SweepReport, metric: str) -> dict[str, bool]:
     if base is None or len(means) < 4:
         return {}
     gaps = sorted(abs(value - base.mean) for value in means.values())
-    middle = gaps[len(gaps) // 2]
-    most = max(12 * middle, 1e-12)
+    most = max(12 * gaps[len(gaps) // 2], 1e-12)
     return {name: value > base.mean for name, value in means.items() if abs(value - base.mean) > most}
 
 
@@ -96,10 +96,6 @@ def _colour(row: CellSummary, report: SweepReport, metric: str) -> str:
         return SAME
     lower = row.estimates[metric].mean < report.base.estimates[metric].mean
     return BETTER if lower == smaller_is_better(metric) else WORSE
-
-
-def _title(metric: str) -> str:
-    return f"{TITLES.get(metric, metric)} — {'lower' if smaller_is_better(metric) else 'higher'} is better"
 
 
 def _draw_curves(report: SweepReport, file: Path) -> None:
@@ -198,12 +194,11 @@ def _legend(figure: Any, entries: dict[str, dict[str, Any]], **style: Any) -> No
     figure.legend(handles=handles, fontsize=9.5, labelcolor=SOFT, handlelength=3.2, **place)
 
 
+_Points = dict[str, tuple[float, float]]
+
+
 def _label_right(
-    panel: Any,
-    points: dict[str, tuple[float, float]],
-    colours: dict[str, str],
-    size: float,
-    more: dict[str, str] | None = None,
+    panel: Any, points: _Points, colours: dict[str, str], size: float, more: dict[str, str] | None = None
 ) -> None:
     """Names right of the panel in the order of their points, a line to each, never over each other; then ``more``."""
     panel.autoscale_view()  # else the limits follow at the first drawing
@@ -232,11 +227,9 @@ def spread_heights(wanted: list[float], gap: float) -> list[float]:
             total = count + below_count
             groups[-1] = [(middle * count + below * below_count) / total, total]
     placed = [middle + gap * (n - (count - 1) / 2) for middle, count in groups for n in range(int(count))]
-    for n in range(len(placed)):  # what stands above the panel moves down, then what stands below it up
-        placed[-1 - n] = min(placed[-1 - n], 1 - gap * n)
-    for n in range(len(placed)):
-        placed[n] = max(placed[n], gap * n)
-    return placed
+    top = len(placed) - 1  # what stands above the panel moves down, then what stands below it up
+    lowered = [min(height, 1 - gap * (top - n)) for n, height in enumerate(placed)]
+    return [max(height, gap * n) for n, height in enumerate(lowered)]
 
 
 def draw_lengths(report: ExtrapolationReport, file: Path) -> None:

@@ -325,7 +325,14 @@ def _values(runs: dict[int, dict[str, Any] | None], name: str) -> list[float]:
 
 def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...], dict[str, dict[str, str]]]:
     """Which fields have a column, and its texts: all values of the base, of others only what is changed."""
-    values = {name: _displayed_settings(config) for name, config in configs.items()}
+    values = {}
+    for name, config in configs.items():
+        values[name], model = settings(config), config.model
+        if model.architecture != "recurrent":  # the width of a head is shown as one number
+            values[name]["d_k"] = model.head_width
+            del values[name]["model.d_head"]
+        if model.embedding_dropout == model.dropout:  # and one dropout where several are the same
+            values[name]["model.embedding_dropout"] = None
     changed = {key for fields in values.values() for key in fields if fields[key] != values[base].get(key)}
     always = ["model.n_layers", "model.d_model", "model.d_ff", "model.n_heads"]
     always = always[:2] if configs[base].model.architecture == "recurrent" else always
@@ -335,17 +342,6 @@ def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...],
         own = [key for key in columns if name == base or fields.get(key) != values[base].get(key)]
         texts[name] = {key: format_value(fields.get(key)) for key in own}
     return columns, texts
-
-
-def _displayed_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings with the width of a head as one number, and one dropout where several are the same."""
-    fields, model = settings(config), config.model
-    if model.architecture != "recurrent":
-        fields["d_k"] = model.head_width
-        del fields["model.d_head"]
-    if model.embedding_dropout == model.dropout:
-        fields["model.embedding_dropout"] = None
-    return fields
 
 
 def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:

@@ -276,8 +276,7 @@ def _determiner(node: Node, next_word: str, is_plural: bool) -> list[Word]:
 
 
 def _relative(node: Node, person: bool) -> list[Word]:
-    clause = node["clause"]
-    gap = clause["gap"]
+    clause, gap = node["clause"], node["clause"]["gap"]
     opener = Word("who" if person and gap == "subject" else "that", (), ((id(clause), "verb"),))
     if gap != "subject":
         return [opener, *_clause(clause, gap=gap)]

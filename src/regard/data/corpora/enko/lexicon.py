@@ -28,6 +28,7 @@ the splits `valid` and `combinations`, in the order of a hash: training meets bo
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
@@ -279,16 +280,10 @@ SHORT_RIDES: list[str] = _WORDS["short_distance_rides"]
 
 def lemmas() -> frozenset[str]:
     """Every lemma, marked by its kind: `noun:cat`, `verb:read`, `adjective:big`, `time:yesterday` …"""
-    kinds: dict[str, list[str]] = {
-        "noun": list(NOUNS),
-        "verb": list(VERBS),
-        "adjective": list(ADJECTIVES),
-        "adverb": [*(english for english, _ in MANNERS.values()), *FREQUENCIES, *DEGREES],
-        "time": list(TIMES),
-        "relation": list(RELATIONS),
-        "numeral": [english for english, _ in NUMERALS.values()],
-        "title": [*TITLES, *SURNAMES],
-    }
+    manners, numerals = ([english for english, _ in table.values()] for table in (MANNERS, NUMERALS))
+    kinds: dict[str, Iterable[str]] = {"noun": NOUNS, "verb": VERBS, "adjective": ADJECTIVES, "time": TIMES}
+    kinds |= {"adverb": [*manners, *FREQUENCIES, *DEGREES], "numeral": numerals}
+    kinds |= {"relation": RELATIONS, "title": [*TITLES, *SURNAMES]}
     return frozenset(f"{kind}:{word}" for kind, words in kinds.items() for word in words)
 
 
