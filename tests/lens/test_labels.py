@@ -14,7 +14,7 @@ import regard
 from generation.spoken import LINES, language_model, made, translator
 from models.small import small, small_config
 from regard.lens import Label, Look
-from regard.lens.labels import begins_word, join_labels, token_labels, token_text, visible
+from regard.lens.labels import begins_word, join_labels, token_labels, token_text, visible_text
 from regard.text.processor import Processor
 from regard.text.tokenizer import MarianTokenizer, Tokenizer
 from regard.text.tokenizer_training import TokenizerKind, train_tokenizer
@@ -177,12 +177,12 @@ def test_where_words_begin(before: str, text: str, begins: bool) -> None:
 
 
 def test_nothing_is_invisible() -> None:
-    assert visible(" a ") == "a"
-    assert visible("  ") == "␣␣"
-    assert visible("\n") == "⏎"
-    assert visible("a\x00\nb") == "a·⏎b"
-    assert visible("") == "∅"
-    assert visible("שלום 👍🏽") == "שלום 👍🏽"
+    assert visible_text(" a ") == "a"
+    assert visible_text("  ") == "␣␣"
+    assert visible_text("\n") == "⏎"
+    assert visible_text("a\x00\nb") == "a·⏎b"
+    assert visible_text("") == "∅"
+    assert visible_text("שלום 👍🏽") == "שלום 👍🏽"
 
 
 # ---- merged views

@@ -19,7 +19,7 @@ from generation.spoken import captioner, language_model, translator
 from models.small import small
 from regard.foundation import plotting
 from regard.lens import Look, heatmap
-from regard.lens.render import ramp, select_head, short
+from regard.lens.render import colour_of, select_head, weight_text
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_terminal_says_every_weight_that_fits(seen: Look) -> None:
     body = [line for line in lines if re.search(r"[.\d]\d\d?\s*$", line)][: len(view.rows)]
     for label, line, row in zip(view.rows, body, view.weights(layer=1, head=2).tolist(), strict=True):
         assert line.strip().startswith(label.text)
-        assert line.split()[1:] == [short(value) for value in row]
+        assert line.split()[1:] == [weight_text(value) for value in row]
 
 
 def test_wide_letters_take_two_places(seen: Look) -> None:
@@ -69,10 +69,10 @@ def test_colours_are_those_of_the_weights(seen: Look) -> None:
     weights = seen.weights(layer=0, head=1, kind="self")
     top = float(weights.max())
     for value in (weights[3, 0], weights[5, 2]):
-        red, green, blue = ramp(float(value) / top)
+        red, green, blue = colour_of(float(value) / top)
         assert f"48;2;{red};{green};{blue}" in text
-    assert ramp(0) == (0x44, 0x01, 0x54)
-    assert ramp(1) == ramp(7) == (0xFD, 0xE7, 0x25)
+    assert colour_of(0) == (0x44, 0x01, 0x54)
+    assert colour_of(1) == colour_of(7) == (0xFD, 0xE7, 0x25)
 
 
 def test_a_long_text_becomes_an_overview_no_wider_than_the_terminal() -> None:

@@ -98,7 +98,7 @@ def examine() -> Iterator[Finding]:
     for extra, (packages, adds) in EXTRAS.items():
         yield _extra(extra, packages, adds)
     if usable:
-        yield from _around()
+        yield from _surroundings()
 
 
 def _programs() -> Iterator[Finding]:
@@ -202,7 +202,7 @@ def _attention() -> Finding:
     return Finding("devices", "attention", "ok", f"the fused path agrees with the formula to {worst:.1e}")
 
 
-def _around() -> Iterator[Finding]:
+def _surroundings() -> Iterator[Finding]:
     from regard.foundation.plotting import fonts_for
 
     fonts, missing = fonts_for("한글을읽다")

@@ -35,7 +35,7 @@ class Label:
     whole: tuple[int, int] = (0, 1)  # the tokens that together make its character, first and one past the last
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """A text without spaces around it, and with signs for invisible characters."""
     core = text.strip()
     signs = core.translate({10: "⏎", 9: "⇥", 13: "␍"}) if core else text.translate(_VISIBLE)
@@ -50,7 +50,7 @@ def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, config: ModelC
         n_tokens = span.last - span.first
         for n in range(n_tokens):
             index = span.first + n
-            text = visible(span.text) + (str(n + 1).translate(_SMALL) if n_tokens > 1 else "")
+            text = visible_text(span.text) + (str(n + 1).translate(_SMALL) if n_tokens > 1 else "")
             new_word = n == 0 and (span.special or begins_word(before, span.text))
             own, whole = (index, index + 1), (span.first, span.last)
             labels.append(

@@ -196,9 +196,9 @@ def print_heatmap(what: HeadSelection, console: Console | None = None) -> None:
 
 def _append_cell(line: Text, value: float, share: float, width: int, has_colour: bool) -> None:
     """One cell; a weight of 0 (hidden by a mask) gets no colour."""
-    text, style = (short(value) if width >= _VALUE_WIDTH and value > 0 else "").center(width), ""
+    text, style = (weight_text(value) if width >= _VALUE_WIDTH and value > 0 else "").center(width), ""
     if has_colour and value != 0:
-        red, green, blue = ramp(share)
+        red, green, blue = colour_of(share)
         is_bright = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 120
         style = f"{'#101010' if is_bright else '#f0f0f0'} on rgb({red},{green},{blue})"
     elif not has_colour and value != 0 and width < _VALUE_WIDTH:
@@ -206,7 +206,7 @@ def _append_cell(line: Text, value: float, share: float, width: int, has_colour:
     line.append(text, style)
 
 
-def ramp(share: float) -> tuple[int, int, int]:
+def colour_of(share: float) -> tuple[int, int, int]:
     """The colour (red, green, blue) of a share of the largest weight."""
     position = min(1.0, max(0.0, share)) * (len(_COLOURS) - 1)
     low = min(int(position), len(_COLOURS) - 2)
@@ -215,7 +215,7 @@ def ramp(share: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def short(value: float) -> str:
+def weight_text(value: float) -> str:
     """A weight in three letters: .37, 1.0, .00."""
     return "1.0" if value >= 0.995 else f"{value:.2f}"[1:]
 
@@ -248,7 +248,7 @@ def _legend(sheet: Sheet, margin: int, has_colour: bool) -> Text:
 
     line = Text(" " * margin + "0 ")
     for n in range(20):
-        red, green, blue = ramp(n / 19)
+        red, green, blue = colour_of(n / 19)
         shade = _SHADES[1 + n * (len(_SHADES) - 2) // 19]
         line.append(" " if has_colour else shade, style=f"on rgb({red},{green},{blue})" if has_colour else "")
     line.append(f" {'≥ ' if sheet.crowded else ''}{sheet.top:.3g}")

@@ -249,7 +249,7 @@ async def patterns(query: CurrentLook, kind: KindParam) -> Response:
 
     def work() -> Any:
         look_queries.merged_view(query.session, HeadView(kind, 0))  # checks the kind
-        return query.session.cached(("patterns", kind), lambda: query.session.look.patterns(kind=kind).to_dict())
+        return query.session.cache(("patterns", kind), lambda: query.session.look.patterns(kind=kind).to_dict())
 
     return await query.read(work)
 
@@ -283,7 +283,7 @@ async def logit_lens(query: CurrentLook, position: PositionParam = -1) -> Respon
 @router.get("/looks/{look_id}/beams")
 async def beams(query: CurrentLook) -> Response:
     """All hypotheses of a beam search as a tree: those it returned and those it dropped on the way."""
-    return await query.read(lambda: query.session.cached("beams", lambda: beam_tree(query.session, query.limits)))
+    return await query.read(lambda: query.session.cache("beams", lambda: beam_tree(query.session, query.limits)))
 
 
 @router.get("/looks/{look_id}/image", **_media_type("image/png"))
@@ -293,7 +293,7 @@ async def image(query: CurrentLook) -> Response:
     if picture is None:
         raise RequestRefused(404, "this look is at a text: it has no image")
     return await query.file(
-        lambda: query.session.cached("image", lambda: encode_png(picture, query.limits)), "image/png"
+        lambda: query.session.cache("image", lambda: encode_png(picture, query.limits)), "image/png"
     )
 
 

@@ -89,4 +89,4 @@ def layer_values(session: LookSession, kind: str, layer: int) -> Tensor:
         assert values is not None
         return values.float()
 
-    return session.cached(("v", kind, layer), record_values)
+    return session.cache(("v", kind, layer), record_values)

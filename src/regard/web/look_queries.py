@@ -59,7 +59,7 @@ def merged_view(session: LookSession, at: HeadView) -> MergedView:
         if index is not None and index >= total:
             raise RequestRefused(422, f"{name}={index}: {kind} attention has {total} {name}s, 0 … {total - 1}")
     is_plain = at.specials and not at.words
-    view = session.cached(
+    view = session.cache(
         ("view", kind, at.words, at.specials), lambda: MergedView(look, kind, at.words, at.specials, is_plain)
     )
     if not view.rows or not view.cols:
@@ -111,7 +111,7 @@ def thumbnails(session: LookSession, at: HeadView, size: int, limits: Limits) ->
     """Every head of a layer, small: (heads, size, size)."""
     view = merged_view(session, at)
     h, w = _fit_cells(view, size, size, view.look.heads(kind=at.kind), limits)
-    return session.cached(("thumbnails", at, h, w), lambda: view.overviews(layer=at.layer, h=h, w=w))
+    return session.cache(("thumbnails", at, h, w), lambda: view.overviews(layer=at.layer, h=h, w=w))
 
 
 def _fit_cells(view: MergedView, h: int, w: int, heads: int, limits: Limits) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class LookSession:
         generated = self.look.generated
         return None if generated is None or generated.steps is None else generated
 
-    def cached(self, key: Any, work: Callable[[], Result]) -> Result:
+    def cache(self, key: Any, work: Callable[[], Result]) -> Result:
         """The result of ``work``, computed only once; a second thread that needs it meanwhile waits."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
