@@ -42,7 +42,8 @@ def begin(prompts: list[list[float]], copies: int) -> BeamKeyCache:
 
 def check(keys: BeamKeyCache, rows: Rows, new: list[float]) -> None:
     """After a step every row sees its own past and nothing else, in order, in every layer and head."""
-    mask = keys.next_step()
+    keys.next_step()
+    mask = keys.mask
     size = keys.size
     for layer in range(LAYERS):
         step = torch.tensor(new).view(-1, size)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,18 +44,6 @@ class Bounds:
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative")
 
-    def for_int8(self) -> Bounds:
-        """The bounds for int8: the metric must hold; logits and tokens may differ."""
-        return replace(self, max_abs=None, same_text=None)
-
-
-class OpenedEngine(NamedTuple):
-    """An engine, its name in the document, and its bounds."""
-
-    name: str
-    engine: Engine
-    bounds: Bounds
-
 
 class BoundBroken(RegardError):
     """An exported model exceeds its bounds; ``document`` is the certificate with the measurements."""
@@ -86,14 +74,15 @@ def certify(
     bounds, root = bounds or Bounds(), Path(exported)
     cases = make_cases(model.config, n_shapes, seed)
     with inference(model):
-        reference = _reference_logits(model, cases)
+        with reference_attention(model):
+            reference = [full_logits(model, case) for case in cases]
         comparisons = _compare_torch_paths(model, cases, reference, bounds, compiled)
-        opened = _open_engines(root, bounds)
-        comparisons += _compare_engines(model, opened, cases, reference)
+        engines = _open_engines(root, bounds)
+        comparisons += _compare_engines(model, engines, cases, reference)
         file = None
         if check is not None:
-            engines = [(name, engine, limits.delta) for name, engine, limits in opened]
-            file = check_file(TorchEngine(model), engines, Path(check), beam)
+            deltas = [(name, engine, limits.delta) for name, engine, limits in engines]
+            file = check_file(TorchEngine(model), deltas, Path(check), beam)
     document: dict[str, Any] = {
         "task": task_name(model.config),
         "parameters": model.n_parameters,
@@ -119,9 +108,8 @@ def broken_bounds(document: Mapping[str, Any]) -> list[str]:
     file = document.get("file") or {}
     for row in file.get("engines", []):
         if row.get("worse_by") is not None and row.get("bound") is not None and row["worse_by"] > row["bound"]:
-            messages.append(
-                f"{row['name']}: {file['metric']} is worse by {row['worse_by']:g}, more than the bound {row['bound']:g}"
-            )
+            worse = f"{file['metric']} is worse by {row['worse_by']:g}"
+            messages.append(f"{row['name']}: {worse}, more than the bound {row['bound']:g}")
     return messages
 
 
@@ -151,12 +139,6 @@ def certificate_text(document: Mapping[str, Any]) -> str:
             lines.append(f"{row['name']:18}{row['value']:.2f}, {row['value'] - file['value']:+.2f}{text}")
     lines += [f"broken: {message}" for message in broken_bounds(document)] or ["every bound holds"]
     return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------- ways to compute
-
-
-Compute = Callable[[Model, ParityCase], Tensor]
 
 
 def full_logits(model: Model, case: ParityCase) -> Tensor:
@@ -195,57 +177,50 @@ def reference_attention(model: Model) -> Iterator[None]:
             layer.backend = backend
 
 
-def _reference_logits(model: Model, cases: list[ParityCase]) -> list[Tensor]:
-    with reference_attention(model):
-        return [full_logits(model, case) for case in cases]
-
-
 def _compare_torch_paths(
     model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds, compiled: bool
 ) -> list[dict[str, Any]]:
     """The model itself with fused kernels, with its cache, and compiled."""
-    has_attention = any(isinstance(module, MultiHeadAttention) for module in model.modules())
-    rows = [
-        _row("fused", full_logits, model, cases, reference, bounds)
-        if has_attention
-        else _skipped("fused", "the model has no attention layer with a choice of kernels")
-    ]
+    rows = []
+    if any(isinstance(module, MultiHeadAttention) for module in model.modules()):
+        rows.append(_compare("fused", full_logits, model, cases, reference, bounds))
+    else:
+        rows.append(_skipped("fused", "the model has no attention layer with a choice of kernels"))
     if model.is_encoder_only:
         rows.append(_skipped("cached", "an encoder reads everything at once"))
     elif not model.config.mixing.by_token or not model.config.causal:
         rows.append(_skipped("cached", "every token sees those after it, so there is nothing to keep"))
     else:
-        rows.append(_row("cached", cached_logits, model, cases, reference, bounds))
-    if compiled:
-        rows.append(_compare_compiled(model, cases, reference, bounds))
-    else:
-        rows.append(_skipped("compiled", "not asked for"))
-    return rows
+        rows.append(_compare("cached", cached_logits, model, cases, reference, bounds))
+    last = _compare_compiled(model, cases, reference, bounds) if compiled else _skipped("compiled", "not asked for")
+    return [*rows, last]
 
 
 def _compare_compiled(model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds) -> dict[str, Any]:
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return _skipped("compiled", "this machine has no C++ compiler for torch.compile")
-    torch.compiler.reset()
-    graph = torch.compile(model, dynamic=True, fullgraph=True)
-
-    def run(_: Model, case: ParityCase) -> Tensor:
-        return full_logits(cast(Model, graph), case)  # torch.compile returns a function of the same call
-
     # A size of one would be compiled separately, for up to a minute each; one graph serves all other sizes.
     pairs = [pair for pair in zip(cases, reference, strict=True) if not pair[0].has_size_one]
     if not pairs:
         return _skipped("compiled", "every random shape has a size of one, which is a graph of its own")
+    torch.compiler.reset()
     try:
-        return _row("compiled", run, model, [case for case, _ in pairs], [wanted for _, wanted in pairs], bounds)
+        graph = cast(Model, torch.compile(model, dynamic=True, fullgraph=True))  # a function of the same call
+        others, wanted = [case for case, _ in pairs], [logits for _, logits in pairs]
+        return _compare("compiled", full_logits, graph, others, wanted, bounds)
     except Exception as error:  # a compiler's own failure says nothing about the export
         return _skipped("compiled", f"torch.compile failed: {type(error).__name__}")
     finally:
         torch.compiler.reset()
 
 
-def _row(
-    name: str, run: Compute, model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds
+def _compare(
+    name: str,
+    run: Callable[[Model, ParityCase], Tensor],
+    model: Model,
+    cases: list[ParityCase],
+    reference: list[Tensor],
+    bounds: Bounds,
 ) -> dict[str, Any]:
     worst = max(_distance(run(model, case), wanted) for case, wanted in zip(cases, reference, strict=True))
     return _result(name, len(cases), worst, None, bounds, "logits")
@@ -269,27 +244,25 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return min(gap, torch.finfo(torch.float32).max)
 
 
-# ------------------------------------------------------------------------------------------------- what was exported
-
-
-def _open_engines(root: Path, bounds: Bounds) -> list[OpenedEngine]:
-    """Every engine of a directory; CTranslate2 a second time with int8 weights, without bounds."""
-    engines: list[OpenedEngine] = []
+def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]]:
+    """Every engine of a directory with its name and bounds; CTranslate2 also with int8 weights, without bounds."""
+    engines: list[tuple[str, Engine, Bounds]] = []
     for name in engines_in(root):
-        if name == "torch":
-            engine: Engine = TorchEngine(open_model(root).float())  # whatever precision it is used in later
-            int8 = is_quantised(root)
-            engines.append(OpenedEngine("int8" if int8 else "read back", engine, bounds.for_int8() if int8 else bounds))
-            continue
-        engines.append(OpenedEngine(name, open_engine(root, name), bounds))
+        if name != "torch":
+            engines.append((name, open_engine(root, name), bounds))
+        else:
+            engine = TorchEngine(open_model(root).float())  # whatever precision it is used in later
+            # The metric of int8 must hold; logits and tokens may differ.
+            is_int8 = is_quantised(root)
+            limits = replace(bounds, max_abs=None, same_text=None) if is_int8 else bounds
+            engines.append(("int8" if is_int8 else "read back", engine, limits))
         if name == "ctranslate2":
-            engine = open_engine(root, name, compute_type="int8")
-            engines.append(OpenedEngine("ctranslate2 int8", engine, Bounds(None, None, None)))
+            engines.append(("ctranslate2 int8", open_engine(root, name, compute_type="int8"), Bounds(None, None, None)))
     return engines
 
 
 def _compare_engines(
-    model: Model, engines: list[OpenedEngine], cases: list[ParityCase], reference: list[Tensor]
+    model: Model, engines: list[tuple[str, Engine, Bounds]], cases: list[ParityCase], reference: list[Tensor]
 ) -> list[dict[str, Any]]:
     writes = model.generates and model.config.source == "text"
     prompts = [case.first_prompt() for case in cases] if writes else []

@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..layers import Embeddings
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
-from ..models import Block, Decoder, EncoderDecoder, Model, Stack
+from ..models import Block, Model, Stack
 from ..models.components import TokenHead
 
 FOLDER = "ctranslate2"  # where in an exported directory the runtime's files lie
@@ -88,10 +88,7 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already; export the model it was made from")
     with torch.no_grad():
-        if model.is_encoder_decoder:
-            spec = _translator_spec(cast(EncoderDecoder, model))
-        else:
-            spec = _generator_spec(cast(Decoder, model))
+        spec = _translator_spec(model) if model.is_encoder_decoder else _generator_spec(model)
         spec.validate()
         spec.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,14 +98,22 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
 def vocabulary(tokenizer: Any, size: int) -> list[str]:
     """The tokens of the first ``size`` ids, all different; ``<17>`` for an id without a token."""
     tokens = [None if tokenizer is None else tokenizer.token(index) for index in range(size)]
-    used = {token for token in tokens if token is not None}
-    return [token if token is not None else _unused_name(f"<{index}>", used) for index, token in enumerate(tokens)]
+    used, names = {token for token in tokens if token is not None}, []
+    for index, token in enumerate(tokens):
+        name = f"<{index}>" if token is None else token
+        while token is None and name in used:
+            name = f"<{name}>"
+        names.append(name)
+    return names
 
 
-def _unused_name(name: str, used: set[str]) -> str:
-    while name in used:
-        name = f"<{name}>"
-    return name
+def vocabularies(config: ModelConfig, processor: Any) -> tuple[list[str], list[str]]:
+    """The vocabularies of source and target."""
+    source, target = (None, None) if processor is None else (processor.source, processor.target)
+    own = vocabulary(source or target, config.vocab_size)
+    if config.target_vocab_size is None:
+        return own, own
+    return own, vocabulary(target or source, config.target_vocab_size)
 
 
 def require_ctranslate2() -> None:
@@ -119,68 +124,45 @@ def require_ctranslate2() -> None:
         raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
 
 
-# ------------------------------------------------------------------------------------------------- the two kinds
-
-
-def _translator_spec(model: EncoderDecoder) -> Any:
+def _translator_spec(model: Any) -> Any:
     from ctranslate2 import specs
 
-    config = model.config
+    config, table = model.config, model.output_table
     decoder_heads = config.n_decoder_heads or config.n_heads
-    fields = _stack_fields(config, config.n_heads)
+    fields, decoder_fields = _stack_fields(config, config.n_heads), _stack_fields(config, decoder_heads)
     encoder = specs.TransformerEncoderSpec(model.encoder.n_layers, config.n_heads, **fields)
     decoder = specs.TransformerDecoderSpec(
-        model.decoder.n_layers, decoder_heads, **_stack_fields(config, decoder_heads), with_encoder_attention=True
+        model.decoder.n_layers, decoder_heads, **decoder_fields, with_encoder_attention=True
     )
-    assert model.token is not None
-    _embed(
-        encoder, encoder.embeddings[0], model.token.weight, cast(Embeddings, model.embeddings), config, config.max_len
-    )
+    _embed(encoder, encoder.embeddings[0], model.token.weight, model.embeddings, config, config.max_len)
     max_target_len = config.max_target_len or config.max_len
-    _embed(decoder, decoder.embeddings, model.output_table, model.target_embeddings, config, max_target_len)
+    _embed(decoder, decoder.embeddings, table, model.target_embeddings, config, max_target_len)
     _stack(encoder, model.encoder)
     _stack(decoder, model.decoder)
-    _project(decoder, cast(TokenHead, model.head), model.output_table)
+    _project(decoder, model.head, table)
     spec = specs.TransformerSpec(encoder, decoder)
-    source, target = _vocabularies(model)
+    source, target = vocabularies(config, model.processor)
     spec.register_source_vocabulary(source)
     spec.register_target_vocabulary(target)
     _describe(spec.config, config, target)
-    spec.config.decoder_start_token = target[cast(int, config.bos_id)]
+    spec.config.decoder_start_token = target[config.bos_id]
     return spec
 
 
-def _generator_spec(model: Decoder) -> Any:
+def _generator_spec(model: Any) -> Any:
     from ctranslate2 import specs
 
-    config = model.config
-    fields = _stack_fields(config, config.n_heads)
-    decoder = specs.TransformerDecoderSpec(
-        model.decoder.n_layers,
-        config.n_heads,
-        **fields,
-        with_encoder_attention=False,
-        alibi=config.positions == "alibi",
-    )
-    _embed(decoder, decoder.embeddings, model.token.weight, model.embeddings, config, config.max_len)
+    config, fields = model.config, _stack_fields(model.config, model.config.n_heads)
+    fields |= {"with_encoder_attention": False, "alibi": config.positions == "alibi"}
+    decoder = specs.TransformerDecoderSpec(model.decoder.n_layers, config.n_heads, **fields)
+    _embed(decoder, decoder.embeddings, model.output_table, model.embeddings, config, config.max_len)
     _stack(decoder, model.decoder)
-    _project(decoder, cast(TokenHead, model.head), model.token.weight)
+    _project(decoder, model.head, model.output_table)
     spec = specs.TransformerDecoderModelSpec(decoder)
-    tokens = _vocabularies(model)[1]
+    tokens = vocabularies(config, model.processor)[1]
     spec.register_vocabulary(tokens)
     _describe(spec.config, config, tokens)
     return spec
-
-
-def _vocabularies(model: Model) -> tuple[list[str], list[str]]:
-    """The vocabularies of source and target."""
-    config, processor = model.config, model.processor
-    source = None if processor is None else processor.source
-    target = None if processor is None else processor.target
-    own = vocabulary(source or target, config.vocab_size)
-    if config.target_vocab_size is None:
-        return own, own
-    return own, vocabulary(target or source, config.target_vocab_size)
 
 
 def _describe(theirs: Any, config: ModelConfig, tokens: list[str]) -> None:
@@ -189,9 +171,6 @@ def _describe(theirs: Any, config: ModelConfig, tokens: list[str]) -> None:
     theirs.bos_token = tokens[cast(int, config.eos_id if config.bos_id is None else config.bos_id)]
     theirs.unk_token = "<unk>" if "<unk>" in tokens else theirs.eos_token
     theirs.layer_norm_epsilon = config.norm_eps
-
-
-# ------------------------------------------------------------------------------------------------- tensors into a spec
 
 
 def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
@@ -257,7 +236,7 @@ def _stack(spec: Any, stack: Stack) -> None:
             _set(block_spec.ffn.linear_0_noact, weight[d_ff:], None if bias is None else bias[d_ff:])
         else:
             _set(block_spec.ffn.linear_0, weight, bias)
-        _linear(block_spec.ffn.linear_1, ff.w_out)
+        _set(block_spec.ffn.linear_1, ff.w_out.weight, ff.w_out.bias)
         _norm(block_spec.ffn.layer_norm, block.ff_norm)
     if stack.norm is not None:
         _norm(spec.layer_norm, stack.norm)
@@ -266,7 +245,7 @@ def _stack(spec: Any, stack: Stack) -> None:
 def _attention(spec: Any, attention: MultiHeadAttention, norm: nn.Module) -> None:
     maps = (attention.w_query, attention.w_kv) if attention.cross else (attention.w_qkv,)
     for part, linear in zip(spec.linear, (*maps, attention.w_o), strict=True):
-        _linear(part, linear)
+        _set(part, linear.weight, linear.bias)
     scale = getattr(attention.mechanism, "scale", None)
     if scale is not None:
         spec.queries_scale = float(scale)
@@ -288,10 +267,6 @@ def _norm(spec: Any, norm: nn.Module) -> None:
     if hasattr(spec, "beta"):
         bias = cast(Tensor | None, norm.bias)
         spec.beta = _float32_copy(torch.zeros_like(weight) if bias is None else bias)
-
-
-def _linear(spec: Any, linear: nn.Linear) -> None:
-    _set(spec, linear.weight, linear.bias)
 
 
 def _set(spec: Any, weight: Tensor, bias: Tensor | None) -> None:

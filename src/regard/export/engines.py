@@ -10,7 +10,7 @@ Inputs are checked, limited and batched here, in the same way for all engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -23,12 +23,13 @@ from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
 from ..models import Model
-from ..text import Processor, read_processor
+from ..text import read_processor
 from .ctranslate2_export import FOLDER as CT2_FOLDER
-from .ctranslate2_export import require_ctranslate2, vocabulary
+from .ctranslate2_export import require_ctranslate2, vocabularies
 from .quantise import is_quantised, open_int8
 
 EngineName = Literal["torch", "onnx", "ctranslate2"]
+Side = Literal["source", "target"]
 ONNX_FOLDER = "onnx"
 _CT2_FIELDS = {"max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"}
 _CT2_FIELDS |= {"truncate", "cache"}  # the fields of GenerateConfig that CTranslate2 supports
@@ -76,22 +77,11 @@ class Engine(ABC):
         early_stopping  as in GenerateConfig; True is what every engine can do, so that all find the same texts
         """
         if self.config.architecture not in ("encoder-decoder", "recurrent") or self.config.source != "text":
-            raise ValueError(
-                f"architecture={self.config.architecture!r}, source={self.config.source!r} translates nothing"
-            )
-        config = GenerateConfig(
-            beam=beam,
-            length_penalty=length_penalty,
-            penalty_form=penalty_form,
-            early_stopping=early_stopping,
-            truncate=truncate,
-        )
-
-        def limit(longest: int) -> int:
-            return max_new_tokens or default_output_length(self.config, longest, multiple=1)
-
-        source, target = self.tokenizer("source"), self.tokenizer("target")
-        return self._write_texts(texts, source.encode, target.decode, config, limit, batch)
+            kind = f"architecture={self.config.architecture!r}, source={self.config.source!r}"
+            raise ValueError(f"{kind} translates nothing")
+        penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
+        config = GenerateConfig(beam=beam, early_stopping=early_stopping, truncate=truncate, **penalty)
+        return self._write_texts(texts, "source", config, max_new_tokens or None, batch)
 
     def generate(
         self,
@@ -107,32 +97,26 @@ class Engine(ABC):
         if self.config.architecture != "decoder":
             raise ValueError(f"architecture={self.config.architecture!r} reads a source; translate is for it")
         config = GenerateConfig(beam=beam, length_penalty=length_penalty, truncate=truncate)
-        tokenizer = self.tokenizer("target")
-        return self._write_texts(prompts, tokenizer.encode, tokenizer.decode, config, lambda _: max_new_tokens, batch)
+        return self._write_texts(prompts, "target", config, max_new_tokens, batch)
 
     def _write_texts(
-        self,
-        texts: Sequence[str],
-        encode: Callable[[str], list[int]],
-        decode: Callable[[list[int]], str],
-        config: GenerateConfig,
-        limit: Callable[[int], int],
-        batch: int,
+        self, texts: Sequence[str], side: Side, config: GenerateConfig, max_new_tokens: int | None, batch: int
     ) -> list[str]:
-        """The text for each text, in batches of similar length; ``limit`` of new tokens by the longest row."""
+        """What follows each text, or translates it, in batches of similar length; ``side`` is that of the texts."""
         if isinstance(texts, str):
             raise TypeError("texts is one string; give a list of them")
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
+        encode, decode = self.tokenizer(side).encode, self.tokenizer("target").decode
         rows = [encode(text) for text in texts]
         # An empty source gives an empty text: the runtimes do not agree on what follows the end token alone.
-        is_decoder = self.config.architecture == "decoder"
-        order = [index for index, text in enumerate(texts) if is_decoder or text.strip()]
+        order = [index for index, text in enumerate(texts) if side == "target" or text.strip()]
         order.sort(key=lambda index: len(rows[index]), reverse=True)
         out = [""] * len(rows)
         for start in range(0, len(order), batch):
             group = order[start : start + batch]
-            limited = config.with_(max_new_tokens=limit(len(rows[group[0]])))
+            limit = default_output_length(self.config, len(rows[group[0]]), multiple=1)
+            limited = config.with_(max_new_tokens=limit if max_new_tokens is None else max_new_tokens)
             for index, tokens in zip(group, self.write([rows[i] for i in group], limited), strict=True):
                 out[index] = decode(tokens)
         return out
@@ -144,14 +128,14 @@ class Engine(ABC):
         prompts = add_bos(rows, self.config.bos_id, "prompt")
         return pad_prompts(prompts, self.config, config, torch.device("cpu")).rows
 
-    def tokenizer(self, side: Literal["source", "target"]) -> Any:
+    def tokenizer(self, side: Side) -> Any:
         """The tokenizer of the source or target; of the other one where there is one for both."""
         processor = self.processor
-        tokenizers = {} if processor is None else {"source": processor.source, "target": processor.target}
-        tokenizer = tokenizers.get(side) or tokenizers.get("target" if side == "source" else "source")
-        if tokenizer is None:
+        tokenizers = [] if processor is None else [processor.source, processor.target]
+        found = [x for x in (tokenizers if side == "source" else reversed(tokenizers)) if x]
+        if not found:
             raise ValueError("this model came without a tokenizer, so it reads token ids: use write")
-        return tokenizer
+        return found[0]
 
 
 class TorchEngine(Engine):
@@ -197,8 +181,8 @@ class Ct2Engine(Engine):
         super().__init__(config, processor)
         if not (folder / "model.bin").is_file():
             raise BadModelFile(f"{folder} has no model.bin; export the model with the kind ctranslate2")
-        reads_source = config.architecture == "encoder-decoder"
-        kind = ctranslate2.Translator if reads_source else ctranslate2.Generator
+        self.reads_source = config.architecture == "encoder-decoder"
+        kind = ctranslate2.Translator if self.reads_source else ctranslate2.Generator
         n_threads = torch.get_num_threads() if threads is None else threads
         try:
             self.runtime = kind(str(folder), device=device, compute_type=compute_type, intra_threads=n_threads)
@@ -206,67 +190,53 @@ class Ct2Engine(Engine):
             raise BadModelFile(f"{folder} cannot be opened by CTranslate2: {error}") from None
         except ValueError as error:
             raise ValueError(f"compute_type={compute_type!r}: {error}") from None
-        source = None if processor is None else processor.source
-        target = None if processor is None else processor.target
-        self._source_tokens = vocabulary(source or target, config.vocab_size)
-        own = target or source if config.target_vocab_size is not None else source or target
-        self._target_tokens = vocabulary(own, config.output_vocab_size)
+        self._source_tokens, self._target_tokens = vocabularies(config, processor)
         self._ids = {token: index for index, token in enumerate(self._target_tokens)}
 
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
         # The runtime forbids tokens before the softmax, so that beams would have other scores than ours.
         allowed = _CT2_FIELDS - {"min_new_tokens"} if config.beam > 1 else _CT2_FIELDS
         for name in sorted(config.model_fields_set - allowed):
-            if not _is_default(config, name):
+            if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
                 beside = f" with beam={config.beam}" if name in _CT2_FIELDS else ""
                 raise ValueError(f"the ctranslate2 engine has no {name}={getattr(config, name)!r}{beside}; torch has")
-        options = self._options(config)
-        if self.config.architecture == "encoder-decoder":
-            return self._translate(rows, config, options)
-        return self._continue(rows, config, options)
-
-    def _translate(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
-        limit = min(config.max_new_tokens, (self.config.max_target_len or self.config.max_len) - 1)
-        results = self.runtime.translate_batch(
-            [[self._source_tokens[token] for token in row] for row in rows],
-            max_input_length=0,
-            max_decoding_length=limit,
-            min_decoding_length=min(config.min_new_tokens, limit),
-            **options,
-        )
-        out = []
-        for result in results:
-            texts = [[self._ids[token] for token in tokens] for tokens in result.hypotheses]
-            out.append(self._best(texts, result.scores, config))
-        return out
-
-    def _continue(self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]) -> list[list[int]]:
-        """Prompts of one length at a time: of ragged prompts the runtime reads the longer part token by token."""
-        out: list[list[int]] = [[] for _ in rows]
-        for length in sorted({len(row) for row in rows}):
-            group = [index for index, row in enumerate(rows) if len(row) == length]
-            limit = min(config.max_new_tokens, self.config.max_len - length)
-            results = self.runtime.generate_batch(
-                [[self._target_tokens[token] for token in rows[index]] for index in group],
-                include_prompt_in_result=False,
-                max_length=limit,
-                min_length=min(config.min_new_tokens, limit),
-                **options,
-            )
-            for index, result in zip(group, results, strict=True):
-                out[index] = self._best(result.sequences_ids, result.scores, config)
-        return out
-
-    def _options(self, config: GenerateConfig) -> dict[str, Any]:
-        # With the end token, the text has the length by which its score was divided.
         is_own_form = config.penalty_form == "hf"
-        return {
+        options: dict[str, Any] = {
             "beam_size": config.beam,
             "num_hypotheses": 1 if is_own_form else config.beam,
             "length_penalty": _exponent(config),
-            "return_end_token": True,
+            "return_end_token": True,  # with it, the text has the length by which its score was divided
             "return_scores": not is_own_form,
         }
+        out: list[list[int]] = [[] for _ in rows]
+        for group, results in self._run_batches(rows, config, options):
+            for index, result in zip(group, results, strict=True):
+                if self.reads_source:
+                    texts = [[self._ids[token] for token in tokens] for tokens in result.hypotheses]
+                else:
+                    texts = result.sequences_ids
+                out[index] = self._best(texts, result.scores, config)
+        return out
+
+    def _run_batches(
+        self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]
+    ) -> Iterator[tuple[list[int], list[Any]]]:
+        """Indices of rows with their results.
+
+        Prompts go one length at a time: of ragged ones the runtime reads the longer part token by token.
+        """
+        if self.reads_source:
+            limit = min(config.max_new_tokens, (self.config.max_target_len or self.config.max_len) - 1)
+            options |= {"max_decoding_length": limit, "min_decoding_length": min(config.min_new_tokens, limit)}
+            sources = [[self._source_tokens[token] for token in row] for row in rows]
+            yield list(range(len(rows))), self.runtime.translate_batch(sources, max_input_length=0, **options)
+            return
+        for length in sorted({len(row) for row in rows}):
+            group = [index for index, row in enumerate(rows) if len(row) == length]
+            limit = min(config.max_new_tokens, self.config.max_len - length)
+            options |= {"max_length": limit, "min_length": min(config.min_new_tokens, limit)}
+            prompts = [[self._target_tokens[token] for token in rows[index]] for index in group]
+            yield group, self.runtime.generate_batch(prompts, include_prompt_in_result=False, **options)
 
     def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
         if len(texts) > 1:  # rank the texts by the other form of the penalty
@@ -278,7 +248,7 @@ class Ct2Engine(Engine):
 
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
         """log P of each target token after those before it, the end token included."""
-        if self.config.architecture == "encoder-decoder":
+        if self.reads_source:
             results = self.runtime.score_batch(
                 [[self._source_tokens[token] for token in row] for row in sources],
                 [[self._target_tokens[token] for token in row] for row in targets],
@@ -312,7 +282,10 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
     root = Path(path)
     if name == "torch":
         return TorchEngine(open_model(root, **options))
-    directory, config, processor = open_description(root)
+    directory = hub.Directory(root)
+    fields = directory.config()
+    config = hub.read_config(fields).config
+    processor = read_processor(directory, fields, config)
     folder = directory.root / (ONNX_FOLDER if name == "onnx" else CT2_FOLDER)
     if not folder.is_dir():
         kinds = ", ".join(engines_in(directory.root))
@@ -330,14 +303,6 @@ def engines_in(root: Path) -> list[EngineName]:
     return ["torch", *(name for name, folder in others if (root / folder).is_dir())]
 
 
-def open_description(root: Path) -> tuple[hub.Directory, ModelConfig, Processor | None]:
-    """A directory, its model config and its processor; the weights are not read."""
-    directory = hub.Directory(root)
-    fields = directory.config()
-    config = hub.read_config(fields).config
-    return directory, config, read_processor(directory, fields, config)
-
-
 def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     """The torch model of an exported directory, float or int8."""
     if is_quantised(root):
@@ -350,10 +315,6 @@ def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     model = hub.fill(fitting, resolved.steps, weights, torch.device(device), None)
     model.processor = read_processor(directory, fields, resolved.config)
     return model
-
-
-def _is_default(config: GenerateConfig, name: str) -> bool:
-    return bool(getattr(config, name) == GenerateConfig.model_fields[name].get_default(call_default_factory=True))
 
 
 def _exponent(config: GenerateConfig) -> float:

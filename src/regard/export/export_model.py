@@ -57,7 +57,9 @@ def export(
     target = Path(path)
     _check_exportable(model, kinds)
     check_replaceable(target, "exporting")
-    own = _cpu_float32(model)
+    own = model
+    if model.training or {(p.dtype, p.device.type) for p in model.parameters()} != {(torch.float32, "cpu")}:
+        own = copy.deepcopy(model).cpu().float().eval()
     with replace_directory(target) as folder:
         if "int8" in kinds:
             write_int8(quantise(own), folder)
@@ -84,12 +86,11 @@ def _parse_kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
     known = get_args(Kind)
     if not given:
         raise ValueError(f"kind is empty; it is one or several of {', '.join(known)}")
-    for one in given:
-        if one not in known:
-            raise ValueError(f"kind={one!r} is none of {', '.join(known)}")
+    if unknown := [one for one in given if one not in known]:
+        raise ValueError(f"kind={unknown[0]!r} is none of {', '.join(known)}")
     chosen = tuple(one for one in known if one in given)
-    if "int8" in chosen and ("hf" in chosen or "safetensors" in chosen):
-        other = "hf" if "hf" in chosen else "safetensors"
+    other = next((one for one in ("hf", "safetensors") if one in chosen), None)
+    if "int8" in chosen and other is not None:
         raise ValueError(f"kind int8 and kind {other} both are the directory's weights; export them to two directories")
     return chosen
 
@@ -99,22 +100,13 @@ def _check_exportable(model: Model, kinds: tuple[Kind, ...]) -> None:
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     if "hf" in kinds and (reasons := hub.write_config(model.config).obstacles):
-        raise ValueError(
-            f"transformers has no twin of this model: {'; '.join(reasons)}; onnx and int8 take every model, and what "
-            "is trained with model=transformer-tiny, gpt2 or bert-base has a twin"
-        )
+        others = "what is trained with model=transformer-tiny, gpt2 or bert-base has a twin"
+        why = f"{'; '.join(reasons)}; onnx and int8 take every model, and {others}"
+        raise ValueError(f"transformers has no twin of this model: {why}")
     if "ctranslate2" in kinds:
         require_ctranslate2()
         if fields := obstacles(model.config):
             raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
-
-
-def _cpu_float32(model: Model) -> Model:
-    """The model in float32 on the CPU, in eval mode: itself if it is so, else a copy."""
-    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    if kinds == {(torch.float32, "cpu")} and not model.training:
-        return model
-    return copy.deepcopy(model).cpu().float().eval()
 
 
 def _save(model: Model, folder: Path) -> None:

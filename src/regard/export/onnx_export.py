@@ -10,15 +10,12 @@ onnx.json describes the graphs for programs in any language: the config, the spe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from .. import hub
 from ..config import ModelConfig
@@ -62,7 +59,12 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path
         graphs = {}
         for name, graph in graphs_of(model, maps).items():
             graphs[name] = {"inputs": _describe_inputs(graph), "outputs": write_graph(graph, new / f"{name}.onnx")}
-        if tensors := _score_parameters(model) if maps else {}:
+        tensors = {
+            f"{module_name}.{name}": x.detach().cpu().float().contiguous()
+            for module_name, module in score_modules(model)
+            for name, x in module.state_dict().items()
+        }
+        if maps and tensors:
             write_atomic(new / MAPS, save(tensors))
         write_atomic(new / DESCRIPTION, to_json(_description(model.config, graphs, maps)))
     return target
@@ -93,14 +95,6 @@ def _description(config: ModelConfig, graphs: dict[str, Any], maps: bool) -> dic
     }
 
 
-def _score_parameters(model: Model) -> dict[str, Tensor]:
-    return {
-        f"{module_name}.{name}": x.detach().cpu().float().contiguous()
-        for module_name, module in score_modules(model)
-        for name, x in module.state_dict().items()
-    }
-
-
 def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list[str] | None = None) -> OnnxModel:
     """The model in ``folder/onnx``, or in that folder itself, run by ONNX Runtime; with the directory's tokenizers.
 
@@ -115,7 +109,12 @@ def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list
     sessions = {name: OnnxSession(graphs / f"{name}.onnx", threads, providers) for name in kind.graph_names}
     model = kind(config, sessions)
     if has_maps:
-        model.load_score_parameters(_read_tensors(graphs / MAPS), graphs)
+        path = graphs / MAPS
+        try:
+            tensors = load_file(path) if path.exists() else {}  # most models have none
+        except (OSError, SafetensorError) as error:
+            raise BadModelFile(f"{path} cannot be read: {error}") from None
+        model.load_score_parameters(tensors, graphs)
     if graphs != root and (root / "config.json").is_file():
         directory = hub.Directory(root)
         model.processor = read_processor(directory, directory.config(), config)
@@ -137,16 +136,6 @@ def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
     raise BadModelFile(f"{path} is no description of ONNX graphs that this version of regard reads")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path) if path.exists() else {}  # most models have none
-    except (OSError, SafetensorError) as error:
-        raise BadModelFile(f"{path} cannot be read: {error}") from None
-
-
-# ---- writing one graph
-
-
 @torch.no_grad()
 def write_graph(graph: Graph, path: Path) -> list[str]:
     """Trace a graph, write it and return the names of its outputs. The file holds no paths of this machine."""
@@ -157,7 +146,9 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
             'ONNX files are written by onnxscript, which is not installed: pip install "regard[export]"'
         ) from None
     outputs = list(graph.compute(dict(zip(graph.input_names, graph.examples, strict=True))))
-    with _silence_exporter():
+    # The exporter would speak about torchvision and names of axes.
+    with silence_warnings("torch.onnx"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             program = torch.onnx.export(
                 graph,
@@ -171,7 +162,11 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
-            raise RegardError(f"this model cannot be written as ONNX: {_error_reason(error)}") from error
+            cause: BaseException = error
+            while isinstance(cause.__cause__, Exception):
+                cause = cause.__cause__
+            reason = str(cause).strip().split("\n")[0]
+            raise RegardError(f"this model cannot be written as ONNX: {reason}") from error
     assert program is not None
     _strip_metadata(program.model)
     n_bytes = sum(p.numel() * p.element_size() for p in graph.parameters())
@@ -205,18 +200,3 @@ def _strip_metadata(model: Any) -> None:
     for value in model.graph.initializers.values():
         value.metadata_props.clear()
     model.metadata_props.clear()
-
-
-def _error_reason(error: Exception) -> str:
-    """The innermost cause in one line."""
-    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return str(error).strip().split("\n")[0]
-
-
-@contextmanager
-def _silence_exporter() -> Iterator[None]:
-    """Hide the messages of torch's exporter about torchvision and names of axes."""
-    with silence_warnings("torch.onnx"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

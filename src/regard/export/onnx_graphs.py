@@ -15,7 +15,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ..attention.cache.kv_cache import CacheView
 from ..attention.frame import Span
 from ..attention.mechanisms import Operands
 from ..config import ModelConfig
-from ..models import Decoder, Encoder, EncoderDecoder, Memory, Model, Recurrent, Stack
+from ..models import Memory, Model, Stack
 from ..models.base_model import mask_from_padding
 from ..models.recurrent_cells import Alignment, MemoryView, State, StateCache
 
@@ -52,8 +52,9 @@ class QueryKeyLog:
 class Graph(nn.Module):
     """A module to be written as one ONNX file. ``inputs`` are example tensors and the names of their free axes."""
 
-    def __init__(self, inputs: dict[str, tuple[Tensor, Axes]]) -> None:
+    def __init__(self, model: Any, inputs: dict[str, tuple[Tensor, Axes]]) -> None:
         super().__init__()
+        self.model = model
         self.input_names = list(inputs)
         self.examples = tuple(example for example, _ in inputs.values())
         self.axes = tuple(axes for _, axes in inputs.values())
@@ -88,9 +89,8 @@ class LastState(StateCache):
 class RecurrentEncoderGraph(Graph):
     """source (B, S), keep (B, S) → state_0 … and memory_k, memory_v; one where they are the same."""
 
-    def __init__(self, model: Recurrent) -> None:
-        super().__init__(source_inputs(model.config))
-        self.model = model
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, source_inputs(model.config))
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         memory = self.model.encode(given["source"], padding_mask=given["keep"])
@@ -105,7 +105,7 @@ class RecurrentEncoderGraph(Graph):
 class RecurrentDecoderGraph(Graph):
     """tokens (B, 1), real (B, 1), state, memory and keep → logits (B, 1, V) and next_state_0 …"""
 
-    def __init__(self, model: Recurrent, maps: bool) -> None:
+    def __init__(self, model: Model, maps: bool) -> None:
         with torch.no_grad():
             encoder = RecurrentEncoderGraph(model)
             encoded = encoder.compute(dict(zip(encoder.input_names, encoder.examples, strict=True)))
@@ -118,50 +118,34 @@ class RecurrentDecoderGraph(Graph):
             inputs[name] = (example_floats(*example.shape), axes)
         if "memory_v" in encoded:
             inputs["keep"] = (encoder.examples[1], {0: "batch", 1: "source"})
-        super().__init__(inputs)
-        self.model = model
+        super().__init__(model, inputs)
         self.n_states = sum(name.startswith("state") for name in encoded)
         self.log = QueryKeyLog()
         attention = model.decoder.cross_attention
-        if maps and attention is not None:
-            _log_alignment(attention, self.log)
+        if maps and attention is not None:  # in place of the method with which the decoder shows q to recorders
+            attention.record_attention = lambda q, contexts, view, cache: self.log.pairs.append((q, view.k))
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         self.log.pairs = []
         model, cache = self.model, LastState()
         state = tuple(given[f"state_{i}"] for i in range(self.n_states))
-        x = model.target_table(given["tokens"])
-        out = head_output(model, model.decoder.run_steps(x, state, self._view(given), given["real"], cache))
+        x, view = model.target_table(given["tokens"]), None
+        if (v := given.get("memory_v")) is not None:
+            view = MemoryView(given.get("memory_k", v), v, given["keep"])
+        out = head_output(model, model.decoder.run_steps(x, state, view, given["real"], cache))
         return out | {f"next_state_{i}": part for i, part in enumerate(cache.last)} | self.log.outputs("cross_q")
-
-    def _view(self, given: dict[str, Tensor]) -> MemoryView | None:
-        if "memory_v" not in given:
-            return None
-        v = given["memory_v"]
-        return MemoryView(given.get("memory_k", v), v, given["keep"])
-
-
-def _log_alignment(attention: Alignment, log: QueryKeyLog) -> None:
-    """Log q as it is scored, in place of the method with which the decoder shows it to recorders."""
-
-    def record_attention(q: Tensor, contexts: Tensor, view: MemoryView, cache: object) -> None:
-        log.pairs.append((q, view.k))
-
-    setattr(attention, "record_attention", record_attention)  # noqa: B010 - of this one object, the graph's own copy
 
 
 def graphs_of(model: Model, maps: bool = False) -> dict[str, Graph]:
     """The graphs of a model by name; ``maps`` adds the queries, and where no cache has them the keys, as outputs."""
     model = traceable(model)
-    if isinstance(model, Encoder):
+    if model.is_encoder_only:
         return {"model": EncoderOnlyGraph(model, maps)}
-    if isinstance(model, Decoder):
-        return {"decoder": DecoderOnlyGraph(model, maps)}
-    if isinstance(model, EncoderDecoder):
-        return {"encoder": EncoderGraph(model, maps), "decoder": DecoderGraph(model, maps)}
-    if isinstance(model, Recurrent):
+    if model.is_decoder_only:
+        return {"decoder": DecoderGraph(model, maps)}
+    if model.is_recurrent:
         return {"encoder": RecurrentEncoderGraph(model), "decoder": RecurrentDecoderGraph(model, maps)}
-    raise TypeError(f"model is a {type(model).__name__}; ONNX graphs are written of regard's own models")
+    return {"encoder": EncoderGraph(model, maps), "decoder": DecoderGraph(model, maps)}
 
 
 def traceable(model: Model) -> Model:
@@ -217,10 +201,16 @@ class PastCache(Cache):
         return self.k, self.v
 
 
-def log_attentions(attentions: list[MultiHeadAttention]) -> QueryKeyLog:
-    """A log to which these attentions append their q and k as they are scored."""
+def attentions_of(model: Model, kind: str) -> list[MultiHeadAttention]:
+    """The attentions of one kind, those of layers with shared parameters once."""
+    modules = (cast(MultiHeadAttention, site.module) for site in model.attention_sites() if site.kind == kind)
+    return list(dict.fromkeys(modules))
+
+
+def log_attentions(model: Model, kind: str, maps: bool) -> QueryKeyLog:
+    """A log to which the attentions of one kind append their q and k as they are scored, if ``maps``."""
     log = QueryKeyLog()
-    for attention in attentions:
+    for attention in attentions_of(model, kind) if maps else []:
         name = "_cross_heads" if attention.cross else "_self_heads"
         setattr(attention, name, _with_log(getattr(attention, name), log))
     return log
@@ -233,12 +223,6 @@ def _with_log(run: Callable[..., Any], log: QueryKeyLog) -> Callable[..., Any]:
         return out
 
     return run_and_log
-
-
-def attentions_of(stack: Stack, cross: bool = False) -> list[MultiHeadAttention]:
-    """The attentions of a stack's blocks; none where Fourier mixing stands in for them."""
-    modules = [getattr(block, "cross_attention" if cross else "attention") for block in stack.blocks]
-    return [module for module in modules if isinstance(module, MultiHeadAttention)]
 
 
 def source_inputs(config: ModelConfig) -> dict[str, tuple[Tensor, Axes]]:
@@ -259,13 +243,12 @@ def source_inputs(config: ModelConfig) -> dict[str, tuple[Tensor, Axes]]:
 class EncoderOnlyGraph(Graph):
     """Encoder-only models: source → logits, or states and, where there is a pooler, the pooled vector."""
 
-    def __init__(self, model: Encoder, maps: bool) -> None:
+    def __init__(self, model: Model, maps: bool) -> None:
         inputs = source_inputs(model.config)
         if model.config.n_segments:
             inputs["segments"] = (torch.zeros(B, S, dtype=torch.int64), {0: "batch", 1: "source"})
-        super().__init__(inputs)
-        self.model = model
-        self.log = log_attentions(attentions_of(model.encoder) if maps else [])
+        super().__init__(model, inputs)
+        self.log = log_attentions(model, "encoder", maps)
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         padding_mask, self.log.pairs = given.get("keep"), []
@@ -279,49 +262,48 @@ class EncoderOnlyGraph(Graph):
 class EncoderGraph(Graph):
     """The encoder beside a decoder: source → keys and values of each cross-attention."""
 
-    def __init__(self, model: EncoderDecoder, maps: bool) -> None:
-        super().__init__(source_inputs(model.config))
-        self.model = model
-        self.log = log_attentions(attentions_of(model.encoder) if maps else [])
+    def __init__(self, model: Model, maps: bool) -> None:
+        super().__init__(model, source_inputs(model.config))
+        self.log = log_attentions(model, "encoder", maps)
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         self.log.pairs = []
         states = self.model.encode(given["source"], padding_mask=given.get("keep")).states
         out = {}
-        for layer, attention in enumerate(attentions_of(self.model.decoder, cross=True)):
+        for layer, attention in enumerate(attentions_of(self.model, "cross")):
             cache = CrossCache()
             attention(states[:, :1], states, cache=cache)  # fills the cache; its output is unused and not exported
             out[f"cross_k_{layer}"], out[f"cross_v_{layer}"] = cache.update()
         return out | self.log.outputs("q", "k")
 
 
-class StepGraph(Graph):
+class DecoderGraph(Graph):
     """A decoder: new tokens, and keys and values of those before them → logits, and the cache with the new ones.
 
-    ``wanted`` lists the new tokens whose logits are returned: of a prompt the last one, of a text to score all.
+    ``wanted`` lists the new tokens whose logits are returned: of a prompt the last one, of a text to score all. Beside
+    an encoder, its keys and values are inputs as the encoder's graph returned them.
     """
 
-    model: Decoder | EncoderDecoder
-
-    def __init__(
-        self, model: Decoder | EncoderDecoder, cross_inputs: dict[str, tuple[Tensor, Axes]], maps: bool
-    ) -> None:
-        decoder, shape = model.decoder, model.decoder_shape
-        self.n_layers = decoder.n_layers
-        axes = {0: "batch", 1: "tokens"}
+    def __init__(self, model: Model, maps: bool) -> None:
+        shape, axes = model.decoder_shape, {0: "batch", 1: "tokens"}
         inputs: dict[str, tuple[Tensor, Axes]] = {
             "tokens": (example_tokens(model.config.output_vocab_size, B, T), axes),
             "positions": (torch.arange(P, P + T).repeat(B, 1), axes),
             "wanted": (torch.arange(N) % T, {0: "wanted"}),
             "past_positions": (torch.arange(P).repeat(B, 1), {0: "batch", 1: "past"}),
         }
-        for layer in range(self.n_layers):
-            for name in ("k", "v"):
-                past = example_floats(B, shape.n_kv_heads, P, shape.d_head)
-                inputs[f"past_{name}_{layer}"] = (past, {0: "batch", 2: "past"})
-        super().__init__(inputs | cross_inputs)
-        self.log = log_attentions(attentions_of(decoder) if maps else [])
-        self.cross_log = log_attentions(attentions_of(decoder, cross=True) if maps else [])
+        self.n_layers = shape.n_layers
+        self.n_blocks = len(model.decoder.blocks) if model.is_encoder_decoder else 0
+        caches = [("past", self.n_layers, P, "past"), ("cross", self.n_blocks, S, "source")]
+        for name, n_layers, length, axis in caches:
+            for layer in range(n_layers):
+                for part in ("k", "v"):
+                    example = example_floats(B, shape.n_kv_heads, length, shape.d_head)
+                    inputs[f"{name}_{part}_{layer}"] = (example, {0: "batch", 2: axis})
+        if model.is_encoder_decoder and model.config.source != "image":
+            inputs["keep"] = source_inputs(model.config)["keep"]
+        super().__init__(model, inputs)
+        self.log, self.cross_log = log_attentions(model, "self", maps), log_attentions(model, "cross", maps)
 
     def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         self.log.pairs, self.cross_log.pairs = [], []
@@ -329,54 +311,23 @@ class StepGraph(Graph):
             PastCache(given[f"past_k_{layer}"], given[f"past_v_{layer}"], given["past_positions"])
             for layer in range(self.n_layers)
         ]
-        states = self.decode(given, past)
+        states = self._decode(given, past)
         out = head_output(self.model, states.index_select(1, given["wanted"]))
         for layer, cache in enumerate(past):
             out[f"present_k_{layer}"], out[f"present_v_{layer}"] = cache.k, cache.v
         return out | self.log.outputs("q") | self.cross_log.outputs("cross_q")
 
-    @abstractmethod
-    def decode(self, given: dict[str, Tensor], past: list[PastCache]) -> Tensor:
+    def _decode(self, given: dict[str, Tensor], past: list[PastCache]) -> Tensor:
         """The new tokens' states (B, T, M); ``past`` is the cache to decode with."""
-
-
-class DecoderOnlyGraph(StepGraph):
-    """A language model."""
-
-    model: Decoder
-
-    def __init__(self, model: Decoder, maps: bool) -> None:
-        super().__init__(model, {}, maps)
-        self.model = model
-
-    def decode(self, given: dict[str, Tensor], past: list[PastCache]) -> Tensor:
-        return self.model.hidden(given["tokens"], positions=given["positions"], cache=ModelCache(past))
-
-
-class DecoderGraph(StepGraph):
-    """The decoder beside an encoder, whose keys and values are inputs as the encoder's graph returned them."""
-
-    model: EncoderDecoder
-
-    def __init__(self, model: EncoderDecoder, maps: bool) -> None:
-        self.n_blocks, shape = len(model.decoder.blocks), model.decoder_shape
-        cross_inputs: dict[str, tuple[Tensor, Axes]] = {}
-        for layer in range(self.n_blocks):
-            for name in ("k", "v"):
-                example = example_floats(B, shape.n_kv_heads, S, shape.d_head)
-                cross_inputs[f"cross_{name}_{layer}"] = (example, {0: "batch", 2: "source"})
-        if model.config.source != "image":
-            cross_inputs["keep"] = source_inputs(model.config)["keep"]
-        super().__init__(model, cross_inputs, maps)
-        self.model = model
-
-    def decode(self, given: dict[str, Tensor], past: list[PastCache]) -> Tensor:
+        tokens, positions = given["tokens"], given["positions"]
+        if not self.n_blocks:
+            return self.model.hidden(tokens, positions=positions, cache=ModelCache(past))
         memory = Memory(given["cross_k_0"][:, 0, :0], mask_from_padding(given.get("keep")))  # the states are not needed
         cross = [CrossCache() for _ in past]
         for layer, cache in enumerate(cross):
             block = layer % self.n_blocks
             cache.update(given[f"cross_k_{block}"], given[f"cross_v_{block}"])
-        return self.model.decode(given["tokens"], memory, positions=given["positions"], cache=ModelCache(past, cross))
+        return self.model.decode(tokens, memory, positions=positions, cache=ModelCache(past, cross))
 
 
 def head_output(model: Model, states: Tensor) -> dict[str, Tensor]:

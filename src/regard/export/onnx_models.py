@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention import Frame
 from ..attention.attention_map import AttentionMap
 from ..attention.cache import ModelCache
-from ..attention.cache.static_cache import CacheDtype
+from ..attention.score_matrix import ScoreMatrix
 from ..models import Decoder, Encoder, EncoderDecoder, Memory, Recurrent
 from ..models.base_model import mask_from_padding
 from ..models.recurrent import RecurrentMemory
 from ..models.recurrent_cells import MemoryCache, MemoryView, StateCache
 from .onnx_runtime import (
+    Maps,
     OnnxModel,
     logits_or_states,
     memory_padding_mask,
-    recurrent_map,
     run_decoder,
     source_inputs,
     stack_maps,
@@ -33,10 +34,14 @@ class OnnxEncoder(OnnxModel, Encoder):
     graph_names = ("model",)
 
     def run(
-        self, source: Tensor, padding_mask: Tensor | None = None, segments: Tensor | None = None
+        self,
+        source: Tensor,
+        padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        names: list[str] | None = None,
     ) -> dict[str, Tensor]:
-        """All outputs by name: logits, or states and the pooled vector; queries and keys where they were exported."""
-        return self.sessions["model"].run(source_inputs(self.config, source, padding_mask, segments))
+        """Outputs by name, by default all: logits, or states and the pooled vector; queries and keys if exported."""
+        return self.sessions["model"].run(source_inputs(self.config, source, padding_mask, segments), names)
 
     def hidden(self, source: Tensor, **options: Any) -> Tensor:
         """The last layer's states, of a model without a head; a graph with a head does not return them."""
@@ -44,24 +49,17 @@ class OnnxEncoder(OnnxModel, Encoder):
             raise ValueError(f"head={self.config.head!r} is part of the ONNX graph: states do not come out of it")
         return self(source, **options)
 
-    def forward(
-        self,
-        source: Tensor,
-        *,
-        padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, source: Tensor, *, positions: Tensor | None = None, **options: Any) -> Tensor:
+        """Logits or states; options are those of ``Encoder``."""
         self._refuse_positions(positions)
-        name = "states" if self.config.head == "none" else "logits"
-        return self.sessions["model"].run(source_inputs(self.config, source, padding_mask, segments), [name])[name]
+        return logits_or_states(
+            self.run(source, **options, names=["states" if self.config.head == "none" else "logits"])
+        )
 
     def pooled(self, states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         raise ValueError("the pooled vector comes out of the ONNX graph with the states: run(source)['pooled']")
 
-    def _maps(
-        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
-    ) -> dict[str, AttentionMap]:
+    def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
         return stack_maps("encoder", self.encoder, self.run(source, padding_mask), padding_mask)
 
 
@@ -75,16 +73,15 @@ class OnnxDecoder(OnnxModel, Decoder):
 
         Of a prompt, which fills an empty cache, only those of the last token (B, 1, V): generation reads no others.
         """
-        return self._logits(tokens, cache=cache, all_logits=cache is None or cache.length > 0, **options)
+        return self._logits(tokens, cache is None or cache.length > 0, cache=cache, **options)
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
         """tokens (B, T) → logits (B, T, V); those at padding are undefined. Options are those of ``Decoder``."""
-        return self._logits(tokens, all_logits=True, **options)
+        return self._logits(tokens, True, **options)
 
     def _logits(
         self,
         tokens: Tensor,
-        *,
         all_logits: bool,
         padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
@@ -97,9 +94,7 @@ class OnnxDecoder(OnnxModel, Decoder):
         cache = self.new_cache() if cache is None else cache
         return logits_or_states(run_decoder(self, tokens, positions, cache, all_logits=all_logits))
 
-    def _maps(
-        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
-    ) -> dict[str, AttentionMap]:
+    def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
         positions = token_positions(source, padding_mask, None, None)
         out = run_decoder(self, source, positions, self.new_cache(), all_logits=False, outputs=("q_",))
         return stack_maps("decoder", self.decoder, out, None, positions)
@@ -128,22 +123,21 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         out = graph.run(source_inputs(self.config, source, padding_mask), names)
         return OnnxMemory.of(out, padding_mask, len(source), self.config.d_model)
 
-    def decode(
+    def decode(self, target: Tensor, memory: Memory, **options: Any) -> Tensor:
+        """Logits (B, T, V) in place of states, which the graph's (empty) head passes on."""
+        return logits_or_states(self._run(target, memory, **options))
+
+    def _run(
         self,
         target: Tensor,
         memory: Memory,
-        *,
         padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
-    ) -> Tensor:
-        """Logits (B, T, V) in place of states, which the graph's (empty) head passes on."""
-        positions = token_positions(target, padding_mask, positions, cache)
-        return logits_or_states(self._run(target, memory, positions, self.new_cache() if cache is None else cache))
-
-    def _run(
-        self, target: Tensor, memory: Memory, positions: Tensor, cache: ModelCache, outputs: tuple[str, ...] = ()
+        outputs: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
+        positions = token_positions(target, padding_mask, positions, cache)
+        cache = self.new_cache() if cache is None else cache
         n_blocks = len(self.decoder.blocks)
         if not cache.cross[0].is_filled:
             if not isinstance(memory, OnnxMemory):
@@ -157,13 +151,11 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         cross_inputs["keep"] = memory_padding_mask(memory, len(target), cross_inputs["cross_k_0"].shape[2])
         return run_decoder(self, target, positions, cache, cross_inputs, all_logits=True, outputs=outputs)
 
-    def _maps(
-        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
-    ) -> dict[str, AttentionMap]:
+    def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
         encoded = self.sessions["encoder"].run(source_inputs(self.config, source, padding_mask))
         memory = OnnxMemory.of(encoded, padding_mask, len(source), self.config.d_model)
-        positions = token_positions(target, target_padding_mask, None, None)
-        decoded = self._run(target, memory, positions, self.new_cache(), ("q_", "cross_q_"))
+        positions = token_positions(target, target_mask, None, None)
+        decoded = self._run(target, memory, positions=positions, outputs=("q_", "cross_q_"))
         decoded |= {name: x for name, x in encoded.items() if name.startswith("cross_k_")}
         encoder_maps = stack_maps("encoder", self.encoder, encoded, padding_mask)
         return encoder_maps | stack_maps("decoder", self.decoder, decoded, padding_mask, positions)
@@ -181,12 +173,6 @@ class OnnxRecurrent(OnnxModel, Recurrent):
 
     graph_names = ("encoder", "decoder")
 
-    def new_cache(
-        self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
-    ) -> ModelCache:
-        self._refuse_preallocation(batch, max_len)
-        return ModelCache([StateCache()], [MemoryCache()])
-
     def encode(
         self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None
     ) -> RecurrentMemory:
@@ -197,27 +183,19 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         v = out.get("memory_v", torch.zeros(len(source), 1, source.shape[1], 0))
         return OnnxRecurrentMemory(v[:, 0], mask_from_padding(padding_mask), state, out.get("memory_k", v))
 
-    def decode(
-        self,
-        target: Tensor,
-        memory: Memory | None,
-        *,
-        padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
+    def decode(self, target: Tensor, memory: Memory | None, **options: Any) -> Tensor:
         """Logits (B, T, V) in place of states, which the graph's (empty) head passes on."""
-        cache = self.new_cache() if cache is None else cache
-        return logits_or_states(self._run_steps(target, memory, padding_mask, positions, cache))
+        return logits_or_states(self._run_steps(target, memory, **options))
 
     def _run_steps(
         self,
         target: Tensor,
         memory: Memory | None,
-        padding_mask: Tensor | None,
-        positions: Tensor | None,
-        cache: ModelCache,
+        padding_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: ModelCache | None = None,
     ) -> dict[str, Tensor]:
+        cache = self.new_cache() if cache is None else cache
         states, memory_cache = cache.layers[0], cache.cross[0]
         assert isinstance(states, StateCache) and isinstance(memory_cache, MemoryCache)
         if not states.filled:
@@ -244,13 +222,12 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         states.push(tuple(out.pop(name) for name in names), real[:, 0])
         return out
 
-    def _maps(
-        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
-    ) -> dict[str, AttentionMap]:
+    def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
         attention = self.decoder.cross_attention
         if attention is None:
             return {}
         memory = self.encode(source, padding_mask=padding_mask)
         assert isinstance(memory, OnnxRecurrentMemory)
-        q = self._run_steps(target, memory, target_padding_mask, None, self.new_cache())["cross_q_0"]
-        return {"decoder.cross_attention": recurrent_map(q, memory.keys, padding_mask, attention.mechanism)}
+        q, k = self._run_steps(target, memory, target_mask)["cross_q_0"], memory.keys  # (B, 1, T, D) and (B, 1, S, D)
+        mask, mechanism = mask_from_padding(padding_mask), attention.mechanism
+        return {"decoder.cross_attention": AttentionMap.of(ScoreMatrix(q, k, mask, None, mechanism, Frame.of(q, k)))}

@@ -20,9 +20,8 @@ from ..attention.attention_map import AttentionMap
 from ..attention.biases import Bias
 from ..attention.cache import CrossCache, GrowingCache, ModelCache
 from ..attention.cache.static_cache import CacheDtype
-from ..attention.masks import Mask, ValidKeys
+from ..attention.masks import ValidKeys
 from ..attention.mechanisms import Mechanism
-from ..attention.score_matrix import ScoreMatrix
 from ..config import ModelConfig
 from ..errors import BadModelFile, RegardError
 from ..generation import GenerateConfig, Generated, generate
@@ -30,6 +29,9 @@ from ..generation.prompts import Rows
 from ..models import Block, Memory, Model, Stack
 from ..models.base_model import mask_from_padding
 from ..models.components import TokenHead
+from ..models.recurrent_cells import MemoryCache, StateCache
+
+Maps = dict[str, AttentionMap]  # by name of the attention
 
 
 class OnnxSession:
@@ -60,8 +62,14 @@ class OnnxSession:
         missing = sorted(set(self.inputs) - set(inputs))
         if missing:
             raise ValueError(f"the graph {self.path.name} needs {', '.join(missing)}")
-        for name, shape in self.inputs.items():
-            _check_shape(name, inputs[name], shape)
+        for name, wanted_shape in self.inputs.items():  # free axes are named by words
+            shape = inputs[name].shape
+            if len(shape) != len(wanted_shape) or any(
+                isinstance(wanted_size, int) and size != wanted_size
+                for size, wanted_size in zip(shape, wanted_shape, strict=True)
+            ):
+                takes = ", ".join(map(str, wanted_shape))
+                raise ValueError(f"{name} has shape {tuple(shape)}, but the graph takes ({takes})")
         names = self.outputs if wanted is None else list(wanted)
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
@@ -69,13 +77,6 @@ class OnnxSession:
         except Exception as error:  # a token that no table has, say; its own exceptions share no base
             raise RegardError(f"ONNX Runtime cannot run {self.path.name} on these inputs: {error}") from None
         return dict(zip(names, map(torch.from_numpy, out), strict=True))
-
-
-def _check_shape(name: str, x: Tensor, wanted: list[int | str]) -> None:
-    """Raise where an axis has another length than the graph fixes; free axes are named by words."""
-    fits = x.dim() == len(wanted) and all(isinstance(w, str) or n == w for n, w in zip(x.shape, wanted, strict=True))
-    if not fits:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, but the graph takes ({', '.join(map(str, wanted))})")
 
 
 def score_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -91,7 +92,7 @@ def stack_maps(
     outputs: dict[str, Tensor],
     source_padding_mask: Tensor | None,
     positions: Tensor | None = None,
-) -> dict[str, AttentionMap]:
+) -> Maps:
     """The maps of a stack's layers, from the outputs of its graph.
 
     An encoder's keys are k_0 …; a decoder, which has ``positions``, returns them as its cache.
@@ -111,7 +112,8 @@ def stack_maps(
                 k, mask = outputs[f"present_k_{layer}"], None
                 frame = Frame(q.shape[0], q.shape[1], positions, positions)
             bias = block.attention.position_bias if stack.position_bias is None else stack.position_bias
-            mask = _intersect_masks(masks.causal() if stack.causal else None, mask, block.mask)
+            given = [part for part in (masks.causal() if stack.causal else None, mask, block.mask) if part is not None]
+            mask = reduce(operator.and_, given) if given else None
             mechanism = block.attention.mechanism
             maps[f"{site}.attention"] = AttentionMap(q, k, mask, bias, mechanism=mechanism, frame=frame)
         if f"cross_q_{layer}" in outputs and block.cross_attention is not None:
@@ -119,16 +121,6 @@ def stack_maps(
             mechanism = block.cross_attention.mechanism
             maps[f"{site}.cross_attention"] = AttentionMap(q, k, source_mask, mechanism=mechanism)
     return maps
-
-
-def recurrent_map(q: Tensor, k: Tensor, source_padding_mask: Tensor | None, mechanism: Mechanism) -> AttentionMap:
-    """A recurrent decoder's attention, from q (B, 1, T, D) and k (B, 1, S, D) as they are scored."""
-    return AttentionMap.of(ScoreMatrix(q, k, mask_from_padding(source_padding_mask), None, mechanism, Frame.of(q, k)))
-
-
-def _intersect_masks(*optional_masks: Mask | None) -> Mask | None:
-    given = [mask for mask in optional_masks if mask is not None]
-    return reduce(operator.and_, given) if given else None
 
 
 class OnnxModel(Model):
@@ -140,8 +132,8 @@ class OnnxModel(Model):
         with torch.device("meta"):
             super().__init__(config)
         self.sessions, self.has_maps = sessions, False
-        if not self.is_encoder_only:
-            self.head = GraphHead.in_place_of(self.head)
+        if not self.is_encoder_only and self.head is not None:
+            self.head = GraphHead()
         for module in self.modules():
             if type(module) is Block:
                 module.__class__ = GraphBlock  # on the meta device there is nothing it could compute with
@@ -154,15 +146,14 @@ class OnnxModel(Model):
     def new_cache(
         self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
     ) -> ModelCache:
-        self._refuse_preallocation(batch, max_len)
-        n_layers = self.decoder_shape.n_layers
-        cross = [CrossCache() for _ in range(n_layers)] if self.is_encoder_decoder else []
-        return ModelCache([GraphCache() for _ in range(n_layers)], cross)
-
-    def _refuse_preallocation(self, batch: int | None, max_len: int | None) -> None:
         if batch is not None or max_len is not None:
             sizes = f"batch={batch}, max_len={max_len}"
             raise ValueError(f"{sizes}: an ONNX model's cache grows and cannot be preallocated")
+        if self.is_recurrent:
+            return ModelCache([StateCache()], [MemoryCache()])
+        n_layers = self.decoder_shape.n_layers
+        cross = [CrossCache() for _ in range(n_layers)] if self.is_encoder_decoder else []
+        return ModelCache([GraphCache() for _ in range(n_layers)], cross)
 
     def _refuse_positions(self, positions: Tensor | None) -> None:
         if positions is not None:
@@ -179,7 +170,7 @@ class OnnxModel(Model):
         *,
         padding_mask: Tensor | None = None,
         target_padding_mask: Tensor | None = None,
-    ) -> dict[str, AttentionMap]:
+    ) -> Maps:
         """Every attention of one pass: "encoder.blocks.0.attention", "decoder.blocks.1.cross_attention" …
 
         source, target  as the model is called, or the tokens of a language model
@@ -192,9 +183,7 @@ class OnnxModel(Model):
             raise ValueError("a target goes with a model that has an encoder and a decoder, and with no other")
         return self._maps(source, source if target is None else target, padding_mask, target_padding_mask)
 
-    def _maps(
-        self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_padding_mask: Tensor | None
-    ) -> dict[str, AttentionMap]:
+    def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
         raise NotImplementedError
 
     def load_score_parameters(self, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -221,10 +210,6 @@ class GraphHead(TokenHead):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # without the weights of a TokenHead
-
-    @classmethod
-    def in_place_of(cls, head: TokenHead | None) -> TokenHead | None:
-        return None if head is None else cls()
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return x

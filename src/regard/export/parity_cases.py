@@ -126,11 +126,9 @@ def _ids(config: ModelConfig, n_tokens: int, shape: tuple[int, int], generator: 
     return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
 
 
-class FileScore(NamedTuple):
-    """One engine on the file: the metric, and the texts it wrote, where it writes any."""
-
-    value: float
-    texts: list[str] | None
+Score = tuple[
+    float, list[str] | None
+]  # of one engine on the file: the metric, and the texts it wrote, if it writes any
 
 
 class FileCheck(NamedTuple):
@@ -139,7 +137,7 @@ class FileCheck(NamedTuple):
     metric: str
     sign: int
     n: int
-    score: Callable[[Engine], FileScore]
+    score: Callable[[Engine], Score]
 
 
 def check_file(
@@ -147,26 +145,25 @@ def check_file(
 ) -> dict[str, Any]:
     """The metric of the task on a file: the model's own, and beside it that of engines (name, engine, bound)."""
     check = _file_check(model, path, beam)
-    own = check.score(model)
+    own_value, own_texts = check.score(model)
     rows: list[dict[str, Any]] = []
     for name, engine, bound in engines:
         try:
-            other = check.score(engine)
+            value, texts = check.score(engine)
         except TypeError as error:
             rows.append({"name": name, "skipped": str(error)})
             continue
         same = None
-        if own.texts is not None and other.texts is not None:
-            same = sum(a == b for a, b in zip(own.texts, other.texts, strict=True)) / check.n
-        worse = check.sign * (own.value - other.value)
-        row = {"name": name, "value": round(other.value, 4), "worse_by": round(worse, 4)}
+        if own_texts is not None and texts is not None:
+            same = sum(a == b for a, b in zip(own_texts, texts, strict=True)) / check.n
+        row = {"name": name, "value": round(value, 4), "worse_by": round(check.sign * (own_value - value), 4)}
         rows.append({**row, "same_text": same, "bound": bound})
     return {
         "file": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "n": check.n,
         "metric": check.metric,
-        "value": round(own.value, 4),
+        "value": round(own_value, 4),
         "engines": rows,
     }
 
@@ -182,24 +179,18 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
         return _accuracy_check(model, path)
     if config.source != "text" or config.architecture == "encoder":
         raise ValueError(f"architecture={config.architecture!r}, source={config.source!r}: no file is checked with it")
-    pairs = _pairs(path)
-    if pairs is None:
+    opened = open_source(path, valid_fraction=0.0)
+    if opened.kind != "pairs":
         return _same_translations_check(model, _lines(path), beam)
+    pairs = [example for example in opened.train if isinstance(example, Pair)]
     references = [pair.target for pair in pairs]
     tokenize = metrics.bleu_tokenizer(references)
 
-    def score(engine: Engine) -> FileScore:
+    def score(engine: Engine) -> Score:
         texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True)
-        return FileScore(metrics.translation(texts, references, tokenize).bleu, texts)
+        return metrics.translation(texts, references, tokenize).bleu, texts
 
     return FileCheck(f"BLEU ({tokenize})", 1, len(pairs), score)
-
-
-def _pairs(path: Path) -> list[Pair] | None:
-    """The pairs of a file; None where it is no table of them."""
-    opened = open_source(path, valid_fraction=0.0)
-    pairs = [example for example in opened.train if isinstance(example, Pair)]
-    return pairs if opened.kind == "pairs" else None
 
 
 def _lines(path: Path) -> list[str]:
@@ -213,9 +204,9 @@ def _same_translations_check(model: TorchEngine, lines: list[str], beam: int) ->
     """Without references, the translations are compared with the model's own."""
     wanted = model.translate(lines, beam=beam, truncate=True)
 
-    def score(engine: Engine) -> FileScore:
+    def score(engine: Engine) -> Score:
         texts = wanted if engine is model else engine.translate(lines, beam=beam, truncate=True)
-        return FileScore(100 * sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(lines), texts)
+        return 100 * sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(lines), texts
 
     return FileCheck("same translations in percent", 1, len(lines), score)
 
@@ -228,10 +219,10 @@ def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
     if opened.kind != "labelled":
         raise BadData(f"{path} holds {opened.kind}; a classifier is checked with texts and their labels")
 
-    def score(engine: Engine) -> FileScore:
+    def score(engine: Engine) -> Score:
         guesses = classify(engine, [example.text for example in examples])
         hits = sum(guess == example.label for guess, example in zip(guesses, examples, strict=True))
-        return FileScore(100 * hits / len(examples), None)
+        return 100 * hits / len(examples), None
 
     return FileCheck("accuracy in percent", 1, len(examples), score)
 
@@ -251,7 +242,7 @@ def classify(engine: Engine, texts: list[str]) -> list[int]:
 
 
 @torch.no_grad()
-def _perplexity(engine: Engine, lines: list[str]) -> FileScore:
+def _perplexity(engine: Engine, lines: list[str]) -> Score:
     """exp of the mean loss of a token after those before it in its line."""
     tokenizer, max_len = engine.tokenizer("target"), engine.config.max_len
     rows = [row[:max_len] for row in map(tokenizer.encode, lines)]
@@ -265,4 +256,4 @@ def _perplexity(engine: Engine, lines: list[str]) -> FileScore:
         else:
             logits = engine.token_logits(torch.tensor([row]))[0, :-1]
             log_probs += logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
-    return FileScore(math.exp(-math.fsum(log_probs) / len(log_probs)), None)
+    return math.exp(-math.fsum(log_probs) / len(log_probs)), None

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import hub
-from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
@@ -94,22 +93,18 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     if fields.get(MARK) != _HOW:
         raise BadModelFile(f"{directory.root}: config.json has {MARK}={fields.get(MARK)!r}; regard reads {_HOW}")
     resolved, weights = hub.read_config(fields), directory.weights()
-    _check_layer_counts(directory, resolved.config, len(weights.layout))
-    model = build(resolved.config, device="meta")
-    n_parameters = model.n_parameters
-    model = cast(Model, round_in_place(model))
-    _check_tensors(directory.root, model, weights)
-    model.processor = read_processor(directory, fields, resolved.config)
-    model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)
-    return Int8Directory(directory, weights, model, n_parameters)
-
-
-def _check_layer_counts(directory: hub.Directory, config: ModelConfig, n_tensors: int) -> None:
-    """Refuse a config with more layers than tensors: building layers takes memory even on the meta device."""
-    for name in ("n_layers", "n_decoder_layers"):
+    config, n_tensors = resolved.config, len(weights.layout)
+    for name in ("n_layers", "n_decoder_layers"):  # building layers takes memory even on the meta device
         count = getattr(config, name)
         if not config.share_layers and count is not None and count > n_tensors:
             raise BadModelFile(f"{directory.root}: config.json has {name}={count}, but there are {n_tensors} tensors")
+    model = build(config, device="meta")
+    n_parameters = model.n_parameters
+    model = cast(Model, round_in_place(model))
+    _check_tensors(directory.root, model, weights)
+    model.processor = read_processor(directory, fields, config)
+    model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)
+    return Int8Directory(directory, weights, model, n_parameters)
 
 
 def _check_tensors(root: Path, model: Model, weights: hub.Weights) -> None:

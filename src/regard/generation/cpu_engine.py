@@ -118,17 +118,15 @@ class BeamKeyCache:
         k, _ = layers[0]
         self.size, self.end = size, k.shape[2]
         self._data = torch.stack([torch.stack(pair) for pair in layers])
+        self.mask: Tensor | None = None  # (B, 1, size, columns) of the step
         self._mask: Tensor | None = None  # (B, size, columns), added to scores: 0 or -inf
         if padding_mask is not None or size > 1:
             self._mask = k.new_zeros(len(k), size, self.end)
             if padding_mask is not None:
                 self._mask = self._mask.masked_fill(~padding_mask[:, None], -math.inf)
 
-    def next_step(self) -> Tensor | None:
-        """Reserve columns for one token a row, which ``update`` then fills layer by layer.
-
-        Returns the mask (B, 1, size, columns) of the step; None where nothing is masked.
-        """
+    def next_step(self) -> None:
+        """Reserve columns for one token a row, which ``update`` then fills layer by layer, and set ``mask``."""
         if self.end + self.size > self._data.shape[4]:
             if self._mask is not None and self.size > 1:
                 self._gather_columns((self._mask[:, :, : self.end] == 0).any(1))
@@ -136,7 +134,7 @@ class BeamKeyCache:
         start, self.end = self.end, self.end + self.size
         self._new = self._data[..., start : self.end, :].unbind()
         self._k, self._v = (part.unbind() for part in self._data[..., : self.end, :].unbind(1))
-        return None if self._mask is None else self._mask[:, None, :, : self.end]
+        self.mask = None if self._mask is None else self._mask[:, None, :, : self.end]
 
     def update(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor]:
         """Write a step's keys and values (B, 2G, size, D); returns all k and v of the layer, (B, G, columns, D)."""
@@ -245,7 +243,7 @@ class RowAttention:
         self.out = row_linear(attention.w_o, packed)
         self.is_int8 = isinstance(attention.w_o, Int8Linear)
 
-    def self_attend(self, x: Tensor, layer: int, keys: BeamKeyCache, mask: Tensor | None, positions: Tensor) -> Tensor:
+    def self_attend(self, x: Tensor, layer: int, keys: BeamKeyCache, positions: Tensor) -> Tensor:
         attention, n = self.module, self.n_heads
         heads = self.query(x).view(-1, keys.size, n + 2 * attention.n_kv_heads, self.d_head).transpose(1, 2)
         q, new = heads[:, :n], heads[:, n:]  # (B, H, k, D), and keys and values (B, 2G, k, D)
@@ -256,7 +254,7 @@ class RowAttention:
                 row_positions = positions.view(-1, keys.size)
                 q, key = attention.rope(q, row_positions), attention.rope(key, row_positions)
             new = torch.cat([key, value], 1)
-        return self._attend(q, *keys.update(layer, new), mask)
+        return self._attend(q, *keys.update(layer, new), keys.mask)
 
     def cross_attend(self, x: Tensor, memory: MemoryKeys, size: int) -> Tensor:
         q = self.query(x).view(-1, size, self.n_heads, self.d_head).transpose(1, 2)
@@ -273,22 +271,16 @@ class RowAttention:
         if q.shape[2] == 1 or not self.is_int8:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         else:
-            y = self._attend_by_products(q, k, v, mask)
+            # The formula itself: up to twice as fast as the fused kernel for a few queries over a few hundred keys. Its
+            # last bits differ from the kernel's, which could swap nearly tied beams in full precision: so for int8.
+            rows, keys, values = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+            if mask is None:
+                scores = torch.bmm(rows * self.scale, keys.mT)
+            else:
+                mask = mask.expand(*q.shape[:3], -1).flatten(0, 1)
+                scores = torch.baddbmm(mask, rows, keys.mT, alpha=self.scale)
+            y = torch.bmm(torch.softmax(scores, -1), values)
         return self.out(y.reshape(n_batch, -1, n, self.d_head).transpose(1, 2).reshape(n_batch * n, -1))
-
-    def _attend_by_products(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The formula itself: up to twice as fast as the fused kernel for a few queries over a few hundred keys.
-
-        Its last bits differ from the kernel's, which could swap nearly tied beams in full precision, so it is for int8.
-        """
-        n_batch, n_groups, n, _ = q.shape
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        if mask is None:
-            scores = torch.bmm(q * self.scale, k.mT)
-        else:
-            mask = mask.expand(n_batch, n_groups, n, -1).flatten(0, 1)
-            scores = torch.baddbmm(mask, q, k.mT, alpha=self.scale)
-        return torch.bmm(torch.softmax(scores, -1), v)
 
 
 class RowBlock:
@@ -303,16 +295,10 @@ class RowBlock:
         self.ff_in, self.ff_out = row_linear(block.ff.w_in, packed), row_linear(block.ff.w_out, packed)
 
     def __call__(
-        self,
-        x: Tensor,
-        number: int,
-        keys: BeamKeyCache,
-        mask: Tensor | None,
-        positions: Tensor,
-        memory: list[MemoryKeys],
+        self, x: Tensor, number: int, keys: BeamKeyCache, positions: Tensor, memory: list[MemoryKeys]
     ) -> Tensor:
         """x (R, M) → (R, M)."""
-        x = self._sublayer(x, self.norms[0], lambda y: self.attention.self_attend(y, number, keys, mask, positions))
+        x = self._sublayer(x, self.norms[0], lambda y: self.attention.self_attend(y, number, keys, positions))
         if (cross := self.cross) is not None:
             x = self._sublayer(x, self.norms[1], lambda y: cross.cross_attend(y, memory[number], keys.size))
         return self._sublayer(x, self.norms[-1], self._feed_forward)
@@ -374,9 +360,9 @@ class CpuEngine(DecodingEngine):
             x = x + self.position_table[self.positions]
         x = x if part.norm is None else part.norm(x)
         x = x if part.projection is None else part.projection(x)
-        mask = self.keys.next_step()
+        self.keys.next_step()
         for number, layer in enumerate(self.layers):
-            x = layer(x, number, self.keys, mask, self.positions, self.memory)
+            x = layer(x, number, self.keys, self.positions, self.memory)
         self.positions = self.positions + 1
         return self.output(x if self.norm is None else self.norm(x)).float()
 

@@ -70,14 +70,7 @@ class GraphDecoder:
     """
 
     def __init__(
-        self,
-        model: Model,
-        rows: int,
-        max_len: int,
-        *,
-        form: Form | None = None,
-        ops: Any = None,
-        compile: bool = False,
+        self, model: Model, rows: int, max_len: int, *, form: Form | None = None, ops: Any = None, compile: bool = False
     ) -> None:
         self.rows, self.max_len, self.device = rows, max_len, model.device
         self.cache = model.new_cache(rows, max_len)
@@ -143,15 +136,6 @@ class GraphDecoder:
             state.advance()
         self.texts.scatter_(1, state.steps[:, None], tokens[:, None])
         state.append(tokens, token_log_probs(logits, tokens))
-
-    def load_choice_inputs(self, prompts: Prompts, copies: int, config: GenerateConfig) -> None:
-        """Write what the choice reads beside the logits: the prompt tokens and the random numbers."""
-        prompt_tokens, n_steps = prompts.texts.repeat_interleave(copies, 0), len(self.state.history)
-        self.texts.fill_(-1)
-        self.texts[:, n_steps : n_steps + prompt_tokens.shape[1]] = prompt_tokens
-        if config.samples:
-            draws = uniform_draws(config, len(prompts), copies)[:, :n_steps]
-            self.draws[:, : draws.shape[1]].copy_(draws)
 
 
 def _parameter_addresses(model: Model) -> int:
@@ -265,10 +249,15 @@ class CudaGraphEngine(DecodingEngine):
         step = self._captured_step(lambda decoder: decoder.chooser(config, eos_id))
         if self.decoder is None or step is None:
             return None
-        self.decoder.load_choice_inputs(prompts, copies, config)
-        self.decoder.choose(logits, config, eos_id, advance=False)
+        decoder, n_steps, texts = self.decoder, len(self.decoder.state.history), prompts.texts
+        decoder.texts.fill_(-1)
+        decoder.texts[:, n_steps : n_steps + texts.shape[1]] = texts.repeat_interleave(copies, 0)
+        if config.samples:
+            draws = uniform_draws(config, len(prompts), copies)[:, :n_steps]
+            decoder.draws[:, : draws.shape[1]].copy_(draws)
+        decoder.choose(logits, config, eos_id, advance=False)
         self._cache_is_behind = True
-        return _read_blocks(step, self.decoder.state, int(prompts.limit.max()), ahead)
+        return _read_blocks(step, decoder.state, int(prompts.limit.max()), ahead)
 
     def _captured_step(self, capture: Callable[[GraphDecoder], CapturedStep]) -> CapturedStep | None:
         if self.decoder is None:

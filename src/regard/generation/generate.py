@@ -82,7 +82,7 @@ def generate(
     config = merge_config(config, fields)
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
-    with inference(*_models(model, draft)):
+    with inference(model, draft):
         checked = read_inputs(model, inputs, config, target=target, padding_mask=padding_mask)
         groups = _independent_groups(model, checked, one_by_one=draft is not None)
         parts = []
@@ -95,10 +95,6 @@ def generate(
                 hypotheses = _collect_hypotheses(decoder.decode(prompts), 1, config)
                 parts.append(Generated(prompts.rows, hypotheses, drafted=decoder.statistics))
     return parts[0] if len(parts) == 1 else _join_groups(groups, parts)
-
-
-def _models(model: Model, draft: Model | None) -> list[Model]:
-    return [model] if draft is None else [model, draft]
 
 
 def prepare(model: Model, inputs: ModelInputs, config: GenerateConfig) -> tuple[DecodingEngine, Prompts]:
@@ -186,8 +182,7 @@ def stream_tokens(
         raise ValueError(f"{name}={getattr(config, name)} has no text before all is done; a stream needs {name}=1")
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
-    models = _models(model, draft)
-    with inference(*models):
+    with inference(model, draft):
         checked = read_inputs(model, inputs, config, target=target)
         if len(checked.rows) != 1:
             raise ValueError(f"a stream is one text, but {len(checked.rows)} were asked for")
@@ -197,10 +192,10 @@ def stream_tokens(
         else:
             decoder, prompts = _speculative_decoder(model, draft, checked, config, None, draft_tokens)
             steps = decoder.decode(prompts)
-    return _next_tokens(models, steps)
+    return _next_tokens(steps, model, draft)
 
 
-def _next_tokens(models: list[Model], steps: Iterator[ChosenTokens]) -> Iterator[int]:
+def _next_tokens(steps: Iterator[ChosenTokens], *models: Model | None) -> Iterator[int]:
     while True:
         with inference(*models):  # only while they compute: between two tokens the caller may train
             chosen = next(steps, None)
@@ -210,9 +205,9 @@ def _next_tokens(models: list[Model], steps: Iterator[ChosenTokens]) -> Iterator
 
 
 @contextmanager
-def inference(*models: Model) -> Iterator[None]:
+def inference(*models: Model | None) -> Iterator[None]:
     """Without gradients and with every module in eval mode; afterwards each is back in its mode."""
-    training = [module for model in models for module in model.modules() if module.training]
+    training = [module for model in models if model is not None for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
