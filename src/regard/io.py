@@ -180,7 +180,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
             files[GENERATION] = origin.generation_config
         if index is not None:
             files[INDEX] = to_json(index)
-        files["config.json"] = to_json(fields)
+        files["config.json"] = to_json(dict(sorted(fields.items())))  # the order in which transformers writes them
         files["README.md"] = hub.model_card(model, written).encode()
         for name, content in files.items():
             write_atomic(folder / name, content)
