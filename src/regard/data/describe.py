@@ -16,7 +16,7 @@ from .hashing import stable_key
 from .sources import Source
 from .splits import sha256_of
 
-_PERCENTILES = (0, 50, 90, 99, 100)
+_PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _MAX_EXAMPLES, _MAX_IMAGES = 200_000, 20_000
 
 
@@ -39,9 +39,9 @@ class LengthSummary:
         array = np.fromiter(sizes, dtype=np.int64)
         if not len(array):
             return cls(0, 0.0, {})
-        values = np.percentile(array, _PERCENTILES, method="lower").astype(int)
-        names = (f"p{p}" if 0 < p < 100 else ("min" if p == 0 else "max") for p in _PERCENTILES)
-        return cls(int(array.sum()), round(float(array.mean()), 1), dict(zip(names, values.tolist(), strict=True)))
+        values = np.percentile(array, list(_PERCENTILES.values()), method="lower").astype(int).tolist()
+        percentiles = dict(zip(_PERCENTILES, values, strict=True))
+        return cls(int(array.sum()), round(float(array.mean()), 1), percentiles)
 
     def to_text(self) -> str:
         return f"mean {self.mean:,}, " + ", ".join(f"{name} {n:,}" for name, n in self.percentiles.items())

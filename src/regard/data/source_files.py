@@ -87,12 +87,10 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
 def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
     """The columns by their names; None where the names are not known."""
     lower = {key.lower(): key for key in keys}
-    for candidate, wanted in _COLUMNS_OF.items():
-        if kind not in (None, candidate):
-            continue
-        names = [next((lower[name] for name in _COLUMN_NAMES[what] if name in lower), None) for what in wanted]
-        if all(name is not None for name in names):
-            return Schema(candidate, tuple(name for name in names if name is not None), header=True)
+    for candidate in _COLUMNS_OF if kind is None else (kind,):
+        found = [[lower[name] for name in _COLUMN_NAMES[what] if name in lower] for what in _COLUMNS_OF[candidate]]
+        if all(found):
+            return Schema(candidate, tuple(names[0] for names in found), header=True)
     return None
 
 
@@ -149,8 +147,6 @@ def _are_classes(values: list[str]) -> bool:
     return short and len(values) >= 4 and len(distinct) <= min(100, max(2, len(values) // 4))
 
 
-# ------------------------------------------------------------------------------------------------ names to files
-
 _TRAIN, _VALID = ("train", "training"), ("valid", "val", "validation", "dev")
 
 
@@ -196,8 +192,7 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             return SourceFiles("captions", "captions", (path,), images=_image_folder(path, options))
         case "tsv" | "csv" | "jsonl":
             schema = detect_schema(path, form, options)
-            pictures = schema.kind in ("captions", "images")
-            images = _image_folder(path, options) if pictures else None
+            images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
     raise ValueError(f"format={form!r} is not one of a single file, which {path} is")
 
@@ -233,13 +228,11 @@ def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
 def _from_parts(path: Path, files: list[Path], options: DataConfig, like: SourceFiles | None = None) -> SourceFiles:
     """The files of one part of a folder; ``like`` is the training part, whose columns the other part shares."""
     tables = [file for file in files if suffix_of(file) in _FORMATS]
-    if tables:
-        table = _from_file(tables[0], options)
-        if like is not None and table.kind == like.kind:
-            return replace(table, schema=like.schema or table.schema)
-        return table
-    if len(files) == 1:
-        return _from_file(files[0], options)
+    if tables or len(files) == 1:
+        found = _from_file((tables or files)[0], options)
+        if tables and like is not None and found.kind == like.kind:
+            return replace(found, schema=like.schema or found.schema)
+        return found
     endings = {suffix_of(file).removeprefix("."): file for file in files}
     wanted = options.columns or (tuple(endings) if len(endings) == 2 else None)
     if wanted is None or len(wanted) != 2 or any(str(ending) not in endings for ending in wanted):
@@ -259,27 +252,24 @@ def _from_idx(images: Path) -> SourceFiles:
 
 
 def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row | Text]:
-    if files.table is not None:
-        assert files.schema is not None
-        yield from _table_rows(files, files.schema, report)
-        return
+    path, schema = files.paths[0], files.schema or Schema(files.kind, ())
     match files.form:
+        case "hf":
+            yield from _table_rows(files, schema, report)
         case "tsv" | "csv":
-            assert files.schema is not None
-            yield from table_files.read_table(files.paths[0], files.form, files.schema, report, options)
+            yield from table_files.read_table(path, files.form, schema, report, options)
         case "jsonl":
-            assert files.schema is not None
-            yield from table_files.read_jsonl(files.paths[0], files.schema, report, options)
+            yield from table_files.read_jsonl(path, schema, report, options)
         case "parallel":
             yield from table_files.read_parallel(files.paths, report, options)
         case "captions":
-            yield from table_files.read_caption_json(files.paths[0], report, options)
+            yield from table_files.read_caption_json(path, report, options)
         case "text":
-            for path in files.paths:
-                yield from table_files.read_texts(path, report, options)
+            for file in files.paths:
+                yield from table_files.read_texts(file, report, options)
         case "folder":  # one for each class
             for label in files.labels or ():
-                for number, file in enumerate(sorted((files.paths[0] / label).iterdir()), start=1):
+                for number, file in enumerate(sorted((path / label).iterdir()), start=1):
                     if file.suffix.lower() in IMAGE_SUFFIXES:
                         report.n_read += 1
                         yield Row(file, number, (f"{label}/{file.name}", label))
@@ -293,7 +283,7 @@ def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
         raise RegardError(f"{name} is read by datasets, which is not installed: pip install 'regard[data]'") from None
     repository, _, configuration = name.removeprefix("hf:").partition(":")
     splits = library.load_dataset(repository, configuration or None)
-    train = next((splits[x] for x in _TRAIN if x in splits), None)
+    train, valid = (next((splits[x] for x in names if x in splits), None) for names in (_TRAIN, _VALID))
     if train is None:
         raise BadData(f"{name} has the splits {', '.join(splits)}, none of them to train on")
     keys = list(train.features)
@@ -309,7 +299,6 @@ def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
     has_labels = schema.kind in ("labelled", "images")
     names = getattr(train.features[str(schema.columns[1])], "names", None) if has_labels else None
     labels = None if names is None else tuple(names)
-    valid = next((splits[x] for x in _VALID if x in splits), None)
     files = SourceFiles("hf", schema.kind, (Path(name),), schema, labels=labels, table=train)
     return files if valid is None else replace(files, valid=replace(files, table=valid))
 
@@ -319,8 +308,7 @@ def _table_rows(files: SourceFiles, schema: Schema, report: ReadReport) -> Itera
     for number, record in enumerate(files.table, start=1):
         report.n_read += 1
         cells = table_files.cells_of(record, schema, files.paths[0], number, report)
-        if cells is None:
-            continue
-        if names and cells[1].isdigit() and int(cells[1]) < len(names):  # such tables number their classes
+        if cells and names and cells[1].isdigit() and int(cells[1]) < len(names):  # such tables number their classes
             cells = (cells[0], names[int(cells[1])])
-        yield Row(files.paths[0], number, cells)
+        if cells:
+            yield Row(files.paths[0], number, cells)

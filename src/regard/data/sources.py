@@ -88,8 +88,7 @@ def open_source(
     report = ReadReport()
     files = find_source_files(config.source, config)
     valid_files = files.valid if config.valid is None else find_source_files(config.valid, config)
-    load = _load_idx if files.idx is not None else _load_rows
-    opened = load(config, files, valid_files, report)
+    opened = _load_files(config, files, valid_files, report)
     if report.n_bad and config.bad_lines == "error":
         raise BadData(report.to_text(), tuple(report.first), report.n_bad)
     if report.n_bad:
@@ -143,47 +142,61 @@ def _to_example(example: Any) -> Example:
     return ImageExample(example.image, tuple(captions.values() if isinstance(captions, Mapping) else captions))
 
 
-def _load_rows(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None, report: ReadReport) -> Source:
-    kind = files.kind
+def _load_files(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None, report: ReadReport) -> Source:
     train, labels = _examples(config, files, report, config.labels)
-    valid: list[Example] | None = None
+    parts = [train]
     if valid_files is not None:
-        if valid_files.kind != kind:
-            raise ValueError(f"{config.source} holds {kind}, but valid={config.valid} holds {valid_files.kind}")
-        valid, _ = _examples(config, valid_files, report, labels)
-    n_before = len(train) + len(valid or ())
+        if valid_files.kind != files.kind:
+            raise ValueError(f"{config.source} holds {files.kind}, but valid={config.valid} holds {valid_files.kind}")
+        parts.append(_examples(config, valid_files, report, labels)[0])
+    n_before = sum(map(len, parts))
     if config.deduplicated != "no":
-        train = [train[index] for index in first_occurrences(train, config.deduplicated)]
-        valid = None if valid is None else [valid[index] for index in first_occurrences(valid, config.deduplicated)]
-    n_duplicates = n_before - len(train) - len(valid or ())
-    how = "files of their own"
-    if valid is None:
-        train, valid, how = _split_examples(train, config)
+        parts = [_select(part, first_occurrences(part, config.deduplicated)) for part in parts]
+    n_duplicates = n_before - sum(map(len, parts))
+    if valid_files is None:
+        train, valid, how = _split_examples(parts[0], config)
+    else:
+        (train, valid), how = parts, "files of their own"
     split = Split(how, sha256_of(train), sha256_of(valid))
-    return Source(config.source, kind, train, valid, split, labels, report, n_duplicates)
+    return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates)
 
 
-def _split_examples(examples: list[Example], config: DataConfig) -> tuple[list[Example], list[Example], str]:
-    if config.valid_fraction == 0 and config.valid_rows is None:
+def _select(examples: Sequence[Example], indices: Iterable[int]) -> Sequence[Example]:
+    if isinstance(examples, IdxImages):
+        return IdxImages(examples.images, examples.labels, examples.rows[np.asarray(indices, dtype=np.int64)])
+    return [examples[index] for index in indices]
+
+
+def _split_examples(
+    examples: Sequence[Example], config: DataConfig
+) -> tuple[Sequence[Example], Sequence[Example], str]:
+    """(train, valid, how they were split)."""
+    rows, fraction = config.valid_rows, config.valid_fraction
+    if fraction == 0 and rows is None:
         return examples, [], "nothing held out"
     match examples:
         case [Text(text)]:
-            head, tail = split_tail(text, config.valid_fraction)
-            return [Text(head)], [Text(tail)], f"the last {config.valid_fraction:g} of the text"
+            head, tail = split_tail(text, fraction)
+            return [Text(head)], [Text(tail)], f"the last {fraction:g} of the text"
     mask = held_out_mask(examples, config)
-    train, valid = ([x for x, held in zip(examples, mask, strict=True) if held == side] for side in (False, True))
-    return train, valid, f"by hash of the source side, {_split_options(config)}"
-
-
-def _split_options(config: DataConfig) -> str:
-    rows, fraction = config.valid_rows, config.valid_fraction
-    return f"{f'valid_fraction={fraction:g}' if rows is None else f'valid_rows={rows}'}, split_seed={config.split_seed}"
+    train, valid = (_select(examples, np.flatnonzero(mask == side)) for side in (False, True))
+    what = "pixels" if isinstance(examples, IdxImages) else "source side"
+    size = f"valid_fraction={fraction:g}" if rows is None else f"valid_rows={rows}"
+    return train, valid, f"by hash of the {what}, {size}, split_seed={config.split_seed}"
 
 
 def _examples(
     config: DataConfig, files: SourceFiles, report: ReadReport, labels: tuple[str, ...] | None
-) -> tuple[list[Example], tuple[str, ...] | None]:
+) -> tuple[Sequence[Example], tuple[str, ...] | None]:
     """The examples of files, and the classes where they have any."""
+    if files.idx is not None:
+        images, numbers = files.idx
+        report.n_read += len(images)
+        n_classes = int(numbers.max(initial=0)) + 1
+        labels = labels or tuple(map(str, range(n_classes)))
+        if n_classes > len(labels):
+            raise BadData(f"{config.source} has the label {n_classes - 1}, but labels names only {len(labels)}")
+        return IdxImages(images, numbers), labels
     read = read_rows(files, report, config)
     if files.kind == "text":
         return [x if isinstance(x, Text) else Text(x.cells[0]) for x in _valid_rows(read, report, config)], None
@@ -271,33 +284,3 @@ def _sorted_labels(names: set[str]) -> tuple[str, ...]:
         raise ValueError(f"the label column has {len(names):,} different values, so it is not one of labels")
     numeric = all(name.lstrip("-").isdigit() for name in names)
     return tuple(sorted(names, key=int if numeric else str))
-
-
-def _load_idx(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None, report: ReadReport) -> Source:
-    assert files.idx is not None
-    images, numbers = files.idx
-    report.n_read += len(images)
-    n_classes = int(numbers.max(initial=0)) + 1
-    labels = config.labels or tuple(map(str, range(n_classes)))
-    if n_classes > len(labels):
-        raise BadData(f"{config.source} has the label {n_classes - 1}, but labels names only {len(labels)}")
-    everything = _deduplicate(IdxImages(images, numbers), config)
-    n_duplicates = len(images) - len(everything)
-    if valid_files is not None and valid_files.idx is not None:
-        all_valid = IdxImages(*valid_files.idx)
-        train, valid, how = everything, _deduplicate(all_valid, config), "files of their own"
-        report.n_read += len(all_valid)
-        n_duplicates += len(all_valid) - len(valid)
-    else:
-        mask = held_out_mask(everything, config)
-        train, valid = (IdxImages(images, numbers, everything.rows[side]) for side in (~mask, mask))
-        how = f"by hash of the pixels, {_split_options(config)}"
-    split = Split(how, sha256_of(train), sha256_of(valid))
-    return Source(config.source, "images", train, valid, split, labels, report, n_duplicates)
-
-
-def _deduplicate(examples: IdxImages, config: DataConfig) -> IdxImages:
-    if config.deduplicated == "no":
-        return examples
-    rows = np.asarray(first_occurrences(examples, config.deduplicated), dtype=np.int64)
-    return IdxImages(examples.images, examples.labels, rows)

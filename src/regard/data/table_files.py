@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import count, groupby, zip_longest
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -88,20 +88,19 @@ def _decode_line(
     raw: bytes, size: int, max_chars: int, path: Path, number: int, report: ReadReport, normalise: str
 ) -> str | None:
     """The text of a line of ``size`` bytes, of which ``raw`` are the first; None where it is recorded as bad."""
-    if size > len(raw):
-        report.add_bad(path, number, "line too long", f"{size:,} bytes, more than max_chars={max_chars}")
-        return None
-    raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+    text, fault = "", None
+    content = raw.removesuffix(b"\n").removesuffix(b"\r")
     try:
-        text = raw.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        report.add_bad(path, number, "invalid UTF-8", f"byte 0x{raw[error.start]:02x} at {error.start}")
-        return None
-    if len(text) > max_chars:
-        report.add_bad(path, number, "line too long", f"{len(text):,} characters, more than max_chars={max_chars}")
-        return None
-    if "\0" in text:
-        report.add_bad(path, number, "a NUL character", "the file may not be text")
+        fault = "invalid UTF-8", f"byte 0x{content[error.start]:02x} at {error.start}"
+    if size > len(raw) or len(text) > max_chars:
+        length = f"{size:,} bytes" if size > len(raw) else f"{len(text):,} characters"
+        fault = "line too long", f"{length}, more than max_chars={max_chars}"
+    elif "\0" in text:
+        fault = "a NUL character", "the file may not be text"
+    if fault is not None:
+        report.add_bad(path, number, *fault)
         return None
     if normalise == "NFC" and not unicodedata.is_normalized("NFC", text):
         report.n_normalised += 1
@@ -131,17 +130,13 @@ class Schema:
 def read_table(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
     """The chosen columns of a TSV or CSV file."""
     records = table_records(path, form, report, options)
-    indices: list[int] = []
-    width = schema.width
+    indices, width = [column for column in schema.columns if isinstance(column, int)], schema.width
     if schema.header:
         names = [name.strip() for name in next(records, (0, None))[1] or []]
         report.n_read -= 1
         indices, width = [_column_index(path, names, column) for column in schema.columns], len(names)
-    else:
-        for column in schema.columns:
-            if not isinstance(column, int):
-                raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
-            indices.append(column)
+    elif len(indices) < len(schema.columns):
+        raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
     for number, cells in records:
         if cells is None:
             continue
@@ -252,22 +247,15 @@ def read_texts(path: Path, report: ReadReport, options: DataConfig) -> Iterator[
     """A file as one document, or one a line, or one for each stretch without a blank line; spaces stay as they are."""
     by_line = options.documents == "line"
     max_chars = options.max_chars if by_line else 100 * options.max_chars  # many documents are a single long line
-    lines = read_lines(path, report, options, ends=True, max_chars=max_chars)
+    numbered = read_lines(path, report, options, ends=True, max_chars=max_chars)
+    lines = (line for _, line in numbered if line is not None)
     if by_line:
-        yield from (Text(line.removesuffix("\n")) for _, line in lines if line is not None and line.strip())
+        yield from (Text(line.removesuffix("\n")) for line in lines if line.strip())
         return
-    current: list[str] = []
-    for _, line in lines:
-        if line is None:
-            continue
-        if options.documents == "blank" and not line.strip():
-            if current:
-                yield Text("".join(current))
-            current = []
-            continue
-        current.append(line)
-    if any(line.strip() for line in current):
-        yield Text("".join(current))
+    for is_blank, group in groupby(lines, lambda line: options.documents == "blank" and not line.strip()):
+        text = "".join(group)
+        if not is_blank and text.strip():
+            yield Text(text)
 
 
 def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:

@@ -82,11 +82,8 @@ def draw_scene(draws: Draws, held_out: bool) -> Scene:
     """A scene; `held_out` puts one held-out combination into it, and otherwise it has none."""
     kind: Kind = draws.choice(("one", "counted", "counted", "counted", "two", "two", "three", "three", "three"))
     all_traits = _draw_all_traits(draws, kind, held_out)
-    relations: list[Relation] = []
-    if kind in ("one", "counted"):
-        things = _scatter(draws, all_traits)
-    else:
-        things, relations = (_place_two if kind == "two" else _place_three)(draws, all_traits)
+    place = {"two": _place_two, "three": _place_three}.get(kind, _scatter)
+    things, relations = place(draws, all_traits)
     paper = (232 + draws.below(24), 232 + draws.below(24), 232 + draws.below(24))
     return Scene(kind, tuple(things), tuple(relations), paper)
 
@@ -99,17 +96,10 @@ def _draw_all_traits(draws: Draws, kind: Kind, held_out: bool) -> list[Traits]:
     different: list[Traits] = []
     special = draws.below(len(groups)) if held_out else -1
     while len(different) < len(groups):
-        traits = _draw_traits(draws, len(different) == special)
-        if traits not in different:
+        traits = (draws.choice(SIZES), draws.choice(COLOURS), draws.choice(SHAPES))
+        if (traits[1:] in HELD_OUT) == (len(different) == special) and traits not in different:
             different.append(traits)
     return [traits for traits, count in zip(different, groups, strict=True) for _ in range(count)]
-
-
-def _draw_traits(draws: Draws, held_out: bool) -> Traits:
-    while True:
-        traits = (draws.choice(SIZES), draws.choice(COLOURS), draws.choice(SHAPES))
-        if (traits[1:] in HELD_OUT) == held_out:
-            return traits
 
 
 def _draw_thing(draws: Draws, traits: Traits, x: float, y: float, radius: float) -> Thing:
@@ -118,7 +108,7 @@ def _draw_thing(draws: Draws, traits: Traits, x: float, y: float, radius: float)
     return Thing(*traits, x, y, radius, tilt, tone)
 
 
-def _scatter(draws: Draws, all_traits: list[Traits]) -> list[Thing]:
+def _scatter(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
     """Things anywhere, but apart from each other."""
     while True:
         things: list[Thing] = []
@@ -130,7 +120,7 @@ def _scatter(draws: Draws, all_traits: list[Traits]) -> list[Thing]:
                     things.append(_draw_thing(draws, traits, x, y, radius))
                     break
         if len(things) == len(all_traits):
-            return things
+            return things, []
 
 
 def _place_two(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:

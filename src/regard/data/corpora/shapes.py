@@ -8,6 +8,7 @@ said to stand left of, right of, above, below or inside the others.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import count
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..hashing import Draws, stable_hash
@@ -51,10 +52,10 @@ _KOREAN_RELATIONS = {"left": "왼쪽", "right": "오른쪽", "above": "위", "be
 def caption(scene: Scene, language: Language = "en") -> Caption:
     """The canonical caption of a scene."""
     _check_language(language)
-    if scene.relations:
-        words = _related_english(scene) if language == "en" else _related_korean(scene)
+    if language == "en":
+        words = _related_english(scene) if scene.relations else _counted_english(_groups(scene))
     else:
-        words = (_counted_english if language == "en" else _counted_korean)(_groups(scene))
+        words = _related_korean(scene) if scene.relations else _counted_korean(_groups(scene))
     return Caption(" ".join(word for word, _ in words), tuple(things for _, things in words))
 
 
@@ -98,8 +99,7 @@ def _related_english(scene: Scene) -> _GroundedWords:
     """`a small red circle left of a large blue square and above a large green star`."""
     words = _english(scene.things[0].traits, (0,))
     for number, relation in enumerate(scene.relations):
-        if number:
-            words.append(("and", ()))
+        words += [("and", ())] if number else []
         words += [(word, (0, relation.other)) for word in _RELATIONS[relation.side].split()]
         words += _english(scene.things[relation.other].traits, (relation.other,))
     return words
@@ -200,13 +200,10 @@ class Shapes:
 
     def example(self, split: str, index: int) -> CaptionedScene:
         check_index(self, split, index)
-        attempt = 0
-        while True:
-            draws = Draws(self.name, _EDITION, split, index, attempt)
-            scene = draw_scene(draws, held_out=split == "combinations")
-            if split == "combinations" or is_held_out_for_valid(scene) == (split == "valid"):
-                return CaptionedScene(scene, caption(scene, "en"), caption(scene, "ko"), self.language, self.pixels)
-            attempt += 1
+        keys = (Draws(self.name, _EDITION, split, index, attempt) for attempt in count())
+        scenes = (draw_scene(draws, held_out=split == "combinations") for draws in keys)
+        scene = next(x for x in scenes if split == "combinations" or is_held_out_for_valid(x) == (split == "valid"))
+        return CaptionedScene(scene, caption(scene, "en"), caption(scene, "ko"), self.language, self.pixels)
 
 
 def is_held_out_for_valid(scene: Scene) -> bool:

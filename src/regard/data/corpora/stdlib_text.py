@@ -64,9 +64,8 @@ class Stdlib:
         """SHA-256 over the names and contents of everything read, in order."""
         digest = hashlib.sha256()
         for split in self.splits:
-            for file in self._files[split]:
-                document = self._read(file)
-                digest.update(f"{split}\x1f{document.name}\x1f{document.text}\x1e".encode("utf-8", "surrogatepass"))
+            for x in map(self._read, self._files[split]):
+                digest.update(f"{split}\x1f{x.name}\x1f{x.text}\x1e".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     @property
@@ -79,9 +78,8 @@ class Stdlib:
         files: dict[str, list[Path]] = {split: [] for split in self.splits}
         for file in sorted(self.root.rglob("*.py"), key=lambda path: path.relative_to(self.root).parts):
             parts = file.relative_to(self.root).parts
-            if _INSTALLED_BESIDE.intersection(parts) or parts[0].startswith(_MACHINE_SPECIFIC):
-                continue
-            if not self.tests and _TESTS.intersection(parts[:-1]):
+            is_test = not self.tests and _TESTS.intersection(parts[:-1])
+            if is_test or _INSTALLED_BESIDE.intersection(parts) or parts[0].startswith(_MACHINE_SPECIFIC):
                 continue
             try:
                 self._read(file)

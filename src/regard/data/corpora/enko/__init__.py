@@ -93,10 +93,6 @@ def _draw_pair(draws: Draws, split: str) -> AlignedPair | None:
     return pair if (pair.source.count(" ") >= MAX_WORDS) == (split == "longer") else None
 
 
-def _strip(word: str) -> str:
-    return word.rstrip(".,?").lower()
-
-
 @cache
 def lookup_table(examples: int = 5000) -> dict[str, str]:
     """For each English word the eojeol it is most often surely linked to in the first training examples."""
@@ -106,7 +102,7 @@ def lookup_table(examples: int = 5000) -> dict[str, str]:
         pair = corpus.example("train", index)
         source, target = pair.source.split(), pair.target.split()
         for i, j in pair.alignment:
-            counts.setdefault(_strip(source[i]), Counter())[target[j].rstrip(".?")] += 1
+            counts.setdefault(source[i].rstrip(".,?").lower(), Counter())[target[j].rstrip(".?")] += 1
     # Ties are broken by the alphabet, so that the table does not depend on the order of counting.
     return {word: min(forms, key=lambda form: (-forms[form], form)) for word, forms in counts.items()}
 
@@ -114,8 +110,8 @@ def lookup_table(examples: int = 5000) -> dict[str, str]:
 def lookup_translate(sentence: str) -> str:
     """The sentence word by word, in English order: unknown words are left out, the mark at the end is kept."""
     table = lookup_table()
-    words = [table[_strip(word)] for word in sentence.split() if _strip(word) in table]
-    return " ".join(words) + ("?" if sentence.endswith("?") else ".")
+    words = (word.rstrip(".,?").lower() for word in sentence.split())
+    return " ".join(table[word] for word in words if word in table) + ("?" if sentence.endswith("?") else ".")
 
 
 def lookup_accuracy(split: str = "combinations", examples: int = 1000) -> float:

@@ -26,6 +26,11 @@ _UNDESCRIBED = frozenset({"bare", "unique", "kin"})
 _UNCOUNTABLE = frozenset({"mass", "bare", "unique", "plural", "nocount"})
 # my dog, my friend, our house; but not my tiger, my thief or my mountain, unless they are marked as own.
 _SELDOM_OWNED = frozenset({"person", "place", "event", "nature", "travels", "wild", "food", "pleasure"})
+# What there is, and where; without places, beside something.
+_EXISTING: tuple[tuple[Sequence[str], Sequence[str]], ...] = (
+    *((lexicon.SMALL_THINGS, ()), (lexicon.SMALL_THINGS, lexicon.THING_PLACES), (lexicon.SMALL_ANIMALS, ())),
+    *((lexicon.ANIMALS, lexicon.ANIMAL_PLACES), (lexicon.GROUPS, lexicon.PERSON_PLACES)),
+)
 _BEFORE_NOUNS = frozenset(key for key, adjective in ADJECTIVES.items() if "only-after" not in adjective.marks)
 
 
@@ -104,9 +109,8 @@ class Phrases:
     def _owner(self) -> Node:
         if self.draws.below(3) == 0:
             return {"noun": self.draws.choice(NAMES)}
-        owner = self.draws.choice(PEOPLE)
-        if "plural" in NOUNS[owner].tags:
-            return {"noun": "teacher", "det": "the"}
+        drawn = self.draws.choice(PEOPLE)
+        owner = "teacher" if "plural" in NOUNS[drawn].tags else drawn
         return {"noun": owner, "det": "my" if "kin" in NOUNS[owner].tags else "the"}
 
     def title(self) -> Node:
@@ -173,13 +177,9 @@ class Clauses(Phrases):
                 return self.activity(self.draws.choice(lexicon.FRAMES[frame]), embedded=embedded)
         if roll < 88:
             return self.description(self.draws.choice(lexicon.PREDICATIVE), embedded=embedded)
-        if roll < 91:
-            return self.identity(embedded=embedded)
         if roll < 95:
-            return self.location(embedded=embedded)
-        if roll < 97 or embedded:
-            return self.weather()
-        return self.existence()
+            return self.identity(embedded=embedded) if roll < 91 else self.location(embedded=embedded)
+        return self.weather() if roll < 97 or embedded else self.existence()
 
     def activity(self, verb: Verb, *, embedded: bool = False, subject: Node | None = None) -> Node:
         """A verb with everything it asks for, done by somebody who does such things."""
@@ -238,20 +238,19 @@ class Clauses(Phrases):
     @staticmethod
     def _is_same(subject: Node, target: Node | None) -> bool:
         """Whether the target is the subject itself: that would need a reflexive, which this grammar lacks."""
-        if target is None:
-            return False
-        return target.get("noun") in [part["noun"] for part in subject.get("and", (subject,))]
+        nouns = [part["noun"] for part in subject.get("and", (subject,))]
+        return target is not None and target.get("noun") in nouns
 
     def description(self, adjective: Adjective, *, embedded: bool = False) -> Node:
         """An adjective said of something: the soup is hot, Minsu is busier than Yuna."""
         subject = self.subject_of(adjective, definite=True, pronouns=not embedded, plain=True)
         subject.pop("adjective", None)
-        clause: Node = {"subject": subject, "predicate": adjective.key}
         lasting = "lasting" in adjective.marks
-        clause["tense"] = self.draws.choice(("past", "present")) if lasting else self._tense("present")
+        tense = self.draws.choice(("past", "present")) if lasting else self._tense("present")
+        clause: Node = {"subject": subject, "predicate": adjective.key, "tense": tense}
         if not embedded and adjective.key in lexicon.COMPARABLE and "noun" in subject and self.draws.chance(0.2):
             other = self.subject_of(adjective, definite=True, pronouns=False, plain=True)
-            if other["noun"] != subject["noun"] and clause["tense"] != "future":
+            if other["noun"] != subject["noun"] and tense != "future":
                 return {**clause, "than": other}
         if not self._negate(clause, adjective.key, 0.2) and not embedded and self.draws.chance(0.3):
             degree = self.draws.choice(_DEGREES)
@@ -267,9 +266,8 @@ class Clauses(Phrases):
         while agreement(subject) == "they" or "job" in _tags(subject):
             subject = self.person(pronouns=not embedded, plain=True)
         tense = self.draws.choice(("past", "present", "present"))
-        clause: Node = {"subject": subject, "predicate": "be", "tense": tense}
-        clause["complement"] = {"noun": self.draws.choice(lexicon.JOBS), "det": "a"}
-        return self._negate_be(clause, 0.3)
+        job = {"noun": self.draws.choice(lexicon.JOBS), "det": "a"}
+        return self._negate_be({"subject": subject, "predicate": "be", "tense": tense, "complement": job}, 0.3)
 
     def location(self, *, embedded: bool = False) -> Node:
         """Somebody or something is somewhere."""
@@ -280,9 +278,8 @@ class Clauses(Phrases):
         else:
             subject = self._definite_one_of(lexicon.SMALL_THINGS if roll < 8 else lexicon.SMALL_ANIMALS)
             where = self._beside()
-        clause: Node = {"subject": subject, "predicate": "be at", "where": where}
-        clause["tense"] = self.draws.choice(("past", "present", "present"))
-        return self._negate_be(clause, 0.25)
+        tense = self.draws.choice(("past", "present", "present"))
+        return self._negate_be({"subject": subject, "predicate": "be at", "where": where, "tense": tense}, 0.25)
 
     def _negate_be(self, clause: Node, probability: float) -> Node:
         """Negate a form of `be` with some probability; `am` has no contracted negation."""
@@ -292,14 +289,7 @@ class Clauses(Phrases):
 
     def existence(self) -> Node:
         """There is a cat under the table; there are two students in the classroom."""
-        kinds = (
-            (lexicon.SMALL_THINGS, ()),
-            (lexicon.SMALL_THINGS, lexicon.THING_PLACES),
-            (lexicon.SMALL_ANIMALS, ()),
-            (lexicon.ANIMALS, lexicon.ANIMAL_PLACES),
-            (lexicon.GROUPS, lexicon.PERSON_PLACES),
-        )
-        names, places = self.draws.choice(kinds)
+        names, places = self.draws.choice(_EXISTING)
         name = self.draws.choice(names)
         subject: Node = {"noun": name} if "plural" in NOUNS[name].tags else {"noun": name, "det": "a"}
         if NOUNS[name].counter and "det" in subject and self.draws.chance(0.6):
@@ -315,8 +305,7 @@ class Clauses(Phrases):
         """Where something small is: on, under, behind, next to, in front of or inside something larger."""
         relation = self.draws.choice(_RELATIONS)
         special = {"inside": lexicon.CONTAINERS, "on": lexicon.TOPS, "under": lexicon.TOPS}
-        things = special.get(relation, lexicon.LANDMARKS)
-        return {"relation": relation, "of": self._definite_one_of(things)}
+        return {"relation": relation, "of": self._definite_one_of(special.get(relation, lexicon.LANDMARKS))}
 
     def weather(self) -> Node:
         """It rains, it will snow; the weather is warm."""
@@ -336,13 +325,11 @@ class Clauses(Phrases):
     def _add_tense(self, clause: Node, verb: Verb) -> None:
         clause["tense"] = self._tense("past")
         roll = self.draws.below(100)
-        human = "person" in _tags(clause["subject"])
-        if "state" in verb.marks:
-            pass
-        elif roll < 12 and "quick" not in verb.marks and clause["tense"] != "future":
-            clause["aspect"] = "progressive"
-        elif roll < 27 and human and not verb.marks & {"thetic", "quick"} and clause["tense"] != "future":
-            clause["aspect"] = ("can", "want", "must")[roll % 3]
+        if "state" not in verb.marks and "quick" not in verb.marks and clause["tense"] != "future":
+            if roll < 12:
+                clause["aspect"] = "progressive"
+            elif roll < 27 and "person" in _tags(clause["subject"]) and "thetic" not in verb.marks:
+                clause["aspect"] = ("can", "want", "must")[roll % 3]
         if self._is_tense_ambiguous(clause, agreement(clause["subject"])):
             clause["tense"] = "past"
         asserted = "asserted" in verb.marks and clause.get("aspect") != "can"
@@ -354,8 +341,8 @@ class Clauses(Phrases):
     def _is_tense_ambiguous(clause: Node, agrees: str) -> bool:
         """`I read` and `I cut` do not say whether it is over: they are taken as past."""
         verb = VERBS[clause["predicate"]]
-        same = verb.past == verb.english and agrees != "he"
-        return same and clause["tense"] == "present" and "aspect" not in clause
+        in_present = clause["tense"] == "present" and "aspect" not in clause
+        return in_present and verb.past == verb.english and agrees != "he"
 
     def _negate(self, clause: Node, predicate: str, probability: float) -> bool:
         if not self.draws.chance(probability) or clause.get("subject", {}).get("det") == "a":
@@ -388,15 +375,12 @@ class Clauses(Phrases):
             self._add_time(clause, 0.35)
 
     def _add_adverb(self, clause: Node, verb: Verb) -> None:
-        if not verb.manners:
-            return
-        manner = self.draws.choice(verb.manners)
-        if manner == "alone" and agreement(clause["subject"]) == "they":
-            return
-        if manner != "often":
+        manner = self.draws.choice(verb.manners) if verb.manners else None
+        if manner == "often":
+            if "aspect" not in clause and clause["tense"] != "future":
+                clause["frequency"] = self.draws.choice(_FREQUENCIES)
+        elif manner and (manner != "alone" or agreement(clause["subject"]) != "they"):
             clause["manner"] = manner
-        elif "aspect" not in clause and clause["tense"] != "future":
-            clause["frequency"] = self.draws.choice(_FREQUENCIES)
 
     def _add_time(self, clause: Node, probability: float) -> None:
         if "frequency" in clause or not self.draws.chance(probability):
@@ -408,11 +392,10 @@ class Clauses(Phrases):
             return
         time = self.draws.choice(lexicon.TIMES_OF[tense])
         verb = VERBS.get(clause["predicate"])
-        if verb is not None and "thetic" in verb.marks and time not in lexicon.MOMENTARY_TIMES:
-            return
-        clause["time"] = time
-        if self.draws.chance(0.3):
-            clause["front"] = True
+        if verb is None or "thetic" not in verb.marks or time in lexicon.MOMENTARY_TIMES:
+            clause["time"] = time
+            if self.draws.chance(0.3):
+                clause["front"] = True
 
 
 def _tags(node: Node) -> frozenset[str]:

@@ -16,6 +16,7 @@ A clause ends in its tense and the ending that its place in the sentence and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -69,8 +70,6 @@ def attach_particle(word: str, pair: str) -> str:
     return word + (after_vowel if open_end else after_consonant)
 
 
-# ------------------------------------------------------------------------------------------------ stems
-
 # What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own.
 StemKind = Literal["verb", "adjective", "exist", "copula"]
 
@@ -80,6 +79,8 @@ _CONTRACTED = {
     "ㅏ": "ㅏ", "ㅓ": "ㅓ", "ㅐ": "ㅐ", "ㅔ": "ㅔ", "ㅕ": "ㅕ",
     "ㅗ": "ㅘ", "ㅜ": "ㅝ", "ㅣ": "ㅕ", "ㅚ": "ㅙ",
 }  # fmt: skip
+# What irregular stems have before 으: another final consonant, a vowel after it, and whether 으 is not needed then.
+_BEFORE_EU = {"ㅂ": ("", "우", True), "ㄷ": ("ㄹ", "", False), "ㅅ": ("", "", False), "ㅎ": ("", "", True)}
 
 
 class Stem(NamedTuple):
@@ -117,7 +118,11 @@ def join_eu(stem: Stem, ending: str) -> str:
     """Stem and an ending with 으, given without it: `면`, `시`, or a bare ㄴ, ㄹ, ㅂ at its head (`ㄴ`, `ㅂ니다`)."""
     if stem.kind == "copula":
         stem = Stem(_copula(stem))
-    base, open_end = _base_before_eu(stem)
+    if stem.irregular in _BEFORE_EU:
+        tail, vowel, open_end = _BEFORE_EU[stem.irregular]
+        base = with_final_consonant(stem.text, tail) + vowel
+    else:
+        base, open_end = stem.text, not final_consonant(stem.text)
     bare = ending[0] in "ㄴㄹㅂ"  # a jamo that becomes the final consonant of the syllable before it
     falls = bare or decompose(ending[0])[0] in "ㄴㅅ"
     if final_consonant(base) == "ㄹ" and not open_end and stem.irregular != "ㄷ":
@@ -125,21 +130,6 @@ def join_eu(stem: Stem, ending: str) -> str:
     if not open_end:
         base += "으"
     return with_final_consonant(base, ending[0]) + ending[1:] if bare else base + ending
-
-
-def _base_before_eu(stem: Stem) -> tuple[str, bool]:
-    """What stands before 으 and whether it ends open, so that 으 is not needed."""
-    text = stem.text
-    match stem.irregular:
-        case "ㅂ":
-            return with_final_consonant(text, "") + "우", True
-        case "ㄷ":
-            return with_final_consonant(text, "ㄹ"), False
-        case "ㅅ":
-            return with_final_consonant(text, ""), False
-        case "ㅎ":
-            return with_final_consonant(text, ""), True
-    return text, not final_consonant(text)
 
 
 @cache
@@ -156,10 +146,8 @@ def infinitive(stem: Stem) -> str:
             return text[:-1] + "해"
         case "ㅂ":  # only 돕다 and 곱다 keep the bright vowel
             return with_final_consonant(text, "") + ("와" if text in ("돕", "곱") else "워")
-        case "ㄷ":
-            return with_final_consonant(text, "ㄹ") + _harmony(vowel)
-        case "ㅅ":
-            return with_final_consonant(text, "") + _harmony(vowel)
+        case "ㄷ" | "ㅅ" as irregular:
+            return with_final_consonant(text, "ㄹ" if irregular == "ㄷ" else "") + _harmony(vowel)
         case "ㅎ":
             return text[:-1] + compose(lead, "ㅒ" if vowel == "ㅑ" else "ㅐ")
         case "르":
@@ -193,8 +181,6 @@ def honorific_stem(stem: Stem) -> Stem:
     return Stem(join_eu(stem, "시"), "시", "adjective" if stem.kind == "exist" else stem.kind)
 
 
-# ------------------------------------------------------------------------------------------------ endings
-
 Register = Literal["polite", "formal", "plain"]
 Tense = Literal["past", "present", "future"]
 Ending = Literal[
@@ -202,62 +188,6 @@ Ending = Literal[
 ]
 # The text of an eojeol and its role: `verb`, `tense` (the future's 거예요), `link` (때문에, 때).
 Eojeol = tuple[str, str]
-
-_FUTURE_ENDINGS = {
-    "statement": {"polite": "거예요", "formal": "겁니다", "plain": "것이다"},
-    "question": {"polite": "거예요", "formal": "겁니까", "plain": "거니"},
-}
-
-
-@cache
-def conjugate(stem: Stem, tense: Tense, ending: Ending, register: Register) -> tuple[Eojeol, ...]:
-    """Stem → eojeols: (먹, past, because) → 먹었기 때문에; (먹, future, statement, polite) → 먹을 거예요."""
-    if ending == "adnominal":
-        return ((_adnominal(stem, tense), "verb"),)
-    if tense == "future":
-        return _conjugate_future(stem, ending, register)
-    if tense == "past":
-        stem = past_stem(stem)
-    match ending:
-        case "statement" | "question" if register == "polite":
-            return ((_polite(stem), "verb"),)
-        case "statement":
-            return ((_formal(stem) + "다" if register == "formal" else _declarative(stem), "verb"),)
-        case "question":
-            return ((_formal(stem) + "까" if register == "formal" else join_consonant(stem, "니"), "verb"),)
-        case "quote":
-            return ((_quote(stem) + "고", "verb"),)
-        case "fact":
-            return ((_quote(stem) + "는", "verb"), ("것을", "link"))
-        case "hope":
-            return ((_nominal(stem) + "기를", "verb"),)
-        case "because":
-            return ((_nominal(stem) + "기", "verb"), ("때문에", "link"))
-        case "so":
-            return ((infinitive(stem) + "서", "verb"),)
-        case "but":
-            return ((join_consonant(stem, "지만"), "verb"),)
-        case "and":
-            return ((join_consonant(stem, "고"), "verb"),)
-        case "when":
-            return ((join_eu(stem, "ㄹ"), "verb"), ("때", "link"))
-        case "if":
-            return ((join_eu(stem, "면"), "verb"),)
-
-
-def _conjugate_future(stem: Stem, ending: Ending, register: Register) -> tuple[Eojeol, ...]:
-    """(으)ㄹ 것이다, in the forms it takes: 먹을 거예요, 먹을 거라고, 먹을 것이기 때문에."""
-    will = (join_eu(stem, "ㄹ"), "verb")
-    match ending:
-        case "statement" | "question":
-            return (will, (_FUTURE_ENDINGS[ending][register], "tense"))
-        case "quote":
-            return (will, ("거라고", "tense"))
-        case "fact":
-            return (will, ("거라는", "tense"), ("것을", "link"))
-        case "because":
-            return (will, ("것이기", "tense"), ("때문에", "link"))
-    raise ValueError(f"tense='future' has no ending={ending!r} in this grammar")
 
 
 def _polite(stem: Stem) -> str:
@@ -308,3 +238,48 @@ def _adnominal(stem: Stem, tense: Tense) -> str:
 def _nominal(stem: Stem) -> str:
     """What stands before 기: there the copula's 이 is written after a vowel too."""
     return _copula(stem) if stem.kind == "copula" else stem.text
+
+
+# The endings that say the same in every register, and those that do not.
+_JOINING: dict[str, Callable[[Stem], str]] = {
+    "quote": lambda stem: _quote(stem) + "고",
+    "fact": lambda stem: _quote(stem) + "는",
+    "hope": lambda stem: _nominal(stem) + "기를",
+    "because": lambda stem: _nominal(stem) + "기",
+    "so": lambda stem: infinitive(stem) + "서",
+    "but": lambda stem: join_consonant(stem, "지만"),
+    "and": lambda stem: join_consonant(stem, "고"),
+    "when": lambda stem: join_eu(stem, "ㄹ"),
+    "if": lambda stem: join_eu(stem, "면"),
+}
+_FINAL: dict[tuple[str, str], Callable[[Stem], str]] = {
+    ("statement", "polite"): _polite,
+    ("statement", "formal"): lambda stem: _formal(stem) + "다",
+    ("statement", "plain"): _declarative,
+    ("question", "polite"): _polite,
+    ("question", "formal"): lambda stem: _formal(stem) + "까",
+    ("question", "plain"): lambda stem: join_consonant(stem, "니"),
+}
+# The future is (으)ㄹ 것이다, in the forms it takes: 먹을 거예요, 먹을 거라고, 먹을 것이기 때문에.
+_FUTURE = {
+    "statement": {"polite": "거예요", "formal": "겁니다", "plain": "것이다"},
+    "question": {"polite": "거예요", "formal": "겁니까", "plain": "거니"},
+    "quote": dict.fromkeys(("polite", "formal", "plain"), "거라고"),
+    "fact": dict.fromkeys(("polite", "formal", "plain"), "거라는"),
+    "because": dict.fromkeys(("polite", "formal", "plain"), "것이기"),
+}
+_LINKS = {"fact": "것을", "because": "때문에", "when": "때"}
+
+
+@cache
+def conjugate(stem: Stem, tense: Tense, ending: Ending, register: Register) -> tuple[Eojeol, ...]:
+    """Stem → eojeols: (먹, past, because) → 먹었기 때문에; (먹, future, statement, polite) → 먹을 거예요."""
+    if ending == "adnominal":
+        return ((_adnominal(stem, tense), "verb"),)
+    link = ((_LINKS[ending], "link"),) if ending in _LINKS else ()
+    if tense != "future":
+        inflect = _JOINING.get(ending) or _FINAL[ending, register]
+        return ((inflect(past_stem(stem) if tense == "past" else stem), "verb"), *link)
+    if ending not in _FUTURE:
+        raise ValueError(f"tense='future' has no ending={ending!r} in this grammar")
+    return ((join_eu(stem, "ㄹ"), "verb"), (_FUTURE[ending][register], "tense"), *link)

@@ -30,16 +30,15 @@ def article(word: str) -> str:
 
 def english_words(sentence: Node) -> list[Word]:
     """The whole sentence, register tag first, with capital letter and full stop."""
-    words = _clauses(sentence)
+    main = sentence["clause"]
+    joined = "join" in sentence
+    words = _joined_clauses(sentence, main) if joined else _clause(main, question=bool(sentence.get("question")))
     words[0] = words[0]._replace(text=words[0].text[0].upper() + words[0].text[1:])
     words[-1] = words[-1]._replace(text=words[-1].text + ("?" if sentence.get("question") else "."))
     return [Word(f"[{sentence['register']}]"), *words]
 
 
-def _clauses(sentence: Node) -> list[Word]:
-    main = sentence["clause"]
-    if "join" not in sentence:
-        return _clause(main, question=bool(sentence.get("question")))
+def _joined_clauses(sentence: Node, main: Node) -> list[Word]:
     join, first, link = sentence["join"], sentence["first"], ((id(sentence), "link"),)
     # A shared subject stands in the clause that English says first; the other one speaks of it again.
     subject = main.get("subject") if join == "because" else first.get("subject")
@@ -122,20 +121,18 @@ def _verb_texts(
     predicate: str, tense: str, aspect: str, negation: str, agrees: str, question: bool
 ) -> tuple[tuple[str, str, str], ...]:
     """The verb group as (text, sure roles, weak roles), the word that goes before the subject of a question first."""
-    be_like = predicate in _BE_LIKE or predicate in ADJECTIVES
-    verb = None if be_like else VERBS[predicate]
+    verb = None if predicate in _BE_LIKE or predicate in ADJECTIVES else VERBS[predicate]
     base = "be" if verb is None else verb.english
-    group: list[tuple[str, str, str]] = []
+    group: list[tuple[str, str, str]]
     if tense == "future":
         group = [("will", "tense", ""), (base, "verb", "")]
     elif aspect == "can":
         group = [("could" if tense == "past" else "can", "aux", ""), (base, "verb", "")]
-    elif verb is None or aspect == "progressive":
+    elif verb is None:
         form = _BE[agrees][tense == "past"]
-        if verb is None:
-            group = [(form, "verb", "") if predicate in _BE_LIKE else (form, "", "verb")]
-        else:
-            group = [(form, "aux", ""), (verb.gerund, "verb", "aux")]
+        group = [(form, "verb", "") if predicate in _BE_LIKE else (form, "", "verb")]
+    elif aspect == "progressive":
+        group = [(_BE[agrees][tense == "past"], "aux", ""), (verb.gerund, "verb", "aux")]
     else:
         helper = {"want": "want", "must": "have"}.get(aspect, "")
         finite = helper or base
@@ -148,20 +145,15 @@ def _verb_texts(
             group = [(form, "aux" if helper else "verb", "")]
         if helper:
             group += [("to", "", "aux"), (base, "verb", "")]
-    return tuple(_negate(group, negation))
-
-
-def _negate(group: list[tuple[str, str, str]], negation: str) -> list[tuple[str, str, str]]:
-    if not negation:
-        return group
     first, sure, weak = group[0]
-    if negation == "short":
-        if first not in _CONTRACTED:
-            raise ValueError(f"not='short' has no contracted form after {first!r}; say not='long'")
-        return [(_CONTRACTED[first], f"{sure} neg".strip(), weak), *group[1:]]
-    if first == "can":
-        return [("cannot", f"{sure} neg", weak), *group[1:]]
-    return [group[0], ("not", "neg", ""), *group[1:]]
+    if negation == "short" and first not in _CONTRACTED:
+        raise ValueError(f"not='short' has no contracted form after {first!r}; say not='long'")
+    if negation == "short" or (negation and first == "can"):
+        text = _CONTRACTED[first] if negation == "short" else "cannot"
+        group[0] = (text, f"{sure} neg".strip(), weak)
+    elif negation:
+        group.insert(1, ("not", "neg", ""))
+    return tuple(group)
 
 
 def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list[Word], list[Word]]:
@@ -171,8 +163,7 @@ def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list
     node = id(clause)
     words: list[Word] = []
     for text, sure, weak in texts:
-        sure_keys = tuple((node, role) for role in sure.split())
-        weak_keys = tuple((node, role) for role in weak.split())
+        sure_keys, weak_keys = (tuple((node, role) for role in roles.split()) for roles in (sure, weak))
         words.extend(Word(part, sure_keys, weak_keys) for part in text.split(" "))
     if frequency := clause.get("frequency"):
         # Before the verb that means something, which is the first word where no helper stands before it.
@@ -191,14 +182,9 @@ def _tail(clause: Node, gap: str) -> list[Word]:
         words += [Word(part, ((node, "more"),)) for part in more]
         compared = ((node, "more"),) if "than" in clause and not more else ()
         words.append(Word(form, ((node, "verb"), *compared)))
-    if "than" in clause:
-        words += _prepositional_phrase("than", clause["than"])
-    if "complement" in clause:
-        words += noun_phrase(clause["complement"], "object")
-    if "object" in clause and gap != "object":
-        words += noun_phrase(clause["object"], "object")
-    if "to" in clause:
-        words += _prepositional_phrase("to", clause["to"])
+    for part, preposition in (("than", "than"), ("complement", ""), ("object", ""), ("to", "to")):
+        if part in clause and part != gap:
+            words += _prepositional_phrase(preposition, clause[part])
     if "manner" in clause:
         words.append(Word(MANNERS[clause["manner"]][0], ((node, "manner"),)))
     if "where" in clause:
@@ -223,10 +209,9 @@ def _preposition(place: Node) -> str:
 def _where(clause: Node) -> list[Word]:
     """`in the park`, `under the table`: only the second has an eojeol for its relation."""
     where = clause["where"]
-    relation = where.get("relation")
-    if relation is None:
+    if "relation" not in where:
         return _prepositional_phrase(_preposition(where["of"]), where["of"])
-    words = [Word(part, ((id(where), "relation"),)) for part in relation.split()]
+    words = [Word(part, ((id(where), "relation"),)) for part in where["relation"].split()]
     return [*words, *noun_phrase(where["of"], "object")]
 
 
@@ -235,8 +220,9 @@ def _time(clause: Node) -> list[Word]:
 
 
 def _prepositional_phrase(preposition: str, node: Node) -> list[Word]:
+    """A noun phrase after its preposition, which may be none."""
     key = (id(node["and"][-1] if "and" in node else node), "noun")
-    return [Word(preposition, (), (key,)), *noun_phrase(node, "object")]
+    return [*([Word(preposition, (), (key,))] if preposition else []), *noun_phrase(node, "object")]
 
 
 def noun_phrase(node: Node, case: str) -> list[Word]:
@@ -250,10 +236,8 @@ def noun_phrase(node: Node, case: str) -> list[Word]:
         return [Word(name if case == "subject" else _OBJECT_FORMS[name], (key,))]
     if "title" in node:
         return [Word(node["title"], (key,)), Word(name, ((id(node), "surname"),))]
-    noun = NOUNS[name]
-    number = node.get("number")
-    form = noun.plural if number else name
-    words = [Word(part, (key,)) for part in form.split(" ")]
+    noun, number = NOUNS[name], node.get("number")
+    words = [Word(part, (key,)) for part in (noun.plural if number else name).split(" ")]
     if "adjective" in node:
         words.insert(0, Word(node["adjective"], ((id(node), "adjective"),)))
     if isinstance(number, int):

@@ -46,23 +46,16 @@ class Word(NamedTuple):
 
 def align(source: list[Word], target: list[Word]) -> tuple[Links, Links]:
     """(sure links, all links), sorted."""
-    positions: dict[Key, list[tuple[int, bool]]] = {}
+    sure_positions: dict[Key, list[int]] = {}
+    positions: dict[Key, list[int]] = {}
     for i, word in enumerate(source):
         for key in word.sure:
-            positions.setdefault(key, []).append((i, True))
-        for key in word.weak:
-            positions.setdefault(key, []).append((i, False))
-    sure: set[tuple[int, int]] = set()
-    possible: set[tuple[int, int]] = set()
-    for j, word in enumerate(target):
-        for key in word.sure:
-            for i, is_sure in positions.get(key, ()):
-                possible.add((i, j))
-                if is_sure:
-                    sure.add((i, j))
-        for key in word.weak:
-            possible.update((i, j) for i, _ in positions.get(key, ()))
-    return tuple(sorted(sure)), tuple(sorted(possible))
+            sure_positions.setdefault(key, []).append(i)
+        for key in word.sure + word.weak:
+            positions.setdefault(key, []).append(i)
+    sure = {(i, j) for j, word in enumerate(target) for key in word.sure for i in sure_positions.get(key, ())}
+    keys = [(j, key) for j, word in enumerate(target) for key in word.sure + word.weak]
+    return tuple(sorted(sure)), tuple(sorted({(i, j) for j, key in keys for i in positions.get(key, ())}))
 
 
 def held_out_splits(structure: Node) -> set[str]:
@@ -85,14 +78,10 @@ def combinations_of(structure: Node) -> Iterator[Combination]:
 def _clause_combinations(clause: Node, subject: Node | None, head: Node | None = None) -> Iterator[Combination]:
     """The pairs of a clause; `head` is the noun phrase that fills the gap of a relative clause."""
     name = clause["predicate"]
-    target = clause.get("object")
-    if head is not None and clause["gap"] == "object":
-        target = head
-    verb = VERBS.get(name)
-    if verb is not None and verb.frame == "intransitive":
+    target = head if head is not None and clause["gap"] == "object" else clause.get("object")
+    if name in ADJECTIVES or (name in VERBS and VERBS[name].frame == "intransitive"):
         target = subject
     if name in ADJECTIVES:
-        target = subject
         yield from ((name, noun) for noun in _head_nouns(clause.get("than")))
     yield from ((name, noun) for noun in _head_nouns(target))
     for part in ("subject", "object", "to", "complement", "than", "place", "companion", "tool"):

@@ -73,10 +73,10 @@ def short_negation_allowed(name: str) -> bool:
 
 @cache
 def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: bool, speaker: bool) -> PredicateParts:
-    if name in ("be at", "exist") and honour:
-        return PredicateParts((("안", "neg"),) if negation else (), _STAYS, ("verb",))
     if name in ("be at", "exist"):
-        return PredicateParts((), _LACKS if negation else _EXISTS, ("verb", "neg") if negation else ("verb",))
+        if honour:
+            return PredicateParts((("안", "neg"),) if negation else (), _STAYS, ("verb",))
+        return PredicateParts((), _LACKS, ("verb", "neg")) if negation else PredicateParts((), _EXISTS, ("verb",))
     word = PREDICATES[name]
     plain, respectful = word.stem, word.honorific
     before: WholeEojeols = ()
@@ -92,47 +92,31 @@ def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: boo
             raise ValueError(f"predicate={name!r} takes not='long' only: 안 does not go before {plain.text}다")
         before = (*before, ("안", "neg"))
     inflected = (respectful or honorific_stem(plain)) if honour else plain
-    base = respectful if honour and respectful else plain
-    if not aspect:
-        if negation == "long":
-            return _build_long_negation(before, base, "verb", plain.kind, honour)
-        return PredicateParts(before, inflected, ("verb",))
-    return _build_aspect(before, base, inflected, aspect, negation, honour, speaker)
-
-
-def _build_aspect(
-    before: WholeEojeols, base: Stem, inflected: Stem, aspect: str, negation: str, honour: bool, speaker: bool
-) -> PredicateParts:
-    long = negation == "long"
+    stem = respectful if honour and respectful else plain
+    role = "aux" if aspect else "verb"
     match aspect:
+        case "" if negation != "long":
+            return PredicateParts(before, inflected, ("verb",))
+        case "":
+            pass
         case "progressive":
-            before = (*before, (join_consonant(base, "고"), "verb"))
-            return _build_auxiliary(before, _STAYS if honour else _EXISTS, long, honour=False)
+            before = (*before, (join_consonant(stem, "고"), "verb"))
+            stem, honour = _STAYS if honour else _EXISTS, False
         case "can":
             before = (*before, (join_eu(inflected, "ㄹ"), "verb"), ("수", "aux"))
-            stem, roles = (_LACKS, ("aux", "neg")) if negation else (_EXISTS, ("aux",))
-            return PredicateParts(before, stem, roles)
+            return PredicateParts(before, _LACKS if negation else _EXISTS, ("aux", "neg") if negation else ("aux",))
         case "want":
-            before = (*before, (join_consonant(base, "고"), "verb"))
-            if speaker:
-                return _build_auxiliary(before, _WISHES, long, honour)
-            return _build_auxiliary((*before, ("싶어", "aux")), _DOES, long, honour)
+            shown = () if speaker else (("싶어", "aux"),)
+            before = (*before, (join_consonant(stem, "고"), "verb"), *shown)
+            stem = _WISHES if speaker else _DOES
         case "must" if not negation:
             return PredicateParts((*before, (infinitive(inflected) + "야", "verb")), _DOES, ("aux",))
-    raise ValueError(f"aspect={aspect!r} with not={negation!r} is not in this grammar")
-
-
-def _build_auxiliary(before: WholeEojeols, stem: Stem, negated: bool, honour: bool) -> PredicateParts:
-    """The helper itself, or -지 않다 after it."""
-    if not negated:
-        return PredicateParts(before, honorific_stem(stem) if honour else stem, ("aux",))
-    return _build_long_negation(before, stem, "aux", stem.kind, honour)
-
-
-def _build_long_negation(before: WholeEojeols, stem: Stem, role: str, kind: str, honour: bool) -> PredicateParts:
-    negative = Stem("않", "", "verb" if kind == "verb" else "adjective")
-    before = (*before, (join_consonant(stem, "지"), role))
-    return PredicateParts(before, honorific_stem(negative) if honour else negative, ("neg",))
+        case _:
+            raise ValueError(f"aspect={aspect!r} with not={negation!r} is not in this grammar")
+    if negation == "long":
+        before, role = (*before, (join_consonant(stem, "지"), role)), "neg"
+        stem = Stem("않", "", "verb" if stem.kind == "verb" else "adjective")
+    return PredicateParts(before, honorific_stem(stem) if honour else stem, (role,))
 
 
 _THIRD_PERSON = {"you": "너", "he": "그", "she": "그녀", "they": "그들"}
@@ -193,17 +177,16 @@ def _clause(
     texts = lexicon.TIMES[clause["time"]][0].split(" ") if "time" in clause else ()
     time = [Word(text, ((node, "time"),)) for text in texts]
     words = [*time, *topic] if clause.get("front") else [*topic, *time]
-    frequency = clause.get("frequency")
-    adverbs = {} if frequency is None else {"frequency": lexicon.FREQUENCIES[frequency]}
-    if frequency != "often":  # 항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb
-        words += [Word(text, ((node, role),)) for role, text in adverbs.items()]
-        adverbs = {}
-    words += _complements(clause, register, gap)
+    complements = _complements(clause, register, gap)
+    if frequency := clause.get("frequency"):
+        adverb = Word(lexicon.FREQUENCIES[frequency], ((node, "frequency"),))
+        # 항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb.
+        complements.insert(len(complements) if frequency == "often" else 0, adverb)
+    words += complements
     if "manner" in clause:
-        adverbs["manner"] = lexicon.MANNERS[clause["manner"]][1]
+        words.append(Word(lexicon.MANNERS[clause["manner"]][1], ((node, "manner"),)))
     if "degree" in clause:
-        adverbs["degree"] = lexicon.DEGREES[clause["degree"]]
-    words += [Word(text, ((node, role),)) for role, text in adverbs.items()]
+        words.append(Word(lexicon.DEGREES[clause["degree"]], ((node, "degree"),)))
     return words + _predicate(clause, subject, register, ending, link)
 
 
@@ -213,16 +196,12 @@ def _subject(clause: Node, node: Node | None, register: Register, ending: Ending
     if clause["predicate"] == "exist":
         return [*_where(clause, register), *_phrase(node, register, "이/가")]
     verb = VERBS.get(clause["predicate"])
-    topical = ending in _TOPICAL and _is_definite(node) and (verb is None or "thetic" not in verb.marks)
+    last = node["and"][-1] if "and" in node else node
+    known = last.get("det") != "a" and not isinstance(last.get("number"), int)  # everything but `a cat` and `two cats`
+    topical = ending in _TOPICAL and known and (verb is None or "thetic" not in verb.marks)
     if is_honoured(node):
         return _phrase(node, register, "께서는" if topical else "께서")
     return _phrase(node, register, "은/는" if topical else "이/가")
-
-
-def _is_definite(node: Node) -> bool:
-    """What is known can be a topic: everything but `a cat` and `two cats`."""
-    last = node["and"][-1] if "and" in node else node
-    return last.get("det") != "a" and not isinstance(last.get("number"), int)
 
 
 def _complements(clause: Node, register: Register, gap: str) -> list[Word]:
@@ -257,9 +236,8 @@ def _where(clause: Node, register: Register) -> list[Word]:
 def _predicate(clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None) -> list[Word]:
     """The verb and its helpers; the last eojeol carries the tense, and the joining of clauses where no word does."""
     # The verb carries -시- for the people honoured, and for whoever is asked politely.
-    honour = False
-    if subject is not None and clause["predicate"] != "exist":
-        honour = is_honoured(subject) or (subject.get("noun") == "you" and register != "plain")
+    asked = subject is not None and subject.get("noun") == "you" and register != "plain"
+    honour = subject is not None and clause["predicate"] != "exist" and (asked or is_honoured(subject))
     parts = build_predicate(clause, subject, honour)
     tense = "present" if ending in _TENSELESS else clause["tense"]
     eojeols = conjugate(parts.stem, tense, ending, register)
@@ -268,13 +246,9 @@ def _predicate(clause: Node, subject: Node | None, register: Register, ending: E
     if "complement" in clause and "not" in clause:
         words += _phrase(clause["complement"], register, "이/가")
     words += [Word(text, tuple((node, role) for role in roles)) for text, *roles in parts.before]
-    for text, role in eojeols:
-        if role == "verb":
-            words.append(Word(text, tuple((node, each) for each in parts.roles)))
-        elif role == "tense":
-            words.append(Word(text, ((node, "tense"),)))
-        else:
-            words.append(Word(text, (link,) if link else ()))
+    keys: dict[str, tuple[Key, ...]] = {"tense": ((node, "tense"),), "link": (link,) if link else ()}
+    keys["verb"] = tuple((node, role) for role in parts.roles)
+    words += [Word(text, keys[role]) for text, role in eojeols]
     last = len(words) - 1
     bearer = last - 1 if eojeols[-1][1] == "link" else last
     words[bearer] = words[bearer]._replace(sure=(*words[bearer].sure, (node, "tense")))
@@ -299,11 +273,7 @@ def _phrase(node: Node, register: Register, pair: str) -> list[Word]:
     if "title" in node:
         surname = Word(lexicon.SURNAMES[name], ((id(node), "surname"),))
         return [surname, Word(attach_particle(lexicon.TITLES[node["title"]][0], pair), (key,))]
-    return _common_noun(node, register, pair, key)
-
-
-def _common_noun(node: Node, register: Register, pair: str, key: Key) -> list[Word]:
-    noun, number = NOUNS[node["noun"]], node.get("number")
+    noun, number = NOUNS[name], node.get("number")
     words = _before_noun(node, register)
     if isinstance(number, int):
         counted = Word(attach_particle(noun.counter, pair), (), (key, (id(node), "number")))

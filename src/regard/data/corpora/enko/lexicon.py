@@ -99,9 +99,6 @@ class Adjective(Predicate):
     before: str
 
 
-# ------------------------------------------------------------------------------------------------ reading the tables
-
-
 _FILES = resources.files(__package__)
 
 
@@ -115,62 +112,45 @@ NOUNS = {
 }
 
 
-def _expand(words: list[str]) -> tuple[str, ...]:
-    """`@food bread -rice` → the nouns meant, sorted."""
-    included: set[str] = set()
-    excluded: set[str] = set()
-    for word in words:
-        group, name = (excluded, word[1:]) if word.startswith("-") else (included, word)
-        name = name.replace("_", " ")
-        members = nouns_with(name[1:], without="name") if name.startswith("@") else (NOUNS[name].english,)
-        if not members:
-            raise ValueError(f"no noun has the tag {name[1:]!r}")
-        group.update(members)
-    return tuple(sorted(included - excluded))
-
-
 def nouns_with(tag: str, without: str = "") -> tuple[str, ...]:
     """The nouns that have a tag and none of the tags of ``without``."""
     excluded = without.split()
     return tuple(noun.english for noun in NOUNS.values() if tag in noun.tags and noun.tags.isdisjoint(excluded))
 
 
-class _Marks:
-    """The last column of a table: flags, and values as name=a,b."""
-
-    def __init__(self, text: str) -> None:
-        words = [word.partition("=") for word in text.split()]
-        self.flags = frozenset(name for name, equals, _ in words if not equals)
-        self._values = {name: values.split(",") for name, equals, values in words if equals}
-
-    def values(self, name: str) -> list[str]:
-        return self._values.get(name, [])
-
-    def text(self, name: str) -> str:
-        return "".join(self.values(name))
-
-    def stem(self, name: str, irregular: str = "", kind: StemKind = "verb") -> Stem | None:
-        return Stem(self.text(name), irregular, kind) if name in self._values else None
+def _expand(words: str) -> tuple[str, ...]:
+    """`@food bread -rice`, with spaces or commas between them → the nouns meant, sorted."""
+    included: set[str] = set()
+    excluded: set[str] = set()
+    for word in words.replace(",", " ").split():
+        name = word.removeprefix("-").replace("_", " ")
+        members = nouns_with(name[1:], without="name") if name.startswith("@") else (NOUNS[name].english,)
+        if not members:
+            raise ValueError(f"no noun has the tag {name[1:]!r}")
+        (excluded if word.startswith("-") else included).update(members)
+    return tuple(sorted(included - excluded))
 
 
-def _predicate_fields(key: str, stem: Stem, nouns: str, marks: _Marks) -> dict[str, Any]:
+def _predicate_fields(key: str, stem: Stem, nouns: str, marks: dict[str, str]) -> dict[str, Any]:
     people = not {"@person", "@adult"}.isdisjoint(nouns.split())
-    return {
-        "key": key,
-        "stem": stem,
-        "nouns": _expand(nouns.split()),
-        "marks": marks.flags,
-        "takes_people": people,
-        "takes_titles": people and "-@hon" not in nouns,
-    }
+    titles = people and "-@hon" not in nouns
+    fields = {"key": key, "stem": stem, "marks": frozenset(marks), "takes_people": people, "takes_titles": titles}
+    kind: StemKind = "adjective" if stem.kind == "adjective" else "verb"
+    honorific = Stem(marks["hon"], "시", kind) if "hon" in marks else None
+    return fields | {"nouns": _expand(nouns), "honorific": honorific}
+
+
+def _parse_marks(text: str) -> dict[str, str]:
+    """The last column of a table: flags, and values as name=a,b."""
+    return {name: value for name, _, value in (mark.partition("=") for mark in text.split())}
 
 
 def _load_verbs() -> dict[str, Verb]:
     verbs: dict[str, Verb] = {}
     for frame, english, past, third_person, gerund, stem, irregular, nouns, mark_text in _read_table("verbs.tsv"):
-        key, marks = english + _KEY_SUFFIXES.get(frame, ""), _Marks(mark_text)
-        kind: StemKind = "exist" if stem.endswith("있") else "adjective" if "adjective" in marks.flags else "verb"
-        negative = marks.stem("not", "르" if marks.text("not") == "모르" else "", kind)
+        key, marks = english + _KEY_SUFFIXES.get(frame, ""), _parse_marks(mark_text)
+        kind: StemKind = "exist" if stem.endswith("있") else "adjective" if "adjective" in marks else "verb"
+        negative = marks.get("not")
         verbs[key] = Verb(
             **_predicate_fields(key, Stem(stem, irregular, kind), nouns, marks),
             english=english,
@@ -178,16 +158,15 @@ def _load_verbs() -> dict[str, Verb]:
             third_person=third_person,
             gerund=gerund,
             frame=frame,  # type: ignore[arg-type]  # the table has no others
-            doers=_expand(marks.values("by")),
-            feeds=frozenset(_expand(marks.values("feeds"))),
-            tools=_expand(marks.values("with")),
-            places=_expand(marks.values("in")),
-            manners=tuple(marks.values("how")),
-            honorific=marks.stem("hon", "시"),
-            humble=marks.stem("humble"),
-            negative=negative,
-            particle=next((pair for mark, pair in _PARTICLES.items() if mark in marks.flags), "을/를"),
-            weather=marks.text("says"),
+            doers=_expand(marks.get("by", "")),
+            feeds=frozenset(_expand(marks.get("feeds", ""))),
+            tools=_expand(marks.get("with", "")),
+            places=_expand(marks.get("in", "")),
+            manners=tuple(marks["how"].split(",")) if "how" in marks else (),
+            humble=Stem(marks["humble"]) if "humble" in marks else None,
+            negative=Stem(negative, "르" if negative == "모르" else "", kind) if negative else None,
+            particle=next((pair for mark, pair in _PARTICLES.items() if mark in marks), "을/를"),
+            weather=marks.get("says", ""),
         )
     return verbs
 
@@ -195,14 +174,10 @@ def _load_verbs() -> dict[str, Verb]:
 def _load_adjectives() -> dict[str, Adjective]:
     adjectives: dict[str, Adjective] = {}
     for english, comparative, korean, irregular, nouns, mark_text in _read_table("adjectives.tsv"):
-        marks = _Marks(mark_text)
+        marks = _parse_marks(mark_text)
         stem = Stem(korean, irregular, "exist" if korean.endswith("있") else "adjective")
-        adjectives[english] = Adjective(
-            **_predicate_fields(english, stem, nouns, marks),
-            honorific=marks.stem("hon", "시", "adjective"),
-            comparative=comparative,
-            before=marks.text("before"),
-        )
+        fields = _predicate_fields(english, stem, nouns, marks)
+        adjectives[english] = Adjective(**fields, comparative=comparative, before=marks.get("before", ""))
     return adjectives
 
 
@@ -210,8 +185,7 @@ VERBS: dict[str, Verb] = _load_verbs()
 ADJECTIVES: dict[str, Adjective] = _load_adjectives()
 PREDICATES: dict[str, Verb | Adjective] = {**VERBS, **ADJECTIVES}
 
-# ------------------------------------------------------------------------------------------------ adverbs, times, lists
-
+# Adverbs, times, lists.
 _WORDS: dict[str, Any] = json.loads((_FILES / "words.json").read_text(encoding="utf-8"))
 MANNERS: dict[str, tuple[str, str]] = _WORDS["manners"]  # the key that verbs name → (English, Korean)
 FREQUENCIES: dict[str, str] = _WORDS["frequencies"]  # said before the verb in English
@@ -232,18 +206,12 @@ _FRAMES: tuple[Frame, ...] = ("transitive", "intransitive", "motion", "ditransit
 FRAMES: dict[Frame, tuple[Verb, ...]] = {
     frame: tuple(verb for verb in VERBS.values() if verb.frame == frame) for frame in _FRAMES
 }
-# What people do.
+# What people do, and of that what one may do with one thing and not with another.
 ACTIVITIES = tuple(
     verb for frame in _FRAMES[:-1] for verb in FRAMES[frame] if not verb.marks & {"state", "thetic"} and not verb.doers
 )
-# What one may do with one thing and not with another.
-CONTRASTED = tuple(
-    verb
-    for verb in ACTIVITIES
-    if verb.frame in ("transitive", "motion") and len(verb.nouns) > 5 and "asserted" not in verb.marks
-)
-
-
+_CHOICES = tuple(verb for verb in ACTIVITIES if verb.frame in ("transitive", "motion") and "asserted" not in verb.marks)
+CONTRASTED = tuple(verb for verb in _CHOICES if len(verb.nouns) > 5)
 # What people do when it rains, when the class ends, and otherwise; what because somebody else is sick or sad; and what
 # happens and makes people do something.
 EVERYDAY_VERBS, VERBS_FOR_OTHERS, NEWS_VERBS = (
@@ -287,9 +255,7 @@ def lemmas() -> frozenset[str]:
     return frozenset(f"{kind}:{word}" for kind, words in kinds.items() for word in words)
 
 
-# ------------------------------------------------------------------------------------------------ combinations
-
-# A predicate with fewer nouns keeps them all: it could not be learned from less.
+# Combinations. A predicate with fewer nouns keeps them all: it could not be learned from less.
 _MIN_NOUNS = 6
 # One noun in this many is held out for each of the two splits.
 _SHARE = 16
@@ -299,9 +265,7 @@ def _hold_out() -> dict[Combination, str]:
     held_out: dict[Combination, str] = {}
     for key, word in PREDICATES.items():
         nouns = sorted(word.nouns, key=lambda noun: stable_hash("en-ko held out", key, noun))
-        if len(nouns) < _MIN_NOUNS:
-            continue
-        share = max(1, len(nouns) // _SHARE)
+        share = max(1, len(nouns) // _SHARE) if len(nouns) >= _MIN_NOUNS else 0
         held_out.update({(key, noun): "combinations" for noun in nouns[:share]})
         held_out.update({(key, noun): "valid" for noun in nouns[share : 2 * share]})
     return held_out

@@ -22,18 +22,16 @@ _MOOD_KEYS = frozenset(mood.key for mood in MOODS)
 
 def nouns_repeat(structure: object) -> bool:
     """Whether one noun stands twice in a sentence, which would ask for a pronoun or an explanation."""
-    seen: set[str] = set()
+    nouns: list[str] = []
     stack = [structure]
     while stack:
         node = stack.pop()
         if isinstance(node, dict):
-            if node.get("noun") in seen:
-                return True
-            if "noun" in node:
-                seen.add(node["noun"])
-        if isinstance(node, dict | list):
-            stack.extend(node.values() if isinstance(node, dict) else node)
-    return False
+            nouns += [node["noun"]] if "noun" in node else []
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
+    return len(set(nouns)) < len(nouns)
 
 
 def draw_sentence(draws: Draws, split: str) -> tuple[Node, bool]:
@@ -52,24 +50,28 @@ def _is_deed(clause: Node) -> bool:
     return clause["predicate"] in VERBS and "state" not in VERBS[clause["predicate"]].marks
 
 
+def _remove(node: Node, *parts: str) -> None:
+    for part in parts:
+        node.pop(part, None)
+
+
 class Sentences(Clauses):
     """Clauses for sentences of more than one, and the sentences themselves."""
 
     def reason(self, tense: str) -> Node:
         """A state of things that explains what people do: the weather, the beginning or end of something, a mood."""
         roll = self.draws.below(100)
+        if 20 <= roll < 55:
+            return {"predicate": self.draws.choice(lexicon.FRAMES["weather"]).key, "tense": tense}
         if roll < 20:
             mood = self.draws.choice(MOODS)
-            subject = self.subject_of(mood, definite=True, pronouns=False, plain=True)
-            return {"subject": subject, "predicate": mood.key, "tense": tense}
-        if roll < 55:
-            return {"predicate": self.draws.choice(lexicon.FRAMES["weather"]).key, "tense": tense}
-        if roll < 70:
-            sky = self.draws.choice(lexicon.WEATHER_ADJECTIVES).key
-            return {"subject": {"noun": "weather", "det": "the"}, "predicate": sky, "tense": tense}
-        verb = self.draws.choice(lexicon.NEWS_VERBS)
-        subject = self.common(self.noun_for(verb.key), definite=True, plain=True)
-        return {"subject": subject, "predicate": verb.key, "tense": tense}
+            predicate, subject = mood.key, self.subject_of(mood, definite=True, pronouns=False, plain=True)
+        elif roll < 70:
+            predicate, subject = self.draws.choice(lexicon.WEATHER_ADJECTIVES).key, {"noun": "weather", "det": "the"}
+        else:
+            predicate = self.draws.choice(lexicon.NEWS_VERBS).key
+            subject = self.common(self.noun_for(predicate), definite=True, plain=True)
+        return {"subject": subject, "predicate": predicate, "tense": tense}
 
     def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
         """A mood, and what is done about it by the same person: I am tired, I sleep."""
@@ -90,8 +92,7 @@ class Sentences(Clauses):
         titles = verb.frame != "intransitive" or verb.takes_titles
         who = subject or self.person(pronouns=pronouns, titles=titles, plain=True)
         clause = self.activity(verb, embedded=True, subject=who)
-        for part in ("aspect", "not", "time", "frequency"):
-            clause.pop(part, None)
+        _remove(clause, "aspect", "not", "time", "frequency")
         return {**clause, "tense": tense}
 
     def relative(self, node: Node) -> bool:
@@ -140,15 +141,12 @@ class Sentences(Clauses):
         """A sentence as training has them."""
         register = self.draws.choice(REGISTERS)
         roll = self.draws.below(100)
-        if roll < 46:
-            return {"register": register, "clause": self.any_clause()}
-        if roll < 56:
+        if roll >= 80:
+            return self.joined_clauses(register)
+        if 46 <= roll < 56:
             return self.question(register)
-        if roll < 69:
-            return {"register": register, "clause": self.with_relative()}
-        if roll < 80:
-            return {"register": register, "clause": self.report()}
-        return self.joined_clauses(register)
+        draw_clause = self.any_clause if roll < 46 else self.with_relative if roll < 69 else self.report
+        return {"register": register, "clause": draw_clause()}
 
     def question(self, register: str) -> Node:
         """A yes-or-no question, to somebody or about somebody."""
@@ -175,16 +173,13 @@ class Sentences(Clauses):
         node = clause.get(part)
         if node is None or "and" in node or "title" in node or clause["predicate"] == "become":
             return False
-        if node["noun"] not in NOUNS:  # a pronoun
+        noun = NOUNS.get(node["noun"])  # None: a pronoun
+        if noun is None or noun.tags & {"name", "bare", "kin", "unique"} or isinstance(node.get("number"), int):
             return False
-        if NOUNS[node["noun"]].tags & {"name", "bare", "kin", "unique"} or isinstance(node.get("number"), int):
-            return False
-        for extra in ("owner", "adjective"):
-            node.pop(extra, None)
+        _remove(node, "owner", "adjective")
         node["det"] = "the"
         if part == "object":  # what followed would be read as part of the relative clause
-            for after in ("time", "manner"):
-                clause.pop(after, None)
+            _remove(clause, "time", "manner")
         return self.relative(node) and node["clause"]["predicate"] != clause["predicate"]
 
     def report(self) -> Node:
@@ -207,8 +202,7 @@ class Sentences(Clauses):
             return content
         while not _is_deed(content):
             content = self.any_clause(embedded=True)
-        for part in ("aspect", "time", "frequency"):
-            content.pop(part, None)
+        _remove(content, "aspect", "time", "frequency")
         return {**content, "tense": "future"}
 
     def joined_clauses(self, register: str, *, may_share: bool = True) -> Node:
