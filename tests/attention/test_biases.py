@@ -120,7 +120,7 @@ def frames() -> dict[str, Frame]:
     rows = torch.stack([gaps, gaps.flip(0)])
     return {
         "aligned": Frame.aligned(2, H, 11, 11),
-        "moved": Frame.from_starts(2, H, 11, 11, q_start=4, k_start=2),
+        "moved": Frame.aligned(2, H, 11, 11, q_start=4, k_start=2),
         "gaps": Frame(2, H, torch.arange(11), gaps),
         "gaps, limited": Frame(2, H, torch.arange(11), gaps, limit=12),
         "rows": Frame(2, H, rows, rows),

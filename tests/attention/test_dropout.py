@@ -42,7 +42,7 @@ def test_a_tile_is_a_part_of_the_whole() -> None:
 
 def test_positions_do_not_matter_only_places_do() -> None:
     """A frame may say that a key stands elsewhere; what is dropped depends on where it lies."""
-    assert torch.equal(keep(0.4), keep(0.4, frame=Frame.from_starts(B, H, T, S, 100, 7)))
+    assert torch.equal(keep(0.4), keep(0.4, frame=Frame.aligned(B, H, T, S, q_start=100, k_start=7)))
 
 
 @pytest.mark.parametrize("rate", RATES)

@@ -18,7 +18,7 @@ def frames() -> dict[str, Frame]:
     return {
         "aligned": Frame.aligned(2, 3, 5, 5),
         "decoding": Frame.aligned(2, 3, 1, 5),
-        "moved": Frame.from_starts(2, 3, 5, 4, q_start=7, k_start=2),
+        "moved": Frame.aligned(2, 3, 5, 4, q_start=7, k_start=2),
         "gaps": Frame(2, 3, torch.tensor([4, 9]), torch.tensor([8, -1, 3])),
         "rows": Frame(2, 3, rows, rows),
         "documents": Frame(2, 3, rows, rows).with_documents(rows // 2, torch.tensor([0, 0, 1, 1, 1])),
@@ -82,7 +82,7 @@ def test_only_positions_that_run_on_from_zero_have_no_gaps() -> None:
         "rows": True,
         "documents": True,
     }
-    assert Frame.from_starts(1, 1, 2, 2, 0, k_start=-1).may_have_gaps
+    assert Frame.aligned(1, 1, 2, 2, q_start=0, k_start=-1).may_have_gaps
 
 
 def test_contiguous_spans_are_ranges() -> None:

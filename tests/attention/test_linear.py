@@ -98,7 +98,7 @@ def test_fast_form_is_the_formula(
 @given(t=sizes, s=sizes, q_start=st.integers(-9, 30), k_start=st.integers(-4, 4), chunk=st.sampled_from([2, 5, 64]))
 def test_any_steady_frame(mask: str, t: int, s: int, q_start: int, k_start: int, chunk: int) -> None:
     q, k, v = inputs(2, 2, 1, t, s, 3)
-    frame = Frame.from_starts(2, 2, t, s, q_start, k_start)
+    frame = Frame.aligned(2, 2, t, s, q_start=q_start, k_start=k_start)
     how = {"mask": MASKS[mask](torch.tensor([s, s // 2])), "mechanism": Linear(), "frame": frame}
     with chunks_of(chunk):
         assert_same(output_and_gradients("linear", q, k, v, **how), output_and_gradients("reference", q, k, v, **how))

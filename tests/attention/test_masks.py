@@ -303,7 +303,8 @@ def any_frame(data: st.DataObject, n_queries: int, n_keys: int) -> Frame:
     if kind == "aligned":
         frame = Frame.aligned(2, 2, n_queries, n_keys)
     elif kind == "moved":
-        frame = Frame.from_starts(2, 2, n_queries, n_keys, *(data.draw(st.integers(-5, 30)) for _ in range(2)))
+        q_start, k_start = (data.draw(st.integers(-5, 30)) for _ in range(2))
+        frame = Frame.aligned(2, 2, n_queries, n_keys, q_start=q_start, k_start=k_start)
     else:
         rows = (2,) if kind == "rows" else ()
         draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -350,7 +351,7 @@ TIGHT: dict[str, Callable[[st.DataObject], Mask]] = {
 @given(data=st.data())
 def test_a_plan_decides_every_block_that_can_be_decided(name: str, data: st.DataObject) -> None:
     """Where positions run on, these masks leave no block partial that is not."""
-    frame, mask = Frame.from_starts(2, 2, 30, 30, data.draw(st.integers(0, 12)), 0), TIGHT[name](data)
+    frame, mask = Frame.aligned(2, 2, 30, 30, q_start=data.draw(st.integers(0, 12))), TIGHT[name](data)
     block = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     assert torch.equal(plan(mask, frame, block).kinds, assert_sound(mask, frame, block))
 

@@ -118,7 +118,7 @@ def test_columns_belong_to_positions_not_to_indices() -> None:
     for pos in (k_pos, k_pos[None]):
         frame = Frame(1, 2, torch.arange(4), pos)
         torch.testing.assert_close(attend(q, *slots, mechanism=mechanism, frame=frame).output, wanted)
-    further = attend(q, k, v, mechanism=mechanism, frame=Frame.from_starts(1, 2, 4, 4, 4, 4)).output
+    further = attend(q, k, v, mechanism=mechanism, frame=Frame.aligned(1, 2, 4, 4, q_start=4, k_start=4)).output
     later = fixed(torch.cat([mechanism.e[:, 4:], mechanism.e[:, 4:]], 1).detach())
     with torch.no_grad():
         later.f.copy_(torch.cat([mechanism.f[:, 4:], mechanism.f[:, 4:]], 1))
@@ -212,7 +212,7 @@ def test_error_is_relative_to_exact_attention_of_the_same_scale() -> None:
         (lambda q: attend(q, q, q, mask=torch.ones(3, 3).bool(), mechanism=linformer(4, 2)), "got Dense"),
         (lambda q: attend(q, q, q, mechanism=linformer(2, 2)), "Linformer has length=2, the keys reach 3"),
         (
-            lambda q: attend(q, q, q, mechanism=linformer(4, 2), frame=Frame.from_starts(1, 2, 3, 3, 2, 2)),
+            lambda q: attend(q, q, q, mechanism=linformer(4, 2), frame=Frame.aligned(1, 2, 3, 3, k_start=2)),
             "Linformer has length=4, the keys reach 5",
         ),
         (

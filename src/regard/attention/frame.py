@@ -86,23 +86,18 @@ class Frame:
 
     @classmethod
     def aligned(
-        cls, n_batch: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device | str = "cpu"
-    ) -> Frame:
-        """The default: keys at 0 … S-1, the last query at the last key."""
-        return cls.from_starts(n_batch, n_heads, n_queries, n_keys, n_keys - n_queries, 0, device)
-
-    @classmethod
-    def from_starts(
         cls,
         n_batch: int,
         n_heads: int,
         n_queries: int,
         n_keys: int,
-        q_start: int,
-        k_start: int = 0,
         device: torch.device | str = "cpu",
+        *,
+        q_start: int | None = None,
+        k_start: int = 0,
     ) -> Frame:
-        """Queries at q_start, q_start + 1, … and keys at k_start, k_start + 1, …"""
+        """Keys at k_start, k_start + 1, …, and queries at q_start, …; by default the last query is at the last key."""
+        q_start = k_start + n_keys - n_queries if q_start is None else q_start
         q_pos = torch.arange(n_queries, device=device) + q_start
         k_pos = torch.arange(n_keys, device=device) + k_start
         return cls(n_batch, n_heads, q_pos, k_pos, steady=(q_start, k_start))

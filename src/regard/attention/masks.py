@@ -149,20 +149,16 @@ class Dense(Mask):
         return self.allowed[b, h, at.row, at.col]
 
     def bounds(self, box: Box) -> Bounds:
-        any_head = self.allowed.flatten(0, 1).any(0)
-        every_head = self.allowed.flatten(0, 1).all(0)
-        return _reduce_blocks(any_head, box.block, True).cpu(), _reduce_blocks(every_head, box.block, False).cpu()
+        heads = self.allowed.flatten(0, 1)
+        some = F.max_pool2d(heads.any(0)[None].float(), box.block, ceil_mode=True)[0]
+        every = -F.max_pool2d(-heads.all(0)[None].float(), box.block, ceil_mode=True)[0]
+        return some.bool().cpu(), every.bool().cpu()
 
     def check(self, frame: Frame) -> None:
         sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
         shape = tuple(self.allowed.shape)
         fits = shape[2:] == sizes[2:] and shape[0] in (1, sizes[0]) and shape[1] in (1, sizes[1])
         check_stored("from_dense(...)", self.allowed, frame, "batch, heads, queries, keys", sizes, fits)
-
-
-def _reduce_blocks(x: Tensor, block: tuple[int, int], some: bool) -> Tensor:
-    blocks = [[part.any() if some else part.all() for part in rows.split(block[1], 1)] for rows in x.split(block[0])]
-    return torch.stack([torch.stack(row) for row in blocks])
 
 
 def everything() -> Mask:

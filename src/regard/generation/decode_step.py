@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
-from ..attention.cache import Cache, ModelCache, StaticCache
+from ..attention.cache import ModelCache, StaticCache
 from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm, Learned, RMSNorm
 from ..layers.feedforward import activation_function
@@ -187,8 +187,15 @@ class DecodeStep:
             raise ValueError(f"form={form!r} needs plain pre-norm layers; this model takes form='plain'")
         best: Form = "plain" if not can_be_fused else "few" if len(state.tokens) <= MAX_FEW else "many"
         self.form: Form = best if form is None else form
-        self.cache = [cache_tensors(layer) for layer in cache.layers]
-        self.blocks = [blocks[layer % len(blocks)] for layer in range(len(self.cache))]
+        self.cache: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, (R, G, S, D)
+        for layer in cache.layers:
+            if type(layer) is not StaticCache:
+                raise ValueError(
+                    f"a step written out needs a StaticCache for every layer, not a {type(layer).__name__}"
+                )
+            k, v = layer._slots.data
+            self.cache.append((k, v))
+        self.blocks = [blocks[number % len(blocks)] for number in range(len(self.cache))]
         widths = {linear.in_features for linear in decoder.decoder.modules() if isinstance(linear, nn.Linear)}
         faster = self.ops.product_is_faster(len(state.tokens), decoder.token.weight.dtype, widths)
         self.products = self.ops if faster else TorchOps
@@ -258,14 +265,6 @@ class DecodeStep:
         assert isinstance(attention.mechanism, Dot)
         scale = attention.mechanism.factor(attention.d_head)
         return self.ops.attend_one(q[:, :, 0], k[:, :, 0], v[:, :, 0], k_cache, v_cache, lengths, scale)
-
-
-def cache_tensors(cache: Cache) -> tuple[Tensor, Tensor]:
-    """The storage of a layer's keys and values (R, G, S, D)."""
-    if type(cache) is not StaticCache:
-        raise ValueError(f"a step written out needs a StaticCache for every layer, not a {type(cache).__name__}")
-    k, v = cache._slots.data
-    return k, v
 
 
 def attention_of(block: Block) -> MultiHeadAttention:

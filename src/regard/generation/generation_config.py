@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -14,6 +15,16 @@ PAPER: dict[str, Any] = {"beam": 4, "penalty_form": "gnmt", "length_penalty": 0.
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # fields that only matter where tokens are drawn
 _MINIMUM = {"max_new_tokens": 1, "min_new_tokens": 0, "beam": 1, "n_best": 1, "groups": 1, "no_repeat_ngram": 0}
+_GREEDY_HINT = "; for the most likely token at each step leave it out, with sample=False"
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {  # which numbers a field may have, and that in words
+    "length_penalty": (math.isfinite, "be a finite number"),
+    "diversity_penalty": (math.isfinite, "be a finite number"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "be a positive number"),
+    "temperature": (lambda x: 0 < x < math.inf, "be a positive number" + _GREEDY_HINT),
+    "top_k": (lambda x: x >= 1, "be at least 1"),
+    "top_p": (lambda x: 0 < x <= 1, "lie in (0, 1]"),
+    "min_p": (lambda x: 0 <= x <= 1, "lie in [0, 1]"),
+}
 
 
 class GenerateConfig(Config):
@@ -83,30 +94,19 @@ class GenerateConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, least in _MINIMUM.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}")
-        for name in ("length_penalty", "diversity_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a positive number")
+        for name, (is_valid, words) in _RANGES.items():
+            if (value := getattr(self, name)) is not None and not is_valid(value):
+                raise ValueError(f"{name}={value} must {words}")
         for token, bias in self.logit_bias.items():
             if math.isnan(bias) or bias == math.inf:
                 hint = "it must be a finite number, or -inf to forbid it"
                 raise ValueError(f"logit_bias of token {token} is {bias}; {hint}")
         if any(len(sequence) == 0 for sequence in self.stop):
             raise ValueError("stop holds an empty sequence, which would end every text before it starts")
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
-            hint = "; for the most likely token at each step leave it out, with sample=False"
-            raise ValueError(f"temperature={self.temperature} must be a positive number{hint}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
         self._check_search()
         return self
 

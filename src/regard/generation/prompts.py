@@ -76,7 +76,14 @@ def read_inputs(
 ) -> ModelInputs:
     """Check prompts, or sources and the beginnings of their targets, against the model and the config."""
     ours = model.config
-    _check_config_tokens(config, ours.output_vocab_size)
+    if config.beam > ours.output_vocab_size:
+        raise ValueError(f"beam={config.beam} is larger than the vocabulary of {ours.output_vocab_size} tokens")
+    stops = [token for stop in config.stop for token in stop]
+    for name, tokens in (("stop", stops), ("prefix", config.prefix), ("logit_bias", config.logit_bias)):
+        for token in tokens:
+            if not 0 <= token < ours.output_vocab_size:
+                allowed = f"the vocabulary has {ours.output_vocab_size}: 0 to {ours.output_vocab_size - 1}"
+                raise ValueError(f"{name} holds the unknown token {token}; {allowed}")
     if model.is_decoder_only:
         if target is not None:
             raise ValueError("target is for models with an encoder; a decoder's prompt is all there is")
@@ -169,7 +176,11 @@ def source_tensors(source: Rows, padding_mask: Tensor | None, model: ModelConfig
                 kinds = f"floating-point tensors {shape}, one or several, none empty"
                 raise ValueError(f"source={model.source!r} takes {kinds}")
         if padding_mask is not None:
-            items = _drop_padding(items, padding_mask, model.source)
+            real = torch.atleast_2d(padding_mask.bool()).to(items[0].device)
+            if model.source == "image" or real.shape != (len(items), *{len(item) for item in items}):
+                sources = f"{model.source} sources of shapes {[tuple(item.shape) for item in items]}"
+                raise ValueError(f"padding_mask of shape {tuple(real.shape)} does not go with {sources}")
+            items = [item[row] for item, row in zip(items, real, strict=True)]
     if not items:
         raise ValueError("there is no source: the batch is empty")
     return items
@@ -260,30 +271,10 @@ def _truncate_prompt(row: list[int], max_len: int, bos_id: int | None, max_new_t
     return start + row[len(row) - length + len(start) :]
 
 
-def _drop_padding(items: list[Tensor], padding_mask: Tensor, source: str) -> list[Tensor]:
-    """The regions that are real."""
-    padding_mask = torch.atleast_2d(padding_mask.bool()).to(items[0].device)
-    if source == "image" or padding_mask.shape != (len(items), *{len(item) for item in items}):
-        shape, shapes = tuple(padding_mask.shape), [tuple(item.shape) for item in items]
-        raise ValueError(f"padding_mask of shape {shape} does not go with {source} sources of shapes {shapes}")
-    return [item[real] for item, real in zip(items, padding_mask, strict=True)]
-
-
 def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
     for token in row:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token {token}, but the vocabulary has {vocab_size}: 0 to {vocab_size - 1}")
-
-
-def _check_config_tokens(config: GenerateConfig, vocab_size: int) -> None:
-    if config.beam > vocab_size:
-        raise ValueError(f"beam={config.beam} is larger than the vocabulary of {vocab_size} tokens")
-    stops = [token for stop in config.stop for token in stop]
-    for name, tokens in (("stop", stops), ("prefix", config.prefix), ("logit_bias", config.logit_bias)):
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                allowed = f"the vocabulary has {vocab_size}: 0 to {vocab_size - 1}"
-                raise ValueError(f"{name} holds the unknown token {token}; {allowed}")
 
 
 def image_pixels(model: Model, images: Any) -> Tensor:

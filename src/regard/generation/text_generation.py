@@ -115,8 +115,7 @@ def generate(
     if target is not None and not isinstance(target, str):  # one for each text: in one batch, in the order given
         generated = generate_tokens(model, rows, config, strings=strings, **options)
         return GeneratedTexts(_decode_texts(generated, tokenizers, strings), generated.drafted)
-    limits = [config.max_new_tokens] * len(rows)
-    return _generate_batches(model, tokenizers, rows, [len(row) for row in rows], limits, config, strings, options)
+    return _generate_batches(model, tokenizers, rows, config, strings, options)
 
 
 def translate(
@@ -146,9 +145,8 @@ def translate(
     if isinstance(options.get("target"), str):
         options["target"] = tokenizers.encode_beginning(options["target"])
     rows = tokenizers.encode_inputs(texts, "source")
-    lengths = [len(row) for row in rows]
-    limits = [default_output_length(model.config, n) if by_source else config.max_new_tokens for n in lengths]
-    return _generate_batches(model, tokenizers, rows, lengths, limits, config, strings, options)
+    limits = [default_output_length(model.config, len(row)) for row in rows] if by_source else None
+    return _generate_batches(model, tokenizers, rows, config, strings, options, limits)
 
 
 def caption(
@@ -165,7 +163,7 @@ def caption(
     By beam search, beam 4 unless it or a config is given; fields as in ``generate``.
     """
     model = open_model(model)
-    check_can_caption(model)
+    _check_kind(model, ("encoder-decoder",), "image", "caption images")
     tokenizers, pixels = ModelTokenizers(model), image_pixels(model, images)
     given = {"beam": beam, "max_new_tokens": max_new_tokens}
     fields |= {name: value for name, value in given.items() if value is not None}
@@ -173,9 +171,7 @@ def caption(
         max_length = max_text_length(model.config, target=True) - 1
         fields = {"beam": default_beam(fields), "max_new_tokens": max_length, **fields}
     config, strings = resolve_config(model, config, fields, tokenizers)
-    lengths = [(model.config.image_size // model.config.patch_size) ** 2] * len(pixels)
-    limits = [config.max_new_tokens] * len(pixels)
-    return _generate_batches(model, tokenizers, pixels, lengths, limits, config, strings, {})
+    return _generate_batches(model, tokenizers, pixels, config, strings, {})
 
 
 def stream(
@@ -257,11 +253,6 @@ def check_can_translate(model: Model) -> None:
     _check_kind(model, ("encoder-decoder", "recurrent"), "text", "translate")
 
 
-def check_can_caption(model: Model) -> None:
-    """Raise unless the model reads images and writes text."""
-    _check_kind(model, ("encoder-decoder",), "image", "caption images")
-
-
 def _check_kind(model: Model, architectures: tuple[str, ...], source: str, purpose: str) -> None:
     config = model.config
     if config.architecture not in architectures or config.source != source or config.head != "lm":
@@ -273,14 +264,16 @@ def _generate_batches(
     model: Model,
     tokenizers: ModelTokenizers,
     inputs: Tensor | list[list[int]],
-    lengths: list[int],
-    limits: list[int],
     config: GenerateConfig,
     strings: StopStrings | None,
     options: dict[str, Any],
+    limits: list[int] | None = None,
 ) -> GeneratedTexts:
-    """The texts for rows of ids or for images, ``lengths`` of what is read, in their order."""
+    """The texts for rows of ids or for images, in their order; ``limits`` of new tokens, or max_new_tokens for all."""
     _check_rows(model, inputs, config)
+    limits = [config.max_new_tokens] * len(inputs) if limits is None else limits
+    n_patches = (model.config.image_size // model.config.patch_size) ** 2
+    lengths = [n_patches if isinstance(row, Tensor) else len(row) for row in inputs]
     texts: list[list[GeneratedText]] = [[] for _ in inputs]
     drafted = None
     for batch in length_batches(model, config, lengths, limits):
@@ -300,15 +293,13 @@ def _decode_texts(
     """Tokens as text, each decoded after its prompt."""
     texts = []
     for prompt, hypotheses in zip(generated.prompts, generated.hypotheses, strict=True):
-        decode = decode_after(tokenizers.decode, prompt)
-        decoded = [
-            decode(text.content)
-            if strings is None
-            else "".join(text_pieces(text.content, decode, strings.strings, strings.n_least))
-            for text in hypotheses
-        ]
-        pairs = zip(decoded, hypotheses, strict=True)
-        texts.append([GeneratedText(text, found.score, found.finish, found.content) for text, found in pairs])
+        decode, decoded = decode_after(tokenizers.decode, prompt), []
+        for found in hypotheses:
+            text = decode(found.content)
+            if strings is not None:
+                text = "".join(text_pieces(found.content, decode, strings.strings, strings.n_least))
+            decoded.append(GeneratedText(text, found.score, found.finish, found.content))
+        texts.append(decoded)
     return texts
 
 
@@ -352,7 +343,12 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list
             dtype, pixels = next(model.parameters()).dtype, image_pixels(model, inputs)
             logits = torch.cat([model(part.to(model.device, dtype)).float().cpu() for part in pixels.split(64)])
         else:
-            logits = _text_logits(model, inputs, truncate)
+            rows = ModelTokenizers(model).encode_inputs(inputs, "text") if is_text(inputs) else inputs
+            sources = source_tensors(rows, None, model.config, truncate)
+            logits, lengths = torch.zeros(len(sources), model.config.n_classes), [len(source) for source in sources]
+            for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
+                padded = pad_sources([sources[index] for index in batch], model)
+                logits[batch] = model(padded.values, padding_mask=padded.padding_mask).float().cpu()
     names, results = class_names(model), []
     for probabilities in logits.softmax(-1).tolist():
         ranked = sorted(zip(names, probabilities, strict=False), key=lambda pair: -pair[1])
@@ -370,16 +366,3 @@ def class_names(model: Model) -> Sequence[str]:
     """The names of the classes, by default those that transformers gives them."""
     labels = None if model.processor is None else model.processor.labels
     return labels or [f"LABEL_{index}" for index in range(model.config.n_classes)]
-
-
-def _text_logits(model: Model, inputs: Any, truncate: bool) -> Tensor:
-    """(N, classes); no text depends on those beside it."""
-    if is_text(inputs):
-        inputs = ModelTokenizers(model).encode_inputs(inputs, "text")
-    sources = source_tensors(inputs, None, model.config, truncate)
-    logits = torch.zeros(len(sources), model.config.n_classes)
-    lengths = [len(source) for source in sources]
-    for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
-        padded = pad_sources([sources[index] for index in batch], model)
-        logits[batch] = model(padded.values, padding_mask=padded.padding_mask).float().cpu()
-    return logits
