@@ -206,6 +206,14 @@ def test_boolean_and_zero_dimensional_picks() -> None:
     close(AttentionMap(q, k).tile(odd, torch.tensor(4)), weights[:, :, odd, 4:5])
 
 
+@pytest.mark.parametrize("nothing", [slice(3, 3), [], torch.zeros(T, dtype=torch.bool)])
+def test_picks_of_nothing(nothing: Any) -> None:
+    attention = AttentionMap(heads(B, H, T, D), heads(B, H, T, D, seed=1))
+    assert attention.tile(nothing).shape == (B, H, 0, T)
+    assert attention.tile(cols=nothing).shape == (B, H, T, 0)
+    assert attention.tile(nothing, nothing).shape == (B, H, 0, 0)
+
+
 # ---- where queries and keys stand
 
 

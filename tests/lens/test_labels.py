@@ -129,9 +129,10 @@ def test_byte_level_tokens_of_others() -> None:
     assert texts(token_labels(ids, tokenizer, CONFIG)) == texts(token_labels(ids, ours, CONFIG))
 
 
-def test_marian_s_pieces() -> None:
-    tokenizer = MarianTokenizer.__new__(MarianTokenizer)
-    tokenizer.vocab = {"</s>": 0, "<unk>": 1, "▁ein": 2, "▁Haus": 3, "tür": 4, "<pad>": 5}
+def test_marian_s_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # as without sentencepiece
+    vocab = {"</s>": 0, "<unk>": 1, "▁ein": 2, "▁Haus": 3, "tür": 4, "<pad>": 5}
+    tokenizer = MarianTokenizer(b"", vocab, "source.spm")
     labels = token_labels([2, 3, 4, 0], tokenizer, CONFIG)
     assert texts(labels) == ["ein", "Haus", "tür", "</s>"]
     assert texts(join_labels(labels)) == ["ein", "Haustür"]

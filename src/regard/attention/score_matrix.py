@@ -272,7 +272,7 @@ class TileWalk:
             # Such a bias computes all distances for scattered rows, but only nearby ones for runs of neighbours.
             pieces = [piece for run in _consecutive_runs(span) for piece in split_span(run, most)]
         else:
-            pieces = span.split(most)
+            pieces = span.split(most) if len(span) else ()  # no indices would be split into one piece of none
         done = 0
         for piece in pieces:
             n = piece.stop - piece.start if isinstance(piece, slice) else len(piece)

@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -20,34 +21,10 @@ import typer
 from . import terminal
 from .options import AsJson
 
-# The core's packages with the lowest version that will do, by the name they are imported by where it differs.
-CORE = {
-    "torch": "2.11",
-    "numpy": "1.26",
-    "safetensors": "0.5",
-    "tokenizers": "0.21",
-    "pydantic": "2.9",
-    "typer": "0.20",
-    "rich": "13.8",
-    "sacrebleu": "2.4",
-    "tensorboard": "2.17",
-    "matplotlib": "3.8",
-    "pillow": "10.3",
-    "pyyaml": "6.0",
-}
+_PACKAGES = tomllib.loads(Path(__file__).with_name("doctor_packages.toml").read_text(encoding="utf-8"))
+CORE: dict[str, str] = _PACKAGES["core"]  # the lowest version that will do
 EXTRAS: dict[str, tuple[dict[str, str], str]] = {
-    "hub": (
-        {"transformers": "4.56", "sentencepiece": "0.2"},
-        "comparing with transformers, and reading SentencePiece tokenizers",
-    ),
-    "export": (
-        {"onnx": "1.18", "onnxscript": "0.5", "onnxruntime": "1.22", "ctranslate2": "4.5"},
-        "regard export as ONNX and CTranslate2, and running them",
-    ),
-    "serve": ({"fastapi": "0.115", "uvicorn": "0.30"}, "regard serve: the explorer in the browser"),
-    "data": ({"datasets": "3.0"}, "data.source=hf:name, from Hugging Face"),
-    "gpu": ({"triton": "3.4"}, "our own kernels on NVIDIA GPUs"),
-    "cluster": ({"ray": "2.40"}, "regard ablate --on ray: sweeps on several machines"),
+    name: (extra["packages"], extra["adds"]) for name, extra in _PACKAGES["extras"].items()
 }
 _IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
 

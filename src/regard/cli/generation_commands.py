@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from regard.models import Model
 
 
+_SEARCH_OPTIONS = (  # of `regard generate`, called as the fields of a GenerateConfig
+    *("max_new_tokens", "min_new_tokens", "beam", "length_penalty", "n_best", "temperature", "top_k", "top_p", "min_p"),
+    *("seed", "repetition_penalty", "no_repeat_ngram"),
+)
+
+
 def generate(
+    ctx: typer.Context,
     model: ModelPath,
     prompt: Annotated[str | None, argument("PROMPT", "Or --file, or text piped in.")] = None,
     file: TextFile = None,
@@ -61,32 +68,15 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end."""
-    prompts = (
-        terminal.read_lines(None if prompt is None else [prompt], file)
-        if lines
-        else [terminal.read_prompt(prompt, file)]
-    )
-    options = without_none(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        beam=beam,
-        length_penalty=length_penalty,
-        n_best=n_best,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-        no_repeat_ngram=no_repeat_ngram,
-        prefix=prefix,
-    )
+    typed = None if prompt is None else [prompt]
+    prompts = terminal.read_lines(typed, file) if lines else [terminal.read_prompt(prompt, file)]
+    options = {name: ctx.params[name] for name in _SEARCH_OPTIONS if ctx.params[name] is not None}
     from regard.generation import GenerateConfig
 
     with terminal.usage_errors(*options):
-        GenerateConfig(**{name: value for name, value in options.items() if name != "prefix"})
+        GenerateConfig(**options)
     opened = terminal.open_model(model, device)
-    options |= {"truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
+    options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     if draft is not None:
         options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
     from regard.generation import generate as run

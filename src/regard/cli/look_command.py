@@ -70,7 +70,13 @@ def look(
     seen = look_at(opened, what, target, generate=options)
     kind = kind if kind is not None or "cross" not in seen.kinds else "cross"
     if compare is not None:
-        _compare(seen, compare, what, target, options, kind, device, as_json)
+        other = terminal.open_model(compare, device)
+        if other.config.architecture != opened.config.architecture:
+            raise UsageError(f"--compare {compare}: {other.config.architecture}, not {opened.config.architecture}")
+        same: Any = target
+        if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
+            same, options = seen.inputs[1][0].tolist(), None
+        _print_comparison(seen, look_at(other, what, same, generate=options), kind, as_json)
         return
     merging: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
     with terminal.usage_errors("layer", "head", "kind"):
@@ -106,30 +112,20 @@ def _write_file(seen: Look, out: Path, **options: Any) -> None:
 
 
 def _to_dict(seen: Look) -> dict[str, Any]:
-    kinds = {
-        kind: {
-            "layers": seen.layers(kind=kind),
-            "heads": seen.heads(kind=kind),
-            "rows": len(seen.rows(kind=kind)),
-            "cols": len(seen.cols(kind=kind)),
-        }
-        for kind in seen.kinds
-    }
+    kinds = {}
+    for kind in seen.kinds:
+        sizes = {"layers": seen.layers(kind=kind), "heads": seen.heads(kind=kind)}
+        kinds[kind] = {**sizes, "rows": len(seen.rows(kind=kind)), "cols": len(seen.cols(kind=kind))}
     return {"text": seen.text, "target": seen.target_text, "kinds": kinds}
 
 
 def _rows_to_dict(rows: Sequence[Any], cols: Sequence[Any]) -> list[dict[str, Any]]:
     """What each token looks at, likeliest first."""
-    places = {id(label): n for n, label in enumerate(cols)}
-    return [
-        {
-            "index": n,
-            "text": looks.row.text,
-            "special": looks.row.special,
-            "looks_at": [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in looks.at],
-        }
-        for n, looks in enumerate(rows)
-    ]
+    places, dicts = {id(label): n for n, label in enumerate(cols)}, []
+    for n, (row, at) in enumerate(rows):
+        looks_at = [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in at]
+        dicts.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
+    return dicts
 
 
 def _check_known_alignment(path: str) -> None:
@@ -143,27 +139,11 @@ def _check_known_alignment(path: str) -> None:
         raise RegardError(f"{path} learned from {source}; where it should look is known for en-ko and shapes alone")
 
 
-def _compare(
-    seen: Look,
-    other: str,
-    what: Any,
-    target: str | None,
-    options: dict[str, Any] | None,
-    kind: str | None,
-    device: str,
-    as_json: bool,
-) -> None:
-    """The same text through another model, head by head."""
-    from regard.lens import look as look_at
+def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) -> None:
+    """The same text in two models, head by head."""
     from regard.lens.compare import compare
 
-    other_target: Any = target
-    if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
-        other_target, options = seen.inputs[1][0].tolist(), None
-    other_model = terminal.open_model(other, device)
-    if other_model.config.architecture != seen.model.config.architecture:
-        raise UsageError(f"--compare {other}: {other_model.config.architecture}, not {seen.model.config.architecture}")
-    comparison = compare(seen, look_at(other_model, what, other_target, generate=options), kind=kind)
+    comparison = compare(seen, other, kind=kind)
     if as_json:
         terminal.print_json(comparison.to_dict())
         return

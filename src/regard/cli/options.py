@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from regard.foundation.device import DEVICES
 
 from . import completion
-
-if TYPE_CHECKING:
-    pass
 
 
 def argument(metavar: str, help: str, complete: Any = None) -> Any:

@@ -5,8 +5,10 @@ Also what the encoder families share: fields that only change their name, heads,
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from ..config import ModelConfig
@@ -82,6 +84,24 @@ def from_our_activation(name: str) -> str:
 NEEDED = object()  # as a default: a config.json without the field is refused
 Fields = Mapping[str, tuple[str, Any]]
 """Their field → our field, and what a missing one means."""
+
+_NAMES = tomllib.loads((files(__package__) / "families" / "names.toml").read_text(encoding="utf-8"))
+
+
+def field_names(*tables: str) -> Fields:
+    """The fields of config.json in some tables of names.toml, later ones before earlier ones."""
+    fields: dict[str, tuple[str, Any]] = {}
+    for theirs, ours in (pair for table in tables for pair in _NAMES[table]["fields"].items()):
+        if isinstance(ours, str):
+            fields[theirs] = ours, NEEDED
+        else:
+            fields[theirs] = ours[0], ours[1] if len(ours) > 1 else None
+    return fields
+
+
+def layer_names(table: str) -> dict[str, str]:
+    """The modules of a layer in a table of names.toml."""
+    return _NAMES[table]["layer"]
 
 
 TEXT: dict[str, Any] = {"architecture": "encoder", "positions": "learned", "embedding_norm": True, "norm_place": "post"}

@@ -28,7 +28,7 @@ from ..generation.prompts import default_output_length, max_text_length
 from ..generation.text_codec import resolve_config
 from ..models import Model, Stack
 from .capture_inputs import SourceInput, decode_ids, read_source, read_target_ids, read_token_ids, tokenizers
-from .labels import Label, numbered_labels, token_labels
+from .labels import Label, label_of_thing, numbered_labels, token_labels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,23 +102,15 @@ def resolve_kind(model: Model, kind: str | None) -> str:
     return kind
 
 
-def attention_site(model: Model, kind: str, layer: int) -> HookSite:
-    """The attention of one layer."""
-    sites = attention_sites(model)[resolve_kind(model, kind)]
-    if not 0 <= layer < len(sites):
-        have = f"this model has {len(sites)}, 0 to {len(sites) - 1}"
-        raise ValueError(f"layer={layer} is not one of the {kind} attention's layers: {have}")
-    return sites[layer]
-
-
-def head_site(model: Model, kind: str, layer: int, head: int) -> HookSite:
+def attention_site(model: Model, kind: str, layer: int, head: int = 0) -> HookSite:
     """The attention of one layer, which must have this head."""
-    site = attention_site(model, kind, layer)
-    n_heads = n_heads_of(site.owner)
-    if not 0 <= head < n_heads:
-        have = f"there are {n_heads}, 0 to {n_heads - 1}"
-        raise ValueError(f"head={head} is not one of the {kind} attention's heads: {have}")
-    return site
+    sites = attention_sites(model)[resolve_kind(model, kind)]
+    checks = ("layer", layer, len(sites), "this model has"), ("head", head, n_heads_of(sites[0].owner), "there are")
+    for name, number, total, have in checks:
+        if not 0 <= number < total:
+            where = f"the {kind} attention's {name}s: {have} {total}, 0 to {total - 1}"
+            raise ValueError(f"{name}={number} is not one of {where}")
+    return sites[layer]
 
 
 def n_heads_of(module: nn.Module) -> int:
@@ -197,8 +189,7 @@ def _capture_encoder_decoder(model: Any, what: Any, target: Any, generate: Gener
     # A row of cross-attention is named by the token that is written after it.
     written = token_labels([*fed[1:], *([eos_id] if has_end and eos_id is not None else [])], tokenizer, model.config)
     if len(written) < len(fed):
-        n = len(written)
-        written.append(Label("…", None, True, span=(n, n + 1), whole=(n, n + 1)))
+        written.append(label_of_thing("…", len(written), special=True))
     rows = {"encoder": source.labels, "self": read, "cross": written}
     cols = {"encoder": source.labels, "self": read, "cross": source.labels}
     target_text = target if isinstance(target, str) else decode_ids(fed, tokenizer)
@@ -248,7 +239,6 @@ def record_attention(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_MAPPED_FROM = 1 << 20
 _DEFAULT_MMAP_THRESHOLD = 32 << 20  # what glibc adapts to after the first large tensors
 
 
@@ -263,7 +253,7 @@ def return_freed_memory(n_tokens: int) -> Iterator[None]:
     if mallopt is None:
         yield
         return
-    mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+    mallopt(_MMAP_THRESHOLD, 1 << 20)
     try:
         yield
     finally:

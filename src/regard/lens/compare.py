@@ -49,11 +49,10 @@ def compare(
     """Head h of one look against head h of the other, in the same layers or in pairs of them (one of a, one of b)."""
     kind = a._kind(kind)
     if layers is None:
-        if a.layers(kind=kind) != b.layers(kind=kind):
-            raise ValueError(
-                f"a has {a.layers(kind=kind)} {kind} layers and b {b.layers(kind=kind)}; say which pairs of layers"
-            )
-        layers = [(layer, layer) for layer in range(a.layers(kind=kind))]
+        n_layers, others = a.layers(kind=kind), b.layers(kind=kind)
+        if n_layers != others:
+            raise ValueError(f"a has {n_layers} {kind} layers and b {others}; say which pairs of layers")
+        layers = [(layer, layer) for layer in range(n_layers)]
     pairs = [(a._layer(kind, one), b._layer(b._kind(kind), other)) for one, other in layers]
     results = [compare_maps(a.map(kind=kind, layer=one), b.map(kind=kind, layer=other)) for one, other in pairs]
     return LookComparison(kind, pairs, *(torch.stack(numbers) for numbers in zip(*results, strict=True)))

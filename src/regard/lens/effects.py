@@ -17,10 +17,9 @@ from ..generation.text_generation import class_names
 from ..models import Model
 from .capture import Head, stacks
 from .interventions import patch
-from .look import Look, Next, look
+from .look import Look, Next, look, token_logits
 
 Intervention = AbstractContextManager[Any]
-_POSITIONS_AT_ONCE = 64  # positions whose logits are held
 
 
 @dataclass(frozen=True)
@@ -118,18 +117,14 @@ def _target_tokens(seen: Look) -> list[tuple[str, int]]:
     return [(label.text, label.token_id) for label in labels if label.token_id is not None]
 
 
-@torch.no_grad()
 def _token_losses(seen: Look, targets: list[int]) -> list[float]:
-    """-log p of each token, logits of some positions at a time."""
-    head: Any = getattr(seen.model, "head", None)
-    if head is None or not targets:
+    """-log p of each token."""
+    if getattr(seen.model, "head", None) is None or not targets:
         return []
     losses: list[float] = []
-    states = seen.hidden()[: len(targets)]
-    ids = torch.tensor(targets, device=states.device)
-    for x, y in zip(states.split(_POSITIONS_AT_ONCE), ids.split(_POSITIONS_AT_ONCE), strict=True):
-        logits = head(x[None], seen.model.output_table)[0].float()
-        losses += torch.nn.functional.cross_entropy(logits, y, reduction="none").tolist()
+    for logits in token_logits(seen, len(targets)):
+        ids = torch.tensor(targets[len(losses) : len(losses) + len(logits)], device=logits.device)
+        losses += torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none").tolist()
     return losses
 
 

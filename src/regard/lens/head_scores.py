@@ -12,7 +12,9 @@ of the examples and measured on the other, so that the choice does not bias the 
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -27,7 +29,7 @@ from ..models import Model
 from .capture import attention_sites
 from .capture_inputs import tokenizers
 from .labels import Label
-from .look import Look, look
+from .look import Look, look, token_logits
 
 Links = Iterable[tuple[int, int]]  # (column word, row word): in a translation (source word, target word)
 WordTokens = Sequence[Sequence[int]]  # for each word its tokens
@@ -35,7 +37,6 @@ RowChoice = Literal["written", "read"]  # the row that writes a word, or the one
 ROW_CHOICES: tuple[RowChoice, ...] = get_args(RowChoice)
 DEFAULT_N = 200  # examples
 _WEIGHTS_AT_ONCE = 1 << 20  # weights held at a time
-_POSITIONS_AT_ONCE = 64  # positions whose logits are held at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +97,12 @@ def look_word_tokens(look: Look, kind: str, when: RowChoice) -> tuple[list[list[
         raise ValueError(f"kind={kind!r}: words are split from text, and one side of this look is none")
     rows = word_tokens(look.rows(kind=kind), row_text)
     cols = word_tokens(look.cols(kind=kind), col_text)
-    return (_rows_after(rows) if when == "read" and kind == "cross" else rows), cols
+    return (_query_rows(rows, when) if kind == "cross" else rows), cols
 
 
-def _rows_after(words: WordTokens) -> list[list[int]]:
+def _query_rows(words: WordTokens, when: RowChoice) -> list[list[int]]:
     """A cross-attention row is named by the token it writes; the row after it has read that token."""
-    return [[token + 1 for token in word] for word in words]
+    return [[token + (when == "read") for token in word] for word in words]
 
 
 def word_tokens(labels: Sequence[Label], text: str) -> list[list[int]]:
@@ -213,15 +214,13 @@ def alignment_error(model: Model, n: int = DEFAULT_N, split: str = "valid") -> d
             cols = word_tokens(seen.cols(kind="cross"), pair.source)
         except ValueError:  # the tokenizer does not know all letters
             continue
-        sure = set(pair.alignment)
-        allowed = sure | set(pair.possible)
+        sure, allowed = set(pair.alignment), {*pair.alignment, *pair.possible}
         maps = [seen.map(layer=layer, kind="cross") for layer in range(seen.layers(kind="cross"))]
         for when in ROW_CHOICES:
-            query_rows = rows if when == "written" else _rows_after(rows)
+            query_rows = _query_rows(rows, when)
             links = torch.stack([best_links(x, query_rows, cols, allowed, with_mean=True)[0] for x in maps])
             sums.add(when, index, count_links(links, sure, allowed))
-        counts = _baseline_counts(len(rows), len(cols), sure, allowed)
-        baselines = [a + b for a, b in zip(baselines, counts, strict=True)]
+        baselines = list(map(operator.add, baselines, _baseline_counts(len(rows), len(cols), sure, allowed)))
         sums.add_accuracy(seen)
     if not sums.n_examples:
         raise ValueError("none of the pairs of en-ko is a text this model's tokenizers can write")
@@ -275,14 +274,11 @@ def pointing(model: Model, n: int = DEFAULT_N, split: str = "valid", language: s
             continue
         rows = word_tokens(seen.rows(kind="cross"), example.caption)
         boxes = [tuple(x / example.size for x in box) for box in example.boxes]
-        has_relation = bool(example.scene.relations)
-        named_words = [
-            (tokens, things)
-            for tokens, things in zip(rows, example.words.things, strict=True)
-            if things and tokens and not (has_relation and len(things) > 1)
-        ]
+        max_things = 1 if example.scene.relations else math.inf
         for when in ROW_CHOICES:
-            sums.add(when, index, _pointing_sums(seen, named_words, boxes, 0 if when == "written" else 1))
+            words = zip(_query_rows(rows, when), example.words.things, strict=True)
+            named_words = [(tokens, things) for tokens, things in words if tokens and 0 < len(things) <= max_things]
+            sums.add(when, index, _pointing_sums(seen, named_words, boxes))
         sums.add_accuracy(seen)
     if not sums.n_examples:
         raise ValueError("none of the captions of shapes is a text this model's tokenizer can write")
@@ -295,7 +291,7 @@ def pointing(model: Model, n: int = DEFAULT_N, split: str = "valid", language: s
 
 
 def _pointing_sums(
-    seen: Look, named_words: list[tuple[list[int], tuple[int, ...]]], boxes: list[tuple[float, ...]], shift: int
+    seen: Look, named_words: list[tuple[list[int], tuple[int, ...]]], boxes: list[tuple[float, ...]]
 ) -> PointingSums:
     patch_boxes = {n: label.box for n, label in enumerate(seen.cols(kind="cross")) if label.box is not None}
     patches = list(patch_boxes)
@@ -309,7 +305,7 @@ def _pointing_sums(
         layer_hits, layer_mass = torch.zeros(2, attention.shape[1] + 1)  # the last: the mean of all heads
         for tokens, things in named_words:
             is_right = torch.stack([touches[thing] for thing in things]).any(0)
-            weights = attention.tile([token + shift for token in tokens], patches)[0].mean(1).cpu()  # (H, patches)
+            weights = attention.tile(tokens, patches)[0].mean(1).cpu()  # (H, patches)
             weights = torch.cat([weights, weights.mean(0, keepdim=True)])
             layer_hits += is_right[weights.argmax(-1)].float()
             layer_mass += (weights * is_right).sum(-1) / weights.sum(-1).clamp(min=1e-9)
@@ -337,30 +333,24 @@ class _ExampleSums:
     """Sums over the even and over the odd examples, for each choice of rows; and how many tokens the model predicts."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, int], Any] = {}
+        self._sums: dict[str, dict[int, Any]] = {}  # by name and half
         self.n_examples = self.n_right = self.n_tokens = 0
 
-    def add(self, when: str, index: int, one: Any) -> None:
-        key = when, index % 2
-        self._sums[key] = one if key not in self._sums else self._sums[key] + one
+    def add(self, name: str, index: int, one: Any) -> None:
+        halves, half = self._sums.setdefault(name, {}), index % 2
+        halves[half] = halves[half] + one if half in halves else one
 
-    def total(self, when: str) -> Any:
-        parts = [self._sums[when, half] for half in (0, 1) if (when, half) in self._sums]
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    def total(self, name: str) -> Any:
+        return functools.reduce(operator.add, self._sums[name].values())
 
     def to_dict(self, value: Callable[[Any], Tensor], lowest: bool) -> dict[str, Any]:
         """Each head's value, their mean, and the best head: chosen on one half, measured on the other."""
         tables = {when: value(self.total(when)) for when in ROW_CHOICES}  # (L, H + 1), the last: the mean of heads
         sign = 1 if lowest else -1
-        halves = [
-            torch.stack([value(self._sums[when, half])[:, :-1] for when in ROW_CHOICES])
-            for half in (0, 1)
-            if (ROW_CHOICES[0], half) in self._sums
-        ]
-        best_values = [
-            float(other.flatten()[int((half * sign).argmin())])
-            for half, other in zip(halves, reversed(halves), strict=True)
-        ]
+        present = self._sums[ROW_CHOICES[0]]
+        halves = [torch.stack([value(self._sums[when][half])[:, :-1] for when in ROW_CHOICES]) for half in present]
+        pairs = zip(halves, reversed(halves), strict=True)
+        best_values = [float(other.flatten()[int((half * sign).argmin())]) for half, other in pairs]
         whole = torch.stack([tables[when][:, :-1] for when in ROW_CHOICES])
         when, layer, head = (int(x) for x in torch.unravel_index((whole * sign).argmin(), whole.shape))
         best = {"value": sum(best_values) / len(best_values), "layer": layer, "head": head, "when": ROW_CHOICES[when]}
@@ -394,18 +384,11 @@ def _look_if_short(model: Model, what: Any, target: str) -> Look | None:
         raise
 
 
-@torch.no_grad()
 def _accuracy(seen: Look) -> tuple[int, int]:
     """How many of the target's tokens the model predicts (argmax), and how many there are."""
-    tokens = [label.token_id for label in seen.rows(kind="cross")]
-    positions = [n for n, token in enumerate(tokens) if token is not None]
-    states, head = seen.hidden(), seen.model.head
-    assert head is not None
-    n_right = 0
-    for part in torch.tensor(positions).split(_POSITIONS_AT_ONCE):
-        best = head(states[part.to(states.device)][None], seen.model.output_table)[0].argmax(-1).cpu()
-        n_right += int((best == torch.tensor([tokens[n] for n in part.tolist()])).sum())
-    return n_right, len(positions)
+    tokens = [label.token_id for label in seen.rows(kind="cross") if label.token_id is not None]
+    best = torch.cat([logits.argmax(-1) for logits in token_logits(seen, len(tokens))]).tolist()
+    return sum(a == b for a, b in zip(best, tokens, strict=True)), len(tokens)
 
 
 def _text_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -30,16 +30,7 @@ from ..attention.masks import Causal, Mask, Window
 from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.block import Stack
-from .capture import (
-    Head,
-    HookSite,
-    attention_modules,
-    attention_site,
-    attention_sites,
-    head_site,
-    hook_site,
-    resolve_kind,
-)
+from .capture import Head, HookSite, attention_modules, attention_site, attention_sites, hook_site, resolve_kind
 
 Change = Tensor | Callable[[Tensor], Tensor]  # a new activation, or a function of the old one
 _WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head held at a time
@@ -91,7 +82,7 @@ def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> _SiteEdit:
     """Replaces the outputs of single heads."""
     by_site: dict[HookSite, dict[int, HeadChange]] = {}
     for (kind, layer, head), change in changes.items():
-        by_site.setdefault(head_site(model, kind, layer, head), {})[head] = change
+        by_site.setdefault(attention_site(model, kind, layer, head), {})[head] = change
 
     def edit(changes: dict[int, HeadChange], call: AttentionCall, output: Tensor) -> Tensor:
         heads = list(output.unbind(1))
@@ -227,11 +218,11 @@ def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
 
 def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: CallChange) -> _SiteEdit:
     """Changes mask or scores of the attentions of some kinds and layers."""
-    sites = attention_sites(model)
-    selected = [site for kind in kinds for site in sites.get(kind, [])]
-    if layers is not None:
-        numbers = set(layers)
-        selected = [attention_site(model, kind, layer) for kind in kinds for layer in numbers]
+    if layers is None:
+        sites = attention_sites(model)
+        selected = [site for kind in kinds for site in sites.get(kind, [])]
+    else:
+        selected = [attention_site(model, kind, layer) for layer in set(layers) for kind in kinds]
     return _SiteEdit(model, {}, dict.fromkeys(selected, change))
 
 
@@ -257,13 +248,12 @@ def _without_causal(mask: Mask) -> Mask | None:
         return None
     if isinstance(mask, Window):
         return Window(mask.size, max(mask.ahead, mask.size - 1))
-    if isinstance(mask, And):
-        a, b = _without_causal(mask.a), _without_causal(mask.b)
-        return a if b is None else b if a is None else a & b
-    if isinstance(mask, Or):
-        a, b = _without_causal(mask.a), _without_causal(mask.b)
-        return None if a is None or b is None else a | b
-    return mask
+    if not isinstance(mask, And | Or):
+        return mask
+    a, b = _without_causal(mask.a), _without_causal(mask.b)
+    if a is None or b is None:
+        return a or b if isinstance(mask, And) else None
+    return a & b if isinstance(mask, And) else a | b
 
 
 @contextmanager

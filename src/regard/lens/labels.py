@@ -6,6 +6,7 @@ character with a small number, 한₁ 한₂ 한₃; a merged view joins the thr
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -53,9 +54,7 @@ def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, config: ModelC
             text = visible_text(span.text) + (str(n + 1).translate(_SMALL) if n_tokens > 1 else "")
             new_word = n == 0 and (span.special or begins_word(before, span.text))
             own, whole = (index, index + 1), (span.first, span.last)
-            labels.append(
-                Label(text, ids[index], span.special, span.start, span.end, own, new_word=new_word, whole=whole)
-            )
+            labels.append(Label(text, ids[index], span.special, span.start, span.end, own, None, new_word, whole))
         before = "" if span.special else before[-8:] + span.text
     return labels
 
@@ -111,23 +110,23 @@ def token_text(index: int, tokenizer: Tokenizer | None, config: ModelConfig) -> 
     return " ".join(f"0x{BYTE_OF_LETTER[x]:02X}" for x in spelling)
 
 
+def label_of_thing(text: str, n: int, special: bool = False, box: Box | None = None) -> Label:
+    """The label of row or column n, which is no token."""
+    return Label(text, None, special, span=(n, n + 1), box=box, whole=(n, n + 1))
+
+
 def patch_labels(rows: int, cols: int, n_class_tokens: int) -> list[Label]:
     """The class tokens, then the patches row by row, each with its box."""
-    labels = [Label("[class]", None, True, span=(n, n + 1), whole=(n, n + 1)) for n in range(n_class_tokens)]
-    for n in range(rows * cols):
-        y, x = divmod(n, cols)
+    labels = [label_of_thing("[class]", n, special=True) for n in range(n_class_tokens)]
+    for y, x in itertools.product(range(rows), range(cols)):
         box = (x / cols, y / rows, (x + 1) / cols, (y + 1) / rows)
-        span = (n_class_tokens + n, n_class_tokens + n + 1)
-        labels.append(Label(f"patch {y},{x}", None, span=span, box=box, whole=span))
+        labels.append(label_of_thing(f"patch {y},{x}", len(labels), box=box))
     return labels
 
 
 def numbered_labels(name: str, count: int, boxes: Sequence[Box] | None = None) -> list[Label]:
     """Labels of things without text: regions of an image, summaries of keys."""
-    return [
-        Label(f"{name} {n}", span=(n, n + 1), box=None if boxes is None else boxes[n], whole=(n, n + 1))
-        for n in range(count)
-    ]
+    return [label_of_thing(f"{name} {n}", n, box=None if boxes is None else boxes[n]) for n in range(count)]
 
 
 def join_labels(labels: Sequence[Label], words: bool = True, specials: bool = False) -> list[Label]:

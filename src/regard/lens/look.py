@@ -6,6 +6,7 @@ exactly when it is asked for; no T × T matrix is ever stored.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -87,12 +88,11 @@ class Look:
         self.generated: Generated | None = capture.generated  # hypotheses and beams, where a text was generated
 
     def __repr__(self) -> str:
-        kinds = ", ".join(
-            f"{kind} {self.layers(kind=kind)}×{self.heads(kind=kind)}"
-            f" of {len(self.rows(kind=kind))}×{len(self.cols(kind=kind))}"
-            for kind in self.kinds
-        )
-        return f"Look({kinds})"
+        parts = []
+        for kind in self.kinds:
+            n_rows, n_cols = len(self.rows(kind=kind)), len(self.cols(kind=kind))
+            parts.append(f"{kind} {self.layers(kind=kind)}×{self.heads(kind=kind)} of {n_rows}×{n_cols}")
+        return f"Look({', '.join(parts)})"
 
     # ---- rows and columns
 
@@ -329,6 +329,14 @@ class Look:
         nowhere = (float("nan"), float("nan"))
         width, height = first[2] - first[0], first[3] - first[1]
         return torch.tensor([nowhere if box is None else (box[0] / width, box[1] / height) for box in boxes])
+
+
+@torch.no_grad()
+def token_logits(look: Look, n: int) -> Iterator[Tensor]:
+    """Logits (positions, V) at the first n positions, 64 positions at a time."""
+    head: Any = look.model.head
+    for states in look.hidden()[:n].split(64):
+        yield head(states[None], look.model.output_table)[0]
 
 
 def check_index(name: str, index: int, total: int, where: str) -> int:

@@ -46,6 +46,12 @@ class MergedView:
             present = {token for label in self.cols for token in range(*label.span)}
             self._hidden = [token for token in range(n_tokens) if token not in present]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many layers, heads, rows and columns there are."""
+        sizes = {"layers": self.look.layers(kind=self.kind), "heads": self.look.heads(kind=self.kind)}
+        return {**sizes, "n_rows": len(self.rows), "n_cols": len(self.cols)}
+
     def weights(self, *, layer: int = -1, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
         """The weights (R, C) of some words on some words; 0 in a row that sees hidden columns only."""
         if self.is_plain:

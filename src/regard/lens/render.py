@@ -201,7 +201,7 @@ def _append_cell(line: Text, value: float, share: float, width: int, has_colour:
         red, green, blue = colour_of(share)
         is_bright = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 120
         style = f"{'#101010' if is_bright else '#f0f0f0'} on rgb({red},{green},{blue})"
-    elif not has_colour and value != 0 and width < _VALUE_WIDTH:
+    elif value != 0 and width < _VALUE_WIDTH:
         text = _SHADES[1 + min(len(_SHADES) - 2, int(share * (len(_SHADES) - 1)))] * width
     line.append(text, style)
 
@@ -228,7 +228,7 @@ def _header(cols: list[Label], width: int, widest: int) -> list[str]:
     height = min(_LABEL_HEIGHT, max(len(letters) for letters in columns))
     columns = [[*letters[: height - 1], "…"] if len(letters) > height else letters for letters in columns]
     columns = [[""] * (height - len(letters)) + letters for letters in columns]
-    return ["".join(_centre(column[n], width) for column in columns) for n in range(height)]
+    return ["".join(_centre(letter, width) for letter in line) for line in zip(*columns, strict=True)]
 
 
 def _letters(text: str) -> list[str]:

@@ -80,12 +80,11 @@ def page_html(
 
 def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
     """Everything but the weights."""
-    kinds: dict[str, dict[str, int]] = {}
-    labels: dict[str, dict[str, list[list[Any]]]] = {}
-    for kind, view in views.items():
-        sizes = {"layers": look.layers(kind=kind), "heads": look.heads(kind=kind)}
-        kinds[kind] = {**sizes, "n_rows": len(view.rows), "n_cols": len(view.cols)}
-        labels[kind] = {"rows": [_label_list(x) for x in view.rows], "cols": [_label_list(x) for x in view.cols]}
+    kinds = {kind: view.sizes for kind, view in views.items()}
+    labels = {
+        kind: {"rows": list(map(_label_list, view.rows)), "cols": list(map(_label_list, view.cols))}
+        for kind, view in views.items()
+    }
     about: dict[str, Any] = {"id": "0", "text": look.text, "target": look.target_text, "kinds": kinds}
     if look.image is not None:
         small = look.image.convert("RGB")
@@ -112,24 +111,22 @@ def _pack_views(views: dict[str, MergedView], kind: str, layer: int, head: int |
     view = views[kind]
     if 4 * len(view.rows) * len(view.cols) < 8 * n_bytes:  # compression saves less than a factor of 8
         one = _pack(view.weights(layer=layer, head=head))
-        if _packed_bytes(one) <= n_bytes:
+        if len(one["bytes"]) * 3 // 4 <= n_bytes:
             return only | {"weights": one}
     side = min(_OVERVIEW_CELLS, math.isqrt(max(1, n_bytes // 4)))
     return only | {"overview": _pack(view.pooled(layer=layer, head=head, h=side, w=side))}
 
 
 def _pack_all_heads(views: dict[str, MergedView], n_bytes: int) -> dict[str, list[dict[str, Any]]] | None:
-    sizes = [
-        x.look.layers(kind=kind) * x.look.heads(kind=kind) * len(x.rows) * len(x.cols) for kind, x in views.items()
-    ]
+    sizes = [math.prod(view.sizes.values()) for view in views.values()]
     if 4 * sum(sizes) > 8 * n_bytes:
         return None
     layers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in views}
     for kind, view in views.items():
-        for layer in range(view.look.layers(kind=kind)):
-            heads = range(view.look.heads(kind=kind))
-            layers[kind].append(_pack(torch.stack([view.weights(layer=layer, head=head) for head in heads])))
-            n_bytes -= _packed_bytes(layers[kind][-1])
+        for layer in range(view.sizes["layers"]):
+            heads = [view.weights(layer=layer, head=head) for head in range(view.sizes["heads"])]
+            layers[kind].append(_pack(torch.stack(heads)))
+            n_bytes -= len(layers[kind][-1]["bytes"]) * 3 // 4
             if n_bytes < 0:
                 return None
     return layers
@@ -139,10 +136,6 @@ def _pack(weights: Tensor) -> dict[str, Any]:
     """float32, deflated: zeros of a mask cost nothing."""
     raw = np.ascontiguousarray(weights.detach().cpu().float().numpy(), dtype="<f4").tobytes()
     return {"bytes": base64.b64encode(zlib.compress(raw, 9)).decode(), "shape": list(weights.shape)}
-
-
-def _packed_bytes(weights: dict[str, Any]) -> int:
-    return len(weights["bytes"]) * 3 // 4
 
 
 def _assemble(content: dict[str, Any], opening: dict[str, Any]) -> str:

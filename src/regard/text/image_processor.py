@@ -80,21 +80,27 @@ class ImageProcessor:
 
     def fields(self) -> dict[str, Any]:
         """As transformers writes them."""
-        size = {"shortest_edge": self.size} if isinstance(self.size, int) else _sides(self.size)
+
+        def sides(size: tuple[int, int] | int | None) -> dict[str, int] | None:
+            if isinstance(size, int):
+                return {"shortest_edge": size}
+            return None if size is None else {"height": size[0], "width": size[1]}
+
         clip = self.crop is not None or isinstance(self.size, int)
-        return {
+        fields = {
             "image_processor_type": "CLIPImageProcessor" if clip else "ViTImageProcessor",
             "do_resize": self.size is not None,
-            **({} if size is None else {"size": size}),
+            "size": sides(self.size),
             "resample": self.resample,
-            **({"do_center_crop": self.crop is not None} if clip else {}),
-            **({} if self.crop is None else {"crop_size": _sides(self.crop)}),
+            "do_center_crop": self.crop is not None if clip else None,
+            "crop_size": sides(self.crop),
             "do_rescale": True,
             "rescale_factor": self.rescale,
             "do_normalize": True,
             "image_mean": list(self.mean),
             "image_std": list(self.std),
         }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _is_clip(fields: Mapping[str, Any]) -> bool:
@@ -137,7 +143,3 @@ def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
     if (sides if isinstance(sides, int) else min(sides)) < 1:
         raise ValueError(f"{name}={size!r} must be at least 1")
     return sides
-
-
-def _sides(size: tuple[int, int] | None) -> dict[str, int] | None:
-    return None if size is None else {"height": size[0], "width": size[1]}

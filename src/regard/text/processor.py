@@ -91,7 +91,8 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
             image = ImageProcessor.read(directory.json(IMAGE), config)
         except (ValueError, TypeError, KeyError) as error:
             raise BadModelFile(f"{directory.root / IMAGE} cannot be read: {error}") from None
-    labels = _read_labels(fields.get("id2label"), config) if config.head == "classify" else None
+    names = fields.get("id2label") if config.head == "classify" else None
+    labels = None if names is None else _read_labels(names, config)
     if source is None and target is None and image is None and labels is None:
         return None
     companions = {name: directory.bytes(name) for name in _COMPANIONS if directory.has(name)}
@@ -110,9 +111,9 @@ def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer
 
     if directory.has(ONE):
         return read_json(ONE), None
-    if directory.has(SOURCE) and directory.has(TARGET):
+    if all(map(directory.has, (SOURCE, TARGET))):
         return read_json(SOURCE), read_json(TARGET)
-    if directory.has("source.spm") and directory.has("target.spm") and directory.has("vocab.json"):
+    if all(map(directory.has, ("source.spm", "target.spm", "vocab.json"))):
         target_vocab = "target_vocab.json" if directory.has("target_vocab.json") else "vocab.json"
         return read_marian("source.spm", "vocab.json"), read_marian("target.spm", target_vocab)
     return None, None
@@ -120,8 +121,6 @@ def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer
 
 def _read_labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
     """``{"0": "bad", "1": "good"}`` in order; None for the placeholders transformers writes for unnamed classes."""
-    if names is None:
-        return None
     try:
         by_index = {int(index): str(name) for index, name in names.items()}
     except (ValueError, AttributeError):

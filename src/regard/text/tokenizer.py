@@ -65,6 +65,18 @@ class TokenSpan:
     special: bool = False  # marks where a text begins, ends or is padded
 
 
+class _SpecialId:
+    """The attribute ``pad_id`` of a tokenizer is its ``special_ids["pad"]``, and so on."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name.removesuffix("_id")
+
+    def __get__(self, tokenizer: Tokenizer, owner: type | None = None) -> int:
+        if self.name not in tokenizer.special_ids:
+            raise ValueError(f"{tokenizer.name} was not learned here: which of its tokens is {self.name} is not known")
+        return tokenizer.special_ids[self.name]
+
+
 class Tokenizer:
     """A tokenizer.json, run by the ``tokenizers`` library. ``content`` is the file, byte for byte.
 
@@ -74,6 +86,7 @@ class Tokenizer:
 
     special_ids: Mapping[str, int]
     is_native: bool
+    pad_id, bos_id, eos_id, unk_id, mask_id = (_SpecialId() for _ in SPECIAL)
 
     def __init__(self, content: bytes, name: str = "tokenizer.json") -> None:
         from tokenizers import Tokenizer as Backend
@@ -84,8 +97,7 @@ class Tokenizer:
             # Length limits and padding are the caller's choice, not the file's.
             self._backend.no_truncation()
             self._backend.no_padding()
-        self.is_native = self._first_tokens() == SPECIAL
-        self.special_ids = {}
+        self.is_native, self.special_ids = self._first_tokens() == SPECIAL, {}
         if self.is_native:
             self.special_ids = {"pad": PAD, "bos": BOS, "eos": EOS, "unk": UNK, "mask": MASK}
             self._backend.encode_special_tokens = True  # "<eos>" typed by someone is five characters, not the end
@@ -116,31 +128,6 @@ class Tokenizer:
         other = copy.copy(self)
         other.special_ids = {**self.special_ids, **ids}
         return other
-
-    def _special_id(self, name: str) -> int:
-        if name not in self.special_ids:
-            raise ValueError(f"{self.name} was not learned here: which of its tokens is {name} is not known")
-        return self.special_ids[name]
-
-    @property
-    def pad_id(self) -> int:
-        return self._special_id("pad")
-
-    @property
-    def bos_id(self) -> int:
-        return self._special_id("bos")
-
-    @property
-    def eos_id(self) -> int:
-        return self._special_id("eos")
-
-    @property
-    def unk_id(self) -> int:
-        return self._special_id("unk")
-
-    @property
-    def mask_id(self) -> int:
-        return self._special_id("mask")
 
     @property
     def size(self) -> int:
@@ -254,6 +241,8 @@ class MarianTokenizer(Tokenizer):
     def __init__(self, model: bytes, vocab: Mapping[str, int], name: str) -> None:
         self.model, self.vocab, self.name, self.special_ids = model, vocab, name, {}
         self.content = model + to_json(dict(vocab))
+        self._tokens = {index: token for token, index in vocab.items()}
+        self._special_tokens, self._spell = {"<unk>", "</s>", "<pad>"}, _spell_spaced
         try:
             self._unknown, self._end = vocab["<unk>"], vocab["</s>"]
         except KeyError as error:
@@ -264,23 +253,17 @@ class MarianTokenizer(Tokenizer):
     @cached_property
     def _pieces(self) -> Any:
         try:
-            library = importlib.import_module("sentencepiece")
-        except ImportError:
-            raise RegardError(f"{self.name} is read by sentencepiece, which is not installed") from None
-        try:
-            pieces = library.SentencePieceProcessor()
+            pieces = importlib.import_module("sentencepiece").SentencePieceProcessor()
             pieces.LoadFromSerializedProto(self.model)
             return pieces
+        except ImportError:
+            raise RegardError(f"{self.name} is read by sentencepiece, which is not installed") from None
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadModelFile(f"{self.name} is not a SentencePiece model: {error}") from None
 
     @property
     def size(self) -> int:
         return len(self.vocab)
-
-    @cached_property
-    def _tokens(self) -> dict[int, str]:
-        return {index: token for token, index in self.vocab.items()}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         language = re.match(r">>.+<<", text)
@@ -293,19 +276,11 @@ class MarianTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         pieces = [self._tokens.get(int(index), "<unk>") for index in ids]
-        kept = [piece for piece in pieces if piece not in self._special_tokens]
-        return self._pieces.decode_pieces(kept).replace(SPACE, " ").strip()
+        plain = [piece for piece in pieces if piece not in self._special_tokens]
+        return self._pieces.decode_pieces(plain).replace(SPACE, " ").strip()
 
     def token(self, index: int | None) -> str | None:
         return None if index is None else self._tokens.get(index)
-
-    @cached_property
-    def _special_tokens(self) -> set[str]:
-        return {"<unk>", "</s>", "<pad>"}
-
-    @cached_property
-    def _spell(self) -> Callable[[str, bool], bytes]:
-        return _spell_spaced
 
 
 def _spell_byte_level(token: str, at_start: bool) -> bytes:

@@ -19,7 +19,7 @@ Template = Literal["none", "eos", "bos-eos"]
 """Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
 
 _WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
-_LETTERS = tuple(sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter]))
+_LETTERS = sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter])
 
 
 def train_tokenizer(
@@ -96,10 +96,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int | None) -> Backend:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size or 8000,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=list(_LETTERS),
-        show_progress=False,
+        vocab_size=vocab_size or 8000, special_tokens=list(SPECIAL), initial_alphabet=_LETTERS, show_progress=False
     )
     backend.train_from_iterator(sorted(map(replace_surrogates, texts)), trainer)
     return backend
@@ -108,9 +105,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int | None) -> Backend:
 def _train_words(texts: Iterable[str], vocab_size: int | None) -> Backend:
     from tokenizers import models
 
-    backend = _word_splitter()
-    words = _most_frequent(_count_words(backend, texts), vocab_size)
-    ids = {word: index for index, word in enumerate([*SPECIAL, *words])}
+    backend, counts = _split_and_count_words(texts)
+    ids = {word: index for index, word in enumerate([*SPECIAL, *_most_frequent(counts, vocab_size)])}
     backend.model = models.WordLevel(ids, unk_token=SPECIAL[UNK])
     return backend
 
@@ -118,8 +114,8 @@ def _train_words(texts: Iterable[str], vocab_size: int | None) -> Backend:
 def _train_unigram(texts: Iterable[str], vocab_size: int | None) -> Backend:
     from tokenizers import models
 
-    backend = _word_splitter()
-    pieces = train_unigram(_count_words(backend, texts), (vocab_size or 8000) - len(SPECIAL))
+    backend, counts = _split_and_count_words(texts)
+    pieces = train_unigram(counts, (vocab_size or 8000) - len(SPECIAL))
     backend.model = models.Unigram([*((name, 0.0) for name in SPECIAL), *pieces], unk_id=UNK)
     return backend
 
@@ -147,36 +143,30 @@ def _characters_as_tokens(characters: Iterable[str], unk_token: str | None) -> B
     return Backend(models.BPE(ids, [], unk_token=unk_token, fuse_unk=False))
 
 
-def _word_splitter() -> Backend:
+def _split_and_count_words(texts: Iterable[str]) -> tuple[Backend, Counter[str]]:
     """Splits into words and punctuation, each with the space before it, so that they can be joined again."""
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
+    spaces = [normalizers.NFC(), normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    normalizer, splitter = normalizers.Sequence(spaces), pre_tokenizers.Split(Regex(_WORD), "isolated")
     backend = Backend(models.WordLevel({}, unk_token=SPECIAL[UNK]))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "isolated")
+    backend.normalizer, backend.pre_tokenizer = normalizer, splitter
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return backend
-
-
-def _count_words(backend: Backend, texts: Iterable[str]) -> Counter[str]:
     counts: Counter[str] = Counter()
-    assert backend.normalizer is not None and backend.pre_tokenizer is not None
     for text, n in Counter(map(replace_surrogates, texts)).items():
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)):
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
             counts[word] += n
-    return counts
+    return backend, counts
 
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
     """Several threads would add up counts in an order that changes from run to run."""
-    before = {name: os.environ[name] for name in os.environ if name == "TOKENIZERS_PARALLELISM"}
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         yield
     finally:
         del os.environ["TOKENIZERS_PARALLELISM"]
-        os.environ.update(before)
+        os.environ.update({} if before is None else {"TOKENIZERS_PARALLELISM": before})

@@ -44,9 +44,9 @@ def _seed_pieces(
         for start in range(len(word)):
             for end in range(start + 2, min(len(word), start + _MAX_PIECE_LENGTH) + 1):
                 counts[word[start:end]] += n
-    often = [piece for piece, n in counts.items() if n > 1]
-    often.sort(key=lambda piece: (-counts[piece] * len(piece), piece))
-    chosen = {piece: float(counts[piece] * len(piece)) for piece in often[: max(0, _SEED_FACTOR * size)]}
+    weights = {piece: float(n * len(piece)) for piece, n in counts.items() if n > 1}
+    often = sorted(weights, key=lambda piece: (-weights[piece], piece))[: max(0, _SEED_FACTOR * size)]
+    chosen = {piece: weights[piece] for piece in often}
     return _log_shares(chosen | {letter: float(letters[letter]) for letter in always}, always)
 
 
@@ -94,18 +94,16 @@ def _prune(words: list[tuple[str, int]], scores: Mapping[str, float], always: li
     for word, n in words:
         for piece in _best_cut(word, scores):
             uses[piece] += n
-    kept = set(always)
 
     def loss(piece: str) -> float:
-        n = uses.get(piece, 0)
-        if not n:
+        if not uses[piece]:
             return 0.0
         instead = _best_cut(piece, scores, without=piece)
-        return n * (scores[piece] - sum(scores.get(part, _UNKNOWN_SCORE) for part in instead))
+        return uses[piece] * (scores[piece] - sum(scores.get(part, _UNKNOWN_SCORE) for part in instead))
 
-    others = sorted((piece for piece in scores if piece not in kept), key=lambda piece: (-loss(piece), piece))
-    kept.update(others[: max(0, size - len(kept))])
-    return {piece: score for piece, score in scores.items() if piece in kept}
+    others = sorted(scores.keys() - always, key=lambda piece: (-loss(piece), piece))
+    chosen = {*always, *others[: max(0, size - len(always))]}
+    return {piece: score for piece, score in scores.items() if piece in chosen}
 
 
 def _best_cut(word: str, scores: Mapping[str, float], without: str | None = None) -> list[str]:

@@ -39,11 +39,8 @@ class HeadView:
 
 def look_document(session: LookSession, words: bool = False, specials: bool = True) -> dict[str, Any]:
     """What the page needs to know of a look before it asks for weights."""
-    look, kinds = session.look, {}
-    for kind in look.kinds:
-        view = merged_view(session, HeadView(kind, 0, None, words, specials))
-        sizes = {"layers": look.layers(kind=kind), "heads": look.heads(kind=kind)}
-        kinds[kind] = {**sizes, "n_rows": len(view.rows), "n_cols": len(view.cols)}
+    look = session.look
+    kinds = {kind: merged_view(session, HeadView(kind, 0, None, words, specials)).sizes for kind in look.kinds}
     about = {"id": session.id, "model": session.served.id, "text": look.text, "target": look.target_text}
     document: dict[str, Any] = {**about, "kinds": kinds, "beams": session.search is not None}
     return document if look.image is None else document | {"image": f"/api/looks/{session.id}/image"}

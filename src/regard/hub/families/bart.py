@@ -18,26 +18,7 @@ _CLASSES = {
     "bart": {"BartForConditionalGeneration": "lm", "BartModel": "none"},
     "marian": {"MarianMTModel": "lm", "MarianModel": "none"},
 }
-
-
-_FIELDS: hf.Fields = {
-    "vocab_size": ("vocab_size", hf.NEEDED),
-    "d_model": ("d_model", hf.NEEDED),
-    "encoder_layers": ("n_layers", hf.NEEDED),
-    "decoder_layers": ("n_decoder_layers", hf.NEEDED),
-    "encoder_attention_heads": ("n_heads", hf.NEEDED),
-    "decoder_attention_heads": ("n_decoder_heads", hf.NEEDED),
-    "encoder_ffn_dim": ("d_ff", hf.NEEDED),
-    "decoder_ffn_dim": ("d_decoder_ff", hf.NEEDED),
-    "max_position_embeddings": ("max_len", hf.NEEDED),
-    "scale_embedding": ("scale_embeddings", False),
-    "tie_word_embeddings": ("tie_head", True),
-    "dropout": ("dropout", 0.1),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "activation_dropout": ("activation_dropout", 0.0),
-    "pad_token_id": ("pad_id", 0),
-    "init_std": ("init_std", 0.02),
-}
+_FIELDS, _LAYER = hf.field_names("bart"), hf.layer_names("bart")
 
 
 def read(theirs: hf.ForeignFields) -> ModelConfig:
@@ -148,16 +129,6 @@ def steps(config: ModelConfig) -> list[Step]:
 def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) -> list[Step]:
     width = config.d_model
     theirs, ours = f"{prefix}{stack}.layers.{{i}}.", f"{stack}.blocks.{{i}}."
-    names = {
-        "self_attn.out_proj": "attention.w_o",
-        "self_attn_layer_norm": "attention_norm",
-        "encoder_attn.q_proj": "cross_attention.w_query",
-        "encoder_attn.out_proj": "cross_attention.w_o",
-        "encoder_attn_layer_norm": "cross_norm",
-        "fc1": "ff.w_in",
-        "fc2": "ff.w_out",
-        "final_layer_norm": "ff_norm",
-    }
     positions = f"{prefix}{stack}.embed_positions.weight"
     first: Step = Sinusoids(positions, config.max_len, width, written=config.head == "none")
     if config.positions == "learned":
@@ -165,7 +136,7 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     return [
         first,
         *hf.modules({f"{prefix}{stack}.layernorm_embedding": f"{embeddings}.norm"}),
-        *hf.modules(names, theirs, ours),
+        *hf.modules(_LAYER, theirs, ours),
         *hf.join_modules([f"{theirs}self_attn.{x}_proj" for x in "qkv"], f"{ours}attention.w_qkv", (width,) * 3),
         *hf.join_modules([f"{theirs}encoder_attn.{x}_proj" for x in "kv"], f"{ours}cross_attention.w_kv", (width,) * 2),
     ]

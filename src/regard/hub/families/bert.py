@@ -13,33 +13,7 @@ from ...config import ModelConfig
 from .. import hf_family as hf
 from ..weight_steps import Step
 
-_COMMON: hf.Fields = {
-    "vocab_size": ("vocab_size", hf.NEEDED),
-    "max_position_embeddings": ("max_len", hf.NEEDED),
-    "tie_word_embeddings": ("tie_head", True),
-    "initializer_range": ("init_std", None),
-    "pad_token_id": ("pad_id", 0),
-    "bos_token_id": ("bos_id", None),
-    "eos_token_id": ("eos_id", None),
-}
-_FIELDS: hf.Fields = {
-    **_COMMON,
-    "hidden_size": ("d_model", hf.NEEDED),
-    "num_hidden_layers": ("n_layers", hf.NEEDED),
-    "num_attention_heads": ("n_heads", hf.NEEDED),
-    "intermediate_size": ("d_ff", hf.NEEDED),
-    "type_vocab_size": ("n_segments", 2),
-    "layer_norm_eps": ("norm_eps", 1e-12),
-    "hidden_dropout_prob": ("dropout", 0.1),
-    "attention_probs_dropout_prob": ("attention_dropout", 0.1),
-}
-_LAYER = {
-    "attention.output.dense": "attention.w_o",
-    "attention.output.LayerNorm": "attention_norm",
-    "intermediate.dense": "ff.w_in",
-    "output.dense": "ff.w_out",
-    "output.LayerNorm": "ff_norm",
-}
+_FIELDS = hf.field_names("encoder", "bert")
 _QKV = [f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE]
 _BERT_CLASSES = hf.encoder_classes("Bert")
 # XLM-R and CamemBERT are RoBERTa under other class names; what is saved is called RoBERTa.
@@ -95,7 +69,7 @@ def bert_steps(config: ModelConfig) -> list[Step]:
         *(hf.drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship") if is_masked else []),
         *_head_steps(config, prefix, masked, f"{prefix}pooler.dense", "classifier"),
         *hf.text_embeddings(prefix),
-        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, _QKV),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", hf.layer_names("bert"), _QKV),
     ]
 
 
@@ -127,25 +101,12 @@ def roberta_steps(config: ModelConfig) -> list[Step]:
         *([] if config.head == "none" else hf.drop_modules(f"{prefix}pooler.dense")),
         *_head_steps(config, prefix, masked, "classifier.dense", "classifier.out_proj"),
         *hf.text_embeddings(prefix),
-        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", _LAYER, _QKV),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", hf.layer_names("bert"), _QKV),
     ]
 
 
 _ALBERT_CLASSES = hf.encoder_classes("Albert")
-_ALBERT_FIELDS: hf.Fields = {
-    **_FIELDS,
-    "embedding_size": ("d_embed", hf.NEEDED),
-    "hidden_dropout_prob": ("dropout", 0.0),
-    "attention_probs_dropout_prob": ("attention_dropout", 0.0),
-    "classifier_dropout_prob": ("classifier_dropout", 0.1),
-}
-_ALBERT_LAYER = {
-    "attention.dense": "attention.w_o",
-    "attention.LayerNorm": "attention_norm",
-    "ffn": "ff.w_in",
-    "ffn_output": "ff.w_out",
-    "full_layer_layer_norm": "ff_norm",
-}
+_ALBERT_FIELDS = hf.field_names("encoder", "bert", "albert")
 
 
 def read_albert(theirs: hf.ForeignFields) -> ModelConfig:
@@ -179,28 +140,12 @@ def albert_steps(config: ModelConfig) -> list[Step]:
         *_head_steps(config, prefix, masked, f"{prefix}pooler", "classifier"),
         *hf.modules({f"{prefix}encoder.embedding_hidden_mapping_in": "embeddings.projection"}),
         *hf.text_embeddings(prefix),
-        *hf.layer(config, layer, "encoder.blocks.0.", _ALBERT_LAYER, qkv),
+        *hf.layer(config, layer, "encoder.blocks.0.", hf.layer_names("albert"), qkv),
     ]
 
 
 _DISTILBERT_CLASSES = hf.encoder_classes("DistilBert")
-_DISTILBERT_FIELDS: hf.Fields = {
-    **_COMMON,
-    "dim": ("d_model", hf.NEEDED),
-    "n_layers": ("n_layers", hf.NEEDED),
-    "n_heads": ("n_heads", hf.NEEDED),
-    "hidden_dim": ("d_ff", hf.NEEDED),
-    "dropout": ("dropout", 0.1),
-    "attention_dropout": ("attention_dropout", 0.1),
-    "seq_classif_dropout": ("classifier_dropout", 0.2),
-}
-_DISTILBERT_LAYER = {
-    "attention.out_lin": "attention.w_o",
-    "sa_layer_norm": "attention_norm",
-    "ffn.lin1": "ff.w_in",
-    "ffn.lin2": "ff.w_out",
-    "output_layer_norm": "ff_norm",
-}
+_DISTILBERT_FIELDS = hf.field_names("encoder", "distilbert")
 
 
 def read_distilbert(theirs: hf.ForeignFields) -> ModelConfig:
@@ -236,7 +181,9 @@ def distilbert_steps(config: ModelConfig) -> list[Step]:
         *hf.OLD_NORMS,
         *_head_steps(config, prefix, masked, "pre_classifier", "classifier"),
         *hf.text_embeddings(prefix),
-        *hf.layer(config, f"{prefix}transformer.layer.{{i}}.", "encoder.blocks.{i}.", _DISTILBERT_LAYER, qkv),
+        *hf.layer(
+            config, f"{prefix}transformer.layer.{{i}}.", "encoder.blocks.{i}.", hf.layer_names("distilbert"), qkv
+        ),
     ]
 
 

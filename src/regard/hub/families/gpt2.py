@@ -9,32 +9,7 @@ from .. import hf_family as hf
 from ..weight_steps import Drop, Rename, Step, Transpose
 
 _HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
-_FIELDS: hf.Fields = {
-    "vocab_size": ("vocab_size", hf.NEEDED),
-    "n_embd": ("d_model", hf.NEEDED),
-    "n_layer": ("n_layers", hf.NEEDED),
-    "n_head": ("n_heads", hf.NEEDED),
-    "n_inner": ("d_ff", None),
-    "n_positions": ("max_len", hf.NEEDED),
-    "layer_norm_epsilon": ("norm_eps", 1e-5),
-    "activation_function": ("activation", "gelu_new"),
-    "tie_word_embeddings": ("tie_head", True),
-    "resid_pdrop": ("dropout", 0.1),
-    "attn_pdrop": ("attention_dropout", 0.1),
-    "embd_pdrop": ("embedding_dropout", 0.1),
-    "bos_token_id": ("bos_id", None),
-    "eos_token_id": ("eos_id", None),
-    "pad_token_id": ("pad_id", None),
-    "initializer_range": ("init_std", 0.02),
-}
-_LAYER = {
-    "ln_1": "attention_norm",
-    "attn.c_attn": "attention.w_qkv",
-    "attn.c_proj": "attention.w_o",
-    "ln_2": "ff_norm",
-    "mlp.c_fc": "ff.w_in",
-    "mlp.c_proj": "ff.w_out",
-}
+_FIELDS, _LAYER = hf.field_names("gpt2"), hf.layer_names("gpt2")
 
 
 def read(theirs: hf.ForeignFields) -> ModelConfig:

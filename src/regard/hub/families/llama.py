@@ -14,23 +14,7 @@ from ..weight_steps import Drop, Rename, Step
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
-
-
-_FIELDS: hf.Fields = {
-    "vocab_size": ("vocab_size", hf.NEEDED),
-    "hidden_size": ("d_model", hf.NEEDED),
-    "num_hidden_layers": ("n_layers", hf.NEEDED),
-    "num_attention_heads": ("n_heads", hf.NEEDED),
-    "num_key_value_heads": ("n_kv_heads", None),
-    "intermediate_size": ("d_ff", hf.NEEDED),
-    "max_position_embeddings": ("max_len", hf.NEEDED),
-    "rms_norm_eps": ("norm_eps", 1e-6),
-    "tie_word_embeddings": ("tie_head", False),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "bos_token_id": ("bos_id", None),
-    "pad_token_id": ("pad_id", 0),
-    "initializer_range": ("init_std", 0.02),
-}
+_FIELDS, _LAYER = hf.field_names("llama"), hf.layer_names("llama")
 
 
 def read(theirs: hf.ForeignFields) -> ModelConfig:
@@ -188,21 +172,13 @@ def steps(config: ModelConfig) -> list[Step]:
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
     q_rows = config.n_heads * config.head_width
     kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
-    names = {
-        "input_layernorm": "attention_norm",
-        "self_attn.o_proj": "attention.w_o",
-        "self_attn.q_norm": "attention.q_norm",
-        "self_attn.k_norm": "attention.k_norm",
-        "post_attention_layernorm": "ff_norm",
-        "mlp.down_proj": "ff.w_out",
-    }
     qkv, gates = [f"{theirs}self_attn.{x}_proj" for x in "qkv"], [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
     return [
         Drop(f"{theirs}self_attn.rotary_emb.inv_freq"),
         hf.token_head(config, f"{prefix}embed_tokens.weight"),
         Rename(f"{prefix}embed_tokens.weight", "token.weight"),
         Rename(f"{prefix}norm.weight", "decoder.norm.weight"),
-        *hf.modules(names, theirs, ours),
+        *hf.modules(_LAYER, theirs, ours),
         *hf.join_modules(qkv, f"{ours}attention.w_qkv", (q_rows, kv_rows, kv_rows)),
         *hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff, config.d_ff)),
     ]

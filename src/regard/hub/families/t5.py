@@ -14,20 +14,7 @@ _ARCHITECTURES = {
     "T5Model": ("encoder-decoder", "none"),
     "T5EncoderModel": ("encoder", "none"),
 }
-_FIELDS: hf.Fields = {
-    "vocab_size": ("vocab_size", hf.NEEDED),
-    "d_model": ("d_model", hf.NEEDED),
-    "num_layers": ("n_layers", hf.NEEDED),
-    "num_heads": ("n_heads", hf.NEEDED),
-    "d_kv": ("d_head", hf.NEEDED),
-    "d_ff": ("d_ff", hf.NEEDED),
-    "n_positions": ("max_len", 512),
-    "relative_attention_num_buckets": ("t5_buckets", 32),
-    "relative_attention_max_distance": ("t5_max_distance", 128),
-    "layer_norm_epsilon": ("norm_eps", 1e-6),
-    "dropout_rate": ("dropout", 0.1),
-    "pad_token_id": ("pad_id", 0),
-}
+_FIELDS = hf.field_names("t5")
 _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"}
 
 

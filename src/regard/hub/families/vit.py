@@ -9,27 +9,7 @@ from .. import hf_family as hf
 from ..weight_steps import Rename, Reshape, Step
 
 _CLASSES = {"ViTModel": "none", "ViTForImageClassification": "classify"}
-_FIELDS: hf.Fields = {
-    "hidden_size": ("d_model", hf.NEEDED),
-    "num_hidden_layers": ("n_layers", hf.NEEDED),
-    "num_attention_heads": ("n_heads", hf.NEEDED),
-    "intermediate_size": ("d_ff", hf.NEEDED),
-    "layer_norm_eps": ("norm_eps", 1e-12),
-    "hidden_dropout_prob": ("dropout", 0.0),
-    "attention_probs_dropout_prob": ("attention_dropout", 0.0),
-    "qkv_bias": ("qkv_bias", True),
-    "image_size": ("image_size", 224),
-    "patch_size": ("patch_size", 16),
-    "num_channels": ("n_channels", 3),
-    "initializer_range": ("init_std", None),
-}
-_LAYER = {
-    "attention.output.dense": "attention.w_o",
-    "layernorm_before": "attention_norm",
-    "layernorm_after": "ff_norm",
-    "intermediate.dense": "ff.w_in",
-    "output.dense": "ff.w_out",
-}
+_FIELDS, _LAYER = hf.field_names("vit"), hf.layer_names("vit")
 
 
 def read(theirs: hf.ForeignFields) -> ModelConfig:
