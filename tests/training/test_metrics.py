@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from regard.config import ModelConfig
 from regard.models import Decoder
-from regard.training import metrics
-from regard.training.metrics import translation_metrics
-from regard.training.metrics.statistics import paired_bootstrap
+from regard.training.metrics import classification_metrics as classes
+from regard.training.metrics import language_metrics as language
+from regard.training.metrics import translation_metrics as translations
+from regard.training.metrics.statistics import mean_statistics, paired_bootstrap
 
 ENGLISH = [
     "The cat sat on the mat.",
@@ -46,14 +47,14 @@ KOREAN_OUTPUT = ["고양이는 매트 위에 앉았다.", "나는 학교에 갔�
 
 
 def without_mecab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translation_metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(translations, "find_spec", lambda name: None)
 
 
 # Translations
 
 
 def test_translation_scores_are_sacrebleus() -> None:
-    found = metrics.translation(OUTPUT, ENGLISH)
+    found = translations.translation(OUTPUT, ENGLISH)
     bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
     assert found.bleu == pytest.approx(bleu.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
     assert found.chrf == pytest.approx(chrf.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
@@ -68,9 +69,9 @@ def test_translation_scores_are_sacrebleus() -> None:
 def test_references_come_by_example_and_may_differ_in_number() -> None:
     both = [list(pair) for pair in zip(ENGLISH, OTHER_ENGLISH, strict=True)]
     expected = sacrebleu.BLEU().corpus_score(OUTPUT, [ENGLISH, OTHER_ENGLISH]).score
-    assert metrics.bleu_statistics(OUTPUT, both).corpus() == pytest.approx(expected, abs=1e-12)
+    assert translations.bleu_statistics(OUTPUT, both).corpus() == pytest.approx(expected, abs=1e-12)
     both[1] = both[1][:1]
-    ragged = metrics.bleu_statistics(OUTPUT, both)
+    ragged = translations.bleu_statistics(OUTPUT, both)
     gaps = [ENGLISH, [OTHER_ENGLISH[0], None, *OTHER_ENGLISH[2:]]]
     assert ragged.corpus() == pytest.approx(sacrebleu.BLEU().corpus_score(OUTPUT, gaps).score, abs=1e-12)
     assert "nrefs:var" in ragged.signature
@@ -78,7 +79,7 @@ def test_references_come_by_example_and_may_differ_in_number() -> None:
 
 def test_bleu_by_hand() -> None:
     """p = 5/6, 3/5, 2/4, 1/3 and no brevity penalty."""
-    score = metrics.bleu_statistics(["the cat sat on a mat"], ["the cat sat on the mat"], "none").corpus()
+    score = translations.bleu_statistics(["the cat sat on a mat"], ["the cat sat on the mat"], "none").corpus()
     assert score == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
 
 
@@ -98,14 +99,14 @@ def test_bleu_by_hand() -> None:
 )
 def test_tokenisation_suits_the_references(monkeypatch: pytest.MonkeyPatch, texts: Any, tokenizer: str) -> None:
     without_mecab(monkeypatch)
-    assert metrics.bleu_tokenizer(texts) == tokenizer
+    assert translations.bleu_tokenizer(texts) == tokenizer
 
 
 def test_decomposed_hangul_is_korean_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import unicodedata
 
     without_mecab(monkeypatch)
-    assert metrics.bleu_tokenizer([unicodedata.normalize("NFD", text) for text in KOREAN]) == "char"
+    assert translations.bleu_tokenizer([unicodedata.normalize("NFD", text) for text in KOREAN]) == "char"
 
 
 @pytest.mark.parametrize(
@@ -115,52 +116,52 @@ def test_decomposed_hangul_is_korean_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_morphemes_only_where_the_analyser_and_its_dictionary_are(
     monkeypatch: pytest.MonkeyPatch, installed: set[str], tokenizer: str
 ) -> None:
-    monkeypatch.setattr(translation_metrics, "find_spec", lambda name: name if name in installed else None)
-    assert metrics.bleu_tokenizer(KOREAN) == tokenizer
-    assert metrics.bleu_tokenizer(ENGLISH) == "13a"
+    monkeypatch.setattr(translations, "find_spec", lambda name: name if name in installed else None)
+    assert translations.bleu_tokenizer(KOREAN) == tokenizer
+    assert translations.bleu_tokenizer(ENGLISH) == "13a"
 
 
 def test_korean_bleu_is_over_characters_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     without_mecab(monkeypatch)
-    found = metrics.translation(KOREAN_OUTPUT, KOREAN)
+    found = translations.translation(KOREAN_OUTPUT, KOREAN)
     expected = sacrebleu.BLEU(tokenize="char").corpus_score(KOREAN_OUTPUT, [KOREAN]).score
     assert found.bleu == pytest.approx(expected, abs=1e-12)
     assert "tok:char" in found.bleu_signature
-    by_words = metrics.translation(KOREAN_OUTPUT, KOREAN, tokenize="13a")
+    by_words = translations.translation(KOREAN_OUTPUT, KOREAN, tokenize="13a")
     assert by_words.bleu < found.bleu
     assert "tok:13a" in by_words.bleu_signature
 
 
 def test_exact_match_counts_white_space_once_and_nothing_else() -> None:
     outputs, truths = ["a  b ", "a b", "A b", "ab"], ["a b"] * 4
-    assert metrics.exact_statistics(outputs, truths).each().tolist() == [1, 1, 0, 0]
-    assert metrics.exact_statistics(["b"], [["a", "b"]]).corpus() == 1
-    assert metrics.exact_statistics(["a"], ["a b"]).corpus() == 0  # a part of the reference is not the reference
+    assert translations.exact_statistics(outputs, truths).each().tolist() == [1, 1, 0, 0]
+    assert translations.exact_statistics(["b"], [["a", "b"]]).corpus() == 1
+    assert translations.exact_statistics(["a"], ["a b"]).corpus() == 0  # a part of the reference is not the reference
 
 
 def test_sentence_chrf_is_sacrebleus_and_ranks_the_worst() -> None:
-    statistics = metrics.chrf_statistics(OUTPUT, ENGLISH)
+    statistics = translations.chrf_statistics(OUTPUT, ENGLISH)
     single = [sacrebleu.sentence_chrf(text, [own]).score for text, own in zip(OUTPUT, ENGLISH, strict=True)]
     assert statistics.each() == pytest.approx(single)
-    assert metrics.sentence_chrf(OUTPUT, ENGLISH) == pytest.approx(single)
+    assert translations.sentence_chrf(OUTPUT, ENGLISH) == pytest.approx(single)
     assert np.argsort(single)[:2].tolist() == [4, 1]
 
 
 def test_tokenised_output_is_pointed_out_once() -> None:
-    tokenised = metrics.translation(["a b c ."] * 100, ["a b c."] * 100)
+    tokenised = translations.translation(["a b c ."] * 100, ["a b c."] * 100)
     assert tokenised.note is not None
     assert "100 outputs end in ' .'" in tokenised.note
-    assert metrics.translation(["a b c ."] * 99, ["a b c."] * 99).note is None
+    assert translations.translation(["a b c ."] * 99, ["a b c."] * 99).note is None
 
 
 def test_empty_outputs_score_zero() -> None:
-    found = metrics.translation(["", ""], ["a b", "c"])
+    found = translations.translation(["", ""], ["a b", "c"])
     assert (found.bleu, found.chrf, found.exact) == (0, 0, 0)
 
 
 def test_unknown_tokenisation() -> None:
     with pytest.raises(ValueError, match="tokenize='14a' is not one of auto, "):
-        metrics.bleu_statistics(OUTPUT, ENGLISH, "14a")
+        translations.bleu_statistics(OUTPUT, ENGLISH, "14a")
 
 
 # Classes
@@ -169,7 +170,7 @@ def test_unknown_tokenisation() -> None:
 def test_classification_by_hand() -> None:
     truth = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
     guess = [0, 0, 0, 1, 1, 1, 0, 2, 2, 1]
-    found = metrics.classification(guess, truth, ["bad", "fair", "good"])
+    found = classes.classification(guess, truth, ["bad", "fair", "good"])
     assert found.confusion == ((3, 1, 0), (1, 2, 0), (0, 1, 2))
     assert found.accuracy == 0.7
     bad, fair, good = found.classes
@@ -183,18 +184,18 @@ def test_classification_by_hand() -> None:
 
 
 def test_a_class_that_never_occurs_is_not_in_the_mean_but_one_never_found_is() -> None:
-    found = metrics.classification([0, 0, 0], [0, 0, 1], 4)
+    found = classes.classification([0, 0, 0], [0, 0, 1], 4)
     assert found.macro_f1 == pytest.approx((0.8 + 0.0) / 2)
     assert found.classes[1].precision == found.classes[1].f1 == found.classes[3].f1 == 0
     assert len(found.confusion) == 4
-    assert len(metrics.classification([0, 2], [0, 1]).classes) == 3
+    assert len(classes.classification([0, 2], [0, 1]).classes) == 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> None:
     guess, truth = zip(*pairs, strict=True)
-    found = metrics.classification(torch.tensor(guess), np.array(truth), 5)
+    found = classes.classification(torch.tensor(guess), np.array(truth), 5)
     f1s = []
     for c in range(5):
         hits = sum(g == t == c for g, t in pairs)
@@ -204,8 +205,8 @@ def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> No
             assert found.classes[c].f1 == pytest.approx(f1s[-1])
     assert found.macro_f1 == pytest.approx(sum(f1s) / len(f1s))
     assert found.accuracy == pytest.approx(sum(g == t for g, t in pairs) / len(pairs))
-    assert metrics.accuracy_statistics(guess, truth).corpus() == pytest.approx(found.accuracy)
-    assert metrics.macro_f1_statistics(guess, truth, 5).corpus() == pytest.approx(found.macro_f1)
+    assert classes.accuracy_statistics(guess, truth).corpus() == pytest.approx(found.accuracy)
+    assert classes.macro_f1_statistics(guess, truth, 5).corpus() == pytest.approx(found.macro_f1)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> No
 )
 def test_bad_classes(guess: Any, truth: Any, labels: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        metrics.classification(guess, truth, labels)
+        classes.classification(guess, truth, labels)
 
 
 # Captions
@@ -231,7 +232,7 @@ def test_caption_bleu_by_hand() -> None:
     """Clipped by the most of any one reference; the brevity penalty goes by the closest reference."""
     outputs = ["a dog runs fast", "the the cat"]
     references = [["A dog runs.", "One dog runs very fast!"], ["the cat sleeps here now", "a cat, the black cat"]]
-    found = metrics.captions(outputs, references)
+    found = translations.captions(outputs, references)
     # 1: a dog runs fast = 4/4, the cat = 2/3;  2: a dog, dog runs = 2/3, the cat = 1/2;  3: a dog runs = 1/2, 0/1
     p1, p2, p3 = 6 / 7, 3 / 5, 1 / 3
     penalty = math.exp(1 - (3 + 5) / 7)  # lengths 4 and 3; closest references 3 (of 3 and 5: the shorter) and 5
@@ -246,49 +247,49 @@ def test_cider_by_hand() -> None:
     """Two images, so a word of one of them weighs log 2 and a word of both nothing."""
     # Identical: cosine 1 for words and pairs of words, nothing longer → 10 · 2/4.
     # "c c" to "c d": min(2, 1) · 1 / (2 · √2) for words, no pair in common.
-    scores = metrics.cider_statistics(["a b", "c c"], [["a b"], ["c d"]])
+    scores = translations.cider_statistics(["a b", "c c"], [["a b"], ["c d"]])
     assert scores.each() == pytest.approx([5.0, 10 / 4 / (2 * math.sqrt(2))])
     assert scores.corpus() == pytest.approx((5 + 10 / 4 / (2 * math.sqrt(2))) / 2)
 
 
 def test_cider_counts_length_references_and_common_words() -> None:
-    shorter = metrics.cider_statistics(["c", "x"], [["c d"], ["a b"]]).each()
+    shorter = translations.cider_statistics(["c", "x"], [["c d"], ["a b"]]).each()
     assert shorter == pytest.approx([10 / 4 / math.sqrt(2) * math.exp(-1 / 72), 0])
     # "the" is in a reference of both images: it weighs nothing. The pair "the c" is in one: log 2.
-    common = metrics.cider_statistics(["the c", "the"], [["the c"], ["the", "the b"]]).each()
+    common = translations.cider_statistics(["the c", "the"], [["the c"], ["the", "the b"]]).each()
     assert common == pytest.approx([5.0, 0.0])
     # The mean over references, of which only the first matches.
-    half = metrics.cider_statistics(["a b", "c d"], [["a b", "x y"], ["c d"]]).each()
+    half = translations.cider_statistics(["a b", "c d"], [["a b", "x y"], ["c d"]]).each()
     assert half == pytest.approx([2.5, 5.0])
     # Document frequency counts images, not references: "a" twice in one image still weighs log 2, as in full match.
-    twice = metrics.cider_statistics(["a z", "q"], [["a b", "a b"], ["q"]]).each()
+    twice = translations.cider_statistics(["a z", "q"], [["a b", "a b"], ["q"]]).each()
     assert twice[0] == pytest.approx(10 / 4 / 2)
 
 
 def test_cider_of_four_words_is_ten_and_of_one_image_nothing() -> None:
     full = ["a red cube above one blue ball", "two green cones"]
-    found = metrics.captions(full, [[text] for text in full])
-    assert metrics.cider_statistics(full, full).each() == pytest.approx([10.0, 7.5])
+    found = translations.captions(full, [[text] for text in full])
+    assert translations.cider_statistics(full, full).each() == pytest.approx([10.0, 7.5])
     assert found.cider == pytest.approx(8.75)
     assert found.exact == 1
     assert (found.bleu_1, found.bleu_4) == (pytest.approx(100), pytest.approx(100))
-    assert metrics.captions(full[:1], [full[:1]]).cider == 0
+    assert translations.captions(full[:1], [full[:1]]).cider == 0
 
 
 def test_korean_captions_go_by_syllables() -> None:
     outputs, references = ["빨간 공이 있다", "파란 상자"], [["빨간 공은 있다."], ["파란 상자 둘"]]
-    found = metrics.captions(outputs, references)
+    found = translations.captions(outputs, references)
     assert "tok:characters" in found.signature
     # 빨간공이있다 : 빨간공은있다 5/6, 파란상자 4/4 against six and five syllables, the full stop not counted.
     assert found.bleu_1 == pytest.approx(100 * math.exp(1 - 11 / 10) * 9 / 10)
-    by_words = metrics.captions(outputs, references, unit="words")
+    by_words = translations.captions(outputs, references, unit="words")
     assert by_words.bleu_1 == pytest.approx(100 * math.exp(1 - 6 / 5) * 4 / 5)
     assert "tok:words" in by_words.signature
 
 
 def test_caption_scores_of_each_are_chrf_to_the_closest_reference() -> None:
     outputs, references = ["a red ball", "blue"], [["one ball", "a red ball"], ["a green cone"]]
-    found = metrics.captions(outputs, references)
+    found = translations.captions(outputs, references)
     assert found.scores[0] == pytest.approx(1.0)
     assert found.scores[1] < 0.2
     assert found.exact == 0.5
@@ -298,14 +299,14 @@ def test_caption_scores_of_each_are_chrf_to_the_closest_reference() -> None:
 
 def test_bad_captions() -> None:
     with pytest.raises(ValueError, match=r"references\[1\] is empty"):
-        metrics.captions(["a", "b"], [["a"], []])
+        translations.captions(["a", "b"], [["a"], []])
     with pytest.raises(ValueError, match="order=5 is not one of"):
-        metrics.bleu_n_statistics(["a"], [["a"]], 5)
+        translations.bleu_n_statistics(["a"], [["a"]], 5)
     with pytest.raises(ValueError, match="unit='letters' is not one of"):
-        metrics.captions(["a"], [["a"]], unit="letters")  # type: ignore[arg-type]
+        translations.captions(["a"], [["a"]], unit="letters")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("score", [metrics.translation, metrics.captions, metrics.sentence_chrf])
+@pytest.mark.parametrize("score", [translations.translation, translations.captions, translations.sentence_chrf])
 def test_bad_text_lists(score: Any) -> None:
     with pytest.raises(ValueError, match="hypotheses is empty: there is nothing to score"):
         score([], [])
@@ -319,24 +320,24 @@ def test_bad_text_lists(score: Any) -> None:
 
 
 def test_language_model_by_hand() -> None:
-    found = metrics.language_model(6 * math.log(8), 6, n_characters=9)
+    found = language.language_model(6 * math.log(8), 6, n_characters=9)
     assert found.loss == pytest.approx(math.log(8))
     assert found.perplexity == pytest.approx(8)
     assert found.bits_per_character == pytest.approx(2)
-    assert metrics.language_model(1.0, 2).to_dict() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
+    assert language.language_model(1.0, 2).to_dict() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
 
 
 def test_a_huge_loss_is_null_in_the_document_and_nan_is_refused() -> None:
-    huge = metrics.language_model(5000.0, 1)
+    huge = language.language_model(5000.0, 1)
     assert huge.perplexity == math.inf
     assert json.loads(json.dumps(huge.to_dict(), allow_nan=False))["perplexity"] is None
-    assert metrics.perplexity(708.0) == math.exp(708)
+    assert language.perplexity(708.0) == math.exp(708)
     with pytest.raises(ValueError, match="mean loss is not a number"):
-        metrics.language_model(math.nan, 1)
+        language.language_model(math.nan, 1)
     with pytest.raises(ValueError, match="n_tokens=0"):
-        metrics.language_model(1.0, 0)
+        language.language_model(1.0, 0)
     with pytest.raises(ValueError, match="n_characters=0"):
-        metrics.language_model(1.0, 1, n_characters=0)
+        language.language_model(1.0, 1, n_characters=0)
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +383,7 @@ def test_strided_losses_are_those_of_a_naive_loop(
 ) -> None:
     stride = min(stride, context)
     decoder.train()
-    found = metrics.strided_losses(decoder, tokens, context, stride, batch_size=batch_size)
+    found = language.strided_losses(decoder, tokens, context, stride, batch_size=batch_size)
     assert decoder.training
     expected = naive_losses(decoder, tokens, context, stride)
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
@@ -395,8 +396,8 @@ def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decode
     decoder.eval()
     mean = np.mean(naive_losses(decoder, tokens.tolist(), 8, 3))
     for given_as in (tokens, tokens.numpy(), tokens.tolist(), stored):
-        losses = metrics.strided_losses(decoder, given_as, 8, 3)
-        found = metrics.language_model(float(losses.sum()), len(losses), n_characters=78)
+        losses = language.strided_losses(decoder, given_as, 8, 3)
+        found = language.language_model(float(losses.sum()), len(losses), n_characters=78)
         assert found.perplexity == pytest.approx(math.exp(mean), rel=1e-5)
         assert found.n_tokens == 39
         assert found.bits_per_character == pytest.approx(mean / math.log(2) / 2, rel=1e-5)
@@ -405,36 +406,36 @@ def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decode
 
 def test_logits_in_parts_are_the_same(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = (torch.arange(60) * 5 % 13).tolist()
-    whole = metrics.strided_losses(decoder, tokens, 12, 12)
+    whole = language.strided_losses(decoder, tokens, 12, 12)
     monkeypatch.setattr("regard.training.loss._ROWS_AT_ONCE", {"cpu": 7})
-    np.testing.assert_allclose(metrics.strided_losses(decoder, tokens, 12, 12), whole, atol=1e-6)
+    np.testing.assert_allclose(language.strided_losses(decoder, tokens, 12, 12), whole, atol=1e-6)
 
 
 def test_strided_arguments(decoder: Decoder) -> None:
     with pytest.raises(ValueError, match="stride=5 is not between 1 and context=4"):
-        metrics.strided_losses(decoder, [1, 2, 3], 4, 5)
+        language.strided_losses(decoder, [1, 2, 3], 4, 5)
     with pytest.raises(ValueError, match="stride=0 is not between"):
-        metrics.strided_losses(decoder, [1, 2, 3], 4, 0)
+        language.strided_losses(decoder, [1, 2, 3], 4, 0)
     with pytest.raises(ValueError, match="tokens has 1 tokens"):
-        metrics.strided_losses(decoder, [1], 4, 2)
+        language.strided_losses(decoder, [1], 4, 2)
     with pytest.raises(ValueError, match="tokens hold id 13, but vocab_size=13"):
-        metrics.strided_losses(decoder, [1, 2, 13], 4, 2)
+        language.strided_losses(decoder, [1, 2, 13], 4, 2)
     with pytest.raises(ValueError, match="tokens hold id -1, but"):
-        metrics.strided_losses(decoder, [1, -1, 3], 4, 2)
+        language.strided_losses(decoder, [1, -1, 3], 4, 2)
     with pytest.raises(ValueError, match=r"tokens have shape \(1, 3\)"):
-        metrics.strided_losses(decoder, torch.tensor([[1, 2, 3]]), 4, 2)
+        language.strided_losses(decoder, torch.tensor([[1, 2, 3]]), 4, 2)
     with pytest.raises(ValueError, match="batch_size=0"):
-        metrics.strided_losses(decoder, [1, 2, 3], 4, 2, batch_size=0)
+        language.strided_losses(decoder, [1, 2, 3], 4, 2, batch_size=0)
     headless = Decoder(decoder.config.with_(head="none"))
     with pytest.raises(ValueError, match="no language-model head"):
-        metrics.strided_losses(headless, [1, 2, 3], 4, 2)
+        language.strided_losses(headless, [1, 2, 3], 4, 2)
 
 
 # Statistics and the bootstrap
 
 
 def test_means_are_weighted() -> None:
-    losses = metrics.loss_statistics([4.0, 9.0, 2.0], [2, 3, 1])
+    losses = language.loss_statistics([4.0, 9.0, 2.0], [2, 3, 1])
     assert losses.corpus() == 15 / 6
     assert losses.each().tolist() == [2, 3, 2]
 
@@ -451,7 +452,7 @@ def test_means_are_weighted() -> None:
 )
 def test_bad_values(values: Any, weights: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        metrics.loss_statistics(values, weights)
+        language.loss_statistics(values, weights)
 
 
 def systems(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -465,7 +466,7 @@ def systems(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_bootstrap_of_accuracy_is_close_to_the_normal_theory() -> None:
     truth, a, b = systems(1500)
     found = paired_bootstrap(
-        metrics.accuracy_statistics(a, truth), metrics.accuracy_statistics(b, truth), samples=4000, seed=3
+        classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=4000, seed=3
     )
     each = (b == truth).astype(float) - (a == truth)
     error = each.std() / math.sqrt(len(each))
@@ -483,8 +484,8 @@ def test_p_value_of_a_small_difference_is_two_sided() -> None:
     a = rng.normal(size=400)
     noise = rng.normal(size=400)
     noise += 1.0 * noise.std() / math.sqrt(400) - noise.mean()  # the difference is exactly one standard error
-    up = paired_bootstrap(metrics.mean_statistics("x", a), metrics.mean_statistics("x", a + noise), samples=4000)
-    down = paired_bootstrap(metrics.mean_statistics("x", a + noise), metrics.mean_statistics("x", a), samples=4000)
+    up = paired_bootstrap(mean_statistics("x", a), mean_statistics("x", a + noise), samples=4000)
+    down = paired_bootstrap(mean_statistics("x", a + noise), mean_statistics("x", a), samples=4000)
     assert up.p_value == pytest.approx(0.317, abs=0.04)  # P(|z| ≥ 1)
     assert down.p_value == up.p_value
     assert up.b_wins == pytest.approx(0.841, abs=0.03)  # P(z ≥ -1)
@@ -495,21 +496,21 @@ def test_p_value_of_a_small_difference_is_two_sided() -> None:
 def test_pairing_matters() -> None:
     """A steady gain of 0.01 under noise a hundred times as large is seen, since both are scored on the same draw."""
     a = np.random.default_rng(0).normal(size=300)
-    found = paired_bootstrap(metrics.mean_statistics("x", a), metrics.mean_statistics("x", a + 0.01))
+    found = paired_bootstrap(mean_statistics("x", a), mean_statistics("x", a + 0.01))
     assert found.low == pytest.approx(0.01)
     assert found.high == pytest.approx(0.01)
     assert found.p_value < 0.01
 
 
 def test_equal_systems_differ_by_chance_alone() -> None:
-    same = metrics.bleu_statistics(OUTPUT, ENGLISH)
-    found = paired_bootstrap(same, metrics.bleu_statistics(OUTPUT, ENGLISH), samples=50)
+    same = translations.bleu_statistics(OUTPUT, ENGLISH)
+    found = paired_bootstrap(same, translations.bleu_statistics(OUTPUT, ENGLISH), samples=50)
     assert (found.difference, found.low, found.high, found.p_value, found.b_wins) == (0, 0, 0, 1, 0.5)
 
 
 def test_lower_loss_wins() -> None:
     losses = np.linspace(1, 3, 50)
-    found = paired_bootstrap(metrics.loss_statistics(losses), metrics.loss_statistics(losses * 0.9), samples=100)
+    found = paired_bootstrap(language.loss_statistics(losses), language.loss_statistics(losses * 0.9), samples=100)
     assert found.difference < 0
     assert found.b_wins == 1
 
@@ -519,8 +520,8 @@ def test_resampled_bleu_and_chrf_are_those_of_resampled_texts() -> None:
     draw = [3, 0, 0, 4, 2]
     texts, truths = [OUTPUT[i] for i in draw], [ENGLISH[i] for i in draw]
     for statistics, metric in (
-        (metrics.bleu_statistics(OUTPUT, ENGLISH), sacrebleu.BLEU()),
-        (metrics.chrf_statistics(OUTPUT, ENGLISH), sacrebleu.CHRF()),
+        (translations.bleu_statistics(OUTPUT, ENGLISH), sacrebleu.BLEU()),
+        (translations.chrf_statistics(OUTPUT, ENGLISH), sacrebleu.CHRF()),
     ):
         score = statistics.score(statistics.rows[draw].sum(0, keepdims=True))[0]
         assert score == pytest.approx(metric.corpus_score(texts, [truths]).score, abs=1e-12)
@@ -532,7 +533,7 @@ def test_bootstrap_of_bleu_agrees_with_sacrebleus_interval() -> None:
     words = ["the", "a", "cat", "dog", "sat", "ran", "on", "in", "mat", "park", "red", "blue"]
     truths = [" ".join(rng.choice(words, 8)) for _ in range(150)]
     outputs = [" ".join(w if rng.random() < 0.8 else "oops" for w in text.split()) for text in truths]
-    own = metrics.bleu_statistics(outputs, truths)
+    own = translations.bleu_statistics(outputs, truths)
     zero = dataclasses.replace(own, rows=np.zeros_like(own.rows))
     found = paired_bootstrap(zero, own, samples=1000)
     theirs = sacrebleu.BLEU().corpus_score(outputs, [truths], n_bootstrap=1000)
@@ -542,7 +543,7 @@ def test_bootstrap_of_bleu_agrees_with_sacrebleus_interval() -> None:
 
 def test_bootstrap_is_the_same_for_good_and_follows_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     truth, a, b = systems(120, seed=5)
-    one, two = metrics.macro_f1_statistics(a, truth, 3), metrics.macro_f1_statistics(b, truth, 3)
+    one, two = classes.macro_f1_statistics(a, truth, 3), classes.macro_f1_statistics(b, truth, 3)
     found = paired_bootstrap(one, two, samples=300, seed=7)
     assert paired_bootstrap(one, two, samples=300, seed=7) == found
     other = paired_bootstrap(one, two, samples=300, seed=8)
@@ -563,13 +564,13 @@ def test_draws_are_with_replacement_and_even() -> None:
 
 
 def test_systems_scored_differently_are_not_compared() -> None:
-    char, words = (metrics.bleu_statistics(OUTPUT, ENGLISH, name) for name in ("char", "13a"))
+    char, words = (translations.bleu_statistics(OUTPUT, ENGLISH, name) for name in ("char", "13a"))
     with pytest.raises(ValueError, match=r"scored differently: signature .*tok:char.* and .*tok:13a"):
         paired_bootstrap(char, words)
     with pytest.raises(ValueError, match="scored differently: metric 'BLEU' and 'chrF'"):
-        paired_bootstrap(words, metrics.chrf_statistics(OUTPUT, ENGLISH))
+        paired_bootstrap(words, translations.chrf_statistics(OUTPUT, ENGLISH))
     with pytest.raises(ValueError, match="a has 2 examples, but b has 3"):
-        paired_bootstrap(metrics.loss_statistics([1, 2]), metrics.loss_statistics([1, 2, 3]))
+        paired_bootstrap(language.loss_statistics([1, 2]), language.loss_statistics([1, 2, 3]))
     with pytest.raises(ValueError, match="samples=0"):
         paired_bootstrap(words, words, samples=0)
 
@@ -577,11 +578,11 @@ def test_systems_scored_differently_are_not_compared() -> None:
 def test_results_are_frozen_and_become_json() -> None:
     truth, a, b = systems(30)
     results = [
-        metrics.translation(OUTPUT, ENGLISH),
-        metrics.classification(a, truth, 3),
-        metrics.captions(OUTPUT, ENGLISH),
-        metrics.language_model(3.0, 2),
-        paired_bootstrap(metrics.accuracy_statistics(a, truth), metrics.accuracy_statistics(b, truth), samples=20),
+        translations.translation(OUTPUT, ENGLISH),
+        classes.classification(a, truth, 3),
+        translations.captions(OUTPUT, ENGLISH),
+        language.language_model(3.0, 2),
+        paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20),
     ]
     for result in results:
         document = json.loads(json.dumps(result.to_dict(), allow_nan=False))

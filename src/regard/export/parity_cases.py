@@ -21,7 +21,7 @@ from ..config import ModelConfig
 from ..data.examples import Labelled, Pair
 from ..data.sources import open_source
 from ..errors import BadData
-from ..training import metrics
+from ..training.metrics.translation_metrics import bleu_tokenizer, translation
 from .engines import Ct2Engine, Engine, TorchEngine
 
 _MAX_ROWS = 4
@@ -184,11 +184,11 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
         return _same_translations_check(model, _lines(path), beam)
     pairs = [example for example in opened.train if isinstance(example, Pair)]
     references = [pair.target for pair in pairs]
-    tokenize = metrics.bleu_tokenizer(references)
+    tokenize = bleu_tokenizer(references)
 
     def score(engine: Engine) -> Score:
         texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True)
-        return metrics.translation(texts, references, tokenize).bleu, texts
+        return translation(texts, references, tokenize).bleu, texts
 
     return FileCheck(f"BLEU ({tokenize})", 1, len(pairs), score)
 

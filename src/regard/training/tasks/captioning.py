@@ -15,8 +15,8 @@ from ...data.examples import Example, ImageExample
 from ...generation import GenerateConfig, generate
 from ...models import Model
 from ...text.processor import Processor
-from .. import metrics
 from ..loss import Batch, shift_targets
+from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
 from .task import SPECIAL_IDS, ExampleResult, ImageTask, SkippedExamples, image_name, index_groups, truncate
 

@@ -18,8 +18,8 @@ from ...data.batching import BatchPlan
 from ...data.examples import Example, ImageExample, Labelled
 from ...models import Model
 from ...text.processor import Processor
-from .. import metrics
 from ..loss import Batch
+from ..metrics import classification_metrics as metrics
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .task import (

@@ -30,9 +30,8 @@ from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
 from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
-from .. import metrics
 from ..loss import Batch, batch_loss, token_losses
-from ..metrics.language_metrics import TextLosses
+from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 
@@ -249,7 +248,7 @@ class Task(ABC):
         loss = self.check_finite(float(sums.sum() / counts.sum()))
         answered, rows = self.answers(model, examples, **decoding)
         rows = [replace(row, loss=float(each)) for row, each in zip(rows, sums / counts, strict=True)]
-        found: dict[str, Any] = {"loss": loss, "perplexity": metrics.perplexity(loss), **answered}
+        found: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss), **answered}
         found.pop("n", None)
         return Scores(len(examples), found, rows, n_tokens, seconds, losses=(sums, counts))
 
@@ -260,7 +259,7 @@ class Task(ABC):
             assert scores.losses is not None
             found = self.answer_statistics([row.output for row in scores.rows], [row.target for row in scores.rows])
             # A mean loss over other tokens is another quantity.
-            return [*found, metrics.loss_statistics(*scores.losses)] if same_tokens else found
+            return [*found, loss_statistics(*scores.losses)] if same_tokens else found
 
         return list(zip(statistics(ours), statistics(theirs), strict=True))
 

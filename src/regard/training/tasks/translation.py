@@ -17,8 +17,8 @@ from ...generation.prompts import default_output_length
 from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
-from .. import metrics
 from ..loss import Batch, shift_targets
+from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
 from .task import MAX_TOKENIZER_TEXTS, SPECIAL_IDS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
 
