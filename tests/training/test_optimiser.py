@@ -242,7 +242,7 @@ def test_the_rate_is_a_factor_of_each_peak() -> None:
     optimiser.set_lr(0.25)
     rates = {type(one).__name__: {group["lr"] for group in one.param_groups} for one in optimiser.optimisers}
     assert rates == {"AdamW": {0.0025}, "Muon": {0.05}}
-    assert optimiser.lr == 0.0025
+    assert optimiser.optimisers[0].param_groups[0]["lr"] == 0.0025
 
 
 def test_adamw_is_the_formula() -> None:

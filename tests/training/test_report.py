@@ -472,7 +472,7 @@ def test_pauses_and_slow_first_steps_do_not_spoil_the_pace() -> None:
         clock.now += 30.0 if step in (1, 3) else 0.5  # compiled, then compiled again
         pace.tick(100)
         if step == 1:
-            assert pace.steps_per_s is None
+            assert pace.per_second("steps") is None
         if step % 10 == 0:
             pace.pause()
             clock.now += 50
@@ -480,8 +480,8 @@ def test_pauses_and_slow_first_steps_do_not_spoil_the_pace() -> None:
             clock.now += 7
             pace.resume()
             pace.resume()
-    assert pace.steps_per_s == pytest.approx(2.0)
-    assert pace.tokens_per_s == pytest.approx(200.0)
+    assert pace.per_second("steps") == pytest.approx(2.0)
+    assert pace.per_second("tokens") == pytest.approx(200.0)
     assert pace.training() == pytest.approx(2 * 30 + 58 * 0.5)
     assert pace.wall() == pytest.approx(pace.training() + 6 * 57)
 
@@ -494,7 +494,7 @@ def test_the_window_stays_small_and_follows_a_change() -> None:
             clock.now += seconds
             pace.tick(1)
     assert len(pace._marks) <= 420
-    assert pace.steps_per_s == pytest.approx(100, rel=0.01)
+    assert pace.per_second("steps") == pytest.approx(100, rel=0.01)
 
 
 def test_peak_memory_is_that_of_the_process() -> None:

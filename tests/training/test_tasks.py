@@ -349,6 +349,14 @@ def test_texts_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     assert max(int(batch.options["padding_mask"].sum(1).max()) for batch in batches) == 6
 
 
+def test_a_validation_cut_short_says_nothing_about_training(tmp_path: Path) -> None:
+    task = open_("caption", tmp_path, "data.max_target_len=6")
+    before = task.skipped
+    next(task.valid_groups(task.source.valid))
+    assert task.n_held_out_cut > 0
+    assert task.skipped == before
+
+
 @pytest.mark.parametrize("name", ["classify", "caption"])
 def test_texts_and_captions_that_are_too_long_may_be_left_out(name: str, tmp_path: Path) -> None:
     task = open_(name, tmp_path, "data.max_len=6", "data.too_long=drop")

@@ -29,28 +29,18 @@ from ..foundation.files import fsync, remove_abandoned, replace_directory, resol
 from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Entry, Manifest
+from . import shards
 from .parallel import Group
-from .shards import (
-    INDEX,
-    Index,
-    StoredTensor,
-    TensorReader,
-    TensorSlice,
-    is_sharded,
-    local,
-    local_region,
-    write_tensors,
-)
 
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)/.+", re.DOTALL)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Part = tuple[dict[str, TensorSlice], dict[str, Entry]]
+_Part = tuple[dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]]
 
 
-class Checkpoint(TensorReader):
+class Checkpoint(shards.TensorReader):
     """One checkpoint. Tensors are read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +71,7 @@ class Checkpoint(TensorReader):
             raise BadModelFile(f"{self.path} does not fit the run: of {prefix} it {' and '.join(reasons)}")
         with torch.no_grad():
             for name, target in targets.items():
-                local(target).copy_(local(self.tensor(prefix + name, like=target)))
+                shards.local(target).copy_(shards.local(self.tensor(prefix + name, like=target)))
 
 
 class Checkpoints:
@@ -206,9 +196,9 @@ class Checkpoints:
                 stored = {}
                 for name, x in tensors.items():
                     pieces = tuple(own[name] for own, _ in parts if name in own)
-                    stored[name] = StoredTensor(tuple(x.shape), x.dtype, pieces)
+                    stored[name] = shards.StoredTensor(tuple(x.shape), x.dtype, pieces)
                 entries = {file: entry for _, files in parts for file, entry in files.items()}
-                for name, text in ((INDEX, Index(stored, tied).text()), (STATE, state)):
+                for name, text in ((shards.INDEX, shards.Index(stored, tied).text()), (STATE, state)):
                     write_atomic(folder / name, text)
                     entries[name] = Entry(len(text), hashlib.sha256(text).hexdigest())
                 Manifest(entries).write(folder)  # the last thing written
@@ -234,16 +224,16 @@ class Checkpoints:
     def _write_part(self, folder: Path, tensors: Mapping[str, Tensor]) -> _Part:
         """What falls to this process: its pieces of sharded tensors; all that is whole, on the main one."""
         rank, world = self._group.rank, self._group.world
-        sharded = any(is_sharded(x) for x in tensors.values())
+        sharded = any(shards.is_sharded(x) for x in tensors.values())
         files: dict[str, dict[str, Tensor]] = {}
-        pieces: dict[str, TensorSlice] = {}
+        pieces: dict[str, tuple[str, shards.TensorRegion]] = {}
         for name, x in tensors.items():
-            region = local_region(x)
-            if region.numel and (is_sharded(x) or rank == 0):
+            region = shards.local_region(x)
+            if region.numel and (shards.is_sharded(x) or rank == 0):
                 file = f"shard-{rank:05}-of-{world:05}" if sharded else name.split("/")[0]
-                pieces[name] = TensorSlice(f"{file}.safetensors", region)
-                files.setdefault(f"{file}.safetensors", {})[name] = local(x)
-        return pieces, {file: write_tensors(folder / file, held) for file, held in files.items()}
+                pieces[name] = (f"{file}.safetensors", region)
+                files.setdefault(f"{file}.safetensors", {})[name] = shards.local(x)
+        return pieces, {file: shards.write_tensors(folder / file, held) for file, held in files.items()}
 
     def _remove_leftovers(self) -> None:
         """What killed writers left."""
@@ -271,7 +261,7 @@ def step_of(path: Path) -> int:
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The first tensor that holds a NaN or an infinity, of shards in what this process holds; None: all finite."""
-    floats = {name: local(x) for name, x in tensors.items() if x.is_floating_point() and local(x).numel()}
+    floats = {name: shards.local(x) for name, x in tensors.items() if x.is_floating_point() and shards.local(x).numel()}
     # One answer for all of them: to ask each would have the GPU wait as often.
     finite = [torch.isfinite(x).all() for x in floats.values()]
     if not finite or bool(torch.stack([x.to(finite[0].device) for x in finite]).all()):
@@ -284,7 +274,7 @@ def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
     for name, x in tensors.items():
-        here = local(x)
+        here = shards.local(x)
         if here.numel():
             key = (here.device, here.data_ptr(), here.dtype, tuple(x.shape), here.stride())
             if first.setdefault(key, name) != name:

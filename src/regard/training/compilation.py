@@ -17,12 +17,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,17 +98,16 @@ def _choose_compilation(timer: _Timer, train: TrainConfig, precision: PrecisionN
         return False, f"not compiled on {device}"
     if (trouble := compiler_trouble(device)) is not None:
         return False, f"not compiled: {trouble}"
-    cost = compile_cost(key, timer.objective, device)
-    if cost.speed_up <= 1:
-        return False, f"not compiled: measured {cost.speed_up:.2f}× as fast"
+    seconds, speed_up, is_measured = compile_cost(key, timer.objective, device)
+    if speed_up <= 1:
+        return False, f"not compiled: measured {speed_up:.2f}× as fast"
     eager = timer.best.get(precision) or timer.once(precision)
     if precision not in timer.best and timer.n_passes * eager >= _BUDGET:
         timer.time([precision])
         eager = timer.best[precision]
-    known = "measured" if cost.measured else "expected"
-    terms = f"{known}: {cost.seconds:.0f} s for {cost.speed_up:.2f}× in {timer.n_passes} passes of {eager * 1e3:.1f} ms"
-    saved = timer.n_passes * eager * (1 - 1 / cost.speed_up)
-    pays = saved - cost.seconds > (_MARGIN - 1) * cost.seconds
+    known = "measured" if is_measured else "expected"
+    terms = f"{known}: {seconds:.0f} s for {speed_up:.2f}× in {timer.n_passes} passes of {eager * 1e3:.1f} ms"
+    pays = timer.n_passes * eager * (1 - 1 / speed_up) - seconds > (_MARGIN - 1) * seconds
     return pays, f"{'compiled' if pays else 'not compiled, it would not pay back'} ({terms})"
 
 
@@ -145,13 +144,14 @@ class _Timer:
 @contextmanager
 def preserve_state(module: nn.Module) -> Iterator[None]:
     """In training mode inside; afterwards buffers, modes and all random generators are restored."""
-    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    python, of_numpy = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     modes = {part: part.training for part in module.modules()}
     buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
     module.train()
     try:
-        yield
+        with torch.random.fork_rng(gpus):
+            yield
     finally:
         for part, training in modes.items():
             part.training = training
@@ -161,32 +161,19 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
                     x.copy_(buffers[name])
         random.setstate(python)
         np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        if of_cuda:
-            torch.cuda.set_rng_state_all(of_cuda)
 
 
-# ------------------------------------------------------------------------------------- what compiling costs and gains
-
-
-class CompileCost(NamedTuple):
-    """Seconds until a compiled step runs, and how many times faster than an eager one it then is."""
-
-    seconds: float
-    speed_up: float
-    measured: bool = False
-
-
-def compile_cost(key: str, module: nn.Module, device_type: str) -> CompileCost:
-    """What was measured under this key, else a guess from the number of layers."""
+def compile_cost(key: str, module: nn.Module, device_type: str) -> tuple[float, float, bool]:
+    """Seconds until a compiled step runs, how many times faster than an eager one it then is, and whether this was
+    measured under this key; else it is a guess from the number of layers."""
     with suppress(TypeError, ValueError, KeyError):
         entry = _read_table()[key]
         seconds, speed_up = float(entry["seconds"]), float(entry["speed_up"])
         if seconds >= 0 and speed_up > 0:
-            return CompileCost(seconds, speed_up, measured=True)
+            return seconds, speed_up, True
     kind = device_type if device_type in _SPEED_UP else "cpu"
     n_layers = sum(len(part) for part in module.modules() if isinstance(part, nn.ModuleList))  # traced one by one
-    return CompileCost(_SECONDS_PER_LAYER[kind] * max(n_layers, _LAYERS_AT_LEAST), _SPEED_UP[kind])
+    return _SECONDS_PER_LAYER[kind] * max(n_layers, _LAYERS_AT_LEAST), _SPEED_UP[kind], False
 
 
 def record(choice: Choice, compile_seconds: float, compiled_ms: float) -> None:
@@ -229,8 +216,16 @@ def _key(timer: _Timer, precision: str) -> str:
     config = getattr(getattr(timer.objective, "model", None), "config", None)
     fields = config.model_dump_json() if isinstance(config, ModelConfig) else ""
     n_numbers = sum(x.numel() for x in timer.batch.inputs)
+    name = f"{timer.device.type} {platform.processor() or platform.machine()}"
+    if timer.device.type == "cuda":
+        name = torch.cuda.get_device_name(timer.device)
+    else:
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+            name = f"{timer.device.type} {models[0]}" if models else name
     parts = (
-        _device_name(timer.device),
+        name,
         f"torch {torch.__version__}",
         f"{torch.get_num_threads()} threads",
         f"model {hashlib.sha256(fields.encode()).hexdigest()[:16]}",
@@ -238,19 +233,6 @@ def _key(timer: _Timer, precision: str) -> str:
         f"batch 2^{max(n_numbers, 1).bit_length()}",
     )
     return " | ".join(parts)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{device.type} {line.partition(':')[2].strip()}"
-    return f"{device.type} {platform.processor() or platform.machine()}"
-
-
-# ------------------------------------------------------------------------------------- the compiled module
 
 
 class Compiled(nn.Module):
@@ -266,8 +248,12 @@ class Compiled(nn.Module):
         self.inner = inner
         self.note: str | None = None
         self.seconds: float | None = None
+        # Of what torch checks before it runs compiled code our table of capabilities, a constant, is left out: choosing
+        # a backend reads it, 4,000 comparisons of strings before each step, 4 ms on a CPU.
+        options: dict[str, Any] = {
+            "guard_filter_fn": lambda guards: ["_attention_dot_backends" not in guard.name for guard in guards]
+        }
         # In a tuple: registered, its parameters would appear under a second name.
-        options: dict[str, Any] = {"guard_filter_fn": _needed_guards}
         self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -303,17 +289,6 @@ class Compiled(nn.Module):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         self.note = f"torch.compile failed, going on without it: {' '.join(lines[:2])[:300]}"
         self._fast = ()
-
-
-def _needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """All that torch checks before it runs compiled code, but for our table of capabilities, which is a constant.
-
-    Choosing a backend reads it: 4,000 comparisons of strings before each step, 4 ms on a CPU.
-    """
-    return ["_attention_dot_backends" not in guard.name for guard in guards]
-
-
-# ------------------------------------------------------------------------------------- what compiling needs
 
 
 def compiler_trouble(device_type: str) -> str | None:

@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from rich.cells import cell_len
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import ConsoleOptions, RenderResult
+    from rich.live import Live
+    from rich.text import Text
 
 JOINER = "\u200d"
 GAP = "  "
 _PICTURES = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "⏎", "\x7f": "␡"}
+Style = Literal["auto", "live", "plain", "json", "quiet", "off"]
+STYLES = ("auto", "live", "plain", "json", "quiet", "off")
 
 
 def format_count(value: float) -> str:
@@ -33,10 +39,6 @@ def format_duration(seconds: float) -> str:
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     clock = f"{hours}:{minutes:02}:{whole % 60:02}" if hours or days else f"{minutes}:{whole % 60:02}"
     return f"{days} d {clock}" if days else clock
-
-
-def format_memory(mib: float) -> str:
-    return f"{mib:.0f} MiB" if mib < 10000 else f"{mib / 1024:.1f} GiB"
 
 
 def format_value(value: Any) -> str:
@@ -62,29 +64,36 @@ def format_value(value: Any) -> str:
 
 def printable(text: str) -> str:
     """One line that cannot steer the terminal: control characters as their pictures, reversals of direction as dots."""
-    return "".join(map(_visible, text))
+
+    def visible(character: str) -> str:
+        code, kind = ord(character), unicodedata.category(character)
+        if character in _PICTURES:
+            return _PICTURES[character]
+        if kind == "Cs":
+            return "\ufffd"
+        is_direction = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+        return "·" if is_direction or kind in ("Cc", "Zl", "Zp") else character
+
+    return "".join(map(visible, text))
 
 
-def _visible(character: str) -> str:
-    code, kind = ord(character), unicodedata.category(character)
-    if character in _PICTURES:
-        return _PICTURES[character]
-    if kind == "Cs":
-        return "\ufffd"
-    is_direction = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
-    return "·" if is_direction or kind in ("Cc", "Zl", "Zp") else character
+def text_width(text: str) -> int:
+    """The columns a text takes on a terminal."""
+    from rich.cells import cell_len  # only now: a command that prints nothing has no time for it
+
+    return cell_len(text)
 
 
 def clip_to_width(text: str, width: int) -> str:
     """The text in at most ``width`` columns: cut before a whole character, with … in place of the rest."""
-    if cell_len(text) <= width:
+    if text_width(text) <= width:
         return text
     end = 0
     for place in range(1, len(text)):
         # What has no width belongs to the character before it, and so does whatever a joiner ties to it.
-        if cell_len(text[place]) == 0 or text[place - 1] == JOINER:
+        if text_width(text[place]) == 0 or text[place - 1] == JOINER:
             continue
-        if cell_len(text[:place]) > width - 1:
+        if text_width(text[:place]) > width - 1:
             break
         end = place
     return text[:end] + "…" if width > 0 else ""
@@ -92,13 +101,13 @@ def clip_to_width(text: str, width: int) -> str:
 
 def pad_to_width(text: str, width: int) -> str:
     """The text and as many spaces as fill ``width`` columns."""
-    return text + " " * (width - cell_len(text))
+    return text + " " * (width - text_width(text))
 
 
 def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[str]:
     """Names and values under each other."""
     names = [printable(str(name)).replace("_", " ") for name in values]
-    widest = max(map(cell_len, names), default=0)
+    widest = max(map(text_width, names), default=0)
     room = width - widest - 2 * len(GAP)
     return [
         f"{indent}{pad_to_width(name, widest)}{GAP}{clip_to_width(format_value(value), room)}"
@@ -110,21 +119,11 @@ def format_rows(found: Sequence[dict[str, Any]], width: int) -> list[str]:
     """Examples: a table where every row fits in a line, else each value on a line of its own under the one before."""
     names = list(dict.fromkeys(name for row in found for name in row))
     cells = [[format_value(row[name]) if name in row else "" for name in names] for row in found]
-    widths = [max(map(cell_len, column)) for column in zip(names, *cells, strict=True)]
+    widths = [max(map(text_width, column)) for column in zip(names, *cells, strict=True)]
     if sum(widths) + len(GAP) * len(names) <= width:
         lines = [[printable(name) for name in names], *cells]
         return [(GAP + GAP.join(map(pad_to_width, line, widths))).rstrip() for line in lines]
     return [line for row in found for line in (*format_pairs(row, width), "")][:-1]
-
-
-if TYPE_CHECKING:
-    from rich.console import Console as RichConsole
-    from rich.console import ConsoleOptions, RenderResult
-    from rich.live import Live
-    from rich.text import Text
-
-Style = Literal["auto", "live", "plain", "json", "quiet", "off"]
-STYLES = ("auto", "live", "plain", "json", "quiet", "off")
 
 
 @dataclass
@@ -155,72 +154,51 @@ _STATUS_FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "grad_norm": ("grad", "{:.3g}".format),
     "tokens_per_s": ("", lambda speed: f"{format_count(speed)} tok/s"),
     "mfu": ("MFU", "{:.1%}".format),
-    "memory_mib": ("", format_memory),
+    "memory_mib": ("", lambda mib: f"{mib:.0f} MiB" if mib < 10000 else f"{mib / 1024:.1f} GiB"),
     "left_s": ("ETA", format_duration),
 }
 
 
 class Console:
-    """Prints nothing; the base of the others."""
-
-    def __init__(self, status: RunStatus) -> None:
-        self.status = status
+    """Lines for logs and pipes; without a file nothing is printed."""
 
     width = 120
 
+    def __init__(self, status: RunStatus, file: TextIO | None) -> None:
+        self.status, self._file = status, file
+
     def say(self, text: str, style: str = "") -> None:
         """A line that stays."""
+        if self._file is not None:
+            self._file.write(f"{text}\n")
+            self._file.flush()
 
     def say_all(self, lines: Iterable[str]) -> None:
         for text in lines:
             self.say(text)
 
+    def say_at(self, step: int, text: str, style: str = "") -> None:
+        """A line that begins with a step."""
+        steps = f"{self.status.steps:,}"
+        self.say(f"step {step:>{len(steps)},}/{steps}{GAP}{text}", style)
+
     def line(self) -> None:
         """``status`` has new numbers."""
+        fields = self.status.fields().values()
+        self.say_at(self.status.step, GAP.join(f"{label} {value}".strip() for label, value in fields))
 
     def saved(self, step: int, path: str) -> None:
-        self.say(f"{_step(self.status, step)}{GAP}saved {path}", "dim")
-
-    def header(self, title: str, facts: dict[str, Any]) -> None:
-        self.say(printable(title), "bold")
-        self.say_all(format_pairs(facts, self.width))
-
-    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        found = GAP.join(f"{name.replace('_', ' ')} {format_value(value)}" for name, value in metrics.items())
-        self.say(f"{_step(self.status, step)}{GAP}{found}", "bold")
-
-    def samples(self, rows: list[dict[str, Any]]) -> None:
-        self.say_all(format_rows(rows, self.width))
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self.say_all(format_pairs(summary, self.width))
+        self.say_at(step, f"saved {path}", "dim")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-
-
-class Plain(Console):
-    """Lines for logs and pipes."""
-
-    def __init__(self, status: RunStatus, file: TextIO) -> None:
-        super().__init__(status)
-        self._file = file
-
-    def say(self, text: str, style: str = "") -> None:
-        self._file.write(f"{text}\n")
-        self._file.flush()
-
-    def line(self) -> None:
-        fields = self.status.fields().values()
-        said = GAP.join(f"{label} {value}".strip() for label, value in fields)
-        self.say(f"{_step(self.status, self.status.step)}{GAP}{said}")
 
 
 class LiveLine(Console):
     """A terminal: one line that moves at the bottom, and above it what is worth keeping."""
 
     def __init__(self, status: RunStatus, file: TextIO, force: bool) -> None:
-        super().__init__(status)
+        super().__init__(status, file)
         from rich.console import Console as RichConsole
 
         self._console: RichConsole = RichConsole(
@@ -251,10 +229,6 @@ class LiveLine(Console):
             self._live = Live(self, console=self._console, refresh_per_second=5, transient=True, redirect_stdout=False)
             self._live.start()
             self._console.show_cursor(True)  # a process that ends at once cannot bring it back
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self.close()
-        super().finish(summary)
 
     def close(self) -> None:
         if self._live is not None:
@@ -317,13 +291,9 @@ def make_console(style: Style, status: RunStatus) -> Console:
     if style not in STYLES:
         raise ValueError(f"style={style!r} is none of {', '.join(STYLES)}")
     if style in ("quiet", "off"):
-        return Console(status)
+        return Console(status, None)
     able = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     file: Any = SafeStream(sys.stderr)
     if style == "live" or (style == "auto" and able):
         return LiveLine(status, file, force=not able)
-    return Plain(status, file)
-
-
-def _step(status: RunStatus, step: int) -> str:
-    return f"step {step:>{len(f'{status.steps:,}')},}/{status.steps:,}"
+    return Console(status, file)

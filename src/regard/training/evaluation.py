@@ -114,8 +114,16 @@ def _open_tasks(predictors: list[Predictor], fields: Mapping[str, Any]) -> list[
     source = open_examples(data, whole, predictor)
     tasks = [task_for(predictor, source, data, fields, seed)]
     for other in predictors[1:]:
-        if not fields.keys() & {"source", "valid"}:
-            _check_same_held_out(predictor, other, source, data)
+        # A corpus holds out by composition, whoever reads it; of a file another run may have trained on what this one
+        # held out.
+        same_corpus = data.source in CORPORA and other.config.data.source == data.source
+        if other.run is not None and not same_corpus and not fields.keys() & {"source", "valid"}:
+            held_out = other.run.facts["data"]["split"]["valid_sha256"]
+            if held_out != source.split.valid_sha256:
+                raise ValueError(
+                    f"{other.name} held out other examples than {predictor.name} and may have been trained on these; "
+                    "data.source=FILE evaluates both on a file of its own"
+                )
         if other.labels != predictor.labels:  # classes are numbered as each model numbers them
             source = open_examples(data.with_(labels=None), whole, other)
         tasks.append(task_for(other, source, data, fields, seed))
@@ -147,9 +155,6 @@ def _split_names(source: Source, split: str) -> list[str]:
     return held_out if split == "all" else [split]
 
 
-# ------------------------------------------------------------------------------------- whether two can be compared
-
-
 def _open_other(predictor: Predictor, path: str | Path | Model, device: torch.device) -> Predictor:
     other = open_predictor(path, device)
     names = f"{predictor.name} and {other.name}"
@@ -160,14 +165,3 @@ def _open_other(predictor: Predictor, path: str | Path | Model, device: torch.de
     if labels is not None and theirs is not None and set(labels) != set(theirs):
         raise ValueError(f"{names} tell apart {', '.join(labels)} and {', '.join(theirs)}, so they cannot be compared")
     return other
-
-
-def _check_same_held_out(predictor: Predictor, other: Predictor, source: Source, data: DataConfig) -> None:
-    """Another run may have trained on what this one held out; not so in a corpus, which holds out by composition."""
-    if other.run is None or (data.source in CORPORA and other.config.data.source == data.source):
-        return
-    if other.run.facts["data"]["split"]["valid_sha256"] != source.split.valid_sha256:
-        raise ValueError(
-            f"{other.name} held out other examples than {predictor.name} and may have been trained on these; "
-            "data.source=FILE evaluates both on a file of its own"
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,6 @@ class EvaluationReport:
         return "\n".join([*lines, *(f"note: {printable(note)}" for note in self.notes)])
 
 
-# ------------------------------------------------------------------------------------- text for people
-
-
 def _split_lines(split: SplitReport, against: str | None) -> list[str]:
     lines = [f"{split.name}: {split.n:,} example{'s' * (split.n != 1)}", *format_pairs(split.metrics, _WIDTH)]
     classes = split.details.get("classes", [])
@@ -119,7 +115,12 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
             lines += ["who is taken for whom", *format_rows(rows, _WIDTH)]
     if split.comparisons:
         lines.append(f"against {printable(str(against))}, by paired bootstrap")
-        lines += format_rows([_comparison_row(each) for each in split.comparisons], _WIDTH)
+        rows = []
+        for each in split.comparisons:
+            scores = {"metric": each.metric, "other": each.a, "this": each.b, "difference": f"{each.difference:+.4f}"}
+            interval = f"[{each.low:+.4f}, {each.high:+.4f}]"
+            rows.append({**scores, "95 %": interval, "p": f"{each.p_value:.3f}"})
+        lines += format_rows(rows, _WIDTH)
     worst = split.worst(_MAX_WORST_SHOWN)
     if worst:
         lines.append("worst")
@@ -129,15 +130,6 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
             lines += [*format_pairs({**shown, "score": row.score}, _WIDTH), ""]
         lines.pop()
     return lines
-
-
-def _comparison_row(each: Comparison) -> dict[str, Any]:
-    difference, interval = f"{each.difference:+.4f}", f"[{each.low:+.4f}, {each.high:+.4f}]"
-    scores = {"metric": each.metric, "other": each.a, "this": each.b}
-    return {**scores, "difference": difference, "95 %": interval, "p": f"{each.p_value:.3f}"}
-
-
-# ------------------------------------------------------------------------------------- files
 
 
 def check_replaceable(target: Path) -> None:
@@ -162,21 +154,17 @@ def write_evaluation(target: Path, report: EvaluationReport) -> None:
     """Write the three files and their manifest into a new directory, which then replaces the old one."""
     check_replaceable(target)
     with replace_directory(target) as folder:
-        lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in _output_lines(report))
+        lines = []
+        for split in report.splits:
+            for index, row in enumerate(split.rows):
+                line: dict[str, Any] = {"split": split.name, "index": index, **row.to_dict()}
+                if other := split.other_row(index):
+                    line["other"] = {"output": other.output, "score": other.score, "loss": other.loss}
+                lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         write_atomic(folder / OUTPUTS, "".join(lines).encode("utf-8", "surrogatepass"))
         write_atomic(folder / WORST, _worst_markdown(report).encode("utf-8", "surrogatepass"))
         write_atomic(folder / REPORT, to_json(report.to_dict()))
         Manifest.of(folder).write(folder)
-
-
-def _output_lines(report: EvaluationReport) -> Iterator[dict[str, Any]]:
-    """One object for each example: source, target and output, and the output of the other model."""
-    for split in report.splits:
-        for index, row in enumerate(split.rows):
-            line: dict[str, Any] = {"split": split.name, "index": index, **row.to_dict()}
-            if other := split.other_row(index):
-                line["other"] = {"output": other.output, "score": other.score, "loss": other.loss}
-            yield line
 
 
 def _worst_markdown(report: EvaluationReport) -> str:

@@ -13,16 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import MultiHeadAttention
 from ..foundation.checks import check_positive
-from ..layers import FeedForward, Learned
+from ..layers import Learned
 from ..models import Model
 from ..models.components import TokenHead
 from ..text.processor import Processor
 from ..text.tokenizer import MarianTokenizer, Tokenizer
+from .optimiser import joined_rows
 
 # The same layer, where it stands with another head: an encoder's own pooler, a classifier's.
 _ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.pooler."))
+M = TypeVar("M", bound=nn.Module)
+# No model has all of these, so a list of targets may name one that is not there; any other must be found.
+_ATTENTION_LAYERS = ("w_qkv", "w_query", "w_kv", "w_o", "w_q", "w_k", "w_v")
 # Fields that change what weights of the same shape mean.
 _MEANINGS = (
     *("n_heads", "n_kv_heads", "positions", "sinusoid_layout", "position_offset", "rope_base", "rope_fraction"),
@@ -80,7 +83,8 @@ def start_from(
     copied, partly, new, taken = [], [], {}, set()
     with torch.no_grad():
         for name, x in model.state_dict().items():
-            source = _name_there(name, given)
+            names = [name, *(there + name.removeprefix(here) for here, there in _ALSO_CALLED if name.startswith(here))]
+            source = next((each for each in names if each in given), None)
             if source is None:
                 new[name] = "not among those weights"
                 continue
@@ -111,11 +115,6 @@ def start_from(
     return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, differs)
 
 
-def _name_there(name: str, given: dict[str, Tensor]) -> str | None:
-    names = [name] + [there + name.removeprefix(here) for here, there in _ALSO_CALLED if name.startswith(here)]
-    return next((each for each in names if each in given), None)
-
-
 def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None) -> dict[str, str]:
     """Parameters with a row for each token or class, where those are not the same there, and why they stay."""
     tables: dict[str, list[str]] = {"source": [], "target": []}  # by the side whose tokenizer numbers the rows
@@ -124,16 +123,13 @@ def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None
             tables[side].append(f"{name}.weight")
     head = getattr(model, "head", None)
     if isinstance(head, TokenHead):
-        tables["target" if tables["target"] else "source"] += [
-            f"head.{name}" for name in ("weight", "bias") if hasattr(head, name)
-        ]
+        names = [f"head.{name}" for name in ("weight", "bias") if hasattr(head, name)]
+        tables["target" if tables["target"] else "source"] += names
     reasons = {}
     for side, names in tables.items():
         if names and not _same_tokens(_tokenizer(ours, side), _tokenizer(theirs, side)):
             reasons.update(dict.fromkeys(names, "the tokens are others"))
-    labels = [
-        processor.labels for processor in (ours, theirs) if processor is not None and processor.labels is not None
-    ]
+    labels = [x.labels for x in (ours, theirs) if x is not None and x.labels is not None]
     if len(labels) == 2 and tuple(labels[0]) != tuple(labels[1]):
         reasons.update(dict.fromkeys(("classifier.out.weight", "classifier.out.bias"), "the classes are others"))
     return reasons
@@ -193,14 +189,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for name in frozen:
         parameters[name].requires_grad_(False)
     return [name for name in parameters if name in frozen]
-
-
-# ------------------------------------------------------------------------------------- low-rank additions
-
-
-M = TypeVar("M", bound=nn.Module)
-# No model has all of these, so a list of targets may name one that is not there; any other must be found.
-_ATTENTION_LAYERS = ("w_qkv", "w_query", "w_kv", "w_o", "w_q", "w_k", "w_v")
 
 
 class LoraLinear(nn.Linear):
@@ -336,12 +324,6 @@ def _find_layers(model: nn.Module, targets: Sequence[str]) -> list[_AdaptedLayer
 
 def _parts(owner: nn.Module, attribute: str, layer: nn.Linear) -> dict[str, slice]:
     """The matrices a weight joins, by name, and their rows."""
-    sizes = {"whole": layer.out_features}
-    if isinstance(owner, MultiHeadAttention) and attribute in ("w_qkv", "w_kv", "w_query"):
-        q_rows, kv_rows = owner.n_heads * owner.d_head, owner.n_kv_heads * owner.d_head
-        names = {"w_qkv": "qkv", "w_kv": "kv", "w_query": "q"}[attribute]
-        sizes = {name: q_rows if name == "q" else kv_rows for name in names}
-    elif isinstance(owner, FeedForward) and owner.gated and attribute == "w_in":
-        sizes = {"gate": owner.d_ff, "up": owner.d_ff}
+    sizes = joined_rows(owner).get(attribute, {"whole": layer.out_features})
     ends = itertools.accumulate(sizes.values())
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}

@@ -17,6 +17,15 @@ from .console_display import format_count, format_duration
 
 Note = Callable[[str], None]
 TIMINGS = ("seconds", "train_seconds", "tokens_per_s", "mfu", "memory_mib")
+# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
+METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
+# With a panel of their own each, best first: what a person looks for before the rest.
+WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
+# Few evaluations are dots on a line; of many the line is enough.
+DOTS: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
+Points = tuple[list[float], list[float]]
 
 
 class MetricsFile:
@@ -129,15 +138,6 @@ class TensorBoard:
         self._note(f"TensorBoard events cannot be written: {failure.strerror or failure}")
 
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
-TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
-METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
-# With a panel of their own each, best first: what a person looks for before the rest.
-WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
-Points = tuple[list[float], list[float]]
-
-
 def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     """Read the lines written so far and draw them; without any there is nothing to draw, and no file."""
     with open(metrics_jsonl, encoding="utf-8", errors="replace") as lines:
@@ -208,7 +208,7 @@ def _draw_loss(panel: Any, records: list[dict[str, Any]]) -> None:
         return
     panel.plot(*each, color=TRAIN, linewidth=0.8, alpha=0.28, zorder=2)
     panel.plot(*mean, color=TRAIN, linewidth=1.9, solid_capstyle="round", solid_joinstyle="round", zorder=3)
-    panel.plot(*valid, color=VALID, linewidth=1.9, zorder=4, **_dots(valid))
+    panel.plot(*valid, color=VALID, linewidth=1.9, zorder=4, **(DOTS if len(valid[0]) <= 40 else {}))
     _loss_scale(panel, mean[1] + valid[1] or each[1])
     ends = [(mean, "training", TRAIN), (valid, "validation", VALID)]
     _labels(panel, [(x[-1], y[-1], f"{name} {y[-1]:.4g}", colour) for (x, y), name, colour in ends if x])
@@ -243,7 +243,7 @@ def _draw_metrics(panel: Any, records: list[dict[str, Any]], group: list[str]) -
     ends: list[tuple[float, float, str, str]] = []
     for name, colour in zip(group, METRICS, strict=False):
         steps, values = _points(records, name, evaluation=True)
-        panel.plot(steps, values, color=colour, linewidth=1.9, zorder=3, **_dots((steps, values)))
+        panel.plot(steps, values, color=colour, linewidth=1.9, zorder=3, **(DOTS if len(steps) <= 40 else {}))
         label = f"{_name(name)} " if len(group) > 1 else ""
         ends.append((steps[-1], values[-1], f"{label}{values[-1]:.4g}", colour))
     first = _points(records, group[0], evaluation=True)[1]
@@ -270,13 +270,6 @@ def _draw_rate(panel: Any, rate: Points) -> None:
         return f"{value:.3g}" if value == 0 or value >= 0.01 else f"{float(mantissa):g}e{int(power)}"
 
     panel.yaxis.set_major_formatter(FuncFormatter(short))
-
-
-def _dots(points: Points) -> dict[str, Any]:
-    """Few evaluations are dots on a line; of many the line is enough."""
-    if len(points[0]) > 40:
-        return {}
-    return {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
 
 
 def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class StepRecord:
     model: Model
 
 
-class Prefetch:
+class Prefetch(AbstractContextManager["Prefetch"]):
     """``batch(number)`` as ``make(number)`` gives it, on the device; the next ones are already being made.
 
     A thread makes the same batches as no thread, since a batch is a pure function of its number.
@@ -61,9 +61,6 @@ class Prefetch:
             if ahead not in self._coming:
                 self._coming[ahead] = self._pool.submit(lambda n: self._make(n).pin_memory(), ahead)
         return self._coming.pop(number).result().to(self._device)
-
-    def __enter__(self) -> Prefetch:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._pool is not None:
@@ -154,8 +151,6 @@ class Loop:
                 if asked or train.stop_at == at.step:
                     self._save_and_stop(asked)
 
-    # ---------------------------------------------------------------- one step
-
     def _numbers(self) -> list[int]:
         """Of the batches of the whole run, those this process has still to do for the next step."""
         world, accumulate = self.group.world, self.train.accumulate
@@ -218,8 +213,6 @@ class Loop:
     def _last_checkpoint(self) -> str:
         return "there is no checkpoint" if self.saved is None else f"the last checkpoint is that of step {self.saved}"
 
-    # ---------------------------------------------------------------- between steps
-
     def _due(self, every: int) -> bool:
         return bool(every) and self.at.step % every == 0
 
@@ -271,8 +264,6 @@ class Loop:
         self._save()
         done = f"stopped at step {self.at.step}; what was done is saved, --resume goes on from there"
         raise Interrupted(done, asked)
-
-    # ---------------------------------------------------------------- to disk and back
 
     def _save(self) -> None:
         at = self.at

@@ -25,6 +25,12 @@ from ..models.recurrent_cells import Gates
 from .shards import is_dtensor, shard_like
 
 Schedule = Callable[[int], float]  # the factor on the peak learning rate at a step, counted from 1
+# Of a quintic that lifts every singular value in (0, 1] to about 1 in five steps; exactness is given up for slope at 0.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+# Numbers made orthogonal at once, 128 MiB in bf16: large matrices fill the machine one by one.
+_MOST_AT_ONCE = 1 << 26
+_FUSED_ON = ("cpu", "cuda", "mps")  # one kernel for all of a step; on a CPU 4 to 7 times faster than foreach and loop
+_PEAK = "peak"  # each group's own learning rate, which the schedule's factor multiplies
 
 
 def schedule_of(train: TrainConfig) -> Schedule:
@@ -85,12 +91,6 @@ def warmup_stable_decay(warmup: int, steps: int, decay: float = 0.2, floor: floa
 def constant(warmup: int) -> Schedule:
     """Linear warm-up, then level."""
     return lambda step: min(1.0, step / max(warmup, 1))
-
-
-# Of a quintic that lifts every singular value in (0, 1] to about 1 in five steps; exactness is given up for slope at 0.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-# Numbers made orthogonal at once, 128 MiB in bf16: large matrices fill the machine one by one.
-_MOST_AT_ONCE = 1 << 26
 
 
 class Muon(torch.optim.Optimizer):
@@ -193,25 +193,18 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
+@lru_cache
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """bf16 where its products run in hardware, else as given; the iteration corrects what its rounding disturbs.
 
     A property of the machine and never a measurement: a run continued on it must go on with the same numbers.
     """
-    return torch.bfloat16 if dtype == torch.float32 and _has_bf16(device.type) else dtype
-
-
-@lru_cache
-def _has_bf16(device: str) -> bool:
-    if device == "cuda":
-        return torch.cuda.get_device_capability() >= (8, 0) or torch.version.hip is not None
-    if device == "cpu":  # these two say what the processor can; elsewhere torch works bf16 out in fp32, slowly
-        return any(getattr(torch.cpu, name)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return False
-
-
-_FUSED_ON = ("cpu", "cuda", "mps")  # one kernel for all of a step; on a CPU 4 to 7 times faster than foreach and loop
-_PEAK = "peak"  # each group's own learning rate, which the schedule's factor multiplies
+    has_bf16 = False
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability() >= (8, 0) or torch.version.hip is not None
+    elif device.type == "cpu":  # these two say what the processor can; elsewhere torch works bf16 out in fp32, slowly
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if dtype == torch.float32 and has_bf16 else dtype
 
 
 @dataclass(frozen=True)
@@ -236,11 +229,6 @@ class Optimiser:
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for optimiser in self.optimisers for group in optimiser.param_groups)
-
-    @property
-    def lr(self) -> float:
-        """The learning rate now: of AdamW where Muon works beside it."""
-        return float(self.optimisers[0].param_groups[0]["lr"])
 
     def set_lr(self, factor: float) -> None:
         """``factor`` (what a Schedule gives) times each group's peak."""
@@ -349,15 +337,18 @@ def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...
     if isinstance(module, Gates):
         for gates in (module.w_x, module.w_h):
             yield gates, (len(gates) // module.n_gates,) * module.n_gates
-        return
-    linear: nn.Module | None = None
-    rows: tuple[int, ...] = ()
+    for attribute, rows in joined_rows(module).items():
+        # Nothing where the layer was replaced by one whose weight is no parameter.
+        if isinstance(weight := getattr(getattr(module, attribute), "weight", None), nn.Parameter):
+            yield weight, tuple(rows.values())
+
+
+def joined_rows(module: nn.Module) -> dict[str, dict[str, int]]:
+    """The linear layers of a module that join several matrices: by attribute, the rows of each matrix by name."""
     if isinstance(module, MultiHeadAttention):
         q_rows, kv_rows = module.n_heads * module.d_head, module.n_kv_heads * module.d_head
-        linear = module.w_kv if module.cross else module.w_qkv
-        rows = (kv_rows, kv_rows) if module.cross else (q_rows, kv_rows, kv_rows)
-    elif isinstance(module, FeedForward) and module.gated:
-        linear, rows = module.w_in, (module.d_ff, module.d_ff)
-    # Nothing where the layer was replaced by one, such as a low-rank one, whose weight is no parameter.
-    if isinstance(weight := getattr(linear, "weight", None), nn.Parameter):
-        yield weight, rows
+        key_value = {"k": kv_rows, "v": kv_rows}
+        return {"w_query": {"q": q_rows}, "w_kv": key_value} if module.cross else {"w_qkv": {"q": q_rows, **key_value}}
+    if isinstance(module, FeedForward) and module.gated:
+        return {"w_in": {"gate": module.d_ff, "up": module.d_ff}}
+    return {}

@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,8 +25,7 @@ from ..models.block import Block, Stack
 from .shards import is_dtensor
 
 Parallel = Literal["ddp", "fsdp"]
-# One process may evaluate while the others wait for it. A process that dies ends the rest through torchrun, not through
-# this.
+# One process may evaluate while the others wait for it; one that dies ends the rest through torchrun, not this.
 _PATIENCE = timedelta(hours=2)
 
 
@@ -108,9 +107,6 @@ def open_group(device: torch.device | str = "cpu") -> Group:
     return Group(rank, world, local_rank, device)
 
 
-# ------------------------------------------------------------------------------------- the module
-
-
 def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch.dtype | None = None) -> nn.Module:
     """The objective over the group's processes: whole copies ("ddp") or cut into shards ("fsdp").
 
@@ -161,20 +157,14 @@ def _units(objective: nn.Module) -> Iterator[Block]:
                 yield block
 
 
-@contextmanager
-def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
+def gradient_sync(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """Around forward and backward of one micro-batch; ``last`` of those accumulated for a step.
 
     DDP averages once, with the last. FSDP sums each into its shards: gradients kept whole until the last would take
     the very memory that sharding saves, and could not be stored between two micro-batches.
     """
     inner: Any = getattr(module, "_orig_mod", module)  # also inside torch.compile's wrapper
-    delays = isinstance(inner, DistributedDataParallel) and not last
-    with inner.no_sync() if delays else nullcontext():
-        yield
-
-
-# ------------------------------------------------------------------------------------- what needs all shards
+    return inner.no_sync() if isinstance(inner, DistributedDataParallel) and not last else nullcontext()
 
 
 @contextmanager

@@ -105,16 +105,14 @@ def _with_ids(tokenizer: Tokenizer | None, config: ModelConfig) -> Tokenizer | N
     return tokenizer.with_special_ids(pad=config.pad_id, bos=bos_id, eos=eos_id)
 
 
-# ------------------------------------------------------------------------------------- the examples
-
-
 def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[DataConfig, bool]:
     """Where the examples come from, and whether all of them are meant.
 
     Without a source in ``fields``, those the run held out. A given file is taken whole, unless ``fields`` say what of
     it is held out; a given corpus has held-out sets of its own.
     """
-    known = _changed_fields(predictor.config.data)
+    # Not the defaults: a run's file holds all of them, and a corpus refuses some.
+    known = predictor.config.data.model_dump(exclude_defaults=True)
     if "source" not in fields:
         if predictor.run is None:
             raise ValueError(f"{predictor.name} is a model directory: data.source=… must say what to evaluate it on")
@@ -125,12 +123,6 @@ def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[Da
     own = {name: value for name, value in known.items() if name not in _FILE_FIELDS}
     whole = not any(name in fields for name in _SPLIT_FIELDS)
     return DataConfig(**{**own, **({"valid_fraction": 0.0} if whole else {}), **fields}), whole
-
-
-def _changed_fields(data: DataConfig) -> dict[str, Any]:
-    """The fields that differ from their defaults: a run's file holds all of them, and a corpus refuses some."""
-    defaults = {name: field.default for name, field in DataConfig.model_fields.items()}
-    return {name: getattr(data, name) for name in defaults if getattr(data, name) != defaults[name]}
 
 
 def open_examples(data: DataConfig, whole: bool, predictor: Predictor) -> Source:
@@ -149,8 +141,9 @@ def open_examples(data: DataConfig, whole: bool, predictor: Predictor) -> Source
 
 def task_for(predictor: Predictor, source: Source, data: DataConfig, given: Mapping[str, Any], seed: int) -> Task:
     """The predictor's task on these examples: read as it read its own, unless ``given`` fields say otherwise."""
-    fields = {n: value for n, value in _changed_fields(predictor.config.data).items() if n not in EXAMPLE_FIELDS}
-    fields |= {name: value for name, value in _changed_fields(data).items() if name in EXAMPLE_FIELDS}
+    own, asked = (config.model_dump(exclude_defaults=True) for config in (predictor.config.data, data))
+    fields = {name: value for name, value in own.items() if name not in EXAMPLE_FIELDS}
+    fields |= {name: value for name, value in asked.items() if name in EXAMPLE_FIELDS}
     fields |= {name: value for name, value in given.items() if name not in EXAMPLE_FIELDS}
     if fields.get("packing", "auto") == "auto":
         # The number of documents here says nothing about how the model was taught to tell them apart.

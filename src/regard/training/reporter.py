@@ -6,17 +6,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..foundation.checks import check_positive
 from ..foundation.jsonio import to_jsonable
-from .console_display import RunStatus, Style, format_value, make_console, printable
+from .console_display import GAP, RunStatus, Style, format_pairs, format_rows, format_value, make_console, printable
 from .journal import TIMINGS, MetricsFile, TensorBoard, draw_curves
+
+SHARE_FOR_CURVES = 0.02  # of the time of a run; the last drawing is always made
 
 
 class Mark(NamedTuple):
@@ -70,16 +72,8 @@ class Pace:
         while len(self._marks) > self._fewest and self._marks[1].seconds <= oldest:
             self._marks.popleft()
 
-    @property
-    def steps_per_s(self) -> float | None:
+    def per_second(self, what: Literal["steps", "tokens"]) -> float | None:
         """None until the second step."""
-        return self._per_second("steps")
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self._per_second("tokens")
-
-    def _per_second(self, what: str) -> float | None:
         if not self._marks or self._last.seconds <= self._marks[0].seconds:
             return None
         first, last = self._marks[0], self._last
@@ -105,10 +99,7 @@ def peak_memory_mib(device: str | None = None) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-SHARE_FOR_CURVES = 0.02  # of the time of a run; the last drawing is always made
-
-
-class Reporter:
+class Reporter(AbstractContextManager["Reporter"]):
     """What the loop tells, step by step. A step costs next to nothing: numbers stay on the device until a line is due.
 
     A line is due at the first step, every ``log_every`` steps, and the last. ``flops_per_token`` (of training) and
@@ -138,10 +129,13 @@ class Reporter:
         self._console = make_console(style, self._status)
         self._device: str | None = None
         self._losses: list[Any] = []
-        self._tensorboard: TensorBoard | None = None
         self._drawn_at, self._drawing_s = 0.0, 1.0  # a guess, until one has been drawn
         self._pace = Pace()
-        self._file = MetricsFile(self.out / "metrics.jsonl", start_step, self.note) if self._active else None
+        self._file: MetricsFile | None = None
+        self._tensorboard: TensorBoard | None = None
+        if self._active:
+            self._file = MetricsFile(self.out / "metrics.jsonl", start_step, self.note)
+            self._tensorboard = TensorBoard(self.out / "tensorboard", start_step, self.note)
         self.restore({} if self._file is None else self._file.last)
 
     # ------------------------------------------------------------------------------------ going on where it stopped
@@ -181,11 +175,10 @@ class Reporter:
     def begin(self, facts: dict[str, Any]) -> None:
         """Say what is about to run; ``task`` is the title, ``device`` says whose memory is watched."""
         self._device = str(facts["device"]).split()[0] if "device" in facts else None
-        if self._active:
-            self._console.header(str(facts.get("task", self.out.name)), {n: x for n, x in facts.items() if n != "task"})
-            if self._start_step:
-                self.note(f"goes on after step {self._start_step:,}")
-            self._events()  # imports take their time now, not during a step
+        self._console.say(printable(str(facts.get("task", self.out.name))), "bold")
+        self._console.say_all(format_pairs({n: x for n, x in facts.items() if n != "task"}, self._console.width))
+        if self._start_step:
+            self.note(f"goes on after step {self._start_step:,}")
 
     def step(
         self, step: int, *, loss: float | Tensor, lr: float, grad_norm: float | Tensor, n_tokens: int, **more: Any
@@ -202,8 +195,8 @@ class Reporter:
         if due:
             self._write_line(step, {"lr": lr, "grad_norm": grad_norm, **more})
         # What the live line can know without asking the device.
-        now, steps_per_s = self._status, self._pace.steps_per_s
-        now.step, now.tokens_per_s = step, self._pace.tokens_per_s
+        now, steps_per_s = self._status, self._pace.per_second("steps")
+        now.step, now.tokens_per_s = step, self._pace.per_second("tokens")
         now.mfu = self._mfu(now.tokens_per_s)
         now.left_s = None if not steps_per_s else max(0, now.steps - step) / steps_per_s
         if due:
@@ -222,12 +215,15 @@ class Reporter:
         record = {"step": step, "loss": losses[-1], "loss_mean": sum(losses) / len(losses)} | numbers
         record |= {"tokens": self.tokens} | {name: value for name, value in known.items() if value is not None}
         self._last_loss, self._losses = losses[-1], []
-        if self._file is not None:
-            self._file.write(record)
         kinds = {name: "cost" if name in (*TIMINGS, "tokens") else "train" for name in record if name != "step"}
-        self._events().scalars(step, {f"{kind}/{name}": record[name] for name, kind in kinds.items()})
+        self._store(record, {f"{kind}/{name}": record[name] for name, kind in kinds.items()})
         now = self._status
         now.loss, now.lr, now.grad_norm, now.memory_mib = losses[-1], numbers["lr"], numbers["grad_norm"], mib
+
+    def _store(self, record: dict[str, Any], scalars: dict[str, Any]) -> None:
+        if self._file is not None and self._tensorboard is not None:
+            self._file.write(record)
+            self._tensorboard.scalars(record["step"], scalars)
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         if not tokens_per_s or not self._flops_per_token or not self._peak_flops:
@@ -255,36 +251,37 @@ class Reporter:
         found: dict[str, Any] = to_jsonable(metrics)
         record = {"step": step, "loss": self.last_loss} | found
         record |= {"tokens": self.tokens, "seconds": round(self.seconds, 3)}
-        if self._file is not None:
-            self._file.write(record)
-        self._events().scalars(step, {f"valid/{name.removeprefix('valid_')}": v for name, v in found.items()})
-        shown = {name: value for name, value in found.items() if isinstance(value, int | float)}
-        self._console.evaluation(step, shown or found)
+        self._store(record, {f"valid/{name.removeprefix('valid_')}": value for name, value in found.items()})
+        shown = {name: value for name, value in found.items() if isinstance(value, int | float)} or found
+        texts = (f"{name.replace('_', ' ')} {format_value(value)}" for name, value in shown.items())
+        self._console.say_at(step, GAP.join(texts), "bold")
         if self.seconds - self._drawn_at >= self._drawing_s / SHARE_FOR_CURVES:
             self._draw()
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Examples as the model does them now, e.g. {"source": …, "target": …, "output": …}."""
-        if self._active and rows:
-            self._console.samples(rows)
-            self._events().text(step, "samples", _markdown(rows))
+        if self._tensorboard is not None and rows:
+            self._console.say_all(format_rows(rows, self._console.width))
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            cells = [[format_value(row.get(name, "")).replace("|", "\\|") for name in names] for row in rows]
+            table = (f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells))
+            self._tensorboard.text(step, "samples", "\n".join(table))
 
     def note(self, text: str) -> None:
-        if self._active:
-            self._console.say(printable(text), "yellow")
+        self._console.say(printable(text), "yellow")
 
     def saved(self, step: int, path: Path | str) -> None:
-        if self._active:
-            with suppress(ValueError):
-                path = Path(path).relative_to(self.out)
-            self._console.saved(step, str(path))
+        with suppress(ValueError):
+            path = Path(path).relative_to(self.out)
+        self._console.saved(step, str(path))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The run is complete: draw the curves, say how it went."""
         if self._active:
             with self.paused("drawing the curves"):
                 self._draw()
-            self._console.finish(summary)
+            self._console.close()
+            self._console.say_all(format_pairs(summary, self._console.width))
         self.close()
 
     def close(self) -> None:
@@ -295,18 +292,8 @@ class Reporter:
                 sink.close()
         self._tensorboard = self._file = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------------------------ behind it
-
-    def _events(self) -> TensorBoard:
-        if self._tensorboard is None:
-            self._tensorboard = TensorBoard(self.out / "tensorboard", self._start_step, self.note)
-        return self._tensorboard
 
     def _draw(self) -> None:
         began = time.perf_counter()
@@ -326,9 +313,3 @@ def _numbers(values: list[Any]) -> list[float]:
     tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
     crossed = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(crossed) if isinstance(value, Tensor) else float(_number(value)) for value in values]
-
-
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[format_value(row.get(name, "")).replace("|", "\\|") for name in names] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells))

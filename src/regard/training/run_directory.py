@@ -59,8 +59,14 @@ class RunDirectory:
             what = "a run; --resume continues it" if (root / RUN_FILE).exists() else "something else"
             raise FileExistsError(f"{root} already holds {what}; train.out=… names another directory")
         root.mkdir(parents=True, exist_ok=True)
-        for name, content in _processor_files(processor).items():
-            write_atomic(root / name, content)
+        both = processor.source is not None and processor.target is not None
+        for tokenizer, name in ((processor.source, SOURCE), (processor.target, TARGET)):
+            if tokenizer is not None:
+                tokenizer.save(root / (name if both else ONE))
+        if processor.image is not None:
+            write_atomic(root / IMAGE, to_json(processor.image.fields()))
+        if processor.labels is not None:
+            write_atomic(root / _LABELS, to_json({"labels": list(processor.labels)}))
         write_atomic(root / "provenance.json", to_json(facts))
         run = cls(root)
         run.write(config)
@@ -182,20 +188,6 @@ def _weights(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
     # By the tensor, not by its name: a tied one has several.
     averages = {id(weights[name]): x for name, x in checkpoint.tensors("ema/average/").items()}
     return {name: averages.get(id(x), x) for name, x in weights.items()}
-
-
-def _processor_files(processor: Processor) -> dict[str, bytes]:
-    """As they stand beside a run; a saved model has more, for transformers."""
-    both = processor.source is not None and processor.target is not None
-    files = {}
-    for tokenizer, name in ((processor.source, SOURCE), (processor.target, TARGET)):
-        if tokenizer is not None:
-            files[name if both else ONE] = tokenizer.content
-    if processor.image is not None:
-        files[IMAGE] = to_json(processor.image.fields())
-    if processor.labels is not None:
-        files[_LABELS] = to_json({"labels": list(processor.labels)})
-    return files
 
 
 def provenance(source: Source, command: Sequence[str], processes: int = 1) -> dict[str, Any]:

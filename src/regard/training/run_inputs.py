@@ -76,9 +76,6 @@ def resolve_run(
     return RunInputs(config, task_class, examples, labels, module)
 
 
-# ------------------------------------------------------------------------------------- examples in memory
-
-
 def open_run_source(inputs: RunInputs) -> Source:
     """The examples of a run: from the config's source, or those given in memory, held out by the same rules."""
     data, examples = inputs.config.data, inputs.examples

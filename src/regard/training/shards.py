@@ -62,22 +62,12 @@ class TensorRegion(NamedTuple):
         return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
 
-class TensorSlice(NamedTuple):
-    """A region of a tensor and the file it lies in, under the tensor's name."""
-
-    file: str
-    region: TensorRegion
-
-
 class StoredTensor(NamedTuple):
-    """A tensor as the index has it."""
+    """A tensor as the index has it: each piece is the file it lies in, under the tensor's name, and its region."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[TensorSlice, ...]
-
-
-# ------------------------------------------------------------------------------------- what a process holds
+    pieces: tuple[tuple[str, TensorRegion], ...]
 
 
 def is_sharded(x: Tensor) -> bool:
@@ -137,9 +127,6 @@ def shard_like(x: Tensor, like: Any) -> Tensor:
     return whole.redistribute(placements=like.placements)
 
 
-# ------------------------------------------------------------------------------------- one file
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
     """Write one safetensors file and force it to disk, a tensor at a time; its length and SHA-256 on the way.
 
@@ -172,9 +159,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
     return Entry(8 + len(text) + end, digest.hexdigest())
 
 
-# ------------------------------------------------------------------------------------- all of them
-
-
 @dataclass(frozen=True)
 class Index:
     """Where every tensor lies; ``tied`` gives names whose tensor is stored under another name."""
@@ -204,7 +188,7 @@ class Index:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise BadModelFile(f"{path} is not an index of regard's") from None
         for name, stored in tensors.items():
-            held = sum(piece.region.numel for piece in stored.pieces)
+            held = sum(region.numel for _, region in stored.pieces)
             if held != math.prod(stored.shape):
                 raise BadModelFile(f"{path}: the pieces of {name} hold {held} of {math.prod(stored.shape)} numbers")
         for name, target in tied.items():
@@ -219,7 +203,7 @@ def _stored_tensor(entry: Any) -> StoredTensor:
         region = TensorRegion(tuple(map(int, piece["offset"])), tuple(map(int, piece["size"])))
         if region.overlap(TensorRegion.whole(shape)) != region:
             raise ValueError(f"{region} does not lie in {shape}")
-        pieces.append(TensorSlice(str(piece["file"]), region))
+        pieces.append((str(piece["file"]), region))
     return StoredTensor(shape, _KINDS[entry["dtype"]], tuple(pieces))
 
 
@@ -260,13 +244,24 @@ class TensorReader:
 
     def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
         """A tensor, or one region of it, put together from its pieces."""
+        from safetensors import SafetensorError, safe_open
+
         stored_name, stored = self._stored(name)
         region = TensorRegion.whole(stored.shape) if region is None else region
         out = torch.empty(region.size, dtype=stored.dtype)
-        for file, held in stored.pieces:
+        for file_name, held in stored.pieces:
             shared = region.overlap(held)
-            if shared.numel:
-                out[shared.slices(region)] = self._slice(file, stored_name, shared.slices(held))
+            if not shared.numel:
+                continue
+            path = resolve_inside(self.path, file_name)
+            try:
+                if file_name not in self._files:
+                    self._files[file_name] = safe_open(path, framework="pt")
+                file, slices = self._files[file_name], shared.slices(held)
+                piece = file.get_slice(stored_name)[slices] if slices else file.get_tensor(stored_name)
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {error}") from None
+            out[shared.slices(region)] = piece
         return out
 
     def _stored(self, name: str) -> tuple[str, StoredTensor]:
@@ -275,15 +270,3 @@ class TensorReader:
         if found not in self.index.tensors:
             raise BadModelFile(f"{self.path} holds no tensor {name}")
         return found, self.index.tensors[found]
-
-    def _slice(self, file_name: str, name: str, slices: tuple[slice, ...]) -> Tensor:
-        from safetensors import SafetensorError, safe_open
-
-        path = resolve_inside(self.path, file_name)
-        try:
-            if file_name not in self._files:
-                self._files[file_name] = safe_open(path, framework="pt")
-            file = self._files[file_name]
-            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {error}") from None

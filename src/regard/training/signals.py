@@ -60,10 +60,16 @@ def broken_output(objective: nn.Module, batch: Batch) -> str | None:
     Weights must still be those of the failed pass, and the generators be seeded as they were.
     """
     found: list[str] = []
+
+    def note_broken(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.is_floating_point() and not _finite(first):
+            found.append(name)
+
     with ExitStack() as hooks:
         for name, module in objective.named_modules():
             if name and not any(True for _ in module.children()):
-                hooks.callback(module.register_forward_hook(partial(_note_broken, name, found)).remove)
+                hooks.callback(module.register_forward_hook(partial(note_broken, name)).remove)
         with torch.no_grad():
             objective(batch)
     return f"the output of {_short(found[0])}" if found else None
@@ -77,12 +83,6 @@ def broken_gradient(objective: nn.Module) -> str | None:
         return None
     # The backward pass runs from the end of the model to its beginning: the last parameter is where it started.
     return f"the gradient of {broken[-1]}" + (f" and {len(broken) - 1} before it" if len(broken) > 1 else "")
-
-
-def _note_broken(name: str, found: list[str], module: nn.Module, inputs: Any, output: Any) -> None:
-    first = output[0] if isinstance(output, tuple) else output
-    if isinstance(first, Tensor) and first.is_floating_point() and not _finite(first):
-        found.append(name)
 
 
 def _finite(x: Tensor) -> bool:

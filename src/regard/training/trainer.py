@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def train(
     """
     inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
     run_config = inputs.config
-    with _open_group(run_config.train) as group:
+    with closing(_open_group(run_config.train)) as group:
         source, opened = open_run_source(inputs), None
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -133,7 +133,7 @@ def resume(
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} lies behind the {done} steps that {path} has done")
-    with _open_group(recipe) as group:
+    with closing(_open_group(recipe)) as group:
         source = open_run_source(resolve_run(config, task=task, data=data))
         if (known := run.facts["data"]["sha256"]) != source.sha256:
             hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {known[:12]}…"
@@ -148,17 +148,11 @@ def resume(
             return _run(shared, opened, group, style, run, callbacks)
 
 
-@contextmanager
-def _open_group(recipe: TrainConfig) -> Iterator[Group]:
+def _open_group(recipe: TrainConfig) -> Group:
     try:
-        device = resolve_device(recipe.device, "train.device")
+        return open_group(resolve_device(recipe.device, "train.device"))
     except UsageError as error:  # the config is well formed, but this machine has no such device: exit code 1, not 2
         raise RegardError(str(error)) from None
-    group = open_group(device)
-    try:
-        yield group
-    finally:
-        group.close()
 
 
 def _share_batches(recipe: TrainConfig, n_before: int, world: int) -> TrainConfig:
@@ -196,26 +190,43 @@ def _run(
     objective = Objective(model, config.train.label_smoothing, task.loss)
     choice = _choose_precision(config, task, objective, group, run)
     precision = Precision(choice.precision, group.device)
+    step_module: nn.Module = objective
+    if group.is_distributed:
+        kind = "ddp" if config.train.parallel == "auto" else config.train.parallel
+        step_module = parallelise(objective, kind, group, precision.dtype)
+    if choice.compile:
+        step_module = Compiled(step_module, dynamic=task.ragged)
+    optimiser = build_optimiser(model, config.train)
+    peak = peak_flops(group.device, precision.dtype)
+    reporter = Reporter(
+        run.root,
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        style=style if group.is_main else "off",
+        start_step=0 if checkpoint is None else checkpoint.step,
+        flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
+        peak_flops=None if peak is None else peak * group.world,
+    )
     loop = Loop(
         train=config.train,
         task=task,
         model=model,
         objective=objective,
-        step_module=_step_module(config.train, task, objective, group, precision, choice),
-        optimiser=build_optimiser(model, config.train),
+        step_module=step_module,
+        optimiser=optimiser,
         schedule=schedule_of(config.train),
         precision=precision,
         group=group,
         checkpoints=checkpoints,
-        reporter=_new_reporter(config, run, group, precision, style, first, checkpoint),
+        reporter=reporter,
         ema=None if config.train.ema is None else Ema(model, config.train.ema),
         callbacks=callbacks,
     )
-    with loop.reporter, precision.settings():
-        loop.reporter.begin(_facts(loop, config, choice))
+    with reporter, precision.settings():
+        reporter.begin(_facts(loop, config, choice))
         for note in (*notes, task.skipped.to_text()):
             if note is not None:
-                loop.reporter.note(note)
+                reporter.note(note)
         if checkpoint is not None:
             loop.restore(checkpoint)
         return _train_and_save(loop, run, first, None if checkpoint is not None else choice)
@@ -241,9 +252,6 @@ def _train_and_save(loop: Loop, run: RunDirectory, first: Batch, new_choice: Cho
             passes = at.step * loop.train.accumulate
             record(new_choice, compiled.seconds, 1e3 * (at.seconds - compiled.seconds) / passes)
     return _finish(run, loop) if loop.group.is_main else TrainResult(run.root, at.step, at.seconds)
-
-
-# ------------------------------------------------------------------------------------- the parts of a run
 
 
 def _new_model(
@@ -283,36 +291,6 @@ def _choose_precision(config: RunConfig, task: Task, objective: Objective, group
         write_atomic(path, to_json(asdict(choice)))
     group.barrier()
     return choice
-
-
-def _step_module(
-    recipe: TrainConfig, task: Task, objective: Objective, group: Group, precision: Precision, choice: Choice
-) -> nn.Module:
-    module: nn.Module = objective
-    if group.is_distributed:
-        module = parallelise(objective, "ddp" if recipe.parallel == "auto" else recipe.parallel, group, precision.dtype)
-    return Compiled(module, dynamic=task.ragged) if choice.compile else module
-
-
-def _new_reporter(
-    config: RunConfig,
-    run: RunDirectory,
-    group: Group,
-    precision: Precision,
-    style: Style,
-    first: Batch,
-    checkpoint: Checkpoint | None,
-) -> Reporter:
-    peak = peak_flops(group.device, precision.dtype)
-    return Reporter(
-        run.root,
-        steps=config.train.steps,
-        log_every=config.train.log_every,
-        style=style if group.is_main else "off",
-        start_step=0 if checkpoint is None else checkpoint.step,
-        flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
-        peak_flops=None if peak is None else peak * group.world,
-    )
 
 
 def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .statistics import MetricResult, Statistics, mean_statistics
 
 _PASSAGE = 64  # tokens shown and resampled together, as neighbouring tokens are not independent
 _SPAN = 256  # characters resampled together where two models have different tokens
+_Unit = tuple[int, int]  # a document, and which span of 256 characters of it
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,6 @@ def _window_losses(model: Decoder, tokens: Any, windows: list[tuple[int, int]], 
     return losses.cpu().numpy()
 
 
-# ------------------------------------------------------------------------------------- the loss of every token of texts
-
-
 @dataclass(frozen=True, eq=False)
 class TextLosses:
     """All tokens of some texts and -log p of each; NaN where a token was not predicted."""
@@ -170,28 +168,25 @@ def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[
     return [(hits_a, hits_b), (loss_a, loss_b)]
 
 
-_Unit = tuple[int, int]  # a document, and which span of 256 characters of it
-
-
 def _by_characters(a: TextLosses, b: TextLosses) -> tuple[Statistics, Statistics]:
     """Spans of a text where the tokens of both give it back, so that passages in it are known; else documents."""
     if all(_round_trips(x) for x in (a, b)):
-        bits_a, bits_b = _bits_by_spans(a), _bits_by_spans(b)
+        both = [_bits_by_spans(x) for x in (a, b)]
     elif len(a.texts) > 1:
-        bits_a, bits_b = _bits_by_documents(a), _bits_by_documents(b)
+        documents = [np.split(x.losses, x.starts[1:-1]) for x in (a, b)]
+        both = [{(n, -1): float(np.nansum(x)) / math.log(2) for n, x in enumerate(losses)} for losses in documents]
     else:
         raise ValueError(
             "the two models have different tokens, and those of one do not give the text back exactly: as there is "
             "only one document, they cannot be compared"
         )
-    units = sorted(bits_a.keys() & bits_b.keys())
+    units = sorted(both[0].keys() & both[1].keys())
     if not units:
         raise ValueError("the text is too short to compare models with different tokens on it")
     lengths = [len(text) for text in a.texts]
     sizes = [lengths[n] if place < 0 else min(_SPAN, lengths[n] - place * _SPAN) for n, place in units]
     ours, theirs = (
-        mean_statistics("bits per character", [bits[x] for x in units], sizes, higher_is_better=False)
-        for bits in (bits_a, bits_b)
+        mean_statistics("bits per character", [bits[x] for x in units], sizes, higher_is_better=False) for bits in both
     )
     return ours, theirs
 
@@ -220,8 +215,3 @@ def _bits_by_spans(text_losses: TextLosses) -> dict[_Unit, float]:
     for document, place in ends & bits.keys():
         bits[document, place - 1] = bits.get((document, place - 1), 0.0) + bits.pop((document, place))
     return {unit: value for unit, value in bits.items() if unit not in unread}
-
-
-def _bits_by_documents(text_losses: TextLosses) -> dict[_Unit, float]:
-    documents = np.split(text_losses.losses, text_losses.starts[1:-1])
-    return {(n, -1): float(np.nansum(losses)) / math.log(2) for n, losses in enumerate(documents)}

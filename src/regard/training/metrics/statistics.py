@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,10 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...data import hashing
 from ...foundation.checks import check_positive
+from ...foundation.jsonio import to_jsonable
 
 Floats = NDArray[np.float64]
 References = Sequence[str] | Sequence[Sequence[str]]  # for each example its reference, or its references
 NOT_WRITTEN = {"written": False}  # the metadata of a field that stays out of a result's document
+_DRAWS_AT_ONCE = 1 << 20  # numbers drawn at a time: memory stays small however many examples there are
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,7 @@ class MetricResult:
     def to_dict(self) -> dict[str, Any]:
         """Names and values for JSON, without what is None; null where a number is not finite, which JSON cannot say."""
         written = ((field.name, getattr(self, field.name)) for field in fields(self) if field.metadata != NOT_WRITTEN)
-        return {name: _plain(value) for name, value in written if value is not None}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, MetricResult):
-        return value.to_dict()
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
+        return {name: to_jsonable(value) for name, value in written if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +95,6 @@ def reference_lists(hypotheses: Sequence[str], references: References) -> list[l
         if not own:
             raise ValueError(f"references[{i}] is empty: every example needs at least one reference")
     return lists
-
-
-_DRAWS_AT_ONCE = 1 << 20  # numbers drawn at a time: memory stays small however many examples there are
 
 
 @dataclass(frozen=True)

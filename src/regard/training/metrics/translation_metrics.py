@@ -11,7 +11,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from typing import Any, Literal
@@ -21,6 +20,10 @@ import numpy as np
 from .statistics import NOT_WRITTEN, Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
 
 Script = Literal["hangul", "han", "kana", "spaced"]
+Unit = Literal["auto", "words", "characters"]
+Gram = tuple[str, ...]
+_ORDERS = (1, 2, 3, 4)
+_SIGMA = 6.0
 
 _LETTERS = re.compile(r"[^\W\d_]+")
 _HANGUL = re.compile(r"[\u1100-\u11ff\u3130-\u318f\uac00-\ud7a3]+")
@@ -131,13 +134,6 @@ def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], referenc
     return Statistics(name, rows, score, signature=str(metric.get_signature()))
 
 
-Unit = Literal["auto", "words", "characters"]
-Gram = tuple[str, ...]
-
-_ORDERS = (1, 2, 3, 4)
-_SIGMA = 6.0
-
-
 @dataclass(frozen=True)
 class CaptionScores(MetricResult):
     """How close captions are to any of their references."""
@@ -232,15 +228,10 @@ def _in_units(
         unit = "words" if main_script(chain.from_iterable(lists)) == "spaced" else "characters"
 
     def split(text: str) -> list[str]:
-        words = "".join(" " if _is_sign(c) else c for c in text.lower()).split()
+        # Punctuation and symbols are no part of a word.
+        words = "".join(" " if unicodedata.category(c)[0] in "PS" else c for c in text.lower()).split()
         return words if unit == "words" else list("".join(words))
 
     counts = {len(some) for some in lists}
     signature = f"nrefs:{counts.pop() if len(counts) == 1 else 'var'}|case:lc|punct:no|tok:{unit}|smooth:none"
     return [split(text) for text in hypotheses], [[split(text) for text in some] for some in lists], signature
-
-
-@lru_cache(maxsize=4096)
-def _is_sign(character: str) -> bool:
-    """Punctuation or a symbol."""
-    return unicodedata.category(character)[0] in "PS"

@@ -15,14 +15,7 @@ from .translation import Translate
 
 __all__ = ["TASKS", "ExampleResult", "Scores", "Task", "TextTask", "open_task", "task_class_of"]
 
-_CLASSES: tuple[type[Task], ...] = (
-    Translate,
-    LanguageModel,
-    MaskedLanguageModel,
-    Classify,
-    ClassifyImages,
-    CaptionTask,
-)
+_CLASSES = (Translate, LanguageModel, MaskedLanguageModel, Classify, ClassifyImages, CaptionTask)
 TASKS: Mapping[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 

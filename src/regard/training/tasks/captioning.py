@@ -80,22 +80,22 @@ class CaptionTask(ImageTask):
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         chosen = [self._images[i] for i in index]
         captions = [texts[(epoch + i) % len(texts)] for i, texts in chosen]
-        return self._collate(self._pixels(self.source.train, [i for i, _ in chosen], epoch), captions)
-
-    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        """Every caption of every image."""
-        before, self.skipped = self.skipped, SkippedExamples()
-        for group in index_groups(len(examples), 64):
-            captions = [(place, text) for place, i in enumerate(group) for text in _captions(examples[i])]
-            which = [place for place, _ in captions]
-            batch = self._collate(self._pixels(examples, group)[which], [text for _, text in captions])
-            yield [group[place] for place in which], batch
-        self.n_held_out_cut, self.skipped = self.skipped.n_cut, before  # ``skipped`` is about training
-
-    def _collate(self, pixels: Tensor, captions: Sequence[str]) -> Batch:
         rows, n_longer = truncate(self.tokenizer.encode_all(captions), self._max_target_len)
         if n_longer:
             self.skipped = SkippedExamples(n_cut=self.skipped.n_cut + n_longer, max_len=self._max_target_len)
+        return self._collate(self._pixels(self.source.train, [i for i, _ in chosen], epoch), rows)
+
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        """Every caption of every image."""
+        self.n_held_out_cut = 0
+        for group in index_groups(len(examples), 64):
+            captions = [(place, text) for place, i in enumerate(group) for text in _captions(examples[i])]
+            which = [place for place, _ in captions]
+            rows, n_longer = truncate(self.tokenizer.encode_all(text for _, text in captions), self._max_target_len)
+            self.n_held_out_cut += n_longer
+            yield [group[place] for place in which], self._collate(self._pixels(examples, group)[which], rows)
+
+    def _collate(self, pixels: Tensor, rows: list[list[int]]) -> Batch:
         pad_id = self.tokenizer.pad_id
         said = self._pad(rows, pad_id, self._max_width)
         read, wanted = shift_targets(F.pad(said, (1, 0), value=self.tokenizer.bos_id), pad_id)
