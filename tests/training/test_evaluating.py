@@ -24,8 +24,10 @@ from regard.errors import BadModelFile, RegardError
 from regard.recipes import run_config
 from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
-from regard.training import evaluation_report, metrics
+from regard.training import evaluation_report
+from regard.training.metrics.language_metrics import language_model, strided_losses
 from regard.training.metrics.statistics import paired_bootstrap
+from regard.training.metrics.translation_metrics import chrf_statistics
 from regard.training.run_directory import RunDirectory
 
 WORDS = ["red", "blue", "cat", "dog", "sat", "ran", "mat"]
@@ -231,8 +233,8 @@ def test_strided_perplexity_of_one_text(house: House) -> None:
     text = house.file("text.txt").read_text()
     text = text[int(len(text) * 0.7 + 1e-9) :]
     ids = model.processor.tokenizer.encode(text)
-    losses = metrics.strided_losses(model, ids, 32, 5)
-    wanted = metrics.language_model(float(losses.sum(dtype=np.float64)), len(losses), len(text) - 1)
+    losses = strided_losses(model, ids, 32, 5)
+    wanted = language_model(float(losses.sum(dtype=np.float64)), len(losses), len(text) - 1)
     assert report.metrics["strided_loss"] == pytest.approx(wanted.loss, rel=1e-6)
     assert report.metrics["strided_perplexity"] == pytest.approx(wanted.perplexity, rel=1e-6)
     assert report.metrics["strided_bits_per_character"] == pytest.approx(wanted.bits_per_character, rel=1e-6)
@@ -246,7 +248,7 @@ def test_documents_do_not_see_each_other(house: House) -> None:
     total, count, characters = 0.0, 0, 0
     for document in source.valid:
         ids = [2, *model.processor.tokenizer.encode(document.text), 2]
-        losses = metrics.strided_losses(model, ids, 24, 7)
+        losses = strided_losses(model, ids, 24, 7)
         total, count, characters = total + float(losses.sum()), count + len(losses), characters + len(document.text)
     assert report["valid"].n == len(source.valid)
     assert report.metrics["strided_loss"] == pytest.approx(total / count, rel=1e-5)
@@ -403,7 +405,7 @@ def test_a_tokenizer_made_elsewhere(house: House, tmp_path: Path) -> None:
     report = _ask(tmp_path / "foreign", {"source": str(house.file("text.txt"))}, stride=16)
     ids = inner.encode(house.file("text.txt").read_text()).ids
     assert report.metrics["loss"] == pytest.approx(_blocks(model, ids, 48).mean(), rel=1e-5)
-    assert report.metrics["strided_loss"] == pytest.approx(metrics.strided_losses(model, ids, 48, 16).mean(), rel=1e-5)
+    assert report.metrics["strided_loss"] == pytest.approx(strided_losses(model, ids, 48, 16).mean(), rel=1e-5)
     with pytest.raises(ValueError, match=r"max_len=64, but the positions of .* end at 48"):
         _ask(tmp_path / "foreign", {"source": str(house.file("text.txt")), "max_len": 64})
 
@@ -439,7 +441,7 @@ def test_two_runs_on_the_same_pairs(house: House) -> None:
         assert found[name].difference == pytest.approx(report.metrics[key] - alone.metrics[key])
     outputs = [[row.output for row in one.rows] for one in (alone, report)]
     targets = [row.target for row in report.rows]
-    assert found["chrF"] == paired_bootstrap(*(metrics.chrf_statistics(x, targets) for x in outputs))
+    assert found["chrF"] == paired_bootstrap(*(chrf_statistics(x, targets) for x in outputs))
     assert found["loss"].difference < 0, "the one that trained longer is the better one"
     assert report["valid"].other["loss"] == alone.metrics["loss"]
     assert report["valid"].other_rows == alone.rows
