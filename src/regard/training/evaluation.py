@@ -61,10 +61,12 @@ def evaluate(
     predictors = [predictor] if against is None else [predictor, _open_other(predictor, against, place)]
     tasks = _open_tasks(predictors, fields)
     source = tasks[0].source
-    decoding: dict[str, Any] = {
+    options: dict[str, Any] = {
         "beam": recipe.beam if beam is None else beam,
         "length_penalty": recipe.length_penalty if length_penalty is None else length_penalty,
+        "stride": stride,
     }
+    options = {name: value for name, value in options.items() if name in task_class.evaluation_options}
     reports, notes = [], []
     if predictor.run is not None and not fields and predictor.run.facts["data"]["sha256"] != source.sha256:
         notes.append(f"{source.name} is not what it was when {predictor.name} was trained")
@@ -76,11 +78,10 @@ def evaluate(
                 raise BadData(
                     f"{source.name} has nothing held out to evaluate on; data.source=FILE names other examples"
                 )
-            scores.append(task.score(each.model, examples, Precision(precision, place), stride=stride, **decoding))
+            scores.append(task.score(each.model, examples, Precision(precision, place), **options))
             if task.n_held_out_cut:
                 notes.append(f"{task.n_held_out_cut:,} texts of {name} were cut to what {each.name} can read")
         reports.append(_split_report(name, predictors, tasks[0], scores))
-    options = {n: x for n, x in {**decoding, "stride": stride}.items() if n in task_class.evaluation_options}
     report = EvaluationReport(
         path=predictor.name,
         task=task_class.name,

@@ -115,15 +115,7 @@ class TextTask(Task):
         for index in index_groups(len(rows), max(1, 32768 // self.context)):
             yield index, self._row_batch(rows.batch(0, index), -1, index)
 
-    def score(
-        self,
-        model: Model,
-        examples: Sequence[Example],
-        precision: Precision,
-        *,
-        stride: int | None = None,
-        **decoding: Any,
-    ) -> Scores:
+    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """Every token as validation scores it and, with a ``stride``, also with a long context before each."""
         file = self.token_file(examples)
         if len(file.tokens) < 2:
@@ -147,7 +139,7 @@ class TextTask(Task):
         values: dict[str, Any] = {"loss": self.check_finite(scores.loss), "perplexity": scores.perplexity}
         values |= self._text_metrics(text_losses)
         rows = list(self._passage_results(text_losses, inputs))
-        if stride is not None:
+        if (stride := options.get("stride")) is not None:
             with precision.forward():
                 text_losses = text_losses.with_stride(cast(Decoder, model), self.context, stride)
             strided = text_losses.scores()  # the better measure, so it is also what is compared

@@ -224,17 +224,9 @@ class Task(ABC):
             found["perplexity"] = math.exp(min(total / count, 700))
         return {**found, **self.answers(model, self.first(self.source.valid, n_examples), **decoding)[0]}
 
-    def score(
-        self,
-        model: Model,
-        examples: Sequence[Example],
-        precision: Precision,
-        *,
-        stride: int | None = None,
-        **decoding: Any,
-    ) -> Scores:
+    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """Loss and answer of every example, as a report has them. ``precision`` is that of the loss; generation uses
-        the weights as is. ``decoding``: beam and length_penalty; ``stride`` is for language models."""
+        the weights as is. ``options``: those of ``evaluation_options``."""
         sums, counts = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
         n_tokens, start = 0, time.perf_counter()
         for index, batch in self.valid_groups(examples):
@@ -246,7 +238,7 @@ class Task(ABC):
             n_tokens += batch.n_tokens
         seconds = time.perf_counter() - start
         loss = self.check_finite(float(sums.sum() / counts.sum()))
-        answered, rows = self.answers(model, examples, **decoding)
+        answered, rows = self.answers(model, examples, **options)
         rows = [replace(row, loss=float(each)) for row, each in zip(rows, sums / counts, strict=True)]
         found: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss), **answered}
         found.pop("n", None)
