@@ -163,7 +163,7 @@ def test_any_box_is_put_together_from_pieces(tmp_path_factory: pytest.TempPathFa
         if part.numel():
             write_tensors(folder / f"{i}.safetensors", {"x/x": part})
             offset = [0] * len(shape)
-            offset[dim] = sum(piece.region.size[dim] for piece in pieces)
+            offset[dim] = sum(region.size[dim] for _, region in pieces)
             pieces.append((f"{i}.safetensors", TensorRegion(tuple(offset), tuple(part.shape))))
     text = Index({"x/x": shards.StoredTensor(tuple(shape), x.dtype, tuple(pieces))}, {}).text()
     (folder / "index.json").write_bytes(text)
