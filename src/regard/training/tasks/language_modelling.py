@@ -19,7 +19,7 @@ from ...data.examples import Example, Text
 from ...data.packing import IGNORE, PackedRow, PackedRows, TokenBlocks
 from ...data.token_files import TokenFile, cached_tokens
 from ...errors import BadData
-from ...generation import generate
+from ...generation.text_generation import generate
 from ...models import Decoder, Model
 from ...text.processor import Processor
 from ...text.tokenizer import EOS, MASK
