@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,56 +41,32 @@ class BatchPlan:
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.batch_tokens, self.seed, self.shuffle = batch_tokens, seed, shuffle
-        self.max_len, self.max_examples = max_len, max_examples
         if self.lengths.ndim not in (1, 2) or len(self.lengths) == 0:
             raise ValueError(f"lengths has shape {self.lengths.shape}, but (n,) or (n, sides) with n ≥ 1 is needed")
         check_positive(batch_tokens=batch_tokens, max_examples=max_examples, max_len=max_len)
+        longest = self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
+        fits = longest <= (max_len or np.iinfo(np.int64).max)
+        self._included, self.dropped = np.flatnonzero(fits), np.flatnonzero(~fits)
         if not len(self._included):
             raise ValueError(f"every example is longer than max_len={max_len}")
-        longest = int(self._longest[self._included].max())
-        if longest > batch_tokens:
+        sizes = longest[self._included]
+        if sizes.max() > batch_tokens:
             hint = "raise it, or leave long examples out with max_len"
-            raise ValueError(f"an example has {longest} tokens, but batch_tokens={batch_tokens}; {hint}")
+            raise ValueError(f"an example has {sizes.max()} tokens, but batch_tokens={batch_tokens}; {hint}")
+        self._sort_key = sizes
+        if self.lengths.ndim == 2:  # by the longer side, then, coarsely, by the other, so that both are padded little
+            self._sort_key = sizes * (1 << 32) + self.lengths[self._included].min(axis=1) // 4
+        cuts = [0]  # where batches end in the sorted order
+        for index, size in enumerate(np.sort(sizes).tolist()):  # rising, so the last is the longest
+            n = index - cuts[-1]
+            if (n + 1) * max(size, 1) > batch_tokens or n >= (max_examples or len(sizes)):
+                cuts.append(index)
+        self._cuts = np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
     @classmethod
     def by_examples(cls, n: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> BatchPlan:
         """Batches of ``batch_size`` examples that are all of one size, as images are."""
         return cls(np.ones(n), batch_size, seed=seed, shuffle=shuffle)
-
-    @cached_property
-    def _longest(self) -> NDArray[np.int64]:
-        return self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
-
-    @cached_property
-    def _included(self) -> NDArray[np.int64]:
-        limit = np.iinfo(np.int64).max if self.max_len is None else self.max_len
-        return np.flatnonzero(self._longest <= limit)
-
-    @property
-    def dropped(self) -> NDArray[np.int64]:
-        """The examples that max_len leaves out."""
-        return np.setdiff1d(np.arange(len(self.lengths)), self._included)
-
-    @cached_property
-    def _sort_key(self) -> NDArray[np.int64]:
-        """Examples are sorted by the longer side, then, coarsely, by the other, so that both are padded little."""
-        if self.lengths.ndim == 1:
-            return self._longest[self._included]
-        other = self.lengths[self._included].min(axis=1)
-        return self._longest[self._included] * (1 << 32) + other // 4
-
-    @cached_property
-    def _cuts(self) -> NDArray[np.int64]:
-        """Where batches end in the sorted order."""
-        sizes = np.sort(self._sort_key)
-        sizes = sizes if self.lengths.ndim == 1 else sizes >> 32
-        cuts, first = [0], 0
-        limit = self.max_examples or len(sizes)
-        for index, size in enumerate(sizes.tolist()):  # rising, so the last is the longest
-            if (index - first + 1) * max(size, 1) > self.batch_tokens or index - first >= limit:
-                cuts.append(index)
-                first = index
-        return np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
     def count(self, world: int = 1) -> int:
         """Batches of an epoch for each of ``world`` ranks; a remainder is left for another epoch."""

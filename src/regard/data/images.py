@@ -48,7 +48,7 @@ def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, 
     """Pixels (height, width, channels) of uint8, turned as the camera was held, resized to ``size`` × ``size``."""
     from PIL import Image
 
-    if isinstance(image, np.ndarray) and size in (None, image.shape[0]) and size in (None, image.shape[1]):
+    if isinstance(image, np.ndarray) and (size is None or image.shape[:2] == (size, size)):
         pixels = image if image.ndim == 3 else image[:, :, None]
         if pixels.shape[2] == channels:
             return pixels
@@ -97,23 +97,22 @@ def image_batch(
     rows = [int(index) for index in indices]
     pixels = np.stack([pixels_of(examples[index].image, size, channels) for index in rows])
     if shift or flip:
-        keys = np.asarray([stable_key("augment", seed, epoch, index) for index in rows], dtype=np.uint64)
-        pixels = _augment(pixels, shift, flip, keys)
+        pixels = _augment(pixels, shift, flip, [stable_key("augment", seed, epoch, index) for index in rows])
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
     centre, spread = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
     return ((batch - centre) / spread).contiguous()
 
 
-def _augment(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
+def _augment(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: list[int]) -> NDArray[np.uint8]:
     """Shift and mirror images (B, height, width, C) as their keys say; pixels from outside repeat the edge."""
     n, height, width, _ = pixels.shape
-    down, right, mirrored = (bits_of(keys, index) for index in range(3))
+    down, right, mirrored = (bits_of(np.asarray(keys, dtype=np.uint64), index) for index in range(3))
     rows, columns = np.arange(height)[None], np.arange(width)[None].repeat(n, 0)
     if flip:
         columns = np.where(mirrored[:, None] % 2 == 1, width - 1 - columns, columns)
     span = 2 * shift + 1
     rows = np.clip(rows + (down[:, None] % span) - shift, 0, height - 1)
-    columns = np.clip(columns + (right[:, None] % span) - shift, 0, width - 1) if shift else columns
+    columns = np.clip(columns + (right[:, None] % span) - shift, 0, width - 1)
     return pixels[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
@@ -149,6 +148,6 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             raise BadData(f"{path} says it holds {need:,} bytes, more than {_MAX_IDX_BYTES:,}")
         content = file.read(need + 1)
     if len(content) != need:
-        more = "more" if len(content) > need else f"{len(content):,}"
-        raise BadData(f"{path} says it holds {need:,} bytes, but has {more}")
+        size = "more" if len(content) > need else f"{len(content):,}"
+        raise BadData(f"{path} says it holds {need:,} bytes, but has {size}")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)

@@ -60,12 +60,12 @@ class CorpusView(Sequence[Example]):
             index += self.size
         if not 0 <= index < self.size:
             raise IndexError(f"index={index} is not one of the {self.size} examples of {self.corpus.name}")
-        if index in self._cache:
-            return self._cache[index]
-        example = _to_example(self.corpus.example(self.split, index))
-        if not isinstance(example, ImageExample):  # those are drawn again: pixels take too much memory
+        if index not in self._cache:
+            example = _to_example(self.corpus.example(self.split, index))
+            if isinstance(example, ImageExample):  # those are drawn again: pixels take too much memory
+                return example
             self._cache[index] = example
-        return example
+        return self._cache[index]
 
 
 def open_source(
@@ -230,10 +230,9 @@ def _valid_rows(rows: Iterable[Any], report: ReadReport, config: DataConfig) -> 
         if not isinstance(row, Row):
             yield row
             continue
-        faults = [(number, fault) for number, cell in enumerate(row.cells, 1) if (fault := _cell_fault(cell, config))]
-        if faults:
-            number, fault = faults[0]
-            report.add_bad(row.file, row.line, fault, f"column {number} of {len(row.cells)}")
+        faults = [_cell_fault(cell, config) for cell in row.cells]
+        if fault := next(filter(None, faults), None):
+            report.add_bad(row.file, row.line, fault, f"column {faults.index(fault) + 1} of {len(row.cells)}")
             continue
         cells = tuple(_normalise(cell, config) for cell in row.cells)
         report.n_normalised += cells != row.cells
@@ -242,12 +241,13 @@ def _valid_rows(rows: Iterable[Any], report: ReadReport, config: DataConfig) -> 
 
 def _cell_fault(cell: Any, config: DataConfig) -> str | None:
     """What is wrong with a cell: JSON can write half a character, and quoted CSV a very long text."""
-    for text in cell if isinstance(cell, tuple) else (cell,):
-        if isinstance(text, str) and not text.strip():
+    texts = [text for text in (cell if isinstance(cell, tuple) else (cell,)) if isinstance(text, str)]
+    for text in texts:
+        if not text.strip():
             return "empty"
-        if isinstance(text, str) and len(text) > config.max_chars:
+        if len(text) > config.max_chars:
             return "text too long"
-        if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
             return "half of a surrogate pair"
     return "empty" if cell == () else None
 

@@ -134,7 +134,10 @@ def read_table(path: Path, form: str, schema: Schema, report: ReadReport, option
     if schema.header:
         names = [name.strip() for name in next(records, (0, None))[1] or []]
         report.n_read -= 1
-        indices, width = [_column_index(path, names, column) for column in schema.columns], len(names)
+        for column in schema.columns:
+            if column >= len(names) if isinstance(column, int) else column not in names:
+                raise ValueError(f"columns has {column!r}, but {path} has the columns {', '.join(names)}")
+        indices, width = [x if isinstance(x, int) else names.index(x) for x in schema.columns], len(names)
     elif len(indices) < len(schema.columns):
         raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
     for number, cells in records:
@@ -185,14 +188,6 @@ def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterato
             yield numbers[0], None
             continue
         yield numbers[0], record or [""]
-
-
-def _column_index(path: Path, names: list[str], column: str | int) -> int:
-    if isinstance(column, int) and column < len(names):
-        return column
-    if column not in names:
-        raise ValueError(f"columns has {column!r}, but {path} has the columns {', '.join(names)}")
-    return names.index(str(column))
 
 
 def read_jsonl(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from ..errors import BadData
 from ..foundation.files import atomic_file, write_atomic
 
 _FORMAT = "regard-tokens-1"
+Documents = Iterable[Sequence[int]]  # token ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class TokenFile:
         return cls(np.fromiter(flat, dtype=_dtype(vocab_size), count=int(starts[-1])), starts)
 
 
-def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int, key: str = "") -> TokenFile:
+def write_tokens(path: Path, documents: Documents, vocab_size: int, key: str = "") -> TokenFile:
     """Write documents as they come; a reader sees the old files or the new ones, never half of either."""
     dtype = _dtype(vocab_size)
     starts, digest = [0], hashlib.sha256()
@@ -60,15 +61,8 @@ def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocab_size: int
         # An old header beside new ids would be believed.
         _with_suffix(path, ".json").unlink(missing_ok=True)
     write_atomic(_with_suffix(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
-    header = {
-        "format": _FORMAT,
-        "dtype": np.dtype(dtype).name,
-        "tokens": starts[-1],
-        "documents": len(starts) - 1,
-        "vocab_size": vocab_size,
-        "key": key,
-        "sha256": digest.hexdigest(),
-    }
+    header = {"format": _FORMAT, "dtype": np.dtype(dtype).name, "tokens": starts[-1], "documents": len(starts) - 1}
+    header |= {"vocab_size": vocab_size, "key": key, "sha256": digest.hexdigest()}
     write_atomic(_with_suffix(path, ".json"), json.dumps(header, indent=1).encode())
     return open_tokens(path)
 
@@ -96,11 +90,7 @@ def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
 
 
 def cached_tokens(
-    folder: Path,
-    source_sha256: str,
-    tokenizer_sha256: str,
-    vocab_size: int,
-    make: Callable[[], Iterable[Sequence[int]]],
+    folder: Path, source_sha256: str, tokenizer_sha256: str, vocab_size: int, make: Callable[[], Documents]
 ) -> TokenFile:
     """The tokens of a source under a tokenizer: mapped where they were made before, else made now."""
     key = hashlib.sha256(f"{source_sha256} {tokenizer_sha256}".encode()).hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import count, islice
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,8 @@ __all__ = ["CORPORA", "Corpus", "Draws", "check_index", "examples", "fingerprint
 Item = TypeVar("Item")
 E_co = TypeVar("E_co", covariant=True)
 
-CORPORA = ("en-ko", "shapes", "stdlib")
+_CLASSES = {"en-ko": (".enko", "EnKo"), "shapes": (".shapes", "Shapes"), "stdlib": (".stdlib_text", "Stdlib")}
+CORPORA = tuple(_CLASSES)
 
 
 class Corpus(Protocol[E_co]):
@@ -43,20 +45,11 @@ class Corpus(Protocol[E_co]):
 
 def open_corpus(name: str) -> Corpus[Any]:
     """The embedded corpus of this name, with its default settings; its module is imported now."""
-    match name:
-        case "en-ko":
-            from .enko import EnKo
-
-            return EnKo()
-        case "shapes":
-            from .shapes import Shapes
-
-            return Shapes()
-        case "stdlib":
-            from .stdlib_text import Stdlib
-
-            return Stdlib()
-    raise ValueError(f"corpus={name!r} is not one of {', '.join(CORPORA)}{did_you_mean(name, CORPORA, cutoff=0.5)}")
+    if name not in _CLASSES:
+        raise ValueError(f"corpus={name!r} is not one of {', '.join(CORPORA)}{did_you_mean(name, CORPORA, cutoff=0.5)}")
+    module, class_name = _CLASSES[name]
+    corpus: Corpus[Any] = getattr(import_module(module, __package__), class_name)()
+    return corpus
 
 
 def check_index(corpus: Corpus[object], split: str, index: int) -> None:

@@ -246,16 +246,12 @@ def outline(shape: str) -> tuple[tuple[float, float], ...]:
                 points += [(-y, x) for x, y in points[-3:]]
             return tuple(points)
         case "heart":
-            return tuple(_heart_point(turn) for turn in _angles(36))
+            # x = 16 sin³ t, y = 13 cos t − 5 cos 2t − 2 cos 3t − cos 4t, turned upright and brought to size.
+            xs = [16 * math.sin(t) ** 3 for t in _angles(36)]
+            ys = [13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in _angles(36)]
+            return tuple((x / 16, (-y - 2.5) / 15) for x, y in zip(xs, ys, strict=True))
     raise ValueError(f"shape={shape!r} has no outline of corners")
 
 
 def _angles(n: int) -> list[float]:
     return [2 * math.pi * corner / n for corner in range(n)]
-
-
-def _heart_point(turn: float) -> tuple[float, float]:
-    """x = 16 sin³ t, y = 13 cos t − 5 cos 2t − 2 cos 3t − cos 4t, turned upright and brought to size."""
-    x = 16 * math.sin(turn) ** 3
-    y = 13 * math.cos(turn) - 5 * math.cos(2 * turn) - 2 * math.cos(3 * turn) - math.cos(4 * turn)
-    return x / 16, (-y - 2.5) / 15
