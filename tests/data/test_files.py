@@ -411,6 +411,17 @@ def test_idx_files(tmp_path: Path) -> None:
     assert (len(source.train), len(source.valid), source.labels) == (32, 8, tuple("0123456789"))
     seen = {int(x.image[0, 0]): x.label for x in everything(source)}
     assert seen == {n: n % 10 for n in range(40)}
+    assert source.split.how == "by hash of the pixels, valid_rows=8, split_seed=0"
+    folder = tmp_path / "held"
+    for label in "01":
+        (folder / label).mkdir(parents=True)
+        Image.fromarray(images[int(label)]).save(folder / label / "x.png")
+    held_out = open_source(tmp_path, valid=folder)
+    assert (len(held_out.train), len(held_out.valid)) == (40, 2), "held-out images need not be IDX files too"
+    write(tmp_path / "val-images-idx3-ubyte", idx(images[:2]))
+    write(tmp_path / "val-labels-idx1-ubyte", idx(labels[:2] + 9))
+    with pytest.raises(BadData, match="has the label 10, but labels names only 10"):
+        open_source(tmp_path)
     write(tmp_path / "train-labels-idx1-ubyte.gz", gzip.compress(idx(labels[:-1]), mtime=0))
     with pytest.raises(BadData, match=r"has shape \(40, 4, 4\), but .* has \(39,\)"):
         open_source(tmp_path)

@@ -92,8 +92,7 @@ class BatchPlan:
     def padding(self) -> float:
         """Share of a batch that is padding, over an epoch."""
         examples, _ = _epoch_order(self, 0)
-        sides = self.lengths if self.lengths.ndim == 2 else self.lengths[:, None]
-        sizes = sides[examples]
+        sizes = self.lengths.reshape(len(self.lengths), -1)[examples]
         longest = np.maximum.reduceat(sizes, self._cuts[:-1], axis=0)
         padded = (longest * np.diff(self._cuts)[:, None]).sum()
         return float(1 - sizes.sum() / max(int(padded), 1))

@@ -51,8 +51,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def bits_of(keys: NDArray[np.uint64], index: int) -> NDArray[np.int64]:
     """20 bits for each of many keys: number ``index`` of each one's own sequence."""
     with np.errstate(over="ignore"):
-        z = keys + np.uint64(index + 1) * _GOLDEN
-        return (_mix(z) >> np.uint64(44)).astype(np.int64)
+        return (_mix(keys + np.uint64(index + 1) * _GOLDEN) >> np.uint64(44)).astype(np.int64)
 
 
 def uniform(key: int, index: NDArray[np.integer]) -> NDArray[np.float64]:

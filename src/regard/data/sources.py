@@ -210,7 +210,11 @@ def _examples(
             captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
         return [ImageExample(image, tuple(texts)) for image, texts in captions.items()], None
     labelled = list(_valid_rows(rows, report, config))
-    labels = labels or files.labels or _sorted_labels({row.cells[1] for row in labelled})
+    names = {row.cells[1] for row in labelled}
+    if not labels and not files.labels and len(names) > _MAX_LABELS:
+        raise ValueError(f"the label column has {len(names):,} different values, so it is not one of labels")
+    order = int if all(name.lstrip("-").isdigit() for name in names) else str
+    labels = labels or files.labels or tuple(sorted(names, key=order))
     number = {name: index for index, name in enumerate(labels)}
     known = []
     for row in labelled:
@@ -277,10 +281,3 @@ def _usable_images(
             report.add_bad(row.file, row.line, "unusable image", f"{name} {fault}")
         else:
             yield row, root / name
-
-
-def _sorted_labels(names: set[str]) -> tuple[str, ...]:
-    if len(names) > _MAX_LABELS:
-        raise ValueError(f"the label column has {len(names):,} different values, so it is not one of labels")
-    numeric = all(name.lstrip("-").isdigit() for name in names)
-    return tuple(sorted(names, key=int if numeric else str))

@@ -68,20 +68,12 @@ def read_lines(
                 if raw.startswith(_UTF16):
                     raise BadData(f"{path} is UTF-16; UTF-8 is needed")
                 raw = raw.removeprefix(_BOM)
-            ended = raw.endswith(b"\n")
-            size = len(raw) if ended or len(raw) < max_bytes - len(_BOM) else len(raw) + _skip_line(file)
+            size, ended, rest = len(raw), raw.endswith(b"\n"), raw
+            while rest and not rest.endswith(b"\n") and size >= max_bytes - len(_BOM):
+                rest = file.readline(1 << 20)  # of a line too long to hold
+                size += len(rest)
             line = _decode_line(raw, size, max_chars, path, number, report, options.normalise)
             yield number, line + "\n" if ends and ended and line is not None else line
-
-
-def _skip_line(file: IO[bytes]) -> int:
-    """Read past the rest of a line without holding it; its number of bytes."""
-    size = 0
-    while rest := file.readline(1 << 20):
-        size += len(rest)
-        if rest.endswith(b"\n"):
-            break
-    return size
 
 
 def _decode_line(

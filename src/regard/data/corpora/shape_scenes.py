@@ -9,7 +9,7 @@ are shares of the image's side, x to the right and y downwards. Images are drawn
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -30,8 +30,7 @@ _RADII = {"small": (0.08, 0.095), "large": (0.135, 0.15)}
 # Something stands inside only what is wide in the middle, and that one is drawn larger than large.
 _CONTAINERS = ("circle", "square", "diamond", "triangle")
 _CONTAINER_RADIUS = (0.21, 0.235)
-# Corners reach a little beyond the radius.
-_GAP = 0.03
+_GAP = 0.03  # between things: corners reach a little beyond the radius
 _STEPS: dict[Side, tuple[float, float]] = {"left": (1, 0), "right": (-1, 0), "above": (0, 1), "below": (0, -1)}
 _SIDES: tuple[Side, ...] = ("left", "right", "above", "below")
 
@@ -147,7 +146,14 @@ def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], l
     subject, second, third = all_traits
     inner = subject[0] == "small" and second[0] == "large" and second[2] in _CONTAINERS and subject[1] != second[1]
     if inner and draws.chance(0.6):
-        return _place_nested(draws, subject, second, third)
+        side = draws.choice(_SIDES)
+        radius = draws.uniform(*_RADII[third[0]])
+        step = _STEPS[side]
+        x, y = (0.5 - step[axis] * 0.2 + draws.uniform(-0.03, 0.03) for axis in (0, 1))
+        outer = _container(draws, second, x, y)
+        reach = outer.radius + radius + draws.uniform(0.03, 0.07)
+        beside = _draw_thing(draws, third, x + step[0] * reach, y + step[1] * reach, radius)
+        return [_thing_inside(draws, subject, outer), outer, beside], [Relation("inside", 1), Relation(side, 2)]
     sides = sorted(draws.shuffle(_SIDES)[:2], key=_SIDES.index)
     radii = [draws.uniform(*_RADII[traits[0]]) for traits in all_traits]
     x, y = (0.5 + draws.uniform(-0.02, 0.02) - sum(_STEPS[side][axis] for side in sides) * 0.16 for axis in (0, 1))
@@ -157,17 +163,6 @@ def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], l
         dx, dy = (_STEPS[side][axis] * distance for axis in (0, 1))
         things.append(_draw_thing(draws, traits, x + dx, y + dy, radius))
     return things, [Relation(side, other) for other, side in enumerate(sides, 1)]
-
-
-def _place_nested(draws: Draws, subject: Traits, second: Traits, third: Traits) -> tuple[list[Thing], list[Relation]]:
-    side = draws.choice(_SIDES)
-    radius = draws.uniform(*_RADII[third[0]])
-    step = _STEPS[side]
-    x, y = (0.5 - step[axis] * 0.2 + draws.uniform(-0.03, 0.03) for axis in (0, 1))
-    outer = _container(draws, second, x, y)
-    reach = outer.radius + radius + draws.uniform(0.03, 0.07)
-    beside = _draw_thing(draws, third, x + step[0] * reach, y + step[1] * reach, radius)
-    return [_thing_inside(draws, subject, outer), outer, beside], [Relation("inside", 1), Relation(side, 2)]
 
 
 def _container(draws: Draws, traits: Traits, x: float, y: float) -> Thing:
@@ -199,9 +194,10 @@ def draw(scene: Scene, size: int = 64) -> Image:
         inks = zip(_RGB[thing.colour], thing.tone, strict=True)
         colour = tuple(max(0, min(255, ink + tone)) for ink, tone in inks)
         if thing.shape in ("circle", "ring"):
-            pen.ellipse(_disc_box(thing, 1.0, big), fill=colour)
-            if thing.shape == "ring":
-                pen.ellipse(_disc_box(thing, _RING_HOLE, big), fill=scene.paper)
+            hole = ((_RING_HOLE, scene.paper),) if thing.shape == "ring" else ()
+            for share, fill in ((1.0, colour), *hole):
+                x0, y0, x1, y1 = box_of(replace(thing, radius=thing.radius * share))
+                pen.ellipse((x0 * big, y0 * big, x1 * big - 1, y1 * big - 1), fill=fill)
         else:
             pen.polygon([(x * big, y * big) for x, y in _placed_outline(thing)], fill=colour)
     return image.reduce(_SCALE)
@@ -213,11 +209,6 @@ def box_of(thing: Thing) -> Box:
         return (thing.x - thing.radius, thing.y - thing.radius, thing.x + thing.radius, thing.y + thing.radius)
     xs, ys = zip(*_placed_outline(thing), strict=True)
     return (min(xs), min(ys), max(xs), max(ys))
-
-
-def _disc_box(thing: Thing, share: float, big: int) -> Box:
-    x, y, radius = thing.x, thing.y, thing.radius * share
-    return (x - radius) * big, (y - radius) * big, (x + radius) * big - 1, (y + radius) * big - 1
 
 
 def _placed_outline(thing: Thing) -> list[tuple[float, float]]:

@@ -129,10 +129,8 @@ def _related_korean(scene: Scene) -> _GroundedWords:
     return [*words, ("있는", ()), *_korean(scene.things[0].traits, (0,))]
 
 
-# Part of every key: raised when a change of the drawing changes what an index means.
-_EDITION = 1
-# One composition in this many is held out for `valid`.
-_VALID_SHARE = 12
+_EDITION = 1  # part of every key: raised when a change of the drawing changes what an index means
+_VALID_SHARE = 12  # one composition in this many is held out for `valid`
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -243,9 +243,15 @@ def noun_phrase(node: Node, case: str) -> list[Word]:
     if isinstance(number, int):
         words.insert(0, Word(NUMERALS[number][0], ((id(node), "number"),)))
     words[:0] = _determiner(node, words[0].text, bool(number) or "plural" in noun.tags)
-    if "clause" in node:
-        words += _relative(node, "person" in noun.tags)
-    return words
+    if "clause" not in node:
+        return words
+    clause, gap = node["clause"], node["clause"]["gap"]
+    words.append(Word("who" if gap == "subject" and "person" in noun.tags else "that", (), ((id(clause), "verb"),)))
+    if gap != "subject":
+        return words + _clause(clause, gap=gap)
+    # The head noun is the subject: the verb agrees with it although it is not said again.
+    first, rest = _verb_group(clause, agreement(node))
+    return [*words, *first, *rest, *_tail(clause, gap), *_time(clause)]
 
 
 def _determiner(node: Node, next_word: str, is_plural: bool) -> list[Word]:
@@ -257,13 +263,3 @@ def _determiner(node: Node, next_word: str, is_plural: bool) -> list[Word]:
         return [Word(article(next_word) if determiner == "a" else "the", (), ((id(node), "noun"),))]
     form = {"this": "these", "that": "those"}.get(determiner, determiner) if is_plural else determiner
     return [Word(form, ((id(node), "det"),))] if form else []
-
-
-def _relative(node: Node, person: bool) -> list[Word]:
-    clause, gap = node["clause"], node["clause"]["gap"]
-    opener = Word("who" if person and gap == "subject" else "that", (), ((id(clause), "verb"),))
-    if gap != "subject":
-        return [opener, *_clause(clause, gap=gap)]
-    # The head noun is the subject: the verb agrees with it although it is not said again.
-    first, rest = _verb_group(clause, agreement(node))
-    return [opener, *first, *rest, *_tail(clause, gap), *_time(clause)]

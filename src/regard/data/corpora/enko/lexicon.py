@@ -255,10 +255,8 @@ def lemmas() -> frozenset[str]:
     return frozenset(f"{kind}:{word}" for kind, words in kinds.items() for word in words)
 
 
-# Combinations. A predicate with fewer nouns keeps them all: it could not be learned from less.
-_MIN_NOUNS = 6
-# One noun in this many is held out for each of the two splits.
-_SHARE = 16
+_MIN_NOUNS = 6  # a predicate with fewer nouns keeps them all: it could not be learned from less
+_SHARE = 16  # one noun in this many is held out for each of the two splits
 
 
 def _hold_out() -> dict[Combination, str]:

@@ -270,15 +270,13 @@ class Sentences(Clauses):
         if roll == 0:  # think that … who … the thing that …
             return {"register": register, "clause": self._report_of_relatives(both=self.draws.chance(0.8))}
         sentence = self.joined_clauses(register, may_share=False)
-        if roll == 1 or sentence["join"] != "but":  # when …, somebody who … the thing that …
+        if roll == 2 and sentence["join"] == "but":  # …, but somebody thinks that … the thing that …
+            return {**sentence, "clause": self._report_of_relatives(both=False)}
+        main = self.with_relative(both=self.draws.chance(0.7))  # when …, somebody who … the thing that …
+        while not _is_deed(main):
             main = self.with_relative(both=self.draws.chance(0.7))
-            while not _is_deed(main):
-                main = self.with_relative(both=self.draws.chance(0.7))
-            main.pop("aspect", None)
-            sentence["clause"] = {**main, "tense": sentence["clause"]["tense"]}
-        else:  # …, but somebody thinks that … the thing that …
-            sentence["clause"] = self._report_of_relatives(both=False)
-        return sentence
+        main.pop("aspect", None)
+        return {**sentence, "clause": {**main, "tense": sentence["clause"]["tense"]}}
 
     def _report_of_relatives(self, both: bool) -> Node:
         report = self.report()
