@@ -27,6 +27,7 @@ from .parity_cases import BATCH, ParityCase, check_file, largest_sizes, make_cas
 from .quantise import is_quantised
 
 NAME = "certificate.json"
+Reference = tuple[ParityCase, Tensor]  # a case, and the logits of the model with attention step by step
 _NEW_TOKENS = 16
 
 
@@ -75,10 +76,10 @@ def certify(
     cases = make_cases(model.config, n_shapes, seed)
     with inference(model):
         with reference_attention(model):
-            reference = [full_logits(model, case) for case in cases]
-        comparisons = _compare_torch_paths(model, cases, reference, bounds, compiled)
+            references = [(case, full_logits(model, case)) for case in cases]
+        comparisons = _compare_torch_paths(model, references, bounds, compiled)
         engines = _open_engines(root, bounds)
-        comparisons += _compare_engines(model, engines, cases, reference)
+        comparisons += _compare_engines(model, engines, references)
         file = None
         if check is not None:
             deltas = [(name, engine, limits.delta) for name, engine, limits in engines]
@@ -143,10 +144,7 @@ def certificate_text(document: Mapping[str, Any]) -> str:
 
 def full_logits(model: Model, case: ParityCase) -> Tensor:
     """Logits of every real token, all rows one after the other (N, V); class logits (B, C)."""
-    if case.target is None:
-        options = {} if case.padding_mask is None else {"padding_mask": case.padding_mask}
-        return case.drop_padding(model(case.source, **options))
-    return case.drop_padding(model(case.source, case.target, source_padding_mask=case.padding_mask))
+    return case.drop_padding(TorchEngine(model).token_logits(case.source, case.target, case.padding_mask))
 
 
 def cached_logits(model: Model, case: ParityCase) -> Tensor:
@@ -178,12 +176,12 @@ def reference_attention(model: Model) -> Iterator[None]:
 
 
 def _compare_torch_paths(
-    model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds, compiled: bool
+    model: Model, references: list[Reference], bounds: Bounds, compiled: bool
 ) -> list[dict[str, Any]]:
     """The model itself with fused kernels, with its cache, and compiled."""
     rows = []
     if any(isinstance(module, MultiHeadAttention) for module in model.modules()):
-        rows.append(_compare("fused", full_logits, model, cases, reference, bounds))
+        rows.append(_compare("fused", full_logits, model, references, bounds))
     else:
         rows.append(_skipped("fused", "the model has no attention layer with a choice of kernels"))
     if model.is_encoder_only:
@@ -191,23 +189,22 @@ def _compare_torch_paths(
     elif not model.config.mixing.by_token or not model.config.causal:
         rows.append(_skipped("cached", "every token sees those after it, so there is nothing to keep"))
     else:
-        rows.append(_compare("cached", cached_logits, model, cases, reference, bounds))
-    last = _compare_compiled(model, cases, reference, bounds) if compiled else _skipped("compiled", "not asked for")
+        rows.append(_compare("cached", cached_logits, model, references, bounds))
+    last = _compare_compiled(model, references, bounds) if compiled else _skipped("compiled", "not asked for")
     return [*rows, last]
 
 
-def _compare_compiled(model: Model, cases: list[ParityCase], reference: list[Tensor], bounds: Bounds) -> dict[str, Any]:
+def _compare_compiled(model: Model, references: list[Reference], bounds: Bounds) -> dict[str, Any]:
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return _skipped("compiled", "this machine has no C++ compiler for torch.compile")
     # A size of one would be compiled separately, for up to a minute each; one graph serves all other sizes.
-    pairs = [pair for pair in zip(cases, reference, strict=True) if not pair[0].has_size_one]
-    if not pairs:
+    references = [reference for reference in references if not reference[0].has_size_one]
+    if not references:
         return _skipped("compiled", "every random shape has a size of one, which is a graph of its own")
     torch.compiler.reset()
     try:
         graph = cast(Model, torch.compile(model, dynamic=True, fullgraph=True))  # a function of the same call
-        others, wanted = [case for case, _ in pairs], [logits for _, logits in pairs]
-        return _compare("compiled", full_logits, graph, others, wanted, bounds)
+        return _compare("compiled", full_logits, graph, references, bounds)
     except Exception as error:  # a compiler's own failure says nothing about the export
         return _skipped("compiled", f"torch.compile failed: {type(error).__name__}")
     finally:
@@ -215,15 +212,10 @@ def _compare_compiled(model: Model, cases: list[ParityCase], reference: list[Ten
 
 
 def _compare(
-    name: str,
-    run: Callable[[Model, ParityCase], Tensor],
-    model: Model,
-    cases: list[ParityCase],
-    reference: list[Tensor],
-    bounds: Bounds,
+    name: str, run: Callable[[Model, ParityCase], Tensor], model: Model, references: list[Reference], bounds: Bounds
 ) -> dict[str, Any]:
-    worst = max(_distance(run(model, case), wanted) for case, wanted in zip(cases, reference, strict=True))
-    return _result(name, len(cases), worst, None, bounds, "logits")
+    worst = max(_distance(run(model, case), wanted) for case, wanted in references)
+    return _result(name, len(references), worst, None, bounds, "logits")
 
 
 def _result(
@@ -262,27 +254,22 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
 
 
 def _compare_engines(
-    model: Model, engines: list[tuple[str, Engine, Bounds]], cases: list[ParityCase], reference: list[Tensor]
+    model: Model, engines: list[tuple[str, Engine, Bounds]], references: list[Reference]
 ) -> list[dict[str, Any]]:
     writes = model.generates and model.config.source == "text"
-    prompts = [case.first_prompt() for case in cases] if writes else []
-    wanted = _texts(TorchEngine(model), prompts)
-    rows = []
+    prompts = [case.first_prompt() for case, _ in references] if writes else []
+    own_texts, rows = _texts(TorchEngine(model), prompts), []
     for name, engine, bounds in engines:
-        of, worst = _engine_distance(engine, cases, reference)
-        same = None
+        if isinstance(engine, TorchEngine):
+            of, pairs = "logits", ((full_logits(engine.model, case), wanted) for case, wanted in references)
+        else:
+            assert isinstance(engine, Ct2Engine)
+            of, pairs = "log P of given tokens", (_log_probs(engine, case, wanted) for case, wanted in references)
+        worst, same = max(_distance(*pair) for pair in pairs), None
         if writes:
-            same = sum(a == b for a, b in zip(_texts(engine, prompts), wanted, strict=True)) / len(prompts)
-        rows.append(_result(name, len(cases), worst, same, bounds, of))
+            same = sum(a == b for a, b in zip(_texts(engine, prompts), own_texts, strict=True)) / len(prompts)
+        rows.append(_result(name, len(references), worst, same, bounds, of))
     return rows
-
-
-def _engine_distance(engine: Engine, cases: list[ParityCase], reference: list[Tensor]) -> tuple[str, float]:
-    pairs = zip(cases, reference, strict=True)
-    if isinstance(engine, TorchEngine):
-        return "logits", max(_distance(full_logits(engine.model, case), wanted) for case, wanted in pairs)
-    assert isinstance(engine, Ct2Engine)
-    return "log P of given tokens", max(_distance(*_log_probs(engine, case, wanted)) for case, wanted in pairs)
 
 
 def _log_probs(engine: Ct2Engine, case: ParityCase, wanted: Tensor) -> tuple[Tensor, Tensor]:

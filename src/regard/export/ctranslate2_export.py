@@ -19,21 +19,11 @@ from ..layers import Embeddings
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Block, Model, Stack
-from ..models.components import TokenHead
 
 FOLDER = "ctranslate2"  # where in an exported directory the runtime's files lie
-_ACTIVATIONS = {
-    "relu": "RELU",
-    "gelu_tanh": "GELUTanh",
-    "silu": "SWISH",
-    "gelu": "GELU",
-    "quick_gelu": "GELUSigmoid",
-    "swiglu": "SWISH",
-    "geglu": "GELU",
-    "geglu_tanh": "GELUTanh",
-    "reglu": "RELU",
-}
-_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
+_GATED = {"swiglu": "SWISH", "geglu": "GELU", "geglu_tanh": "GELUTanh", "reglu": "RELU"}
+_PLAIN = {"relu": "RELU", "gelu_tanh": "GELUTanh", "silu": "SWISH", "gelu": "GELU", "quick_gelu": "GELUSigmoid"}
+_ACTIVATIONS = _GATED | _PLAIN
 _REQUIRED = {  # the only values that CTranslate2 supports
     "source": "text",
     "head": "lm",
@@ -52,27 +42,22 @@ def obstacles(config: ModelConfig) -> list[str]:
     """The fields that CTranslate2 does not support, each as ``field=value``; empty where it can run the model."""
     if config.architecture not in ("encoder-decoder", "decoder"):
         return [f"architecture={config.architecture!r}"]
-    wrong = [name for name, value in _REQUIRED.items() if getattr(config, name) != value]
     both = config.architecture == "encoder-decoder"
-    if config.positions == "xl" or (both and config.positions == "alibi"):
-        wrong.append("positions")
-    if config.positions == "t5" and not both:  # its language models take no such bias
-        wrong.append("positions")
-    if config.activation not in _ACTIVATIONS:
-        wrong.append("activation")
-    if config.norm == "none":
-        wrong.append("norm")
-    if config.qk_norm and config.norm != "rms":
-        wrong += ["qk_norm", "norm"]
-    if config.window is not None and config.window < max(config.max_len, config.max_target_len or 0):
-        wrong.append("window")  # its sliding window forgets keys but does not hide them in a prompt
-    if config.positions == "rope" and config.rope_scaling is not None and config.rope_scaling.kind != "linear":
-        wrong.append("rope_scaling")
-    if config.eos_id is None:
-        wrong.append("eos_id")
-    if config.bos_id is None and both:
-        wrong.append("bos_id")
-    return [f"{name}={getattr(config, name)!r}" for name in dict.fromkeys(wrong)]
+    scaling = config.rope_scaling if config.positions == "rope" else None
+    unsupported = {
+        "positions": config.positions in ("xl", "alibi" if both else "t5"),  # its language models take no T5 bias
+        "activation": config.activation not in _ACTIVATIONS,
+        "qk_norm": config.qk_norm and config.norm != "rms",
+        "norm": config.norm == "none" or (config.qk_norm and config.norm != "rms"),
+        # Its sliding window forgets keys but does not hide them in a prompt.
+        "window": config.window is not None and config.window < max(config.max_len, config.max_target_len or 0),
+        "rope_scaling": scaling is not None and scaling.kind != "linear",
+        "eos_id": config.eos_id is None,
+        "bos_id": config.bos_id is None and both,
+    }
+    wrong = [name for name, value in _REQUIRED.items() if getattr(config, name) != value]
+    wrong += [name for name, is_wrong in unsupported.items() if is_wrong]
+    return [f"{name}={getattr(config, name)!r}" for name in wrong]
 
 
 def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None = None) -> None:
@@ -88,7 +73,7 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already; export the model it was made from")
     with torch.no_grad():
-        spec = _translator_spec(model) if model.is_encoder_decoder else _generator_spec(model)
+        spec = _model_spec(model)
         spec.validate()
         spec.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,53 +109,40 @@ def require_ctranslate2() -> None:
         raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
 
 
-def _translator_spec(model: Any) -> Any:
+def _model_spec(model: Any) -> Any:
     from ctranslate2 import specs
 
-    config, table = model.config, model.output_table
-    decoder_heads = config.n_decoder_heads or config.n_heads
-    fields, decoder_fields = _stack_fields(config, config.n_heads), _stack_fields(config, decoder_heads)
-    encoder = specs.TransformerEncoderSpec(model.encoder.n_layers, config.n_heads, **fields)
-    decoder = specs.TransformerDecoderSpec(
-        model.decoder.n_layers, decoder_heads, **decoder_fields, with_encoder_attention=True
-    )
-    _embed(encoder, encoder.embeddings[0], model.token.weight, model.embeddings, config, config.max_len)
-    max_target_len = config.max_target_len or config.max_len
-    _embed(decoder, decoder.embeddings, table, model.target_embeddings, config, max_target_len)
-    _stack(encoder, model.encoder)
+    config, table, both = model.config, model.output_table, model.is_encoder_decoder
+    embeddings, n_heads, max_len = model.embeddings, config.n_heads, config.max_len
+    if both:
+        embeddings, n_heads = model.target_embeddings, config.n_decoder_heads or n_heads
+        max_len = config.max_target_len or max_len
+    fields = _stack_fields(config, n_heads) | {"with_encoder_attention": both, "alibi": config.positions == "alibi"}
+    decoder = specs.TransformerDecoderSpec(model.decoder.n_layers, n_heads, **fields)
+    _embed(decoder, decoder.embeddings, table, embeddings, config, max_len)
     _stack(decoder, model.decoder)
-    _project(decoder, model.head, table)
-    spec = specs.TransformerSpec(encoder, decoder)
+    _set(decoder.projection, table if model.head.weight is None else model.head.weight, model.head.bias)
+    if model.head.scale != 1.0:
+        decoder.scale_outputs = float(model.head.scale)
     source, target = vocabularies(config, model.processor)
-    spec.register_source_vocabulary(source)
-    spec.register_target_vocabulary(target)
-    _describe(spec.config, config, target)
-    spec.config.decoder_start_token = target[config.bos_id]
+    if both:
+        fields = _stack_fields(config, config.n_heads)
+        encoder = specs.TransformerEncoderSpec(model.encoder.n_layers, config.n_heads, **fields)
+        _embed(encoder, encoder.embeddings[0], model.token.weight, model.embeddings, config, config.max_len)
+        _stack(encoder, model.encoder)
+        spec = specs.TransformerSpec(encoder, decoder)
+        spec.register_source_vocabulary(source)
+        spec.register_target_vocabulary(target)
+        spec.config.decoder_start_token = target[config.bos_id]
+    else:
+        spec = specs.TransformerDecoderModelSpec(decoder)
+        spec.register_vocabulary(target)
+    # CTranslate2 would add a special token that is missing, without a row in the table.
+    spec.config.eos_token = target[config.eos_id]
+    spec.config.bos_token = target[config.eos_id if config.bos_id is None else config.bos_id]
+    spec.config.unk_token = "<unk>" if "<unk>" in target else spec.config.eos_token
+    spec.config.layer_norm_epsilon = config.norm_eps
     return spec
-
-
-def _generator_spec(model: Any) -> Any:
-    from ctranslate2 import specs
-
-    config, fields = model.config, _stack_fields(model.config, model.config.n_heads)
-    fields |= {"with_encoder_attention": False, "alibi": config.positions == "alibi"}
-    decoder = specs.TransformerDecoderSpec(model.decoder.n_layers, config.n_heads, **fields)
-    _embed(decoder, decoder.embeddings, model.output_table, model.embeddings, config, config.max_len)
-    _stack(decoder, model.decoder)
-    _project(decoder, model.head, model.output_table)
-    spec = specs.TransformerDecoderModelSpec(decoder)
-    tokens = vocabularies(config, model.processor)[1]
-    spec.register_vocabulary(tokens)
-    _describe(spec.config, config, tokens)
-    return spec
-
-
-def _describe(theirs: Any, config: ModelConfig, tokens: list[str]) -> None:
-    """Set special tokens and ε. CTranslate2 would add a token that is missing, without a row in the table."""
-    theirs.eos_token = tokens[cast(int, config.eos_id)]
-    theirs.bos_token = tokens[cast(int, config.eos_id if config.bos_id is None else config.bos_id)]
-    theirs.unk_token = "<unk>" if "<unk>" in tokens else theirs.eos_token
-    theirs.layer_norm_epsilon = config.norm_eps
 
 
 def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
@@ -188,7 +160,7 @@ def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
         "layernorm_embedding": config.embedding_norm,
         "relative_attention_bias": config.positions == "t5",
         "num_heads_kv": None if n_kv_heads == n_heads else n_kv_heads,
-        "head_dim": None if config.d_head is None else config.d_head,
+        "head_dim": config.d_head,
         "qk_norm": config.qk_norm,
     }
     if config.positions == "rope":
@@ -253,12 +225,6 @@ def _attention(spec: Any, attention: MultiHeadAttention, norm: nn.Module) -> Non
         _norm(spec.q_norm, attention.q_norm)
         _norm(spec.k_norm, attention.k_norm)
     _norm(spec.layer_norm, norm)
-
-
-def _project(spec: Any, head: TokenHead, table: Tensor) -> None:
-    _set(spec.projection, table if head.weight is None else head.weight, head.bias)
-    if head.scale != 1.0:
-        spec.scale_outputs = float(head.scale)
 
 
 def _norm(spec: Any, norm: nn.Module) -> None:

@@ -228,37 +228,32 @@ class Ct2Engine(Engine):
         if self.reads_source:
             limit = min(config.max_new_tokens, (self.config.max_target_len or self.config.max_len) - 1)
             options |= {"max_decoding_length": limit, "min_decoding_length": min(config.min_new_tokens, limit)}
-            sources = [[self._source_tokens[token] for token in row] for row in rows]
+            sources = _words(rows, self._source_tokens)
             yield list(range(len(rows))), self.runtime.translate_batch(sources, max_input_length=0, **options)
             return
         for length in sorted({len(row) for row in rows}):
             group = [index for index, row in enumerate(rows) if len(row) == length]
             limit = min(config.max_new_tokens, self.config.max_len - length)
             options |= {"max_length": limit, "min_length": min(config.min_new_tokens, limit)}
-            prompts = [[self._target_tokens[token] for token in rows[index]] for index in group]
+            prompts = _words([rows[index] for index in group], self._target_tokens)
             yield group, self.runtime.generate_batch(prompts, include_prompt_in_result=False, **options)
 
     def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
-        if len(texts) > 1:  # rank the texts by the other form of the penalty
-            summed = [score * len(text) ** _exponent(config) for score, text in zip(scores, texts, strict=True)]
-            value = [total / config.length_penalty_at(len(text)) for total, text in zip(summed, texts, strict=True)]
-            texts = [texts[max(range(len(texts)), key=value.__getitem__)]]
         text = texts[0]
+        if len(texts) > 1:  # rank the texts by the other form of the penalty
+            lengths, exponent = [len(text) for text in texts], _exponent(config)
+            pairs = zip(scores, lengths, strict=True)
+            values = [score * n**exponent / config.length_penalty_at(n) for score, n in pairs]
+            text = texts[values.index(max(values))]
         return text[:-1] if text and text[-1] == self.config.eos_id else text
 
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
         """log P of each target token after those before it, the end token included."""
         if self.reads_source:
-            results = self.runtime.score_batch(
-                [[self._source_tokens[token] for token in row] for row in sources],
-                [[self._target_tokens[token] for token in row] for row in targets],
-                max_input_length=0,
-            )
+            texts = [_words(sources, self._source_tokens), _words(targets, self._target_tokens)]
         else:
-            end = self._target_tokens[cast(int, self.config.eos_id)]
-            rows = [[*(self._target_tokens[token] for token in row), end] for row in targets]
-            results = self.runtime.score_batch(rows, max_input_length=0)
-        return [result.log_probs for result in results]
+            texts = [_words([[*row, cast(int, self.config.eos_id)] for row in targets], self._target_tokens)]
+        return [result.log_probs for result in self.runtime.score_batch(*texts, max_input_length=0)]
 
 
 class OnnxEngine(TorchEngine):
@@ -315,6 +310,10 @@ def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     model = hub.fill(fitting, resolved.steps, weights, torch.device(device), None)
     model.processor = read_processor(directory, fields, resolved.config)
     return model
+
+
+def _words(rows: list[list[int]], tokens: list[str]) -> list[list[str]]:
+    return [[tokens[index] for index in row] for row in rows]
 
 
 def _exponent(config: GenerateConfig) -> float:

@@ -66,7 +66,19 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path
         }
         if maps and tensors:
             write_atomic(new / MAPS, save(tensors))
-        write_atomic(new / DESCRIPTION, to_json(_description(model.config, graphs, maps)))
+        config = model.config
+        description = {
+            "regard_onnx": _VERSION,
+            "opset": OPSET,
+            "architecture": config.architecture,
+            "tokens": {"pad": config.pad_id, "bos": config.bos_id, "eos": config.eos_id},
+            "longest": {"source": config.max_len, "target": config.max_target_len or config.max_len},
+            "padding": {"keep": "true for what is real", "positions": "0, 1, 2 … over real tokens, -1 for padding"},
+            "maps": maps,
+            "graphs": graphs,
+            "config": config.model_dump(mode="json", exclude_defaults=True),
+        }
+        write_atomic(new / DESCRIPTION, to_json(description))
     return target
 
 
@@ -78,20 +90,6 @@ def _describe_inputs(graph: Graph) -> dict[str, Any]:
             "shape": [axes.get(i, size) for i, size in enumerate(example.shape)],
         }
         for name, example, axes in zip(graph.input_names, graph.examples, graph.axes, strict=True)
-    }
-
-
-def _description(config: ModelConfig, graphs: dict[str, Any], maps: bool) -> dict[str, Any]:
-    return {
-        "regard_onnx": _VERSION,
-        "opset": OPSET,
-        "architecture": config.architecture,
-        "tokens": {"pad": config.pad_id, "bos": config.bos_id, "eos": config.eos_id},
-        "longest": {"source": config.max_len, "target": config.max_target_len or config.max_len},
-        "padding": {"keep": "true for what is real", "positions": "0, 1, 2 … over real tokens, -1 for padding"},
-        "maps": maps,
-        "graphs": graphs,
-        "config": config.model_dump(mode="json", exclude_defaults=True),
     }
 
 

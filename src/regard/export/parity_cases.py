@@ -126,9 +126,7 @@ def _ids(config: ModelConfig, n_tokens: int, shape: tuple[int, int], generator: 
     return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
 
 
-Score = tuple[
-    float, list[str] | None
-]  # of one engine on the file: the metric, and the texts it wrote, if it writes any
+Score = tuple[float, list[str] | None]  # of one engine on the file: the metric, and what it wrote, if it writes texts
 
 
 class FileCheck(NamedTuple):

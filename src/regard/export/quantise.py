@@ -7,9 +7,8 @@ are still tapped where they are made, so the attention maps of an int8 model are
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -64,8 +63,7 @@ def is_quantised(path: str | Path) -> bool:
     return config.is_file() and MARK in parse_json(config.read_bytes(), config)
 
 
-@dataclass(frozen=True)
-class Int8Directory:
+class Int8Directory(NamedTuple):
     """A directory of an int8 model that was checked; its weights are not read yet."""
 
     directory: hub.Directory
@@ -73,17 +71,14 @@ class Int8Directory:
     model: Model  # on the meta device, with ``.config``, ``.processor`` and ``.provenance``
     n_parameters: int  # of the model before quantisation
 
-    def load(self) -> Model:
-        """The model with its weights, on the CPU."""
-        fitting = hub.Fitting(self.model, {name: name for name in self.weights.layout})
-        model = hub.fill(fitting, (), self.weights, torch.device("cpu"), None).requires_grad_(False)
-        model.processor, model.provenance = self.model.processor, self.model.provenance
-        return model
-
 
 def open_int8(path: str | Path, *, verify: bool = True) -> Model:
     """The int8 model in a directory, with ``.config`` and ``.processor``. Anything wrong is a BadModelFile."""
-    return check_int8(path, verify=verify).load()
+    _, weights, described, _ = check_int8(path, verify=verify)
+    fitting = hub.Fitting(described, {name: name for name in weights.layout})
+    model = hub.fill(fitting, (), weights, torch.device("cpu"), None).requires_grad_(False)
+    model.processor, model.provenance = described.processor, described.provenance
+    return model
 
 
 def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:

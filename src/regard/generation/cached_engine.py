@@ -58,7 +58,12 @@ class DecodingEngine:
         if self.static:
             self._cache = self.model.new_cache(len(rows), self._cache_length(prompts), self._cache_dtype)
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
-            self._repeat_source(rows)
+            if self._padding_mask is not None:
+                self._padding_mask = self._padding_mask.index_select(0, rows)
+            if isinstance(self._memory, RecurrentMemory):
+                self._memory = self._memory.rows(rows)
+            elif self._memory is not None:
+                self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
         logits = self._logits(self._states(tokens, positions))
         if not self.static and copies > 1:  # computed once, then copied
             self.select(rows)
@@ -105,15 +110,6 @@ class DecodingEngine:
         states = self.model.decode(tokens, self._memory, positions=positions, cache=self._cache)
         self._memory = Memory(self._memory.states[:0], self._memory.mask)  # from now on the cache holds it
         return states
-
-    def _repeat_source(self, rows: Tensor) -> None:
-        """Repeat an encoder's output before a static prefill."""
-        if self._padding_mask is not None:
-            self._padding_mask = self._padding_mask.index_select(0, rows)
-        if isinstance(self._memory, RecurrentMemory):
-            self._memory = self._memory.rows(rows)
-        elif self._memory is not None:
-            self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
 
 
 def check_logits(logits: Tensor) -> Tensor:

@@ -93,7 +93,15 @@ def filter_logits(
         scores = top_p(scores, config.top_p)
     if config.min_p is not None:
         scores = min_p(scores, config.min_p)
-    return _allow_end(scores, eos_id) if config.logit_bias or config.no_repeat_ngram else scores
+    if not config.logit_bias and not config.no_repeat_ngram:
+        return scores
+    stuck = scores.amax(-1).isneginf()  # rows in which every token is forbidden: there the end token is allowed
+    if eos_id is not None:
+        is_end = torch.arange(scores.shape[-1], device=scores.device) == eos_id
+        return scores.masked_fill(stuck[:, None] & is_end, 0.0)
+    if stuck.any():
+        raise ValueError("no_repeat_ngram and logit_bias forbid every token, and this model has no eos_id to end with")
+    return scores
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
@@ -161,17 +169,6 @@ def _token_mask(tokens: Tensor, scores: Tensor) -> Tensor:
     n_tokens = scores.shape[-1]
     marks = torch.zeros(len(scores), n_tokens + 1, dtype=torch.bool, device=scores.device)
     return marks.scatter_(1, torch.where(tokens < 0, n_tokens, tokens), True)[:, :n_tokens]
-
-
-def _allow_end(scores: Tensor, eos_id: int | None) -> Tensor:
-    """Where every token is forbidden, the end token is allowed."""
-    stuck = scores.amax(-1).isneginf()
-    if eos_id is not None:
-        is_end = torch.arange(scores.shape[-1], device=scores.device) == eos_id
-        return scores.masked_fill(stuck[:, None] & is_end, 0.0)
-    if stuck.any():
-        raise ValueError("no_repeat_ngram and logit_bias forbid every token, and this model has no eos_id to end with")
-    return scores
 
 
 def uniform_draws(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tensor:

@@ -102,7 +102,8 @@ def text_pieces(tokens: Iterable[int], decode: Decode, stop: Sequence[str] = (),
     for n_tokens, piece in _whole_characters(tokens, decode):
         n_before = len(pending)
         pending += piece
-        matches = _stop_spans(pending, n_before, stop) if n_tokens >= n_least else []
+        starts = [(pending.find(s, max(0, n_before - len(s) + 1)), s) for s in stop if n_tokens >= n_least]
+        matches = [(start + len(s), start) for start, s in starts if start >= 0]  # (end, start) that end in this piece
         ready = min(matches)[1] if matches else stop_prefix_start(pending, stop)
         if ready:
             yield pending[:ready]
@@ -133,12 +134,6 @@ def stop_prefix_start(pending: Span, stops: Sequence[Span]) -> int:
     """From where on ``pending`` may be the beginning of a stop and has to be held back."""
     length = len(pending)
     return next((i for i in range(length) if any(s[: length - i] == pending[i:] for s in stops)), length)
-
-
-def _stop_spans(text: str, n_before: int, stop: Sequence[str]) -> list[tuple[int, int]]:
-    """(end, start) of the first occurrence of each stop string that ends after the first ``n_before`` letters."""
-    starts = ((text.find(s, max(0, n_before - len(s) + 1)), s) for s in stop)
-    return [(start + len(s), start) for start, s in starts if start >= 0]
 
 
 def _whole_characters(tokens: Iterable[int], decode: Decode) -> Iterator[tuple[int, str]]:

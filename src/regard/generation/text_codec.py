@@ -93,7 +93,9 @@ def resolve_config(
     model: Model, config: GenerateConfig | None, fields: Mapping[str, Any], tokenizers: ModelTokenizers | None = None
 ) -> tuple[GenerateConfig, StopStrings | None]:
     """A config in which all text is tokens, and the stop strings."""
-    if not needs_tokenizer(fields):
+    stop, prefix, bias = (fields.get(name) for name in ("stop", "prefix", "logit_bias"))
+    words = [prefix, stop, *(stop if isinstance(stop, Sequence) else ()), *(bias or ())]
+    if not any(isinstance(word, str) for word in words):
         return merge_config(config, fields), None
     tokenizers = tokenizers or ModelTokenizers(model)
     encoded, strings = tokenizers.encode_fields(fields)
@@ -114,13 +116,6 @@ def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]
     if any(isinstance(s, str) and not s for s in stops):
         raise ValueError(f"stop={stop!r} holds an empty string, which would end every text before it starts")
     return tuple(s for s in stops if isinstance(s, str)), [s for s in stops if not isinstance(s, str)]
-
-
-def needs_tokenizer(fields: Mapping[str, Any]) -> bool:
-    """Whether some field is given as text."""
-    stop, prefix, bias = (fields.get(name) for name in ("stop", "prefix", "logit_bias"))
-    words = [prefix, stop, *(stop if isinstance(stop, Sequence) else ()), *(bias or ())]
-    return any(isinstance(word, str) for word in words)
 
 
 def split_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int], list[int]]:
