@@ -65,16 +65,15 @@ class TokenSpan:
     special: bool = False  # marks where a text begins, ends or is padded
 
 
-class _SpecialId:
-    """The attribute ``pad_id`` of a tokenizer is its ``special_ids["pad"]``, and so on."""
+def _special_id(name: str) -> property:
+    """The property ``pad_id`` of a tokenizer is its ``special_ids["pad"]``, and so on."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name.removesuffix("_id")
+    def read(tokenizer: Tokenizer) -> int:
+        if name not in tokenizer.special_ids:
+            raise ValueError(f"{tokenizer.name} was not learned here: which of its tokens is {name} is not known")
+        return tokenizer.special_ids[name]
 
-    def __get__(self, tokenizer: Tokenizer, owner: type | None = None) -> int:
-        if self.name not in tokenizer.special_ids:
-            raise ValueError(f"{tokenizer.name} was not learned here: which of its tokens is {self.name} is not known")
-        return tokenizer.special_ids[self.name]
+    return property(read)
 
 
 class Tokenizer:
@@ -86,7 +85,7 @@ class Tokenizer:
 
     special_ids: Mapping[str, int]
     is_native: bool
-    pad_id, bos_id, eos_id, unk_id, mask_id = (_SpecialId() for _ in SPECIAL)
+    pad_id, bos_id, eos_id, unk_id, mask_id = map(_special_id, ("pad", "bos", "eos", "unk", "mask"))
 
     def __init__(self, content: bytes, name: str = "tokenizer.json") -> None:
         from tokenizers import Tokenizer as Backend
