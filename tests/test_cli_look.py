@@ -27,12 +27,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_heat_map_in_the_terminal(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["look", str(saved / "translator"), "the cat", "--target", "고양이", "--words"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("cross attention, layer 1, mean of heads")
+    assert said.startswith("cross attention, layer 2 of 2, mean of heads")
     assert "고양이" in said
 
 
 def test_top_says_where_each_token_looks(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["look", str(saved / "lm"), "the cat sat", "--top", "2", "--layer", "0", "--head", "1"]
+    command = ["look", str(saved / "lm"), "the cat sat", "--top", "2", "--layer", "1", "--head", "2"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     wanted = regard.look(saved / "lm", "the cat sat").top(2, layer=0, head=1)
@@ -83,7 +83,7 @@ def test_two_models_side_by_side(saved: Path, capsys: pytest.CaptureFixture[str]
     command = ["look", str(saved / "translator"), "the cat", "--compare"]
     assert main([*command, str(saved / "translator")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == ["0", *["0.0000"] * 4]
+    assert lines[2].split() == ["1", *["0.0000"] * 4]
     assert main([*command, str(saved / "other"), "--json"]) == 0
     assert torch.tensor(json.loads(capsys.readouterr().out)["divergence"]).shape == (2, 4)
 
@@ -104,8 +104,9 @@ def test_the_score_comes_with_a_table_and_as_a_document(
     ("words", "code", "message"),
     [
         (["lm"], 2, "there is nothing to look at"),
-        (["lm", "the cat", "--layer", "2"], 2, "--layer 2: this model has self attention in 2 layers, 0 … 1"),
-        (["lm", "the cat", "--head", "4"], 2, "--head 4: this model has 4 heads, 0 … 3"),
+        (["lm", "the cat", "--layer", "3"], 2, "--layer 3: this model has 2 layers, 1 … 2"),
+        (["lm", "the cat", "--head", "0"], 2, "--head 0: this model has 4 heads, 1 … 4"),
+        (["lm", "the cat", "--head", "5"], 2, "--head 5: this model has 4 heads, 1 … 4"),
         (["lm", "the cat", "--kind", "cross"], 2, "--kind 'cross': this model has 'self' attention"),
         (["lm", "the cat", "--target", "x"], 1, "target is for models with an encoder"),
         (["lm", "the cat " * 100], 1, "but this model reads at most max_len=96"),

@@ -86,7 +86,7 @@ def test_called_again_it_keeps_all_of_it_and_shows_it(made: Path, capsys: pytest
     assert main(["demo", "--no-serve", "--out", str(made), "--lang", "en", *WORDS]) == 0
     said = capsys.readouterr()
     assert said.out.count("kept from before") == len(STAGES)
-    assert "cross attention, layer 0, mean of heads" in said.out
+    assert "cross attention, layer 1 of 1, mean of heads" in said.out
     assert "BLEU" in said.out
     assert "What next" in said.out
     assert said.out.count("regard translate") == said.out.count("regard look") == said.out.count("regard train") == 1

@@ -48,7 +48,7 @@ def drawn(look: Look, width: int = 100, colour: bool = False, **options: object)
 def test_the_terminal_says_every_weight_that_fits(seen: Look) -> None:
     view = seen.words(kind="cross")
     lines = drawn(seen, kind="cross", layer=1, head=2, words=True, specials=False).splitlines()
-    assert lines[0] == "cross attention, layer 1, head 2"
+    assert lines[0] == "cross attention, layer 2 of 2, head 3 of 4"
     body = [line for line in lines if re.search(r"[.\d]\d\d?\s*$", line)][: len(view.rows)]
     for label, line, row in zip(view.rows, body, view.weights(layer=1, head=2).tolist(), strict=True):
         assert line.strip().startswith(label.text)

@@ -231,6 +231,15 @@ def as_number(text: str) -> float:
     return float(text.replace("−", "-").replace("∞", "inf"))
 
 
+def as_percent(share: float) -> str:
+    """A probability as the page writes it."""
+    if share < 1e-4:
+        return "<0.01%" if share > 0 else "0%"
+    if 0.9995 < share < 1:
+        return ">99.9%"
+    return f"{round(100 * share, 2 if share < 0.01 else 1):g}%"
+
+
 def near(text: str, exact: float) -> bool:
     try:
         return as_number(text) == pytest.approx(exact, abs=2e-6, rel=2e-4)

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 import regard
 from generation.spoken import language_model, translator
 from regard.attention import record
+from regard.data.corpora import open_corpus
 from regard.foundation.jsonio import to_jsonable
 from regard.lens import interventions
 from regard.lens.capture import attention_site
@@ -25,8 +26,10 @@ from regard.lens.effects import logit_lens
 from regard.lens.labels import token_text
 from regard.lens.patterns import patterns
 from regard.models import Model
+from regard.recipes import run_config
 from regard.web.requests import Limits
-from regard.web.served_models import decode_image, example_input
+from regard.web.run_examples import RunExamples, examples_of_run, name_of_run, unfamiliar_words
+from regard.web.served_models import decode_image
 
 from .served import TEXT, asked, asking, numbers, opened, picture, refusal, small_models
 
@@ -69,7 +72,9 @@ def test_the_models_are_described(client: TestClient) -> None:
         "generates": True,
         "image": False,
         "source": True,
-        "example": None,
+        "causal": True,
+        "examples": [],
+        "tags": [],
     }
     assert found["recurrent"]["kinds"] == {"cross": {"layers": 1, "heads": 1}}
     assert [found[name]["task"] for name in ("speaker", "captioner", "classifier", "images")] == [
@@ -82,17 +87,100 @@ def test_the_models_are_described(client: TestClient) -> None:
     assert [name for name in found if not found[name]["generates"]] == ["classifier", "images"]
 
 
-def test_a_run_of_an_embedded_corpus_comes_with_an_example(tmp_path: Path) -> None:
-    for source in ("en-ko", "shapes", "data/pairs.tsv"):
-        (tmp_path / "run.json").write_text(json.dumps({"data": {"source": source}}))
-        found = example_input(f"{tmp_path}@1200")
-        if source == "shapes":
-            assert decode_image(found, Limits()).size == (64, 64)
-        else:
-            assert (found is None) == (source != "en-ko")
-    assert example_input(tmp_path / "nothing") is None
-    (tmp_path / "run.json").write_text("[]")
-    assert example_input(tmp_path) is None
+def run_of(folder: Path, task: str, source: str) -> Path:
+    """A run as far as it says what it learned from."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(run_config(task, data={"source": source}).model_dump_json())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("task", "corpus", "tags"),
+    [("translate", "en-ko", {"[plain]", "[polite]", "[formal]"}), ("caption", "shapes", set())],
+)
+def test_a_run_brings_held_out_examples_and_its_tags(tmp_path: Path, task: str, corpus: str, tags: set[str]) -> None:
+    found = examples_of_run(f"{run_of(tmp_path / 'run', task, corpus)}@1200")
+    assert len(set(found.inputs)) == 6
+    assert set(found.tags) == tags
+    if corpus == "shapes":
+        assert decode_image(found.inputs[0], Limits()).size == (64, 64)
+    else:
+        held_out = {open_corpus("en-ko").example("valid", n).source for n in range(2000)}
+        assert set(found.inputs) <= held_out
+
+
+def test_examples_of_files(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("".join(f"<{n % 3}> sentence number {n}\tzin nummer {n}\n" for n in range(400)))
+    found = examples_of_run(run_of(tmp_path / "a", "translate", str(pairs)))
+    assert len(found.inputs) == 6
+    assert set(found.tags) == {"<0>", "<1>", "<2>"}
+    pairs.write_text(pairs.read_text() + "without one\tzonder\n" * 40)  # a tag that only some have is part of the text
+    assert examples_of_run(tmp_path / "a").tags == ()
+    pairs.unlink()  # what is gone cannot be shown
+    assert examples_of_run(tmp_path / "a") == RunExamples()
+    assert examples_of_run(tmp_path / "nothing") == RunExamples()
+
+
+def test_a_run_is_called_by_its_own_name(tmp_path: Path) -> None:
+    run_of(tmp_path / "demo" / "run", "translate", "en-ko")
+    run_of(tmp_path / "critic", "classify", "reviews.csv")
+    names = {
+        "demo/run": "demo",
+        "demo/run/model": "demo",
+        "demo/run@1200": "demo@1200",
+        "critic": "critic",
+        "gpt2": "gpt2",
+    }
+    assert {path: name_of_run(tmp_path / path) for path in names} == names
+
+
+def test_words_that_have_to_be_spelled_are_unfamiliar() -> None:
+    model = language_model()  # its tokenizer learned a few lines
+    known, strange = (regard.look(model, text).rows() for text in ("the cat on", "the xylophone on"))
+    assert unfamiliar_words(known, None) == []
+    assert unfamiliar_words(strange, None) == ["xylophone"]
+    assert unfamiliar_words(known, known[0].token_id)[:1] == ["the"]  # as if it were the unknown token
+
+
+@pytest.mark.parametrize("name", ["classifier", "images"])
+def test_a_classifier_says_its_classes(client: TestClient, models: dict[str, Model], name: str) -> None:
+    sent, look = pair(client, models, name)
+    what: Any = decode_image(picture(), Limits()) if name == "images" else TEXT
+    exact = regard.classify(models[name], what)[0].all
+    assert list(sent["classes"]) == list(exact)
+    assert sent["classes"] == pytest.approx(exact, abs=1e-5)
+    assert look.classes() == pytest.approx(exact, abs=1e-5)
+    assert "uncertain" not in sent
+
+
+@pytest.mark.parametrize("name", ["speaker", "translator", "captioner"])
+def test_where_the_model_was_least_sure(client: TestClient, models: dict[str, Model], name: str) -> None:
+    sent, look = pair(client, models, name)
+    first = 1 if name == "speaker" else 0  # before it has read two tokens nothing can be known
+    spread = [sum(-p * math.log(p) for _, _, p in look.next(n, k=10_000)) for n in range(len(look.hidden()))]
+    assert sent["uncertain"] == max(range(first, len(spread)), key=spread.__getitem__)
+    assert look.uncertainty().tolist() == pytest.approx(spread, abs=1e-4)
+
+
+def test_where_a_change_of_the_model_shows_most(client: TestClient, models: dict[str, Model]) -> None:
+    off = [["self", 0, 1]]
+    plain, changed = opened(client, "speaker"), opened(client, "speaker", variant={"off": off})
+    with interventions.switch_off(models["speaker"], [("self", 0, 1)]):
+        after = regard.look(models["speaker"], TEXT)
+    before = regard.look(models["speaker"], TEXT)
+    exact = [
+        sum(abs(p[token] - q.get(token, 0.0)) for token in p) / 2
+        for p, q in (
+            [{token: chance for token, _, chance in look.next(n, k=10_000)} for look in (before, after)]
+            for n in range(len(before.hidden()))
+        )
+    ]
+    assert asked(client, changed, "changes", other=plain["id"]) == pytest.approx(exact, abs=1e-5)
+    assert max(exact) > 1e-4
+    short = opened(client, "speaker", text="the cat")
+    told = refusal(client.get(f"/api/looks/{short['id']}/changes", params={"other": plain["id"]}), 422)
+    assert "same tokens" in told
 
 
 @pytest.mark.parametrize("name", FAMILIES)

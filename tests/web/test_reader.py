@@ -13,6 +13,7 @@ import torch
 from regard.data.corpora import open_corpus
 from regard.lens import Look, look
 from regard.models import Model
+from regard.web.run_examples import RunExamples
 from regard.web.served_models import ServedModel
 
 from .browsing import EVERY_SENTENCE, Tab, serving
@@ -41,11 +42,11 @@ def test_a_link_brings_the_same_picture_back(tab: Tab, seen: Look) -> None:
     tab.page.wait_for_function("() => document.querySelector('textarea').value.includes('tiger')")
     tab.settled()
     assert (tab.state["head"], tab.state["layer"]) == ("1", "1")
-    assert tab.page.inner_text(".stepper >> nth=1 >> output") == "1 / 3"
+    assert tab.page.inner_text(".stepper >> nth=1 >> output") == "2 / 4"
     tab.page.keyboard.press("?")
     assert tab.page.is_visible("dialog")
     tab.page.keyboard.press("Escape")
-    assert tab.tabs() == ["heatmap", "sentence", "grid", "walk", "align", "next", "patterns", "variant"]
+    assert tab.tabs() == ["align", "sentence", "heatmap", "grid", "walk", "next", "patterns", "variant"]
 
 
 @pytest.fixture
@@ -140,8 +141,8 @@ def test_a_model_with_an_example_opens_with_it(browser: Any, models: dict[str, M
     picture = base64.b64encode(scene.read_bytes()).decode()
     text = "[formal] Did the tiger shine?"
     served = [
-        ServedModel("shapes", "shapes", models["shapes"], picture),
-        ServedModel("en-ko", "en-ko", models["en-ko"], text),
+        ServedModel("shapes", "shapes", models["shapes"], lambda: RunExamples((picture,))),
+        ServedModel("en-ko", "en-ko", models["en-ko"], lambda: RunExamples((text,))),
     ]
     with serving(served) as home:
         page = browser.new_page()
@@ -245,6 +246,6 @@ def test_a_saved_page_holds_the_words_that_are_shown(
     page.wait_for_selector('aside [data-weight="2,0"]')
     assert here.weight(2, 0) == pytest.approx(float(view.weights(layer=1, head=2)[2, 0]), **CLOSE)
     assert [line[0] for line in here.table()[1:]] == [label.text for label in view.rows]
-    assert here.every_view() == ["heatmap", "sentence", "grid", "patterns"]
+    assert here.every_view() == ["sentence", "heatmap", "grid", "patterns"]
     assert here.complaints == []
     page.close()

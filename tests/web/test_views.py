@@ -15,7 +15,7 @@ import torch
 from regard.lens import Look, look
 from regard.models import Model
 
-from .browsing import EVERY_SENTENCE, Tab, as_number, near, numbers_in
+from .browsing import EVERY_SENTENCE, Tab, as_number, as_percent, near, numbers_in
 from .conftest import TEXT
 
 CLOSE = {"abs": 2e-6, "rel": 2e-4}  # six decimals, or four digits of what is smaller
@@ -105,7 +105,7 @@ def test_every_head_of_a_locked_token(tab: Tab, seen: Look) -> None:
         tab.page.mouse.move(box["x"] + x, box["y"] + 8 + 30 * 4.5)
         about = [each.inner_text() for each in tab.page.query_selector_all(".tip:not([hidden]) .of")]
         if about and about[-1].startswith("Head "):
-            head = int(about[-1].split()[1])
+            head = int(about[-1].split()[1]) - 1  # people count from 1
             found.add(head)
             exact = float(seen.weights(layer=1, head=head, kind="encoder")[2, 4])
             assert tab.tip()[0] == pytest.approx(exact, **CLOSE)
@@ -121,7 +121,7 @@ def test_grid_of_layers_and_heads(tab: Tab, seen: Look) -> None:
         for across, down in ((60, 60), (220, box["height"] - 60)):
             tab.over(across, down)
             shown, (pair, place) = tab.tip()
-            layer, head = map(int, re.findall(r"\d+", place))
+            layer, head = (int(n) - 1 for n in re.findall(r"\d+", place))  # people count from 1
             row, col = pair.split(" → ")
             weights = seen.weights(layer=layer, head=head, kind="encoder")
             assert shown == pytest.approx(float(weights[rows.index(row), cols.index(col)]), **CLOSE)
@@ -217,17 +217,20 @@ def test_a_new_text_is_written_in_view(tab: Tab, models: dict[str, Model]) -> No
 
 def test_next_token(tab: Tab, seen: Look) -> None:
     tab.open(model="en-ko", text=TEXT, view="next", position=1)
+    tab.page.click('[data-do="tail"]')
 
     def check() -> None:
         texts = tab.texts()
         for one in seen.next(1, k=5):
-            assert any(near(text, one.probability) for text in texts), one
+            assert as_percent(one.probability) in texts, one
 
     tab.in_both_languages(("Next token", "다음 토큰"), check)
     tab.open(model="en-ko", text=TEXT, view="next", position=1, temperature=0.5, topk=4, topp=0.9)
+    tab.page.click('[data-do="tail"]')
+    tab.settled()
     texts = tab.texts()
     for one in seen.next(1, k=4, temperature=0.5, top_k=4, top_p=0.9):
-        assert any(near(text, one.probability) for text in texts), one
+        assert as_percent(one.probability) in texts, one
     assert texts.count("cut off") >= 12
     before = tab.files()
     tab.page.locator('input[name="temperature"]').fill("2")
@@ -329,12 +332,14 @@ def test_what_if(tab: Tab, models: dict[str, Model]) -> None:
 
     text = "the cat sat on the mat"
     plain = look(models["speaker"], text)
-    tab.open(model="speaker", text=text, view="variant", layer=1, head=2, causal=0, off="self.0.1")
+    last = len(plain.rows()) - 1
+    tab.open(model="speaker", text=text, view="variant", layer=1, head=2, causal=0, off="self.0.1", position=last)
     with interventions.no_causal_mask(models["speaker"]), interventions.switch_off(models["speaker"], [("self", 0, 1)]):
         changed = look(models["speaker"], text)
 
     def check() -> None:
-        assert any(near(each, plain.next(k=1)[0].probability) for each in tab.texts())
+        assert as_percent(plain.next(k=1)[0].probability) in tab.texts()
+        assert as_percent(changed.next(k=1)[0].probability) in tab.texts()
 
     tab.in_both_languages(("What if", "바꿔 보기"), check)
     table = tab.files()[1:]

@@ -29,8 +29,8 @@ def look(
     kind: Annotated[
         str | None, option(None, "self, cross or encoder.", complete=completion.choices("self", "cross", "encoder"))
     ] = None,
-    layer: Annotated[int, typer.Option(metavar="N", help="From 0; -1 is the last.")] = -1,
-    head: Annotated[int | None, option("N", "From 0; else the mean of all.")] = None,
+    layer: Annotated[int, typer.Option(metavar="N", help="From 1; -1 is the last.")] = -1,
+    head: Annotated[int | None, option("N", "From 1; else the mean of all.")] = None,
     top: Annotated[int | None, option("K", "Say the K tokens each one looks at.", least=1)] = None,
     words: Annotated[bool, flag("--words", "Sub-words as words.")] = False,
     specials: Annotated[bool, flag("--specials/--no-specials", "Show special tokens.")] = True,
@@ -79,7 +79,9 @@ def look(
         _print_comparison(seen, look_at(other, what, same, generate=options), kind, as_json)
         return
     merging: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
-    with terminal.usage_errors("layer", "head", "kind"):
+    with terminal.usage_errors("kind"):
+        layer = _index("layer", layer, seen.layers(kind=kind))
+        head = None if head is None else _index("head", head, seen.heads(kind=kind))
         if out is not None:
             _write_file(seen, out, layer=layer, head=head, **merging)
             terminal.progress(f"wrote {out}")
@@ -96,6 +98,13 @@ def look(
                     print(row)
         elif out is None:
             seen.print(layer=layer, head=head, **merging)
+
+
+def _index(name: str, number: int, total: int) -> int:
+    """The index of a layer or head that is counted from 1, from the end if negative."""
+    if not 1 <= abs(number) <= total:
+        raise UsageError(f"--{name} {number}: this model has {total} {name}{'s' * (total != 1)}, 1 … {total}")
+    return number - 1 if number > 0 else number
 
 
 def _write_file(seen: Look, out: Path, **options: Any) -> None:
@@ -148,7 +157,7 @@ def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) 
         terminal.print_json(comparison.to_dict())
         return
     print(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
-    print("layer  " + "  ".join(f"head {h:<2}" for h in range(comparison.divergence.shape[1])))
+    print("layer  " + "  ".join(f"head {h:<2}" for h in range(1, comparison.divergence.shape[1] + 1)))
     for (one, two), row in zip(comparison.layers, comparison.divergence.tolist(), strict=True):
-        name = str(one) if one == two else f"{one}/{two}"
+        name = str(one + 1) if one == two else f"{one + 1}/{two + 1}"
         print(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))

@@ -134,7 +134,7 @@ class DemoScreen:
         if not result["right"]:
             self.note("look.given")
         facts = {name: result[name] for name in ("layer", "heads", "n", "error", "diagonal")}
-        self.note("look.layer", **facts)
+        self.note("look.layer", **facts | {"layer": result["layer"] + 1})
         self._print_indented(f"{demo.page}  {self.texts('look.page')}")
 
     def _print_indented(self, text: Text | str, style: str = "") -> None:

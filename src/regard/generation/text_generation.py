@@ -349,6 +349,11 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list
             for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
                 padded = pad_sources([sources[index] for index in batch], model)
                 logits[batch] = model(padded.values, padding_mask=padded.padding_mask).float().cpu()
+    return rank_classes(model, logits)
+
+
+def rank_classes(model: Model, logits: Tensor) -> list[Classified]:
+    """The classes of each row of logits (N, classes), likeliest first."""
     names, results = class_names(model), []
     for probabilities in logits.softmax(-1).tolist():
         ranked = sorted(zip(names, probabilities, strict=False), key=lambda pair: -pair[1])

@@ -79,6 +79,15 @@ def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
     return _bits_per_row(total, a, b)
 
 
+def compare_predictions(a: Look, b: Look) -> Tensor:
+    """How far the two predict different tokens at each position: the total variation ½ Σ |p - q|, 0 … 1, (T,)."""
+    n = len(a.hidden())
+    if n != len(b.hidden()):
+        raise ValueError(f"the looks have {n} and {len(b.hidden())} positions; both must look at the same tokens")
+    spans = split_span(slice(0, n), max(1, _WEIGHTS_AT_ONCE // a.model.config.output_vocab_size))
+    return torch.cat([(a.logits(x).softmax(-1) - b.logits(x).softmax(-1)).abs().sum(-1) / 2 for x in spans])
+
+
 def _check_shapes(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
     sizes = [(one.shape[0], *((one.shape[1],) if same_heads else ()), *one.shape[2:]) for one in (a, b)]
     if sizes[0] != sizes[1]:

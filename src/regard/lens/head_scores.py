@@ -398,12 +398,12 @@ def _text_lines(result: dict[str, Any]) -> Iterator[str]:
     for when in ROW_CHOICES:
         table = result[when]
         yield f"row that {'writes' if when == 'written' else 'has just read'} the word"
-        yield "          " + "".join(f"{f'head {head}':>9}" for head in range(len(table[0]))) + f"{'together':>11}"
+        yield "          " + "".join(f"{f'head {head + 1}':>9}" for head in range(len(table[0]))) + f"{'together':>11}"
         for layer, values in enumerate(table):
             cells = "".join(f"{_percent(value):>9}" for value in values)
-            yield f"  layer {layer:<2}{cells}{_percent(result['together'][when][layer]):>11}"
+            yield f"  layer {layer + 1:<2}{cells}{_percent(result['together'][when][layer]):>11}"
     best = result["best"]
-    where = f"layer {best['layer']}, head {best['head']}, {best['when']}"
+    where = f"layer {best['layer'] + 1}, head {best['head'] + 1}, {best['when']}"
     yield f"best head {_percent(best['value'])} ({where}; chosen on one half, measured on the other)"
     if is_error:
         yield f"without looking {_percent(result['diagonal'])} (same place), {_percent(result['chance'])} (any word)"

@@ -19,6 +19,7 @@ from ..attention.frame import ALL, span_length
 from ..attention.readings import flow_to, rollout
 from ..foundation.checks import check_positive
 from ..generation import GenerateConfig, Generated, sampling
+from ..generation.text_generation import check_can_classify, rank_classes
 from ..models import Model, ModelOrPath, open_model
 from . import render
 from .capture import Capture, GenerateOptions, capture_look
@@ -229,19 +230,37 @@ class Look:
         top_p: float | None = None,
     ) -> list[Next]:
         """The likeliest tokens after one position (of a masked-token model: at it), best first."""
-        head: Any = getattr(self.model, "head", None)
-        if head is None:
-            raise ValueError(f"this model has head={self.model.config.head!r}: it says no tokens")
         check_positive(k=k)
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         config = GenerateConfig(**{name: value for name, value in options.items() if value is not None})
-        with torch.no_grad():
-            logits = head(self.hidden(position)[None, None], self.model.output_table)[0].float()
+        position = self._position(position)
+        logits = self.logits(slice(position, position + 1))
         texts = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         scores = sampling.filter_logits(logits, texts, 0, config, None)
         best = scores.softmax(-1)[0].topk(min(k, scores.shape[-1]))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [Next(index, self.token_text(index), chance) for index, chance in pairs if chance > 0]
+
+    def logits(self, positions: slice = ALL) -> Tensor:
+        """What the model says comes next after each position (of a masked-token model: at it), (T, V)."""
+        head: Any = getattr(self.model, "head", None)
+        if head is None:
+            raise ValueError(f"this model has head={self.model.config.head!r}: it says no tokens")
+        with torch.no_grad():
+            logits: Tensor = head(self.hidden()[None, positions], self.model.output_table)[0]
+        return logits.float()
+
+    def uncertainty(self, positions: slice = ALL) -> Tensor:
+        """How unsure the model is after each position: the entropy of the next token, in nats, (T,)."""
+        return torch.special.entr(self.logits(positions).softmax(-1)).sum(-1)
+
+    def classes(self) -> dict[str, float]:
+        """The classes of a classifier with their probabilities, likeliest first."""
+        check_can_classify(self.model)
+        classifier: Any = self.model.classifier
+        with torch.no_grad():
+            logits = classifier(self.hidden()[None]).float()
+        return rank_classes(self.model, logits)[0].all
 
     def token_text(self, index: int) -> str:
         """The text of a token that the model writes."""

@@ -68,8 +68,11 @@ class HeadSelection:
 
     @property
     def title(self) -> str:
-        head = "mean of heads" if self.head is None else f"head {self.head}"
-        return f"{self.view.kind} attention, layer {self.layer}, {head}"
+        """As people count, from 1."""
+        kind, head = self.view.kind, "mean of heads"
+        if self.head is not None:
+            head = f"head {self.head + 1} of {self.look.heads(kind=kind)}"
+        return f"{kind} attention, layer {self.layer + 1} of {self.look.layers(kind=kind)}, {head}"
 
     @property
     def row_labels(self) -> list[Label]:

@@ -140,15 +140,17 @@ def _media_type(name: str) -> dict[str, Any]:
 @router.get("/models")
 async def models(state: State) -> list[dict[str, Any]]:
     """The models that are open."""
-    return [served.to_dict() for served in state.models]
+    return await state.workers.read(lambda: [served.to_dict() for served in state.models])
 
 
 @router.post("/looks")
 async def new_look(state: State, body: LookRequest) -> Response:
     """Run a model over a text or an image, and keep what shows its attention."""
     served = find_model(state.models, body.model)
-    session = await state.workers.run(lambda: open_look(served, body, state.sessions, state.limits))
-    return _json_response(look_queries.look_document(session), {"Cache-Control": "no-store"}, state.limits)
+    document = await state.workers.run(
+        lambda: look_queries.look_document(open_look(served, body, state.sessions, state.limits))
+    )
+    return _json_response(document, {"Cache-Control": "no-store"}, state.limits)
 
 
 @router.get("/looks/{look_id}")
@@ -266,6 +268,15 @@ async def next_tokens(
     """The likeliest tokens after a position."""
     look = query.session.look
     return await query.run(lambda: look.next(position, k, temperature=temperature, top_k=top_k, top_p=top_p))
+
+
+@router.get("/looks/{look_id}/changes")
+async def changes(query: CurrentLook, state: State, other: Annotated[str, Query(max_length=40)]) -> Response:
+    """How far the prediction at each position is from that of another look at the same text, 0 … 1."""
+    from ..lens.compare import compare_predictions
+
+    before = state.sessions.get(other).look
+    return await query.run(lambda: compare_predictions(before, query.session.look).tolist())
 
 
 @router.get("/looks/{look_id}/logit-lens")

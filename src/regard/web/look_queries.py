@@ -43,7 +43,25 @@ def look_document(session: LookSession, words: bool = False, specials: bool = Tr
     kinds = {kind: merged_view(session, HeadView(kind, 0, None, words, specials)).sizes for kind in look.kinds}
     about = {"id": session.id, "model": session.served.id, "text": look.text, "target": look.target_text}
     document: dict[str, Any] = {**about, "kinds": kinds, "beams": session.search is not None}
+    document |= session.cached("summary", lambda: _summary(session))
     return document if look.image is None else document | {"image": f"/api/looks/{session.id}/image"}
+
+
+_UNCERTAIN_AMONG = 512  # tokens
+
+
+def _summary(session: LookSession) -> dict[str, Any]:
+    """What the model says of its input, where it is least sure, and what it hardly knows."""
+    look, served = session.look, session.served
+    source = next((look.cols(kind=kind) for kind in ("cross", "encoder", "self") if kind in look.kinds), [])
+    summary: dict[str, Any] = {"unfamiliar": [] if look.image else served.unfamiliar_words(source)}
+    if served.config.head == "classify":
+        summary["classes"] = look.classes()
+    if served.can_generate:
+        # Before its second token a language model has nothing to go by.
+        first = 0 if served.has_source or served.config.source == "image" else min(1, len(look.hidden()) - 1)
+        summary["uncertain"] = first + int(look.uncertainty(slice(first, _UNCERTAIN_AMONG)).argmax())
+    return summary
 
 
 def merged_view(session: LookSession, at: HeadView) -> MergedView:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,10 @@ from ..errors import UsageError
 from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of
 from ..lens.capture_inputs import tokenizers
+from ..lens.labels import Label, token_labels
 from ..models import Model
 from .requests import Limits, LookRequest, ModelChanges, RequestRefused, SearchRequest
+from .run_examples import RunExamples, examples_of_run, name_of_run, unfamiliar_words
 from .sessions import LookSession, SessionStore
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class ServedModel:
     id: str
     name: str
     model: Model
-    example: str | None = None  # the page's first input: a text, or base64 of an image; None: the page chooses
+    read_examples: Callable[[], RunExamples] = RunExamples
 
     @property
     def config(self) -> ModelConfig:
@@ -54,6 +55,25 @@ class ServedModel:
         """The tokenizer of the texts it generates, if it has one."""
         return tokenizers(self.model)[1]
 
+    @cached_property
+    def examples(self) -> RunExamples:
+        return self.read_examples()
+
+    def unfamiliar_words(self, labels: Sequence[Label]) -> list[str]:
+        """Words of a source text that the model hardly knows; unlike those of the examples it learned from."""
+        unknown = getattr(tokenizers(self.model)[0], "special_ids", {}).get("unk")
+        if self._spells_examples:
+            return [label.text for label in labels if unknown is not None and label.token_id == unknown]
+        return unfamiliar_words(labels, unknown)
+
+    @cached_property
+    def _spells_examples(self) -> bool:
+        """Whether it reads its own examples piece by piece, letter by letter; also where there are none."""
+        texts = [] if self.config.source == "image" else self.examples.inputs
+        source = tokenizers(self.model)[0]
+        labels = [token_labels(source.encode(text), source, self.config) for text in texts] if source else []
+        return sum(bool(unfamiliar_words(each, None)) for each in labels) * 2 >= len(texts)
+
     def to_dict(self) -> dict[str, Any]:
         config = self.config
         return {
@@ -65,7 +85,9 @@ class ServedModel:
             "generates": self.can_generate,
             "image": config.source == "image",
             "source": self.has_source,
-            "example": self.example,
+            "causal": any(stack.causal for stack in self.model.stacks()),
+            "examples": self.examples.inputs,
+            "tags": self.examples.tags,
         }
 
 
@@ -88,27 +110,6 @@ def attention_sizes(model: Model) -> dict[str, dict[str, int]]:
     }
 
 
-_EXAMPLE_TEXTS = {
-    "en-ko": "[polite] Did the kind teacher read a new book yesterday?",
-    "stdlib": "for line in file: print(line) for line in",
-}
-
-
-def example_input(path: str | Path) -> str | None:
-    """A text or an image of the embedded corpus that a run was trained on; None for any other run."""
-    try:
-        source = json.loads((Path(str(path).partition("@")[0]) / "run.json").read_text("utf-8"))["data"]["source"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # not a run directory
-    if source != "shapes":
-        return _EXAMPLE_TEXTS.get(str(source))
-    from ..data.corpora import open_corpus
-
-    out = io.BytesIO()
-    open_corpus("shapes").example("valid", 5).pillow().save(out, "PNG")
-    return base64.b64encode(out.getvalue()).decode()
-
-
 def open_models(paths: Sequence[str | Path], device: str = "auto") -> list[ServedModel]:
     """Load models, each named after its directory; a second one of the same name gets the suffix -2."""
     import torch
@@ -124,10 +125,10 @@ def open_models(paths: Sequence[str | Path], device: str = "auto") -> list[Serve
 def name_models(models: Sequence[tuple[str, Model]]) -> list[ServedModel]:
     served: dict[str, ServedModel] = {}
     for path, model in models:
-        name = Path(path).name or Path(path).resolve().name or "model"
+        name = name_of_run(path)
         candidates = (name, *(f"{name}-{n}" for n in range(2, len(models) + 1)))
         unique = next(candidate for candidate in candidates if candidate not in served)
-        served[unique] = ServedModel(unique, unique, model, example_input(path))
+        served[unique] = ServedModel(unique, unique, model, partial(examples_of_run, path))
     return list(served.values())
 
 

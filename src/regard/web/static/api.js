@@ -56,6 +56,8 @@ export class Server {
   }
   patterns(look, kind) { return json(this.at(look, "patterns", { kind })); }
   next(look, options) { return json(this.at(look, "next", options)); }
+  /** How far the predictions at each position are from those of another look at the same text. */
+  changes(look, other) { return json(this.at(look, "changes", { other: other.id })); }
   logitLens(look, position) { return json(this.at(look, "logit-lens", { position })); }
   beams(look) { return json(this.at(look, "beams", {})); }
   imageUrl(look) { return look.image; }

@@ -1,13 +1,14 @@
 // The page: a head, what is looked at, the views, and the one that is open.
 import { Failure } from "./api.js";
-import { Composer, example } from "./composer.js";
+import { Composer, example, tagOf } from "./composer.js";
 import { controls, placed } from "./controls.js";
 import { Data, Readings } from "./data.js";
 import { after, el } from "./dom.js";
-import { footer, head, said } from "./frame.js";
+import { classes, footer, head, outside, said } from "./frame.js";
 import { LANGUAGES, speaker } from "./i18n.js";
 import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
+import { serverError } from "./server_errors.js";
 import { State, kept } from "./state.js";
 import { tip } from "./tip.js";
 import { VIEWS } from "./views/index.js";
@@ -55,7 +56,7 @@ export class App {
   build() {
     const { t, state } = this;
     this.parts = {
-      head: el("header"), message: el("p", { class: "message", role: "alert" }), nav: el("nav", { role: "tablist" }),
+      head: el("header"), says: el("div", { class: "says" }), message: el("p", { class: "message", role: "alert" }), nav: el("nav", { role: "tablist" }),
       controls: el("div", { class: "controls" }), stage: el("section", { class: "stage" }), aside: el("aside", { "aria-live": "polite" }),
       footer: el("footer"),
     };
@@ -63,9 +64,9 @@ export class App {
     const picture = this.composer?.picture ?? null; // outlives a change of language
     this.composer = new Composer({ t, state, picture, onLook: (values) => { state.set(values); this.guarded(() => this.run()); } });
     this.panel = new Panel(this.parts.aside, t, state);
-    const { head, message, nav, main, footer } = this.parts;
+    const { head, says, message, nav, main, footer } = this.parts;
     const writing = this.source.offline ? said(this) : this.composer.node;
-    this.root.replaceChildren(head, writing, message, nav, this.parts.controls, main, footer);
+    this.root.replaceChildren(head, writing, message, says, nav, this.parts.controls, main, footer);
     this.showHead();
   }
 
@@ -101,7 +102,22 @@ export class App {
     this.tokens = new Data(this.source, look);
     this.readings = new Readings(this.source, look);
     this.composer.wrote(look);
+    this.hold(look);
+    this.showSaid();
     await this.present();
+  }
+
+  /** Until the reader chooses a view or a token, the one is held where the model was least sure. */
+  hold(look) {
+    const { now } = this.state;
+    if (!now.view && now.row < 0 && placed(look, now, this.opening().kind).kind !== "encoder") now.row = look.uncertain ?? -1;
+  }
+
+  /** What the model says of its input, and what of the input it never learned. */
+  showSaid() {
+    const { look, t } = this, model = this.source.offline ? null : this.model();
+    const missesTag = Boolean(model?.tags.length) && !tagOf(model, look.text ?? "");
+    this.parts.says.replaceChildren(...[classes(look, t), outside(look, missesTag, t)].filter(Boolean));
   }
 
   /** Whether tokens are joined or hidden, in views that can. */
@@ -131,13 +147,19 @@ export class App {
   forget() {
     this.view?.close();
     this.view = this.look = null;
-    for (const part of ["nav", "controls", "stage", "aside", "footer"]) this.parts[part].replaceChildren();
+    for (const part of ["says", "nav", "controls", "stage", "aside", "footer"]) this.parts[part].replaceChildren();
     const missing = this.composer.missing();
     if (missing) this.parts.stage.append(el("p", { class: "caption" }, this.t(missing)));
   }
 
   /** Views that have something to show of this look. */
   views() { return VIEWS.filter((view) => view.fits(this)); }
+
+  /** The view that is asked for, or else the first that suits this look. */
+  opening() {
+    const views = this.views();
+    return views.find((view) => view.id === this.state.now.view) ?? views.find((view) => view.opens?.(this) ?? true);
+  }
 
   /** One failure, one sentence; the page stays as it was. */
   async guarded(work) {
@@ -147,7 +169,7 @@ export class App {
       await work();
     } catch (error) {
       if (!(error instanceof Failure)) console.error(error);
-      this.parts.message.textContent = error.message === "offline" ? this.t("error.offline") : error.message;
+      this.parts.message.textContent = error.message === "offline" ? this.t("error.offline") : serverError(error.message, this.language());
     } finally {
       this.composer.busy(null);
       this.parts.stage.classList.remove("waiting");
@@ -165,7 +187,7 @@ export class App {
   show() { this.guarded(() => this.present()); }
 
   async present() {
-    const mine = ++this.shows, views = this.views(), kind = views.find((view) => view.id === this.state.now.view) ?? views[0];
+    const mine = ++this.shows, views = this.views(), kind = this.opening();
     const data = await this.reading(kind);
     if (mine !== this.shows || !this.look) return;
     tip.hide();
@@ -210,7 +232,7 @@ export class App {
     }
     if (has("lang", "theme")) {
       this.dress();
-      if (has("lang")) { this.build(); if (this.model()) this.composer.update(this.model()); if (this.look) this.composer.wrote(this.look); }
+      if (has("lang")) { this.build(); if (this.model()) this.composer.update(this.model()); if (this.look) { this.composer.wrote(this.look); this.showSaid(); } }
       this.showHead();
       if (this.look) this.show();
       return;

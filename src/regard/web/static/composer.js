@@ -1,14 +1,18 @@
 // What is looked at: a text, a text and its translation, or an image and its caption.
-import { el } from "./dom.js";
+import { el, segmented } from "./dom.js";
 
 const BEAMS = [1, 2, 3, 4, 5, 8];
 
-/** A text that suits the model, so that the first page is not an empty one. */
+/** A text that suits the model, so that the first page is not an empty one: one of its own data where that is known. */
 export function example(model) {
   if (model.image) return "";
-  if (model.example) return model.example;
-  return model.source ? "The teacher gave the student a book." : "The cat sat on the mat because it was warm.";
+  return model.examples[0] ?? (model.source ? "The teacher gave the student a book." : "The cat sat on the mat because it was warm.");
 }
+
+/** The tag that a text begins with, of those a model learned. */
+export const tagOf = (model, text) => model.tags.find((tag) => text.startsWith(tag));
+
+const pngUrl = (base64) => `data:image/png;base64,${base64}`;
 
 const base64 = (file) => new Promise((done, failed) => {
   const reader = new FileReader();
@@ -38,7 +42,7 @@ export class Composer {
     const { t, state } = this;
     this.model = model;
     this.text = this.target = null;
-    this.picture ??= model.image ? model.example ?? null : null;
+    this.picture ??= model.image ? model.examples[0] ?? null : null;
     const two = model.source || (model.image && model.generates), texts = [];
     if (model.image) texts.push(this.imagePicker());
     else texts.push(this.area(model.source ? t("source") : t("text"), "text", t("text.hint")));
@@ -48,22 +52,53 @@ export class Composer {
       : null;
     const beam = this.beam && el("label", {}, t("beam"), this.beam);
     this.node.classList.toggle("two", two);
-    this.node.replaceChildren(el("div", { class: "texts" }, texts), el("div", { class: "go" }, beam, this.button));
+    this.node.replaceChildren(el("div", { class: "texts" }, texts), el("div", { class: "go" }, beam, this.button),
+      el("div", { class: "offers" }, this.tags(), this.examples()));
+    this.text?.addEventListener("input", () => this.node.querySelector(".tags")?.replaceWith(this.tags()));
+  }
+
+  /** The tags that the sentences of its data begin with; the one of this sentence is chosen. */
+  tags() {
+    const { tags } = this.model, text = this.text?.value ?? "", tag = tagOf(this.model, text);
+    if (!tags.length) return null;
+    const pick = (to) => { this.text.value = `${to} ${text.slice(tag?.length ?? 0).trimStart()}`; this.submit(); };
+    return el("div", { class: "tags" }, el("span", {}, this.t("tags")), segmented(this.t("tags"), tags.map((one) => [one, one]), tag, pick));
+  }
+
+  /** Inputs of the data it learned from, which it has not seen. */
+  examples() {
+    const { image, examples } = this.model;
+    if (!examples.length) return null;
+    const pick = (one) => {
+      if (image) this.picture = one;
+      else this.text.value = one;
+      if (this.target) this.target.value = "";
+      this.submit();
+    };
+    const shown = (one) => image ? el("img", { src: pngUrl(one), alt: "" }) : el("bdi", {}, one);
+    return el("div", { class: "examples" }, el("span", {}, this.t("examples")), examples.map((one, i) => el("button", {
+      type: "button", "data-example": String(i), onclick: () => pick(one), ...(image ? { "aria-label": `${this.t("examples")} ${i + 1}` } : { title: one }),
+    }, shown(one))));
   }
 
   imagePicker() {
     const file = el("input", { type: "file", accept: "image/*", name: "image", onchange: async () => {
       this.picture = file.files[0] ? await base64(file.files[0]) : null;
-      this.preview.hidden = !this.picture;
-      if (!this.picture) return;
-      this.preview.src = `data:image/png;base64,${this.picture}`;
-      this.submit();
+      if (this.picture) this.submit();
     } });
-    this.preview = el("img", { alt: "", hidden: !this.picture, src: this.picture ? `data:image/png;base64,${this.picture}` : "" });
+    this.preview = el("img", { alt: "" });
+    this.showPicture();
     return el("label", { class: "area" }, el("span", {}, this.t("image")), el("div", { class: "picture" }, this.preview, file));
   }
 
+  showPicture() {
+    this.preview.hidden = !this.picture;
+    if (this.picture) this.preview.src = pngUrl(this.picture);
+  }
+
   submit() {
+    if (this.model.image) this.showPicture();
+    this.node.querySelector(".tags")?.replaceWith(this.tags());
     const values = { beam: this.beam ? Number(this.beam.value) : 1, row: -1, col: -1, zoom: "", from: 0, position: -1 };
     if (this.text) values.text = this.text.value;
     if (this.target) values.target = this.target.value;

@@ -23,11 +23,11 @@ const PARTS = {
     return kinds.length > 1 && segmented(t("kind"), kinds.map((k) => [k, t(`kind.${k}`)]), kind, (k) => state.set({ ...START, kind: k }));
   },
   layer(app, { kind, layer }) {
-    const text = `${layer} / ${app.look.kinds[kind].layers - 1}`;
+    const text = `${layer + 1} / ${app.look.kinds[kind].layers}`;
     return stepper(app.t("layer"), text, () => stepped(app, "layer", -1), () => stepped(app, "layer", 1));
   },
   head(app, { kind, head }) {
-    const text = head < 0 ? app.t("head.mean") : `${head} / ${app.look.kinds[kind].heads - 1}`;
+    const text = head < 0 ? app.t("head.mean") : `${head + 1} / ${app.look.kinds[kind].heads}`;
     return stepper(app.t("head"), text, () => stepped(app, "head", -1), () => stepped(app, "head", 1));
   },
   threshold({ state, t }) {
@@ -56,7 +56,7 @@ export function controls(app, wants) {
   const { t } = app, where = app.where(), line = (name, parts) => parts.some(Boolean) && el("div", { class: name }, parts);
   const made = (names) => names.filter((name) => wants.includes(name)).flatMap((name) => PARTS[name](app, where));
   const place = app.source.only // one head alone came with the page
-    ? [el("span", { class: "quiet" }, `${t(`kind.${where.kind}`)} · ${t("layer")} ${where.layer} · ${t("head")} ${where.head < 0 ? t("head.mean") : where.head}`),]
+    ? [el("span", { class: "quiet" }, `${t(`kind.${where.kind}`)} · ${t("layer")} ${where.layer + 1} · ${t("head")} ${where.head < 0 ? t("head.mean") : where.head + 1}`)]
     : made(WHERE);
   return [line("where", place), line("how", made(Object.keys(PARTS).filter((name) => !WHERE.includes(name))))].filter(Boolean);
 }

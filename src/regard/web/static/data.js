@@ -28,6 +28,9 @@ export class Data {
     return { rows, cols, layers, heads };
   }
 
+  /** Whether rows of this kind are places at which the model writes, token by token. */
+  writes(kind) { return kind !== "encoder" && this.look.uncertain !== undefined && !this.look.reading && !this.source.offline; }
+
   labels(kind, axis) {
     const total = this.size(kind)[axis];
     return this.once(`labels ${kind} ${axis}`, async () => {

@@ -26,6 +26,14 @@ export const brief = (value) => {
   const size = Math.abs(value);
   return (size !== 0 && size < 0.005 ? value.toExponential(0) : value.toFixed(2)).replace("-", "−");
 };
+/** A probability to read. */
+export function percent(share) {
+  if (!(share > 0)) return "0%";
+  if (share < 1e-4) return "<0.01%";
+  if (share < 1 && share > 0.9995) return ">99.9%";
+  return `${Number((100 * share).toFixed(share < 0.01 ? 2 : 1))}%`;
+}
+
 export const count = (n) => n.toLocaleString("en-US").replaceAll(",", "\u202f");
 
 const UNSEEN = { "": "∅", " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "⏎" };
@@ -65,6 +73,9 @@ export function check(name, value, onPick, id) {
   return el("label", { class: "check" }, box, el("span", {}, name));
 }
 
+/** How much of the first screen is left below the top of a node. */
+export const screenBelow = (node) => innerHeight - node.getBoundingClientRect().top - scrollY;
+
 export function after(ms, work) {
   let timer = 0;
   return (...args) => { clearTimeout(timer); timer = setTimeout(() => work(...args), ms); };
@@ -74,5 +85,5 @@ export function after(ms, work) {
 export function offer(select, labels, at, near = 300) {
   const from = Math.max(0, at - near);
   select.replaceChildren(...labels.slice(from, at + near).map((label, i) =>
-    el("option", { value: String(from + i), selected: from + i === at }, `${from + i}  ${shown(label)}`)));
+    el("option", { value: String(from + i), selected: from + i === at }, `${from + i + 1}  ${shown(label)}`)));
 }

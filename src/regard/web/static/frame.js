@@ -1,5 +1,5 @@
 // What stands around the views: the head of the page and its foot.
-import { el } from "./dom.js";
+import { el, percent } from "./dom.js";
 import { exported } from "./export.js";
 import { help } from "./keys.js";
 import { kept } from "./state.js";
@@ -26,6 +26,26 @@ export function head(app) {
 export function said({ source }) {
   const { text, target } = source.content.look;
   return el("div", { class: "said" }, text ? el("bdi", { dir: "auto" }, text) : "", target ? el("bdi", { class: "quiet", dir: "auto" }, target) : "");
+}
+
+const CLASSES = 5; // the others are added up
+
+/** The classes a classifier sees in its input, likeliest first; nothing for other models. */
+export function classes(look, t) {
+  if (!look.classes) return null;
+  const all = Object.entries(look.classes), best = all.slice(0, all.length > CLASSES + 1 ? CLASSES : all.length);
+  const rest = all.slice(best.length).reduce((sum, [, share]) => sum + share, 0);
+  if (all.length > best.length) best.push([t("classes.rest", { n: all.length - best.length }), rest]);
+  return el("ol", { class: "classes", "aria-label": t("classes") }, best.map(([name, share]) => el("li", {},
+    el("bdi", {}, name), el("span", { class: "num" }, percent(share)), el("i", {}, el("b", { style: `width:${100 * share}%` })))));
+}
+
+/** Why an answer may be nonsense: words and tags that the model did not learn; nothing where it knows them all. */
+export function outside(look, missesTag, t) {
+  const words = look.unfamiliar ?? [];
+  if (!missesTag && !words.length) return null;
+  const reasons = [missesTag && t("outside.tag"), words.length && t("outside.words", { words: [...new Set(words)].join(", ") })];
+  return el("p", { class: "outside", role: "note" }, el("strong", {}, t("outside")), " ", reasons.filter(Boolean).join(" "));
 }
 
 /** Files of what is shown, and a link to it. */

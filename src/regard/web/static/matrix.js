@@ -1,5 +1,19 @@
 // What several views do with a matrix of weights {rows, cols, values}.
 import { shown } from "./dom.js";
+import { fitted, textWidth } from "./pen.js";
+
+const LONGEST_NAME = 108;
+const nameFont = () => `400 13px ${getComputedStyle(document.body).fontFamily}`;
+
+/** The width of the longest name beside or above a matrix. */
+export const longestName = (labels) => labels.reduce((most, label) => Math.min(LONGEST_NAME, Math.max(most, textWidth(shown(label), nameFont()))), 0);
+
+/** The name of a column over the middle of it: level where it fits, else rising to the right. */
+export function columnName(pen, label, x, top, slanted, style) {
+  const text = fitted(shown(label), LONGEST_NAME, pen.font(style.size));
+  if (slanted) pen.text(text, x - 2, top - 8, { ...style, turn: -45 });
+  else pen.text(text, x, top - 13, { ...style, align: "center" });
+}
 
 export const rowOf = ({ cols, values }, r) => values.subarray(r * cols, (r + 1) * cols);
 

@@ -1,5 +1,5 @@
 // The reading beside the picture: the locked pair's weight, and where the locked token looks most.
-import { el, number, shown } from "./dom.js";
+import { el, number, percent, shown } from "./dom.js";
 
 export class Panel {
   constructor(node, t, state) {
@@ -19,11 +19,17 @@ export class Panel {
       data.labels(kind, "rows"), data.labels(kind, "cols"), data.top(kind, layer, head, row, top),
     ]);
     const isPair = col >= 0 && col < size.cols;
-    const pair = !isPair ? null : (await data.block(kind, layer, head, row, row + 1, col, col + 1)).values[0];
+    const [pair, said] = await Promise.all([
+      isPair ? data.block(kind, layer, head, row, row + 1, col, col + 1).then((block) => block.values[0]) : null,
+      data.writes(kind) ? data.next({ position: row, k: 3 }) : [],
+    ]);
     if (mine !== this.asked) return;
     this.node.replaceChildren(
       el("h2", {}, t("panel.looks")),
       el("p", { class: "who" }, el("bdi", {}, shown(rows[row]))),
+      said.length && row === data.look.uncertain ? el("p", { class: "quiet" }, t("panel.uncertain")) : "",
+      said.length ? el("p", { class: "next" }, el("span", { class: "quiet" }, t("panel.next")),
+        ...said.flatMap((one) => [el("bdi", {}, shown(one.text)), el("span", { class: "num" }, percent(one.probability))])) : "",
       !isPair ? "" : el("div", { class: "pair" },
         el("div", { class: "quiet" }, el("bdi", {}, shown(rows[row])), " → ", el("bdi", {}, shown(cols[col]))),
         el("div", { class: "num", "data-weight": `${row},${col}` }, number(pair))),

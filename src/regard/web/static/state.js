@@ -1,4 +1,5 @@
 // Everything a link needs to bring the same picture back stands in the address, after the #.
+// Layers, heads and tokens count from 0 there, as in Python; on the page from 1.
 export const DEFAULTS = {
   model: "", text: "", target: "", view: "", kind: "", layer: -1, head: -1, // the last layer, the mean of its heads
   row: -1, col: -1, threshold: 0.05, top: 3, log: false, words: false, specials: true, from: 0, zoom: "", find: "", pattern: "",

@@ -17,7 +17,7 @@ class Align {
     this.said = el("span", { class: "live", "aria-live": "polite" });
     this.place = el("div");
     const caption = [t("align.caption"), app.readingNote()].join(" ");
-    host.append(el("p", { class: "caption" }, caption), canWrite ? el("div", { class: "row" }, this.again, this.said) : "", this.place);
+    host.append(el("div", { class: "row" }, el("p", { class: "caption" }, caption), canWrite && [this.again, this.said]), this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.align"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event) => this.hover(hit, event), press: (hit) => this.press(hit),
@@ -111,14 +111,14 @@ class Align {
   lines(pen, at, row, col) {
     const { matrix } = this.now(), { threshold, top } = this.app.state.now, every = row < 0 && col < 0;
     for (let r = 0; r < matrix.rows; r++) {
-      if (row >= 0 && r !== row) continue;
-      const weights = rowOf(matrix, r), order = strongest(weights, threshold, every ? top : undefined);
-      for (const c of row < 0 && col >= 0 ? order.filter((i) => i === col) : order) this.line(pen, at, at.rows[r], at.cols[c], weights[c]);
+      const weights = rowOf(matrix, r), order = strongest(weights, threshold, every || r !== row ? top : undefined);
+      const faint = row >= 0 && r !== row ? 0.22 : 1;
+      for (const c of row < 0 && col >= 0 ? order.filter((i) => i === col) : order) this.line(pen, at, at.rows[r], at.cols[c], weights[c], faint);
     }
   }
 
-  line(pen, at, from, to, weight) {
-    const style = { stroke: pen.colours.accent, width: 0.8 + 3.4 * weight, opacity: 0.1 + 0.9 * weight };
+  line(pen, at, from, to, weight, faint) {
+    const style = { stroke: pen.colours.accent, width: 0.8 + 3.4 * weight, opacity: faint * (0.1 + 0.9 * weight) };
     if (at.flat) {
       const [y1, y2] = [from.y - 18, to.y + 18], half = (y1 - y2) / 2;
       pen.path([from.x, y1, from.x, y1 - half, to.x, y2 + half, to.x, y2], style);

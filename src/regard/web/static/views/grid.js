@@ -43,10 +43,10 @@ class Grid {
     const { log } = this.app.state.now, { theme, quiet, accent, line } = pen.colours, now = this.app.where();
     const { t } = this.app, named = side > 64 ? `${t("head")} ` : "";
     pen.text(t("layer"), 0, 12, { size: 12, fill: quiet });
-    for (let h = 0; h < heads; h++) pen.text(`${named}${h}`, left + h * (side + gap) + side / 2, 12, { size: 12, fill: quiet, align: "center" });
+    for (let h = 0; h < heads; h++) pen.text(`${named}${h + 1}`, left + h * (side + gap) + side / 2, 12, { size: 12, fill: quiet, align: "center" });
     this.layers.forEach((thumbs, layer) => {
       const [n, rows, cols] = thumbs.shape, y = top + layer * (tall + gap);
-      pen.text(String(layer), 14, y + tall / 2, { size: 12, fill: quiet, align: "center" });
+      pen.text(String(layer + 1), 14, y + tall / 2, { size: 12, fill: quiet, align: "center" });
       for (let h = 0; h < n; h++) {
         const values = thumbs.values.subarray(h * rows * cols, (h + 1) * rows * cols), x = left + h * (side + gap);
         const max = largest(values);
@@ -64,7 +64,7 @@ class Grid {
     const { side, tall } = this.layout(this.sheet.size().width), { t, data } = this.app, size = data.size(this.kind);
     const { shape: [, rows, cols], values } = this.layers[hit.layer];
     const r = Math.min(rows - 1, Math.floor(((at.y - hit.y) / tall) * rows)), c = Math.min(cols - 1, Math.floor(((at.x - hit.x) / side) * cols));
-    const value = values[(hit.head * rows + r) * cols + c], name = t("grid.cell", { l: hit.layer, h: hit.head });
+    const value = values[(hit.head * rows + r) * cols + c], name = t("grid.cell", { l: hit.layer + 1, h: hit.head + 1 });
     const exact = rows === size.rows && cols === size.cols;
     tip.show(event, value, exact ? `${shown(this.rowLabels[r])} → ${shown(this.colLabels[c])}` : t("grid.block"), name);
   }

@@ -1,15 +1,15 @@
 // The matrix itself: weights as tiles where they can be told apart, block means where they cannot.
 import { heat, inkOn, scaled } from "../colour.js";
-import { brief, count, el, shown } from "../dom.js";
-import { isFound, largest } from "../matrix.js";
-import { fitted, textWidth } from "../pen.js";
+import { brief, count, el, screenBelow, shown } from "../dom.js";
+import { columnName, isFound, largest, longestName } from "../matrix.js";
+import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
 const EXACT = 512; // rows or columns up to which the weights themselves are fetched
 const OVERVIEW = 320;
 const LARGEST_CELL = 58;
-const LONGEST_LABEL = 108;
+const READABLE_CELL = 16;
 
 class HeatMap {
   constructor(host, app) {
@@ -68,11 +68,10 @@ class HeatMap {
   layout(width) {
     if (!this.shown) return { height: 240, left: 0, top: 0, side: [0, 0] };
     const { window: [r0, r1, c0, c1], rowLabels, colLabels } = this.shown, rows = r1 - r0, cols = c1 - c0;
-    const font = `400 13px ${getComputedStyle(document.body).fontFamily}`;
-    const longest = (labels, a, b) => b - a > 120 ? 0
-      : Math.min(LONGEST_LABEL, Math.max(...labels.slice(a, b).map((l) => textWidth(shown(l), font))));
+    const longest = (labels, a, b) => b - a > 120 ? 0 : longestName(labels.slice(a, b));
     const left = Math.min(longest(rowLabels, r0, r1), width * 0.3) + 12, over = longest(colLabels, c0, c1);
-    const cellIn = (room) => Math.min(LARGEST_CELL, room / cols, Math.max(620, width * 0.7) / rows);
+    const tall = Math.max(screenBelow(this.place) - 0.72 * over - 70, Math.min(READABLE_CELL * rows, Math.max(620, width * 0.7)));
+    const cellIn = (room) => Math.min(LARGEST_CELL, room / cols, tall / rows);
     const slanted = over > cellIn(width - left - 8) - 6; // names that are too long go up to the right, and need room there
     const cell = cellIn(width - left - 8 - (slanted ? Math.min(0.62 * over, width * 0.15) : 0));
     const labelled = cell >= 10.5, upright = labelled && slanted;
@@ -100,9 +99,8 @@ class HeatMap {
       pen.text(fitted(shown(label), left - 10, pen.font(13)), left - 8, y(r) + tall / 2, { ...style(label, isFound(label, find) || r === held[0]), align: "right" });
     }
     for (let c = c0; labelled && c < c1; c++) {
-      const label = colLabels[c], text = fitted(shown(label), LONGEST_LABEL, pen.font(13)), on = isFound(label, find) || c === held[1];
-      if (upright) pen.text(text, x(c) + wide / 2 - 2, top - 8, { ...style(label, on), turn: -45 });
-      else pen.text(text, x(c) + wide / 2, top - 13, { ...style(label, on), align: "center" });
+      const label = colLabels[c], on = isFound(label, find) || c === held[1];
+      columnName(pen, label, x(c) + wide / 2, top, upright, style(label, on));
     }
     if (wide >= 32 && this.shown.exact) this.values(pen, x, y, wide, tall, colour);
     this.frames(pen, x, y, wide, tall, held);

@@ -1,6 +1,6 @@
 // The image with the weights of one token laid over its patches.
 import { css, heat, scaled } from "../colour.js";
-import { brief, el, shown, slider } from "../dom.js";
+import { brief, el, screenBelow, shown, slider } from "../dom.js";
 import { largest, strongest } from "../matrix.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -13,7 +13,7 @@ class ImageOverlay {
     const { t } = app;
     this.chips = el("div", { class: "chips" });
     this.place = el("div");
-    host.append(el("p", { class: "caption" }, t("image.caption")), this.chips, el("div", { class: "row" },
+    host.append(this.chips, el("div", { class: "row" }, el("p", { class: "caption" }, t("image.caption")),
       slider(t("image.shade"), { min: 0, max: 1, step: 0.05 }, this.shade, (v) => v.toFixed(2), (v) => { this.shade = v; this.sheet.redraw(); })), this.place);
     this.sheet = new Surface(this.place, {
       label: t("view.image"), draw: (pen) => this.draw(pen), height: (w) => this.side(w)[1] + 40,
@@ -27,20 +27,21 @@ class ImageOverlay {
 
   async update() {
     const mine = ++this.asked, { data, state } = this.app, { kind, layer, head } = this.app.where(), { rows } = data.size(kind);
-    if (state.now.row < 0) state.now.row = 0; // somebody always looks
+    if (state.now.row < 0) state.now.row = kind === "cross" ? data.look.uncertain ?? 0 : 0; // somebody always looks
     const [rowLabels, colLabels] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols")]);
     const row = state.now.row < rows ? state.now.row : 0;
     const weights = await data.row(kind, layer, head, row);
     if (mine !== this.asked) return;
     this.shown = { kind, row, rowLabels, colLabels, weights, max: largest(weights) };
-    this.chips.replaceChildren(...rowLabels.slice(0, MOST).map((label, r) => el("button", {
+    const chip = (label, r) => !label.box && el("button", { // a patch is chosen on the picture
       type: "button", "aria-pressed": String(r === row), "data-row": String(r), onclick: () => state.set({ row: r, col: -1 }),
-    }, el("bdi", {}, shown(label)))));
+    }, el("bdi", {}, shown(label)));
+    this.chips.replaceChildren(...rowLabels.slice(0, MOST).map(chip).filter(Boolean));
     this.sheet.redraw();
   }
 
   side(width) {
-    const { naturalWidth: w, naturalHeight: h } = this.picture, wide = Math.min(width, 520);
+    const { naturalWidth: w, naturalHeight: h } = this.picture, wide = Math.min(width, 520, Math.max(300, screenBelow(this.place) - 44));
     return [wide, w ? (wide * h) / w : wide];
   }
 

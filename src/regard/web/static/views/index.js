@@ -1,4 +1,4 @@
-// The views, in the order of their tabs. One file each.
+// The views, in the order of their tabs: the first that suits the look is the one that opens. One file each.
 import align from "./align.js";
 import beams from "./beams.js";
 import grid from "./grid.js";
@@ -10,4 +10,4 @@ import sentence from "./sentence.js";
 import variant from "./variant.js";
 import walk from "./walk.js";
 
-export const VIEWS = [image, heatmap, sentence, grid, walk, align, next, patterns, beams, variant];
+export const VIEWS = [image, align, sentence, heatmap, grid, walk, next, patterns, beams, variant];

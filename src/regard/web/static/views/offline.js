@@ -6,4 +6,4 @@ import image from "./image.js";
 import patterns from "./patterns.js";
 import sentence from "./sentence.js";
 
-export const VIEWS = [image, heatmap, sentence, grid, align, patterns];
+export const VIEWS = [image, align, sentence, heatmap, grid, patterns];

@@ -61,10 +61,10 @@ class Patterns {
     const all = Array.from({ length: layers }, (_, l) => Array.from({ length: heads }, (_, h) => this.of(l, h)));
     const top = isShare ? 1 : Math.max(1e-9, ...all.flat().map((one) => one.value ?? 0));
     pen.text(t("layer"), 0, 14, { size: 12, fill: quiet });
-    for (let h = 0; h < heads; h++) pen.text(`${wide > 64 ? `${t("head")} ` : ""}${h}`, left + (h + 0.5) * wide, 14, { size: 12, fill: quiet, align: "center" });
+    for (let h = 0; h < heads; h++) pen.text(`${wide > 64 ? `${t("head")} ` : ""}${h + 1}`, left + (h + 0.5) * wide, 14, { size: 12, fill: quiet, align: "center" });
     all.forEach((line, l) => {
       const y = 28 + l * tall;
-      pen.text(String(l), 12, y + tall / 2, { size: 12, fill: quiet, align: "center" });
+      pen.text(String(l + 1), 12, y + tall / 2, { size: 12, fill: quiet, align: "center" });
       line.forEach((one, h) => {
         const x = left + h * wide, none = one.value === null || one.value === undefined, colour = none ? null : heat(one.value / top, theme);
         const faint = !name && one.mixed, ink = none || faint ? quiet : inkOn(colour);
@@ -83,7 +83,7 @@ class Patterns {
   tell({ layer, head }, event) {
     const { t } = this.app, { scores, known } = this.shown, one = this.of(layer, head);
     const lines = known.map((name) => `${t(`pattern.${name}`)} ${number(scores[name][layer][head])}`);
-    tip.show(event, one.label ? t(`label.${one.label}`) : one.name ? `${t(`pattern.${one.name}`)} ${number(one.value)}` : "–", t("grid.cell", { l: layer, h: head }), ...lines);
+    tip.show(event, one.label ? t(`label.${one.label}`) : one.name ? `${t(`pattern.${one.name}`)} ${number(one.value)}` : "–", t("grid.cell", { l: layer + 1, h: head + 1 }), ...lines);
   }
 
   rows() {

@@ -129,7 +129,7 @@ class Sentence {
     if (!hit) { tip.hide(); return; }
     const { rowLabels, colLabels, matrix, part } = this.shown, { t } = this.app;
     if (hit.square !== undefined) {
-      tip.show(event, hit.weight, `${shown(rowLabels[hit.row])} → ${shown(colLabels[hit.col])}`, `${t("head")} ${hit.square}`);
+      tip.show(event, hit.weight, `${shown(rowLabels[hit.row])} → ${shown(colLabels[hit.col])}`, `${t("head")} ${hit.square + 1}`);
     } else if (hit.col !== undefined && held >= part[0] && held < part[1]) {
       tip.show(event, matrix.values[(held - part[0]) * matrix.cols + hit.col - part[2]], `${shown(rowLabels[held])} → ${shown(colLabels[hit.col])}`);
     } else tip.hide();
@@ -154,5 +154,6 @@ class Sentence {
 export default {
   id: "sentence", panel: true, controls: ["kind", "layer", "head", "find", "threshold", "top", "words"],
   fits: ({ source }) => !source.overviewOnly,
+  opens: ({ look }) => Object.values(look.kinds).every(({ n_rows: rows, n_cols: cols }) => Math.max(rows, cols) <= PART),
   open: (host, app) => new Sentence(host, app),
 };

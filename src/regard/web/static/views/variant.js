@@ -1,61 +1,85 @@
-// What if: no causal mask, another scale, heads switched off; the weights and the next token, before and after.
-import { css, heat, scaled } from "../colour.js";
+// What if: no causal mask, another scale, heads switched off; the prediction and the weights, before and after.
+import { heat, scaled } from "../colour.js";
 import { Data } from "../data.js";
-import { after, check, el, number, offer, shown, slider } from "../dom.js";
+import { after, check, el, number, offer, percent, shown, slider } from "../dom.js";
+import { columnName, largest, longestName } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
 const CELLS = 160;
-const WORDS = 6;
+const LABELLED = 40; // rows or columns that still have names
+const CLASSES = 5;
+const TOKENS = 3;
+const STEP = 28;
 
 class Variant {
   constructor(host, app) {
     Object.assign(this, { app, shown: null, asked: 0, looks: new Map() });
-    const { t, state } = app, set = after(150, (patch) => state.set(patch));
-    this.switches = el("div");
-    this.boards = el("div");
+    const { t, state } = app;
     this.settings = el("div", { class: "row" });
+    this.switches = el("div", { class: "switches", role: "group", "aria-label": t("variant.off") });
     this.edited = el("p", { class: "caption" });
-    host.append(el("p", { class: "caption" }, t("variant.caption")), this.settings, this.switches, this.edited, this.boards);
-    this.board = new Surface(this.switches, {
-      label: t("variant.off"), draw: (pen) => this.heads(pen), height: () => 44 + app.data.size(app.where().kind).layers * 26,
-      press: (hit) => hit && this.toggle(hit), hover: (hit, event) => hit ? tip.show(event, t("grid.cell", hit), t("variant.off")) : tip.hide(), leave: () => tip.hide(),
-    });
+    this.forced = el("div", { class: "row" });
+    this.most = el("span");
+    this.again = el("p", { class: "again", "aria-live": "polite" });
+    this.after = el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
+    this.boards = el("div");
+    host.append(el("p", { class: "caption" }, t("variant.caption")), el("div", { class: "changes" }, this.settings, this.switches), this.edited, this.forced, this.again, this.boards);
     this.sheet = new Surface(this.boards, {
       vector: true, label: t("view.variant"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event) => hit ? tip.show(event, hit.after, hit.name, `${t("variant.before")}: ${number(hit.before)}`) : tip.hide(), leave: () => tip.hide(),
     });
-    this.set = set;
+    this.set = after(150, (patch) => state.set(patch));
     this.showSettings();
+    if (app.model().generates) this.showForced();
   }
 
   showSettings() {
     const { t, state } = this.app, { causal, scale } = state.now;
-    this.after ??= el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
-    const place = this.app.model().generates ? el("label", {}, el("span", { class: "quiet" }, `${t("view.next")}: ${t("next.after")} `), this.after) : "";
-    this.settings.replaceChildren(check(t("variant.causal"), causal, (on) => state.set({ causal: on })),
+    this.settings.replaceChildren(...[
+      this.app.model().causal && check(t("variant.causal"), causal, (on) => state.set({ causal: on }), "causal"),
       slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
-      el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")), place);
+      el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")),
+    ].filter(Boolean));
   }
 
-  /** The token after which the next one is asked for. */
-  position(labels) {
-    const { position } = this.app.state.now;
-    return position >= 0 && position < labels.length ? position : labels.length - 1;
+  /** The text is not written anew: said plainly, with the button that does it. */
+  showForced() {
+    const { app } = this, { t } = app;
+    this.forced.replaceChildren(el("p", { class: "caption forced" }, t("variant.forced")),
+      el("label", {}, this.most, this.after),
+      el("button", { type: "button", class: "second", "data-do": "again", onclick: () => app.guarded(() => this.writeAgain()) }, t("variant.again")));
+  }
+
+  /** The heads of a layer as switches, and the layer's number as the switch of them all. */
+  showSwitches() {
+    const { app } = this, { t } = app, { kind } = app.where(), { layers, heads } = app.data.size(kind), off = this.off();
+    const held = this.switches.contains(document.activeElement) ? document.activeElement.dataset.heads : null;
+    const button = (names, text, label) => el("button", {
+      type: "button", "data-heads": names.join(" "), "aria-pressed": String(names.every((name) => off.includes(name))), "aria-label": label, title: label,
+      onclick: () => this.toggle(names),
+    }, text);
+    this.switches.replaceChildren(el("p", { class: "quiet" }, t("variant.off")), ...Array.from({ length: layers }, (_, l) => {
+      const names = Array.from({ length: heads }, (_, h) => `${kind}.${l}.${h}`);
+      return el("div", {}, button(names, `${t("layer")} ${l + 1}`, t("variant.layer", { l: l + 1 })),
+        names.map((name, h) => button([name], String(h + 1), t("grid.cell", { l: l + 1, h: h + 1 }))));
+    }));
+    if (held) this.switches.querySelector(`[data-heads="${CSS.escape(held)}"]`)?.focus(); // the keyboard stays where it was
   }
 
   off() { return this.app.state.now.off.split(" ").filter(Boolean); }
 
-  toggle({ l, h }) {
-    const { kind } = this.app.where(), name = `${kind}.${l}.${h}`, now = this.off();
-    this.app.state.set({ off: (now.includes(name) ? now.filter((one) => one !== name) : [...now, name]).join(" ") });
+  /** Switch these heads off; on again where all of them are off. */
+  toggle(names) {
+    const now = this.off(), rest = now.filter((one) => !names.includes(one));
+    this.app.state.set({ off: (names.every((name) => now.includes(name)) ? rest : [...rest, ...names]).join(" ") });
   }
 
   variant() {
     const { causal, scale } = this.app.state.now;
     const off = this.off().map((name) => name.split(".")).map(([kind, l, h]) => [kind, Number(l), Number(h)]);
-    return { causal, scale, off };
+    return { causal: causal || !this.app.model().causal, scale, off };
   }
 
   /** The same text under the changed attention, with the same target where there is one: only the attention differs. */
@@ -65,6 +89,7 @@ class Variant {
       const request = app.composer.request(variant);
       delete request.generate;
       if (app.model().source && app.look.target) request.target = app.look.target;
+      else if (app.look.text) request.text = app.look.text; // with what a beam search added to it
       const asked = app.source.look(request).then((look) => new Data(app.source, look));
       asked.catch(() => this.looks.delete(key));
       this.looks.set(key, asked);
@@ -72,71 +97,77 @@ class Variant {
     return this.looks.get(key);
   }
 
-  async update() {
-    const mine = ++this.asked, { app } = this, { data } = app, { kind, layer, head } = app.where();
-    this.edited.textContent = this.off().length ? app.t("variant.edited") : "";
-    this.board.redraw();
-    const then = await this.changed(), n = Math.min(CELLS, data.size(kind).rows, then.size(kind).rows);
-    const next = async (from) => {
-      if (!app.model().generates) return null;
-      return from.next({ position: this.position(await from.labels("self", "rows")), k: WORDS });
-    };
-    if (app.model().generates) {
-      const labels = await data.labels("self", "rows");
-      offer(this.after, labels, this.position(labels));
-    }
-    const [rows, cols, a, b, nextA, nextB] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols"),
-      data.overview(kind, layer, head, CELLS, CELLS), then.overview(kind, layer, head, CELLS, CELLS), next(data), next(then)]);
-    if (mine !== this.asked) return;
-    const max = [...a.values, ...b.values].reduce((x, y) => Math.max(x, y), 0);
-    this.shown = { rows, cols, sides: [a, b], max, next: nextA && [nextA, nextB], n };
-    this.sheet.redraw();
+  /** What the changed model writes of its own. */
+  async writeAgain() {
+    const { app } = this, { source, image } = app.model(), { target, ...request } = app.composer.request(this.variant());
+    request.generate = { beam: app.state.now.beam, ...(source || image ? {} : { max_new_tokens: 16 }) };
+    const look = await app.source.look(request);
+    this.again.replaceChildren(el("span", { class: "quiet" }, app.t("variant.wrote")), " ", el("bdi", {}, (source || image ? look.target : look.text) || "∅"));
   }
 
-  heads(pen) {
-    const { kind } = this.app.where(), { layers, heads } = this.app.data.size(kind), off = this.off(), { t } = this.app;
-    const wide = Math.min(34, (pen.width - 30) / heads), { accent, ink, line, quiet } = pen.colours;
-    pen.text(`${t("variant.off")}: ${off.length ? off.join(", ") : t("variant.none")}`, 0, 12, { size: 13, fill: quiet });
-    for (let l = 0; l < layers; l++) {
-      pen.text(String(l), 8, 40 + l * 26, { size: 12, fill: quiet, align: "center" });
-      for (let h = 0; h < heads; h++) {
-        const x = 24 + h * wide, y = 30 + l * 26, gone = off.includes(`${kind}.${l}.${h}`);
-        pen.rect(x, y, wide - 4, 20, gone ? { stroke: line, radius: 5 } : { fill: accent, radius: 5, opacity: 0.16 });
-        pen.text(String(h), x + wide / 2 - 2, y + 10, { size: 11, align: "center", fill: gone ? quiet : ink });
-        if (gone) pen.path([x + 6, y + 10, x + wide - 10, y + 10], { stroke: accent, width: 1.5 });
-        pen.hit(x, y, wide, 24, { l, h });
-      }
-    }
+  /** The predictions of both: classes, or the next token where the change is largest or where the reader asks for it. */
+  async predictions(then) {
+    const { app } = this, { data, look, state, t } = app, classes = ({ look: { classes } }) => Object.entries(classes).map(([text, probability]) => ({ token: text, text, probability }));
+    if (look.classes) return [data, then].map((side) => classes(side).slice(0, CLASSES));
+    if (!app.model().generates) return null;
+    const labels = await data.labels("self", "rows"), alike = labels.length === then.size("self").rows;
+    const changes = alike ? await app.source.changes(then.look, look) : [0], most = changes.indexOf(largest(changes));
+    const position = state.now.position >= 0 && state.now.position < labels.length ? state.now.position : changes[most] > 1e-6 ? most : look.uncertain;
+    offer(this.after, labels, position);
+    this.most.textContent = changes[most] > 1e-6
+      ? t(position === most ? "variant.most" : "variant.moved", { p: percent(changes[position] ?? 0) }) : t("variant.same");
+    return Promise.all([data, then].map((side) => side.next({ position: Math.min(position, side.size("self").rows - 1), k: TOKENS })));
+  }
+
+  async update(changed) {
+    const mine = ++this.asked, { app } = this, { data } = app, { kind, layer, head } = app.where();
+    this.edited.textContent = this.off().length ? app.t("variant.edited") : "";
+    this.showSwitches();
+    if (["causal", "scale", "off"].some((name) => changed.has(name))) this.again.replaceChildren();
+    const then = await this.changed();
+    const side = async (from) => {
+      const [matrix, rows, cols] = await Promise.all([from.overview(kind, layer, head, CELLS, CELLS), from.labels(kind, "rows"), from.labels(kind, "cols")]);
+      return { ...matrix, names: { rows, cols } };
+    };
+    const [says, ...sides] = await Promise.all([this.predictions(then), side(data), side(then)]);
+    if (mine !== this.asked) return;
+    this.shown = { sides, max: Math.max(...sides.map(({ values }) => largest(values))), says };
+    this.sheet.redraw();
   }
 
   layout(width) {
     const stacked = width < 560, gap = 36, wide = stacked ? width : (width - gap) / 2;
     if (!this.shown) return { stacked, gap, wide, height: 320 };
-    const { sides: [a], next } = this.shown, left = a.cols <= 40 ? 84 : 0;
-    const cell = Math.min(34, (wide - left) / a.cols), tall = Math.max(cell * a.rows, 40);
-    const block = 34 + tall + (next ? 30 + WORDS * 28 : 0) + 20;
-    return { stacked, gap, wide, left, cell, tall, block, height: stacked ? 2 * block : block };
+    const { sides, says } = this.shown, rows = Math.max(...sides.map((side) => side.rows)), cols = Math.max(...sides.map((side) => side.cols));
+    const named = Math.max(rows, cols) <= LABELLED, longest = (axis) => named ? Math.max(...sides.map(({ names }) => longestName(names[axis]))) : 0;
+    const left = named ? Math.min(84, longest("rows") + 12) : 0, over = longest("cols");
+    const cell = Math.min(34, (wide - left - 0.62 * over) / cols, 420 / rows), labelled = named && cell >= 10;
+    const above = labelled ? 0.72 * over + 22 : 8, bars = says ? 24 + STEP * Math.max(...says.map((side) => side.length)) : 0;
+    const block = 26 + bars + above + Math.max(cell * rows, 40) + 24;
+    return { stacked, gap, wide, left, cell, labelled, above, bars, block, height: stacked ? 2 * block : block };
   }
 
   draw(pen) {
     if (!this.shown) return;
-    const at = this.layout(pen.width), { t } = this.app, { sides, next, rows, max } = this.shown;
+    const at = this.layout(pen.width), { t } = this.app, { sides, says } = this.shown;
     sides.forEach((matrix, side) => {
       const x = at.stacked ? 0 : side * (at.wide + at.gap), y = at.stacked ? side * at.block : 0;
       pen.text(t(side ? "variant.after" : "variant.before"), x, y + 12, { size: 14, weight: 600 });
-      this.matrix(pen, matrix, sides[0], x + at.left, y + 34, at, max, rows);
-      if (next) this.bars(pen, next[side], next, x, y + 34 + at.tall + 24, at.wide);
+      if (says) this.bars(pen, says[side], says, x, y + 30, at.wide);
+      this.matrix(pen, matrix, sides[0], x + at.left, y + 26 + at.bars + at.above, at);
     });
   }
 
-  matrix(pen, matrix, before, x, y, { cell, left }, max, rows) {
-    const { theme, line, quiet, ink } = pen.colours, { cols } = this.shown, wide = cell * matrix.cols, tall = cell * matrix.rows;
+  matrix(pen, matrix, before, x, y, { cell, left, labelled }) {
+    const { theme, line, quiet, ink } = pen.colours, { max } = this.shown, { names: { rows, cols } } = matrix, wide = cell * matrix.cols, tall = cell * matrix.rows;
     pen.matrix(x, y, wide, tall, { ...matrix, colour: (v) => heat(scaled(v, max, this.app.state.now.log), theme) });
     pen.rect(x - 0.5, y - 0.5, wide + 1, tall + 1, { stroke: line });
-    for (let r = 0; left && cell >= 10 && r < matrix.rows; r++) {
-      pen.text(fitted(shown(rows[r]), left - 10, pen.font(12)), x - 8, y + (r + 0.5) * cell, { size: 12, align: "right", fill: rows[r].special ? quiet : ink });
+    const style = (label) => ({ size: 12, fill: label.special ? quiet : ink });
+    for (let r = 0; labelled && r < matrix.rows; r++) {
+      pen.text(fitted(shown(rows[r]), left - 10, pen.font(12)), x - 8, y + (r + 0.5) * cell, { ...style(rows[r]), align: "right" });
     }
-    if (matrix.rows * matrix.cols > 2500) return;
+    for (let c = 0; labelled && c < matrix.cols; c++) columnName(pen, cols[c], x + (c + 0.5) * cell, y, true, style(cols[c]));
+    if (matrix.values.length > 2500 || matrix.values.length !== before.values.length) return;
     matrix.values.forEach((value, i) => {
       const r = Math.floor(i / matrix.cols), c = i % matrix.cols;
       pen.hit(x + c * cell, y + r * cell, cell, cell, { after: value, before: before.values[i], name: `${shown(rows[r])} → ${shown(cols[c])}` });
@@ -144,22 +175,22 @@ class Variant {
   }
 
   bars(pen, list, both, x, y, wide) {
-    const { accent, wash, ink } = pen.colours, left = 92, room = wide - left - 84, top = Math.max(...both.flat().map((one) => one.probability));
+    const { accent, wash, ink } = pen.colours, left = 92, room = wide - left - 64;
     list.forEach((one, i) => {
-      const at = y + i * 28, was = both[0].find((other) => other.token === one.token)?.probability ?? 0;
+      const at = y + i * STEP, was = both[0].find((other) => other.token === one.token)?.probability ?? 0;
       pen.text(fitted(shown(one.text), left - 12, pen.font(13)), x + left - 10, at + 12, { size: 13, align: "right" });
       pen.rect(x + left, at + 3, room, 18, { fill: wash, radius: 4 });
-      pen.rect(x + left, at + 3, Math.max(2, (room * one.probability) / top), 18, { fill: accent, radius: 4 });
-      pen.text(number(one.probability), x + wide, at + 12, { size: 12, align: "right", fill: ink });
+      pen.rect(x + left, at + 3, Math.max(2, room * one.probability), 18, { fill: accent, radius: 4 });
+      pen.text(percent(one.probability), x + wide, at + 12, { size: 12, align: "right", fill: ink });
       pen.hit(x, at, wide, 26, { after: one.probability, before: was, name: shown(one.text) });
     });
   }
 
   rows() {
-    const { sides: [a, b], rows, cols } = this.shown;
+    const { sides: [a, b] } = this.shown, { rows, cols } = a.names;
     return [["row", "column", "before", "after"], ...Array.from(a.values, (v, i) => [shown(rows[Math.floor(i / a.cols)]), shown(cols[i % a.cols]), v, b.values[i]])];
   }
-  close() { this.board.close(); this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); tip.hide(); }
 }
 
 export default {

@@ -27,14 +27,15 @@ class Walk {
   async update() {
     const mine = ++this.asked, { data, state, t } = this.app, { kind, layer, head } = this.app.where();
     const { rows, cols } = data.size(kind), one = Math.max(0, head);
-    const row = state.now.row >= 0 && state.now.row < rows ? state.now.row : rows - 1;
+    const least = kind === "encoder" ? 0 : data.look.uncertain ?? rows - 1; // where the model was least sure
+    const row = state.now.row >= 0 && state.now.row < rows ? state.now.row : least;
     const [rowLabels, colLabels] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols")]);
     const asked = state.now.col >= 0 && state.now.col < cols ? state.now.col : null;
     const col = asked ?? (await data.top(kind, layer, one, row, 1))[0]?.index ?? 0;
     const steps = await data.walk(kind, layer, one, row, col);
     if (mine !== this.asked) return;
     this.shown = { kind, layer, head: one, row, col, rowLabels, colLabels, steps };
-    this.note.textContent = head < 0 ? t("walk.onehead", { h: one }) : "";
+    this.note.textContent = head < 0 ? t("walk.onehead", { h: one + 1 }) : "";
     offer(this.pickers.row, rowLabels, row);
     offer(this.pickers.col, colLabels, col);
     this.sheet.redraw();
