@@ -91,7 +91,7 @@ def test_every_view_of_4096_tokens(tab: Tab, long_look: Look) -> None:
     best = long_look.weights(layer=1, head=2, rows=[3000])[0].topk(3)
     for index, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         assert tab.weight(3000, index) == pytest.approx(weight, **CLOSE)
-    assert tab.every_view() == ["heatmap", "sentence", "grid", "walk", "next", "patterns", "variant"]
+    assert tab.every_view() == ["sentence", "heatmap", "grid", "walk", "next", "patterns", "variant"]
     tab.open(model="long", text=TEXT, view="heatmap", layer=1, head=2, words=1, row=700, col=3)
     words = long_look.merged(kind="self", words=True, specials=True)
     exact = float(words.weights(layer=1, head=2, rows=[700], cols=[3]))

@@ -24,7 +24,7 @@ def test_a_page_without_a_server(browser: Any, seen: Look, tmp_path: Path) -> No
     page.goto(f"{file.as_uri()}#row=1&col=3&kind=cross&layer=1&head=2&lang=ko")
     page.wait_for_selector('aside [data-weight="1,3"]')
     assert here.weight(1, 3) == pytest.approx(float(seen.weights(layer=1, head=2, kind="cross")[1, 3]), **CLOSE)
-    assert here.tabs() == ["heatmap", "sentence", "grid", "align", "patterns"]
+    assert here.tabs() == ["align", "sentence", "heatmap", "grid", "patterns"]
     for view in here.tabs():
         page.click(f'nav [data-view="{view}"]')
         here.settled()
@@ -41,7 +41,7 @@ def test_a_page_holds_one_head_or_an_overview_where_not_all_fit(
     found = look(models["speaker"], "the cat sat on the mat. " * 25)
     exact = found.weights(layer=1, head=2)
     sizes = []
-    for limit, views in ((420_000, ["heatmap", "sentence"]), (290_000, ["heatmap"])):
+    for limit, views in ((420_000, ["sentence", "heatmap"]), (290_000, ["heatmap"])):
         file = found.html(tmp_path / "look.html", layer=1, head=2, limit=limit)
         sizes.append(file.stat().st_size)
         assert sizes[-1] <= limit

@@ -71,8 +71,8 @@ class HeadSelection:
         """As people count, from 1."""
         kind, head = self.view.kind, "mean of heads"
         if self.head is not None:
-            head = f"head {self.head + 1} of {self.look.heads(kind=kind)}"
-        return f"{kind} attention, layer {self.layer + 1} of {self.look.layers(kind=kind)}, {head}"
+            head = f"head {self.head + 1} of {self.view.look.heads(kind=kind)}"
+        return f"{kind} attention, layer {self.layer + 1} of {self.view.look.layers(kind=kind)}, {head}"
 
     @property
     def row_labels(self) -> list[Label]:

@@ -34,7 +34,14 @@ HTML_LIMIT = 980_000  # bytes; the server sends no larger response
 _OVERVIEW_CELLS = 200  # rows, and columns
 _PREFIX = "regard/"
 _IMPORT = re.compile(r'(\bfrom\s+|\bimport\s+)"(\.{1,2}/[^"]+)"')
-_SERVER_MODULES = {"views/index.js", "views/walk.js", "views/next.js", "views/beams.js", "views/variant.js"}
+_SERVER_MODULES = {
+    "server_errors.js",
+    "views/index.js",
+    "views/walk.js",
+    "views/next.js",
+    "views/beams.js",
+    "views/variant.js",
+}
 
 
 def page_html(

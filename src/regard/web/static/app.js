@@ -8,7 +8,6 @@ import { classes, footer, head, outside, said } from "./frame.js";
 import { LANGUAGES, speaker } from "./i18n.js";
 import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
-import { serverError } from "./server_errors.js";
 import { State, kept } from "./state.js";
 import { tip } from "./tip.js";
 import { VIEWS } from "./views/index.js";
@@ -169,12 +168,19 @@ export class App {
       await work();
     } catch (error) {
       if (!(error instanceof Failure)) console.error(error);
-      this.parts.message.textContent = error.message === "offline" ? this.t("error.offline") : serverError(error.message, this.language());
+      this.parts.message.textContent = await this.sentence(error.message);
     } finally {
       this.composer.busy(null);
       this.parts.stage.classList.remove("waiting");
       this.busy(-1);
     }
+  }
+
+  /** What went wrong in the reader's language; the server's sentences are fetched when one is needed. */
+  async sentence(message) {
+    if (message === "offline") return this.t("error.offline");
+    if (this.source.offline) return message;
+    return (await import("./server_errors.js")).serverError(message, this.language());
   }
 
   busy(change) {

@@ -34,7 +34,7 @@ export class Offline {
     this.reading = content.reading ?? null; // how tokens were joined or hidden when it was written
   }
 
-  async models() { return [this.content.model]; }
+  async models() { return [{ examples: [], tags: [], ...this.content.model }]; }
   async look() { return this.content.look; }
   async labels(_, kind, axis, start, stop) {
     return this.content.labels[kind][axis].slice(start, stop).map(([text, special, box]) => ({ text, special: Boolean(special), box }));

@@ -15,6 +15,7 @@ const KOREAN = {
   "model {model} reads {what}, not an image": "{model} 모델은 이미지를 읽지 않습니다.",
   "model {model} has no target; its text is all it reads": "{model} 모델에는 번역문이 없습니다.",
   "{name} has {n} characters; for model {model} at most {most} are read": "문장이 {n}자입니다. {model} 모델은 {most}자까지 읽습니다.",
+  "{name} has {n} characters; {limit}": "문장이 {n}자로, 이 모델이 읽을 수 있는 길이를 넘습니다.",
   "{name}: string should have at most {most} characters": "문장은 {most}자까지 넣을 수 있습니다.",
   "text is empty: there is nothing to look at": "문장이 비어 있어 살펴볼 것이 없습니다.",
   "model {model} writes no text, so there is nothing to generate": "{model} 모델은 글을 쓰지 않습니다.",

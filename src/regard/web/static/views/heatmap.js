@@ -9,7 +9,7 @@ import { tip } from "../tip.js";
 const EXACT = 512; // rows or columns up to which the weights themselves are fetched
 const OVERVIEW = 320;
 const LARGEST_CELL = 58;
-const READABLE_CELL = 16;
+const READABLE_CELL = 12;
 
 class HeatMap {
   constructor(host, app) {
