@@ -148,6 +148,7 @@ const WORDS = {
   "variant.causal": ["Causal mask", "인과 마스크"],
   "variant.scale": ["Scale ×", "배율 ×"],
   "variant.off": ["Switch heads off", "헤드 끄기"],
+  "variant.nth": ["Layer {l}", "{l}층"],
   "variant.layer": ["all heads of layer {l}", "{l}층의 모든 헤드"],
   "variant.forced": ["The text is not written again: at every place the model reads the same tokens as before, and only its prediction there changes.", "글을 다시 쓰지는 않습니다. 모델은 자리마다 전과 똑같은 앞 토큰을 읽고, 그 자리의 예측만 달라집니다."],
   "variant.most": ["Largest change, {p} of the probability, after", "가장 크게 바뀐 자리(확률의 {p}), 기준 토큰"],

@@ -1,11 +1,11 @@
 // What the server refuses, in Korean: its English sentences are the keys, {…} stands for what differs each time.
 const KOREAN = {
-  "the answer has {size} bytes, more than the {most} that are sent at once; ask for less": "응답이 {size}바이트로, 한 번에 보낼 수 있는 {most}바이트를 넘습니다. 더 작은 범위를 골라 주세요.",
+  "the answer has {size} bytes, {limit}; ask for less": "응답이 {size}바이트로, 한 번에 보낼 수 있는 크기를 넘습니다. 더 작은 범위를 골라 주세요.",
   "this look is at a text: it has no image": "문장을 살펴보는 중이라 이미지가 없습니다.",
   "kind={kind} is not one of this look's: {kinds}": "{kind} 어텐션은 이 모델에 없습니다. 있는 것: {kinds}",
   "specials=false leaves nothing of the {kind} attention: all its tokens are special": "특수 토큰을 숨기면 남는 토큰이 없습니다.",
   "this look was not written by a beam search; generate with beam=2 or more": "빔 탐색으로 쓴 문장이 아닙니다. 빔을 2 이상으로 골라 다시 써 주세요.",
-  "the Host header says {host}, which is not this server; open http://127.0.0.1 instead": "이 서버의 주소가 아닙니다({host}). http://127.0.0.1 로 열어 주세요.",
+  "{host}; open http://127.0.0.1 instead": "이 서버의 주소가 아닙니다. http://127.0.0.1 로 열어 주세요.",
   "a page of {origin} may not ask this server": "{origin}의 페이지는 이 서버에 요청할 수 없습니다.",
   "Content-Length {length} is not a number": "Content-Length {length}은(는) 숫자가 아닙니다.",
   "a body of {size} bytes is more than the {most} allowed": "보낸 내용이 {size}바이트로, 허용된 {most}바이트를 넘습니다.",
@@ -26,7 +26,7 @@ const KOREAN = {
   "image is none of {formats}": "지원하는 이미지 형식이 아닙니다. 쓸 수 있는 형식: {formats}",
   "image cannot be read: {why}": "이미지를 읽을 수 없습니다: {why}",
   "there is no look {look}, or it is no longer kept: open it again": "서버가 이 화면을 더는 갖고 있지 않습니다. ‘보기’를 다시 눌러 주세요.",
-  "q and k of this text take {needed} MB, and the server keeps {most} MB at most": "이 문장의 q와 k가 {needed}MB로, 서버가 보관하는 {most}MB를 넘습니다. 더 짧은 문장을 넣어 주세요.",
+  "q and k of this text take {needed}, and the server keeps {most} at most": "이 문장의 q와 k가 {needed}로, 서버가 보관하는 {most}를 넘습니다. 더 짧은 문장을 넣어 주세요.",
   "this takes longer than {seconds} s; {hint}": "{seconds}초 넘게 걸려 멈추었습니다. 더 짧은 문장을 넣거나 더 작은 범위를 골라 주세요.",
   "the text is not finished after {seconds} s": "{seconds}초가 지나도록 글이 끝나지 않아 멈추었습니다.",
   "the server is about to end": "서버가 곧 종료됩니다.",

@@ -62,7 +62,7 @@ class Variant {
     }, text);
     this.switches.replaceChildren(el("p", { class: "quiet" }, t("variant.off")), ...Array.from({ length: layers }, (_, l) => {
       const names = Array.from({ length: heads }, (_, h) => `${kind}.${l}.${h}`);
-      return el("div", {}, button(names, `${t("layer")} ${l + 1}`, t("variant.layer", { l: l + 1 })),
+      return el("div", {}, button(names, t("variant.nth", { l: l + 1 }), t("variant.layer", { l: l + 1 })),
         names.map((name, h) => button([name], String(h + 1), t("grid.cell", { l: l + 1, h: h + 1 }))));
     }));
     if (held) this.switches.querySelector(`[data-heads="${CSS.escape(held)}"]`)?.focus(); // the keyboard stays where it was
