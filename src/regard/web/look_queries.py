@@ -43,7 +43,7 @@ def look_document(session: LookSession, words: bool = False, specials: bool = Tr
     kinds = {kind: merged_view(session, HeadView(kind, 0, None, words, specials)).sizes for kind in look.kinds}
     about = {"id": session.id, "model": session.served.id, "text": look.text, "target": look.target_text}
     document: dict[str, Any] = {**about, "kinds": kinds, "beams": session.search is not None}
-    document |= session.cached("summary", lambda: _summary(session))
+    document |= session.cache("summary", lambda: _summary(session))
     return document if look.image is None else document | {"image": f"/api/looks/{session.id}/image"}
 
 
