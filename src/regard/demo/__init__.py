@@ -10,8 +10,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,16 +59,6 @@ def demo_sentences() -> list[AlignedPair]:
     return [*registers, *(corpus.example(SPLIT, place) for place in _OTHERS)]
 
 
-def train_model(config: RunConfig, command: Sequence[str], style: Any) -> dict[str, Any]:
-    """A new run, or the rest of one."""
-    from ..training import resume, train
-
-    assert config.train.out is not None
-    run = Path(config.train.out)
-    result = resume(run, style=style) if (run / "run.json").is_file() else train(config, style=style, command=command)
-    return result.to_dict()
-
-
 def evaluate_model(run: Path, n: int) -> dict[str, Any]:
     """Exact match and BLEU on held-out combinations, beside a dictionary's."""
     from ..training import evaluate
@@ -85,12 +74,11 @@ def translate_sentences(model: Model) -> dict[str, Any]:
 
     pairs = demo_sentences()
     texts = translate(model, [pair.source for pair in pairs], beam=4)
-    return {
-        "sentences": [
-            {"source": pair.source, "text": text, "wanted": pair.target, "right": text == pair.target}
-            for pair, text in zip(pairs, texts, strict=True)
-        ]
-    }
+    sentences = [
+        {"source": pair.source, "text": text, "wanted": pair.target, "right": text == pair.target}
+        for pair, text in zip(pairs, texts, strict=True)
+    ]
+    return {"sentences": sentences}
 
 
 def render_alignment(model: Model, page: Path, language: str) -> dict[str, Any]:
@@ -108,8 +96,8 @@ def render_alignment(model: Model, page: Path, language: str) -> dict[str, Any]:
     seen = own if right else look(model, pair.source, pair.target)
     write_atomic(page, page_html(seen, layer=layer, kind="cross", language=language).encode())
     facts = {"source": pair.source, "target": pair.target, "right": right, "layer": layer}
-    scores = {"n": error["n"], "error": layers[layer], "diagonal": error["diagonal"]}
-    return facts | {"heads": seen.heads(kind="cross")} | scores
+    facts["heads"] = seen.heads(kind="cross")
+    return facts | {"n": error["n"], "error": layers[layer], "diagonal": error["diagonal"]}
 
 
 def export_onnx(model: Model, path: Path) -> dict[str, Any]:
@@ -144,31 +132,45 @@ class Demo:
         return {"out": str(self.root), **paths, "seconds": round(total, 1), "stages": self.results}
 
     def run_stages(self) -> None:
-        """Run the stages that are not done."""
-        with self._locked_directory():
-            self._train()
-            self._stage("judge", lambda: evaluate_model(self.run, self._n_evaluated), n=self._n_evaluated)
-            self._stage("translate", lambda: translate_sentences(self.model))
-            self._stage("look", lambda: render_alignment(self.model, self.page, self.texts.language), self.page)
-            self._stage("export", self._export, self.onnx / "certificate.json")
+        """Run the stages that are not done, while no other demo runs in the directory."""
+        from ..training.signals import Interrupted
+
+        self._open_directory()
+        n = min(N_EVALUATED, self.config.data.valid_rows or N_EVALUATED)
+        with file_lock(self.root, "has a demo running in it; --out names another directory"):
+            for path in self.root.glob(".*"):
+                if _HALF_WRITTEN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            try:
+                self._train()
+                self._stage("judge", lambda: evaluate_model(self.run, n), n=n)
+                self._stage("translate", lambda: translate_sentences(self.model))
+                self._stage("look", lambda: render_alignment(self.model, self.page, self.texts.language), self.page)
+                self._stage("export", self._export, self.onnx / "certificate.json")
+            except (KeyboardInterrupt, Interrupted) as stop:
+                raise Interrupted(self.texts("stopped"), getattr(stop, "exit_code", 130)) from None
         self.screen.end(self.to_dict()["seconds"], self.run)
 
     def _train(self) -> None:
         """Its artefact is the run's own: an evaluation and a model."""
-        done = (self.run / "evaluation.json").is_file() and (self.run / "model").is_dir()
+        record = self.run / "evaluation.json"
+        done = record.is_file() and (self.run / "model").is_dir()
         self.screen.stage("train", kept=done, n=self.config.data.epoch_examples)
         started = time.perf_counter()
         if done:
-            path = self.run / "evaluation.json"
-            result = parse_json(path.read_bytes(), path)
+            result = parse_json(record.read_bytes(), record)
         else:
+            from ..training import resume, train
+
             if (self.run / "run.json").is_file():
                 names = [path.name[5:] for path in (self.run / "checkpoints").glob("step-*")]
                 step = max((int(name) for name in names if name.isdigit()), default=0)
                 self.screen.note("train.goes_on", step=step, steps=self.config.train.steps)
-            elif self.run.exists():  # stopped before the run had a config: nothing was learned yet
-                shutil.rmtree(self.run)
-            result = train_model(self.config, self.command, self.style)
+                result = resume(self.run, style=self.style).to_dict()
+            else:
+                if self.run.exists():  # stopped before the run had a config: nothing was learned yet
+                    shutil.rmtree(self.run)
+                result = train(self.config, style=self.style, command=self.command).to_dict()
             result["seconds"] = round(max(result["seconds"], time.perf_counter() - started), 1)  # of all its parts
         if not result["finished"]:
             from ..training.signals import Interrupted
@@ -199,10 +201,6 @@ class Demo:
         except ImportError as error:
             return {"left_out": error.name or str(error)}
 
-    @property
-    def _n_evaluated(self) -> int:
-        return min(N_EVALUATED, self.config.data.valid_rows or N_EVALUATED)
-
     @cached_property
     def model(self) -> Model:
         from ..io import load
@@ -214,32 +212,18 @@ class Demo:
         """Of the trained model: records of another one are computed again."""
         return hashlib.sha256((self.run / "model" / "manifest.json").read_bytes()).hexdigest()
 
-    @contextmanager
-    def _locked_directory(self) -> Iterator[None]:
-        """One demo at a time in a directory, and only in an empty one or one of the same demo."""
-        from ..training.signals import Interrupted
-
-        self._open_directory()
-        with file_lock(self.root, "has a demo running in it; --out names another directory"):
-            for path in self.root.glob(".*"):
-                if _HALF_WRITTEN.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-            try:
-                yield
-            except (KeyboardInterrupt, Interrupted) as stop:
-                raise Interrupted(self.texts("stopped"), getattr(stop, "exit_code", 130)) from None
-
     def _open_directory(self) -> None:
+        """An empty directory becomes the demo's; one of the same demo is its own already."""
         marker = self.root / MARKER
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"--out {self.root} is a file; a demo needs a directory")
         if marker.is_file():
             before = parse_json(marker.read_bytes(), marker).get("words")
-            if before != list(self.overrides):
-                given = " ".join(before or ()) or "no words"
-                advice = "give the same, or --out another directory, or remove it"
-                raise UsageError(f"{self.root} holds a demo with {given}; {advice}")
-            return
+            if before == list(self.overrides):
+                return
+            given = " ".join(before or ()) or "no words"
+            advice = "give the same, or --out another directory, or remove it"
+            raise UsageError(f"{self.root} holds a demo with {given}; {advice}")
         if self.root.exists() and any(path for path in self.root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)):
             raise UsageError(f"--out {self.root} holds something else; name another directory")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -255,8 +239,7 @@ def demo(
     command: Sequence[str] = (),
 ) -> Demo:
     """Do what is not done yet of the demo in ``out``; overrides change the recipe, as in `regard train`."""
-    root = Path(out)
-    run = Demo(root, demo_config(root, overrides), tuple(overrides), screen, style, command)
+    run = Demo(Path(out), demo_config(Path(out), overrides), tuple(overrides), screen, style, command)
     with silence_warnings("regard.io"):  # that transformers has no twin of this model is no news here
         run.run_stages()
     return run

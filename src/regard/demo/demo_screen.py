@@ -61,8 +61,8 @@ class DemoScreen:
     def stage(self, name: str, *, kept: bool = False, **about: Any) -> None:
         from rich.text import Text
 
-        number = STAGES.index(name) + 1
-        line = Text(f"{number}/{len(STAGES)}  ", style="cyan").append(self.texts(name), style="bold cyan")
+        place = f"{STAGES.index(name) + 1}/{len(STAGES)}  "
+        line = Text(place, style="cyan").append(self.texts(name), style="bold cyan")
         if kept:
             line.append(f"  {self.texts('kept')}", style="dim")
         self.console.print()
@@ -84,7 +84,13 @@ class DemoScreen:
             line.append(f"   {self.texts('judge.lookup')}: {100 * result['lookup_exact']:.1f} %", style="dim")
             self._print_indented(line)
         elif name == "translate":
-            self._print_translations(result)
+            for row in result["sentences"]:
+                self._print_indented(row["source"])
+                mark = ("✓", "green") if row["right"] else ("✗", "red")
+                line = Text(f"{_MARGIN}  ", no_wrap=True, overflow="ellipsis")
+                self.console.print(line.append(*mark).append(f" {row['text']}", style="bold"))
+                if not row["right"]:
+                    self._print_indented(f"    {self.texts('translate.wanted')}: {row['wanted']}", "dim")
         elif name == "look" and demo is not None:
             self._print_look(result, demo)
         elif name == "export" and demo is not None:
@@ -114,17 +120,6 @@ class DemoScreen:
             else:
                 self._print(f"{_MARGIN}# {self.texts(name)}", "dim")
                 self.console.print(_MARGIN + command, soft_wrap=True, markup=False)  # to be copied as it is
-
-    def _print_translations(self, result: dict[str, Any]) -> None:
-        from rich.text import Text
-
-        for row in result["sentences"]:
-            self._print_indented(row["source"])
-            mark = ("✓", "green") if row["right"] else ("✗", "red")
-            line = Text(f"{_MARGIN}  ", no_wrap=True, overflow="ellipsis")
-            self.console.print(line.append(*mark).append(f" {row['text']}", style="bold"))
-            if not row["right"]:
-                self._print_indented(f"    {self.texts('translate.wanted')}: {row['wanted']}", "dim")
 
     def _print_look(self, result: dict[str, Any], demo: Demo) -> None:
         from ..lens import look

@@ -177,21 +177,12 @@ def choose_contenders(names: list[str] | None) -> list[Contender]:
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
-@dataclass(frozen=True)
-class BenchJob:
-    """One contender in one setup, to be measured in a process of its own."""
-
-    name: str
-    setup: Setup
-    enough_s: float
-    most_runs: int = 20
-
-
-def measure_contender(job: BenchJob) -> dict[str, Any]:
-    """Time and memory of a job: seconds, peak_bytes, runs, threads."""
+def measure_contender(job: tuple[str, Setup, float]) -> dict[str, Any]:
+    """Of (contender, setup, seconds that are enough), in a process of its own: seconds, peak_bytes, runs, threads."""
+    name, setup, enough_s = job
     torch.manual_seed(0)
-    build_run(job.name, replace(job.setup, length=min(job.setup.length, 32)))()  # loads code and threads
-    measurement = measure(build_run(job.name, job.setup), enough_s=job.enough_s, most_runs=job.most_runs)
+    build_run(name, replace(setup, length=min(setup.length, 32)))()  # loads code and threads
+    measurement = measure(build_run(name, setup), enough_s=enough_s)
     return {**measurement._asdict(), "threads": torch.get_num_threads()}
 
 
@@ -355,8 +346,15 @@ def bench_attention(
                 if cell.seconds is not None and cell.peak_bytes is not None:
                     result = f"{cell.seconds * 1e3:,.1f} ms, {cell.peak_bytes / 2**20:,.1f} MiB"
                 progress(f"{cell.mechanism} at {cell.length:,}: {result}")
-    bench = AttentionBench(lengths, contenders, setup, cells, [])
-    return bench if out is None else write_bench(bench, out)
+    files = [out / f"attention.{ending}" for ending in ("txt", "json", "png")] if out is not None else []
+    bench = AttentionBench(lengths, contenders, setup, cells, files)
+    if files:
+        from .sweep_figures import draw_attention_bench
+
+        files[0].write_text(bench.to_text() + "\n", encoding="utf-8")
+        files[1].write_text(json.dumps(bench.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draw_attention_bench(bench, files[2])
+    return bench
 
 
 def _measure_cell(
@@ -377,22 +375,9 @@ def _measure_cell(
 
 
 def _run_cell(runner: Runner, contender: Contender, setup: Setup) -> BenchCell:
-    answer = runner.submit(measure_contender, BenchJob(contender.name, setup, ENOUGH_S)).result()
+    answer = runner.submit(measure_contender, (contender.name, setup, ENOUGH_S)).result()
     return BenchCell(contender.name, setup.length, **answer)
 
 
 def _format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
-
-
-def write_bench(bench: AttentionBench, out: Path) -> AttentionBench:
-    """The table, the JSON document and the picture of a benchmark, as files in a folder."""
-    from .sweep_figures import draw_attention_bench
-
-    out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"attention.{ending}" for ending in ("txt", "json", "png")]
-    bench = replace(bench, files=files)
-    files[0].write_text(bench.to_text() + "\n", encoding="utf-8")
-    files[1].write_text(json.dumps(bench.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw_attention_bench(bench, files[2])
-    return bench

@@ -20,13 +20,13 @@ class Measurement(NamedTuple):
     runs: int
 
 
-def measure(work: Callable[[], object], *, enough_s: float, most_runs: int = 20) -> Measurement:
+def measure(work: Callable[[], object], *, enough_s: float, least_runs: int = 1, most_runs: int = 20) -> Measurement:
     """Run ``work`` until ``enough_s`` seconds are spent.
 
     Memory means something in a fresh process only: what a process has freed but kept hides the next peak.
     """
     before, peak, times = _peak_resident_bytes(), 0, list[float]()
-    while not times or (sum(times) < enough_s and len(times) < most_runs):
+    while len(times) < least_runs or (sum(times) < enough_s and len(times) < most_runs):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

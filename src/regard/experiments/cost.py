@@ -18,7 +18,7 @@ from ..foundation.checks import check_positive
 from ..models import Model
 from ..models.model_flops import Flops, count, n_patches, stacks_of
 from ..presets import PRESETS, preset
-from .cost_devices import Device, find_device, source_tokens, time_floors
+from .cost_devices import CPU, Device, find_device, source_tokens, time_floors
 from .cost_report import Amount, Cost, TrainingVariant
 from .flops_estimate import CACHE_DTYPE_BYTES, CacheDtype, crossover, kv_cache, layer_kinds, parameter_groups
 from .memory_estimate import Attention, Precision, Setting, training_memory
@@ -131,7 +131,7 @@ def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: 
 def _setting(
     config: ModelConfig, train: TrainConfig, device: Device, batch: int, length: int, source_length: int | None
 ) -> Setting:
-    precision: Precision = "fp32" if device.name == "cpu" else "fp16" if device.half_type == "fp16" else "bf16"
+    precision: Precision = "fp32" if device.name == CPU else device.half_type
     return Setting(
         batch,
         length,

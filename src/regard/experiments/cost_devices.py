@@ -24,7 +24,7 @@ from ..foundation.checks import did_you_mean
 from ..models.model_flops import Flops, count, source_places, stacks_of
 from ..training.precision import PEAKS, WITHOUT_BF16, peak_of
 from .flops_estimate import CacheLayer, ParameterGroup
-from .memory_estimate import Setting, TrainingMemory
+from .memory_estimate import Precision, Setting, TrainingMemory
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,16 @@ class Device:
     single: float  # the same in fp32; in TF32 where it has that, as training here uses it
     bandwidth: float  # bytes a second to and from memory
     memory: float | None  # bytes, a maker's GB as 10⁹ of them; None: not known
-    half_type: str = "bf16"  # fp16 on devices that came before bf16
+    half_type: Precision = "bf16"  # fp16 on devices that came before bf16
     single_type: str = "TF32"  # what ``single`` is the speed of: TF32 or fp32
     source: str = "the maker's figures, dense"
     ceiling: bool = True  # whether no program can be faster; False for a speed measured by one program
     reached: MeasuredSpeed | None = None
 
-    def peak(self, precision: str) -> float:
-        return self.single if precision == "fp32" else self.half
+    @property
+    def wording(self) -> str:
+        """Times at a measured speed are no lower bounds: another program may be faster."""
+        return "at least" if self.ceiling else "at measured speed"
 
 
 # The name a GPU gives itself (operations: the table of training.precision), memory in GB, bandwidth in TB/s.
@@ -73,7 +75,8 @@ def find_device(name: str) -> Device:
     row, gpu = _TABLE[name], _TABLE[name]["gpu"]
     half, single = peak_of(gpu, "fp16"), peak_of(gpu, "fp32", tf32=True)
     assert half is not None and single is not None
-    half_type, single_type = "fp16" if gpu in WITHOUT_BF16 else "bf16", "fp32" if PEAKS[gpu][1] is None else "TF32"
+    half_type: Precision = "fp16" if gpu in WITHOUT_BF16 else "bf16"
+    single_type = "fp32" if PEAKS[gpu][1] is None else "TF32"
     bandwidth, memory = float(row["bandwidth"]) * 1e12, float(row["memory"]) * 1e9
     return Device(name, half, single, bandwidth, memory, half_type, single_type, reached=_MEASURED.get(name))
 
@@ -151,7 +154,8 @@ def time_floors(
 def _floor(device: Device, setting: Setting, operations: float, moved: float) -> Floor:
     reached = device.reached if setting.precision != "fp32" else None
     measured = None if reached is None else max(operations / reached.half, moved / reached.bandwidth)
-    return Floor(operations / device.peak(setting.precision), moved / device.bandwidth, measured)
+    peak = device.single if setting.precision == "fp32" else device.half
+    return Floor(operations / peak, moved / device.bandwidth, measured)
 
 
 def _numbers_read(config: ModelConfig, groups: Iterable[ParameterGroup]) -> float:
@@ -167,7 +171,13 @@ def _decode_floor(
     """The last token of a text of ``length``: the decoder's weights are read, and the positions it may look at."""
     n_read = _numbers_read(config, (group for group in groups if group.part in ("decoder", "head")))
     moved = setting.width * (n_read - _source_projection_size(config, setting))
-    moved += sum(layer.place * _positions_read(config, setting, layer) for layer in cache)
+    for layer in cache:
+        n = setting.length
+        positions: float = layer.tokens
+        if layer.kind == "all" and config.sparsity != "none" and n > 1:  # as many as the last token sees
+            now, before = (t * keys_per_query(config, layer.layer, t, causal=True) for t in (n, n - 1))
+            positions = now - before
+        moved += layer.place * positions
     return _floor(device, setting, last_token_flops(config, setting), moved)
 
 
@@ -183,15 +193,6 @@ def last_token_flops(config: ModelConfig, setting: Setting) -> float:
         return sum(part.forward_seen for part in flops if part.part in ("decoder", "head"))
 
     return operations(length) - operations(length - 1)
-
-
-def _positions_read(config: ModelConfig, setting: Setting, layer: CacheLayer) -> float:
-    """All that are cached, or as many as the pattern of a sparse model lets the last token see."""
-    if layer.kind != "all" or config.sparsity == "none" or setting.length == 1:
-        return layer.tokens
-    lengths = setting.length, setting.length - 1
-    now, before = (n * keys_per_query(config, layer.layer, n, causal=True) for n in lengths)
-    return now - before
 
 
 def source_tokens(config: ModelConfig, setting: Setting) -> int | None:

@@ -113,9 +113,11 @@ class Cost:
 
     def to_text(self, training: bool = True) -> str:
         """All tables, one below the other."""
+        lengths = [[f"  {name}", "never" if n is None else f"{n:,.0f}", ""] for name, n in self.crossover.items()]
+        crossover = format_table([["where attention passes the matrices", "length", ""], *lengths])
         blocks = [headline(self), _parameter_table(self), _flops_table(self), _inference_table(self)]
         blocks += [_training_table(self)] if training else []
-        return "\n\n".join([*blocks, _time_table(self, training), _crossover_table(self), _layer_kind_table(self)])
+        return "\n\n".join([*blocks, _time_table(self, training), crossover, _layer_kind_table(self)])
 
     def draw(self, file: str | Path) -> Path:
         """A figure, PNG, SVG or PDF by the name: what computes, grows with length, training holds, decoding keeps."""
@@ -234,7 +236,7 @@ def _time_table(cost: Cost, training: bool) -> str:
     floors = {name: floor for name, floor in cost.floors.items() if training or name != "training step"}
     measured = any(floor.measured is not None for floor in cost.floors.values())
     columns = ["compute", "bandwidth", "at least" if device.ceiling else "longer", *["as measured"] * measured]
-    rows = [[f"time {_time_wording(cost)}, on {device.name}", *columns, "bound by"]]
+    rows = [[f"time {device.wording}, on {device.name}", *columns, "bound by"]]
     for name, floor in floors.items():
         times = (floor.compute, floor.bandwidth, floor.seconds, floor.measured or 0.0)
         rows.append([f"  {name}", *map(format_seconds, times[: len(columns)]), floor.bound])
@@ -246,16 +248,6 @@ def _time_table(cost: Cost, training: bool) -> str:
         best = f"{format_count(reached.half)}FLOP/s, {format_count(reached.bandwidth)}B/s"
         speeds += f"\n  as measured: the same at {best}, reached by {reached.how}; no floor"
     return format_table(rows) + "\n" + speeds
-
-
-def _time_wording(cost: Cost) -> str:
-    """Times at a measured speed are no lower bounds: another program may be faster."""
-    return "at least" if cost.device.ceiling else "at measured speed"
-
-
-def _crossover_table(cost: Cost) -> str:
-    rows = [[f"  {name}", "never" if n is None else f"{n:,.0f}", ""] for name, n in cost.crossover.items()]
-    return format_table([["where attention passes the matrices", "length", ""], *rows])
 
 
 def _layer_kind_table(cost: Cost) -> str:
@@ -296,7 +288,7 @@ class CostComparison:
         for name, floor in first.floors.items():
             if name in second.floors and (training or name != "training step"):
                 both = floor.seconds, second.floors[name].seconds
-                values.append((f"{name}, {_time_wording(first)}", format_seconds, *both))
+                values.append((f"{name}, {first.device.wording}", format_seconds, *both))
         rows = [[name, text_of(a), text_of(b), f"{b / a:.2f} ×" if a else ""] for name, text_of, a, b in values]
         table = format_table([["", first.name, second.name, "ratio"], *rows])
         return "\n".join([headline(first), headline(second), "", table])

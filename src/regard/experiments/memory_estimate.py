@@ -196,9 +196,14 @@ class _StackStages:
         has_pattern = config.window is not None or config.sparsity != "none" or config.shifted_windows is not None
         pattern, causal = has_pattern and not cross, stack.causal and not cross
         kernel = self._kernel()
-        if kernel == "reference":
-            mask = (grid if causal or pattern else 0.0) * (batch if padded and (causal or pattern) else 1)
-            return self._reference_attention(q, kv, pairs, mask)
+        if kernel == "reference":  # the formula: exp of the scores in fp32 and the weights, for every pair
+            copies = {"copies of q, k, v": width * (q + 2.0 * kv), "output": float(width * q)}
+            saved = copies | {"pairs: exp": 4.0 * pairs, "pairs: weights": width * pairs}
+            saved["pairs: mask"] = grid * (batch if padded else 1) if causal or pattern else 0.0
+            if config.attention_dropout:
+                saved["pairs: dropout"] = pairs
+            forward = 32.0 if config.attention_dropout else 12.0  # the random draws are 64-bit integers
+            return saved, forward * pairs, (20.0 - width) * pairs  # the quotient's gradient; the weights are free then
         if kernel == "math":
             expanded = batch * keys * stack.q_width  # every head gets its own keys and values
             copies = {"copies of q, k, v": float(width * (q + 2 * expanded)), "output": float(width * q)}
@@ -218,30 +223,10 @@ class _StackStages:
             backward += width * pairs
         return saved, float(width * q), backward
 
-    def _reference_attention(
-        self, q: float, kv: float, pairs: float, mask: float
-    ) -> tuple[dict[str, float], float, float]:
-        """The formula: exp of the scores in fp32 and the weights, for every pair; backward the quotient's gradient."""
-        width = self.setting.width
-        saved = {
-            "copies of q, k, v": width * (q + 2.0 * kv),
-            "output": float(width * q),
-            "pairs: exp": 4.0 * pairs,
-            "pairs: weights": width * pairs,
-            "pairs: mask": mask,
-        }
-        forward = 12.0 * pairs
-        if self.config.attention_dropout:
-            saved["pairs: dropout"] = pairs
-            forward = max(forward, 32.0 * pairs)  # the random draws are 64-bit integers
-        return saved, forward, (20.0 - width) * pairs  # the weights are free by then
-
     def feed_forward(self) -> StepStage:
         config, stack, width = self.config, self.stack, self.setting.width
-        hidden, (n_saved, n_backward, n_dropout) = (
-            float(width * self.tokens * stack.d_ff),
-            _HIDDEN_UNITS[config.activation],
-        )
+        n_saved, n_backward, n_dropout = _HIDDEN_UNITS[config.activation]
+        hidden = float(width * self.tokens * stack.d_ff)
         saved = self._sublayer_saved() | {"hidden": n_saved * hidden}
         if config.activation_dropout:
             saved["hidden dropout"] = 1.0 * self.tokens * stack.d_ff + n_dropout * hidden
@@ -280,20 +265,12 @@ class _StackStages:
             return StepStage("loss", saved, self.stream + forward, backward, grads, cast)
         saved["slopes"] = 4.0 * tokens * d_out + table
         copy = float(width * vocab * d_out) if width == 2 else 0.0
-        forward = self.stream + copy + self._chunk_peak(tokens * setting.counted, chunk_rows, vocab, table)
-        return StepStage("loss", saved, forward, 2.0 * saved["slopes"] - grads, grads)
-
-    def _chunk_peak(self, rows: float, chunk_rows: float, vocab: int, table: float) -> float:
-        """The most that is held while logits are computed and turned into gradients chunk by chunk.
-
-        A chunk's logits, an fp32 copy of bf16 ones, and their logarithms; the gradients of the chunk before are alive.
-        """
-        width = self.setting.width
-        each = width + 4.0 + (4.0 if self.setting.precision == "bf16" else 0.0)
-        first = min(rows, chunk_rows) * vocab
-        second = min(max(rows - chunk_rows, 0.0), chunk_rows) * vocab
+        # A chunk's logits, an fp32 copy of bf16 ones, their logarithms; gradients of the chunk before are still alive.
+        rows, each = tokens * setting.counted, width + 4.0 + (4.0 if setting.precision == "bf16" else 0.0)
+        first, second = min(rows, chunk_rows) * vocab, min(max(rows - chunk_rows, 0.0), chunk_rows) * vocab
         products = (4.0 + (width if width == 2 else 0)) * first + table
-        return max(each * first, 4.0 * first + each * second if second else 0.0, products)
+        peak = max(each * first, 4.0 * first + each * second if second else 0.0, products)
+        return StepStage("loss", saved, self.stream + copy + peak, 2.0 * saved["slopes"] - grads, grads)
 
 
 def step_stages(config: ModelConfig, groups: list[ParameterGroup], setting: Setting) -> Iterator[list[StepStage]]:
@@ -347,11 +324,14 @@ class TrainingMemory:
 def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: Setting) -> TrainingMemory:
     number = sum(group.number for group in groups)
     by_muon = sum(group.muon for group in groups) if setting.optimiser == "muon" else 0
+    inputs = 16.0 * setting.batch * setting.length  # tokens and targets as 64-bit numbers, pixels and regions as fp32
+    if config.architecture == "encoder-decoder" and config.source == "text":
+        inputs += 9.0 * setting.batch * source_places(config, setting.length, setting.source_length)
     static = {
         "weights": 4.0 * number,
         "optimiser": 8.0 * (number - by_muon) + 4.0 * by_muon,
         "ema": 4.0 * number if setting.ema else 0.0,
-        "inputs": _input_bytes(config, setting),
+        "inputs": inputs + 4.0 * setting.batch * source_numbers(config, setting),
         "workspace": float(setting.workspace),
     }
     groups_of_stages = list(step_stages(config, groups, setting))
@@ -379,14 +359,6 @@ def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: 
         peak_step=sum(static.values()) + 4.0 * number + temporaries,
         by_part=by_part,
     )
-
-
-def _input_bytes(config: ModelConfig, setting: Setting) -> float:
-    """Tokens and targets as 64-bit numbers, pixels and regions as fp32."""
-    tokens = 16.0 * setting.batch * setting.length
-    if config.architecture == "encoder-decoder" and config.source == "text":
-        tokens += 9.0 * setting.batch * source_places(config, setting.length, setting.source_length)
-    return tokens + 4.0 * setting.batch * source_numbers(config, setting)
 
 
 def _walk(groups: list[list[StepStage]], held: float, has_grads: bool) -> tuple[float, float, float]:

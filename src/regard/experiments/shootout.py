@@ -7,7 +7,6 @@ one cell at a time in a process of its own: nothing computes beside it.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,20 +52,16 @@ def step_cost(question: tuple[str, str]) -> dict[str, Any]:
         with precision.forward():
             loss = F.cross_entropy(model(tokens, **options).flatten(0, 1).float(), tokens.flatten())
         loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     if device.type != "cuda":
         seconds, memory, _ = measure(step, enough_s=_ENOUGH_SECONDS)
         return {"ms": 1e3 * seconds, "mib": memory / 2**20, "device": device.type}
     step()  # kernels are loaded, workspaces allocated
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < _ENOUGH_SECONDS and len(times) < 50):
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return {"ms": 1e3 * min(times), "mib": torch.cuda.max_memory_allocated() / 2**20, "device": "cuda"}
+    seconds, _, _ = measure(step, enough_s=_ENOUGH_SECONDS, least_runs=3, most_runs=50)
+    return {"ms": 1e3 * seconds, "mib": torch.cuda.max_memory_allocated() / 2**20, "device": "cuda"}
 
 
 def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: bool) -> dict[str, dict[str, Any]]:

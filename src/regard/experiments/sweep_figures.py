@@ -21,19 +21,14 @@ LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 
 
-def draw_sweep(report: SweepReport, out: Path) -> None:
-    """results.png and curves.png."""
-    _draw_results(report, out / "results.png")
-    _draw_curves(report, out / "curves.png")
-
-
 def _constrained_figure(width: float, height: float) -> Any:
     figure = new_figure(width, height, dpi=130)
     figure.set_layout_engine("constrained")
     return figure
 
 
-def _draw_results(report: SweepReport, file: Path) -> None:
+def draw_results(report: SweepReport, file: Path) -> None:
+    """Every cell beside the base, a panel for each of three metrics."""
     metrics = [name for name in report.metrics if name != "perplexity"][:3] or list(report.metrics[:1])
     figure = _constrained_figure(3.2 + 4.2 * len(metrics), 1.8 + 0.32 * len(report.rows))
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
@@ -70,7 +65,9 @@ def _draw_metric(panel: Any, report: SweepReport, metric: str) -> None:
             transform = panel.get_yaxis_transform()
             panel.text(0.01 if left else 0.99, height, text, transform=transform, color=WORSE, **style)
             continue
-        colour = _colour(row, report, metric)
+        colour = BASE if row is report.base else SAME
+        if base is not None and row.differs(metric):
+            colour = BETTER if (x.mean < base.mean) == smaller_is_better(metric) else WORSE
         panel.plot(x.values, [height] * len(x.values), ".", color=colour, alpha=0.55, markersize=5, zorder=2)
         fill = colour if row is report.base or row.differs(metric) else "white"
         error = None if x.se is None else [x.se]
@@ -89,16 +86,7 @@ def _outliers(report: SweepReport, metric: str) -> dict[str, bool]:
     return {name: value > base.mean for name, value in means.items() if abs(value - base.mean) > most}
 
 
-def _colour(row: CellSummary, report: SweepReport, metric: str) -> str:
-    if row is report.base:
-        return BASE
-    if not row.differs(metric):
-        return SAME
-    lower = row.estimates[metric].mean < report.base.estimates[metric].mean
-    return BETTER if lower == smaller_is_better(metric) else WORSE
-
-
-def _draw_curves(report: SweepReport, file: Path) -> None:
+def draw_curves(report: SweepReport, file: Path) -> None:
     """The mean over seeds of the training loss; a run that diverged ends with a cross."""
     figure = _constrained_figure(9.5, 5.2)
     panel = figure.subplots()

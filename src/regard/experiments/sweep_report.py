@@ -82,10 +82,9 @@ class CellSummary:
         return ", ".join(what if count == n else f"{count} of {n} {what}" for count, what in parts if count)
 
     def to_dict(self) -> dict[str, Any]:
-        metrics = {
-            name: {"mean": x.mean, "se": x.se, "values": list(x.values), "p": self.p.get(name)}
-            for name, x in self.estimates.items()
-        }
+        metrics = {}
+        for name, x in self.estimates.items():
+            metrics[name] = {"mean": x.mean, "se": x.se, "values": list(x.values), "p": self.p.get(name)}
         return {
             **{"name": self.cell.name, "group": self.cell.group, "words": list(self.cell.words)},
             "changed": self.changed,
@@ -174,7 +173,8 @@ class SweepReport:
             group = row.cell.group
             fields = [row.changed.get(name, "") for name in self.columns]
             number, seconds = row.mean_of("parameters"), row.mean_of("seconds")
-            facts = [_format_number_of_parameters(number), "" if seconds is None else f"{seconds:.0f} s"]
+            size = "" if number is None else _format_parameters(number)
+            facts = [size, "" if seconds is None else f"{seconds:.0f} s"]
             lines.append([letter, row.cell.name, *fields, *(self._number(row, name) for name in self.metrics), *facts])
         return lines
 
@@ -200,8 +200,8 @@ class SweepReport:
         base = f"Base: recipe `{self.sweep.recipe}`" + (f" with `{words}`." if words else ".")
         table = "\n".join([f"| {rows[0]} |", f"|{align}|", *(f"| {row} |" for row in rows[1:])])
         conclusions = "\n".join(f"- {line}" for line in self.conclusions())
-        text = f"# {self.sweep.name}\n\n{self.sweep.about}\n\n{base}\n\n{table}\n\n{conclusions}\n"
-        return text.replace("\n\n\n", "\n")
+        blocks = (f"# {self.sweep.name}", self.sweep.about, base, table, f"{conclusions}\n")
+        return "\n\n".join(blocks).replace("\n\n\n", "\n")
 
     @property
     def seeds_text(self) -> str:
@@ -227,7 +227,12 @@ class SweepReport:
         runs = [x for row in self.rows for x in row.results]
         if len({x["data_sha256"] for x in runs if x.get("data_sha256")}) > 1:
             lines.append("not all runs saw the same data")
-        if others := self._cells_with_other_batches():
+        orders = {seed: x.get("order") for seed, x in self.base.runs.items() if x is not None}
+        others: list[str] = []  # cells whose words change the batches themselves
+        for row in self.rows[1:]:
+            pairs = [(x.get("order"), orders.get(seed)) for seed, x in row.runs.items() if x is not None]
+            others += [row.cell.name] if any(own and base not in (None, own) for own, base in pairs) else []
+        if others:
             lines.append(f"other batches than the base: {', '.join(others)}")
         lines += missing_answers(self.sweep, runs)
         for row in self.rows:  # outputs of the first run of each cell, where a measure gave some
@@ -256,20 +261,9 @@ class SweepReport:
         verdict = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups.items() if names)
         return [f"{TITLES.get(name, name)} against {self.base.cell.name} (* p < {LEVEL:g}, {how}): {verdict}"]
 
-    def _cells_with_other_batches(self) -> list[str]:
-        """Cells whose words change the batches themselves."""
-        known = {seed: x.get("order") for seed, x in self.base.runs.items() if x is not None}
-        return [
-            row.cell.name
-            for row in self.rows[1:]
-            if any(x and x.get("order") and known.get(seed) not in (None, x["order"]) for seed, x in row.runs.items())
-        ]
 
-
-def _format_number_of_parameters(n: float | None) -> str:
-    if n is None or n < 1e5:
-        return "" if n is None else f"{n:,.0f}"
-    return f"{n / 1e6:.1f} M" if n >= 1e7 else f"{n / 1e6:.2f} M"
+def _format_parameters(n: float) -> str:
+    return f"{n:,.0f}" if n < 1e5 else f"{n / 1e6:.{1 if n >= 1e7 else 2}f} M"
 
 
 def _format_csv(lines: list[list[Any]]) -> str:
@@ -283,15 +277,15 @@ def _format_csv(lines: list[list[Any]]) -> str:
 
 def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
     """The report of a sweep's directory, also written there: table.md, table.csv, runs.csv and figures."""
-    from .sweep_figures import draw_sweep
+    from .sweep_figures import draw_curves, draw_results
 
     out = Path(out)
     report = _read_report(sweep or Sweep.read(out), out)
-    write_atomic(out / "table.md", report.markdown().encode())
-    write_atomic(out / "table.csv", report.csv().encode())
-    write_atomic(out / "runs.csv", report.runs_csv().encode())
+    for name, text in (("table.md", report.markdown), ("table.csv", report.csv), ("runs.csv", report.runs_csv)):
+        write_atomic(out / name, text().encode())
     if report.metrics and any(row.n_done for row in report.rows):
-        draw_sweep(report, out)
+        draw_results(report, out / "results.png")
+        draw_curves(report, out / "curves.png")
     return report
 
 
@@ -301,8 +295,13 @@ def _read_report(sweep: Sweep, out: Path) -> SweepReport:
     rows = []
     for cell in sweep.rows:
         runs = {seed: read_result(out, cell.name, seed) for seed in sweep.seeds}
-        estimates = {name: estimate(values) for name in sweep.metrics if (values := _values(runs, name))}
-        rows.append(CellSummary(cell, changed[cell.name], runs, estimates))
+        row = CellSummary(cell, changed[cell.name], runs, {})
+        done = [x for x in row.results if x["status"] == "done"]
+        for name in sweep.metrics:
+            numbers = [x["metrics"].get(name, x.get(name)) for x in done]
+            if values := [float(x) for x in numbers if isinstance(x, int | float) and math.isfinite(x)]:
+                row.estimates[name] = estimate(values)
+        rows.append(row)
     base, *others = rows
     for metric in sweep.metrics if not base.n_diverged else ():
         if metric in base.estimates:
@@ -315,12 +314,6 @@ def _read_report(sweep: Sweep, out: Path) -> SweepReport:
                 if row.cell.name in comparison.apart:
                     row.apart.append(metric)
     return SweepReport(sweep, out, columns, tuple(rows))
-
-
-def _values(runs: dict[int, dict[str, Any] | None], name: str) -> list[float]:
-    done = [x for x in runs.values() if x is not None and x["status"] == "done"]
-    values = [x["metrics"].get(name, x.get(name)) for x in done]
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...], dict[str, dict[str, str]]]:
@@ -353,8 +346,14 @@ def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
     def share(n: int) -> str:
         return f"{n} of {len(done)} finished runs {'was' if n == 1 else 'were'}"
 
+    def tested_source(run: dict[str, Any], name: str, source: str) -> str | None:
+        """A result that does not say is judged by its metrics."""
+        if isinstance(run.get("tests"), dict):
+            return run["tests"].get(name)
+        return source if any(metric.startswith(f"{name}_") for metric in run["metrics"]) else None
+
     for name, source in sweep.tests.items():
-        for other, n in Counter(_tested_source(x, name, source) for x in done).items():
+        for other, n in Counter(tested_source(x, name, source) for x in done).items():
             if other is None:
                 lines.append(f"{share(n)} not evaluated on {name}: done before it was asked")
             elif other != source:
@@ -371,10 +370,3 @@ def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
             hint = "; --test gives it" if needs_test else did_you_mean(name, sorted(known))
             lines.append(f"no finished run has the metric {name}{hint}")
     return lines
-
-
-def _tested_source(run: dict[str, Any], name: str, source: str) -> str | None:
-    """The source of a test; a result that does not say is judged by its metrics."""
-    if isinstance(run.get("tests"), dict):
-        return run["tests"].get(name)
-    return source if any(metric.startswith(f"{name}_") for metric in run["metrics"]) else None

@@ -287,8 +287,10 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
             raise UsageError(f"{path} says {name!r}, which means nothing here{did_you_mean(name, _FIELDS)}")
     if "recipe" not in fields:
         raise UsageError(f"{path} names no recipe")
-    grid, tests = (_toml_value(path, fields, name, {}, dict, f"a table, [{name}]") for name in ("grid", "tests"))
-    tests = {str(name): str(source) for name, source in tests.items()}
+    for name in ("grid", "tests"):
+        if not isinstance(fields.setdefault(name, {}), dict):
+            raise UsageError(f"{path}: {name} is a table, [{name}], not {fields[name]!r}")
+    tests = {str(name): str(source) for name, source in fields["tests"].items()}
     own_cells, seeds = fields.get("cells", []), fields.get("seeds", 3)
     if not isinstance(own_cells, list):
         raise UsageError(f"{path}: cells are written [[cells]], not {own_cells!r}")
@@ -298,7 +300,7 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
         name=str(fields.get("name", path.stem)),
         recipe=str(fields["recipe"]),
         base_words=_toml_texts(path, fields, "words"),
-        cells=(*_grid_cells(grid), *(_toml_cell(path, cell) for cell in own_cells)),
+        cells=(*_grid_cells(fields["grid"]), *(_toml_cell(path, cell) for cell in own_cells)),
         seeds=tuple(seeds if isinstance(seeds, list) else range(seeds)),
         metrics=_toml_texts(path, fields, "metrics", ["valid_loss"]),
         tests=tests,
@@ -311,16 +313,11 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     return sweep.with_words(words).without_base_copies()
 
 
-def _toml_value(path: Path, fields: dict[str, Any], name: str, default: Any, kind: type, what: str) -> Any:
-    """The value of a field: a table, or a list of texts."""
-    value = fields.get(name, default)
-    if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(x, str) for x in value)):
-        raise UsageError(f"{path}: {name} is {what}, not {value!r}")
-    return value
-
-
 def _toml_texts(path: Path, fields: dict[str, Any], name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
-    return tuple(_toml_value(path, fields, name, list(default), list, "a list of texts"))
+    texts = fields.get(name, list(default))
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{path}: {name} is a list of texts, not {texts!r}")
+    return tuple(texts)
 
 
 def _grid_cells(grid: dict[str, Any]) -> list[Cell]:
