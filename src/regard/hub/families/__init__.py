@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..hf_family import Family
 from .bart import BART
 from .bert import ALBERT, BERT, DISTILBERT, ROBERTA
-from .gpt2 import GPT2
-from .llama import LLAMA
+from .decoders import GPT2, LLAMA
 from .t5 import T5
 from .vit import VIT
 

@@ -1,7 +1,8 @@
-"""LLaMA and its line: rotary positions, RMSNorm, gated feed-forward, grouped key heads (Touvron et al. 2023).
+"""Decoder-only families: GPT-2, and LLaMA with its line.
 
-Mistral adds a window (Jiang et al. 2023), Ministral has it in some layers only, Qwen 2 has biases on q, k and v,
-Qwen 3 a norm on each query and key head.
+GPT-2 (Radford et al. 2019) has learned positions and weights stored (in, out). LLaMA (Touvron et al. 2023) has rotary
+positions, RMSNorm, gated feed-forward and grouped key heads; Mistral adds a window (Jiang et al. 2023), Ministral has
+it in some layers only, Qwen 2 has biases on q, k and v, Qwen 3 a norm on each query and key head.
 """
 
 from __future__ import annotations
@@ -10,17 +11,60 @@ from typing import Any
 
 from ...config import ModelConfig, RopeScalingConfig
 from .. import hf_family as hf
-from ..weight_steps import Drop, Rename, Step
+from ..weight_steps import Drop, Rename, Step, Transpose
 
+_GPT2_HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
+_GPT2_FIELDS, _GPT2_LAYER = hf.field_names("gpt2"), hf.layer_names("gpt2")
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
-_FIELDS, _LAYER = hf.field_names("llama"), hf.layer_names("llama")
+_LLAMA_FIELDS, _LLAMA_LAYER = hf.field_names("llama"), hf.layer_names("llama")
 
 
-def read(theirs: hf.ForeignFields) -> ModelConfig:
+def read_gpt2(theirs: hf.ForeignFields) -> ModelConfig:
+    theirs.only("scale_attn_weights", True)
+    theirs.only("scale_attn_by_inverse_layer_idx", False)
+    theirs.only("add_cross_attention", False)
+    theirs.only("pruned_heads", {})
+    ours = hf.read_fields(theirs, _GPT2_FIELDS)
+    ours["activation"] = theirs.activation("activation_function", "gelu_new")
+    ours["eos_id"] = theirs.token_id("eos_token_id")
+    if ours["d_ff"] is None:
+        ours["d_ff"] = 4 * ours["d_model"]
+    if ours["pad_id"] is None:
+        ours["pad_id"] = ours["eos_id"] or 0
+    return ModelConfig(
+        architecture="decoder", head=theirs.head(_GPT2_HEADS), positions="learned", norm_place="pre", **ours
+    )
+
+
+def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": hf.write_head(config, _GPT2_HEADS)["architectures"],
+        **hf.write_fields(config, _GPT2_FIELDS, nulls=True),
+        "activation_function": hf.from_our_activation(config.activation),
+    }
+
+
+def gpt2_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "transformer."
+    theirs, ours = f"{prefix}h.{{i}}.", "decoder.blocks.{i}."
+    return [
+        Drop(f"{theirs}attn.bias"),
+        Drop(f"{theirs}attn.masked_bias"),
+        hf.token_head(config, f"{prefix}wte.weight"),
+        Rename(f"{prefix}wte.weight", "token.weight"),
+        Rename(f"{prefix}wpe.weight", "embeddings.position.weight"),
+        *hf.modules({f"{prefix}ln_f": "decoder.norm"}),
+        *hf.modules(_GPT2_LAYER, theirs, ours),
+        *(Transpose(f"{ours}{name}.weight") for name in ("attention.w_qkv", "attention.w_o", "ff.w_in", "ff.w_out")),
+    ]
+
+
+def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("pretraining_tp", 1)
-    ours = hf.read_fields(theirs, _FIELDS)
+    ours = hf.read_fields(theirs, _LLAMA_FIELDS)
     if ours["n_kv_heads"] is None:
         ours["n_kv_heads"] = ours["n_heads"]
     heads = {f"{_CLASSES[kind]}ForCausalLM": "lm", f"{_CLASSES[kind]}Model": "none"}
@@ -77,7 +121,9 @@ def _read_window(theirs: hf.ForeignFields, n_layers: int) -> tuple[int | None, t
 
 
 _ORIGINAL = "original_max_position_embeddings"
-_SCALING_FIELDS: dict[str, tuple[str, ...]] = {  # what each kind reads; fields beside them mean nothing, there as here
+_SCALING_LLAMA_FIELDS: dict[
+    str, tuple[str, ...]
+] = {  # what each kind reads; fields beside them mean nothing, there as here
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
@@ -103,14 +149,14 @@ def _read_rope(theirs: hf.ForeignFields) -> tuple[float, RopeScalingConfig | Non
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":
         return base, None
-    if kind not in _SCALING_FIELDS:
-        raise ValueError(f"config.json has rope_type={kind!r}; regard has {', '.join(_SCALING_FIELDS)}")
+    if kind not in _SCALING_LLAMA_FIELDS:
+        raise ValueError(f"config.json has rope_type={kind!r}; regard has {', '.join(_SCALING_LLAMA_FIELDS)}")
     fields[_ORIGINAL] = theirs.get(_ORIGINAL, fields.get(_ORIGINAL))  # a field of its own comes before the dict's
-    known = {_our_name(name): fields[name] for name in _SCALING_FIELDS[kind] if fields.get(name) is not None}
+    known = {_our_name(name): fields[name] for name in _SCALING_LLAMA_FIELDS[kind] if fields.get(name) is not None}
     return base, RopeScalingConfig(kind=kind, **known)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def write_llama(config: ModelConfig) -> dict[str, Any]:
     kind = _kind(config)
     head = "ForCausalLM" if config.head == "lm" else "Model"
     gates = {ours: theirs for theirs, ours in _GATED.items()}
@@ -120,7 +166,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": [f"{_CLASSES[kind]}{head}"],
-        **hf.write_fields(config, _FIELDS, nulls=True),
+        **hf.write_fields(config, _LLAMA_FIELDS, nulls=True),
         "num_key_value_heads": config.n_kv_heads or config.n_heads,
         "head_dim": config.head_width,
         "hidden_act": hf.from_our_activation(gates[config.activation]),
@@ -160,14 +206,14 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None:
         fields["rope_type"] = scaling.kind
-        for name in _SCALING_FIELDS[scaling.kind]:
+        for name in _SCALING_LLAMA_FIELDS[scaling.kind]:
             value = getattr(scaling, _our_name(name))
             if value is not None or name == "factor":  # they want to be told that there is no factor
                 fields[name] = list(value) if isinstance(value, tuple) else value
     return fields
 
 
-def steps(config: ModelConfig) -> list[Step]:
+def llama_steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "model."
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
     q_rows = config.n_heads * config.head_width
@@ -178,10 +224,11 @@ def steps(config: ModelConfig) -> list[Step]:
         hf.token_head(config, f"{prefix}embed_tokens.weight"),
         Rename(f"{prefix}embed_tokens.weight", "token.weight"),
         Rename(f"{prefix}norm.weight", "decoder.norm.weight"),
-        *hf.modules(_LAYER, theirs, ours),
+        *hf.modules(_LLAMA_LAYER, theirs, ours),
         *hf.join_modules(qkv, f"{ours}attention.w_qkv", (q_rows, kv_rows, kv_rows)),
         *hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff, config.d_ff)),
     ]
 
 
-LLAMA = hf.Family(tuple(_CLASSES), read, write, steps)
+GPT2 = hf.Family(("gpt2",), read_gpt2, write_gpt2, gpt2_steps)
+LLAMA = hf.Family(tuple(_CLASSES), read_llama, write_llama, llama_steps)
