@@ -220,13 +220,13 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
         export_ctranslate2(quantise(small("gpt2")), tmp_path / "ct2")
 
 
-def test_every_id_has_a_word_of_its_own() -> None:
+def test_every_id_has_a_word_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     source, _ = tokenizers(True)
     words = vocabulary(source, source.size + 3)
     assert len(set(words)) == len(words) == source.size + 3
     assert words[: source.size] == [source.token(index) for index in range(source.size)]
     assert vocabulary(None, 3) == ["<0>", "<1>", "<2>"]
 
-    odd = MarianTokenizer.__new__(MarianTokenizer)
-    odd.vocab = {"<1>": 0, "b": 2}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # as without sentencepiece
+    odd = MarianTokenizer(b"", {"<1>": 0, "b": 2, "<unk>": 4, "</s>": 5}, "source.spm")
     assert vocabulary(odd, 4) == ["<1>", "<<1>>", "b", "<3>"]

@@ -30,8 +30,8 @@ from torch import distributed as dist
 from regard.config import ModelConfig, TrainConfig
 from regard.errors import BadModelFile, RegardError
 from regard.models import Model, build
-from regard.training import checkpoint
 from regard.training import optimiser as optimiser_module
+from regard.training import shards
 from regard.training.averaging import Ema
 from regard.training.checkpoint import Checkpoint, Checkpoints
 from regard.training.loop import seed_everything
@@ -578,7 +578,7 @@ def full_disk(group: Group, root: str, broken: int) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if group.rank == broken:
-        checkpoint.write_tensors = full  # type: ignore[assignment]
+        shards.write_tensors = full  # type: ignore[assignment]
     try:
         checkpoints.write(2, tensors, {})
     except RegardError as error:

@@ -146,7 +146,7 @@ def test_a_model_with_an_example_opens_with_it(browser: Any, models: dict[str, M
     ]
     with serving(served) as home:
         page = browser.new_page()
-        tab = Tab(page, home).open(model="shapes", view="image", kind="cross", layer=0)
+        tab = Tab(page, home).open(model="shapes", view="image", kind="cross", layer=0, row=0)
         exact = look(models["shapes"], scene).weights(layer=0, head=None, kind="cross")[0]
         assert tab.weight(0, int(exact.argmax())) == pytest.approx(float(exact.max()), **CLOSE)
         assert page.is_visible(".picture img")
