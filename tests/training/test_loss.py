@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from regard.training.loss import IGNORE, _chunked, cross_entropy, linear_cross_entropy
+from regard.training.loss import IGNORE, _chunked, _loss_and_slope, cross_entropy, linear_cross_entropy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -177,6 +177,15 @@ def test_it_compiles_whole_for_any_length(backend: str, chunk: int | None, devic
         wanted = value_and_gradients(run(hidden, weight, bias, targets), hidden, weight, bias)
         found = value_and_gradients(compiled(hidden, weight, bias, targets), hidden, weight, bias)
         assert_alike(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_ignored_rows_of_a_chunk_push_nothing(smoothing: float) -> None:
+    """A CPU leaves such rows out before; a GPU, which does not count them, relies on this."""
+    logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([3, IGNORE, 0, 10, IGNORE, 7])
+    wanted = value_and_gradients(cross_entropy(logits, targets, smoothing), logits)
+    assert_alike([*_loss_and_slope(logits.detach(), targets, smoothing, True)], wanted)
 
 
 @pytest.mark.gpu

@@ -275,7 +275,7 @@ with Reporter(Path(sys.argv[1]), steps=60, log_every=10, style=sys.argv[2]) as r
                 reporter.evaluation(step, {"valid_loss": 1.25, "bleu": 31.4})
                 said = {"source": "The cat\\x1b[31m sat.", "target": "고양이가 앉았다.", "output": "아주 긴 문장 " * 60}
                 reporter.samples(step, [said])
-            reporter.saved(step, Path(sys.argv[1]) / "checkpoints/step-000030")
+            reporter.report_checkpoint(step, Path(sys.argv[1]) / "checkpoints/step-000030")
     reporter.finish({"valid_loss": 1.25, "seconds": 1.5})
 """
 

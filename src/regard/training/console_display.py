@@ -187,7 +187,7 @@ class Console:
         fields = self.status.fields().values()
         self.say_at(self.status.step, GAP.join(f"{label} {value}".strip() for label, value in fields))
 
-    def saved(self, step: int, path: str) -> None:
+    def report_checkpoint(self, step: int, path: str) -> None:
         self.say_at(step, f"saved {path}", "dim")
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class LiveLine(Console):
 
         self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def saved(self, step: int, path: str) -> None:
+    def report_checkpoint(self, step: int, path: str) -> None:
         """Every checkpoint would push what matters off the screen; the last one is named in the end."""
         self._saved = f"saved {path}"
 

@@ -284,7 +284,7 @@ class Loop:
                 self.stopgap = None
             self.checkpoints.prune(at.best_step)
         self.saved = at.step
-        self.reporter.saved(at.step, path)
+        self.reporter.report_checkpoint(at.step, path)
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"model/{name}": x.detach() for name, x in self.model.state_dict().items()}

@@ -270,10 +270,10 @@ class Reporter(AbstractContextManager["Reporter"]):
     def note(self, text: str) -> None:
         self._console.say(printable(text), "yellow")
 
-    def saved(self, step: int, path: Path | str) -> None:
+    def report_checkpoint(self, step: int, path: Path | str) -> None:
         with suppress(ValueError):
             path = Path(path).relative_to(self.out)
-        self._console.saved(step, str(path))
+        self._console.report_checkpoint(step, str(path))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The run is complete: draw the curves, say how it went."""

@@ -232,7 +232,7 @@ class TensorReader:
         """One tensor, whole on the CPU; or on the device of ``like`` and, where that is a shard, only that shard."""
         if like is None:
             return self.read(name)
-        shape = self._stored(name)[1].shape
+        shape = self._find_stored(name)[1].shape
         if shape != tuple(like.shape):
             raise BadModelFile(f"{self.path}: {name} has shape {shape}, the run needs {tuple(like.shape)}")
         here = self.read(name, local_region(like)).to(like.device)
@@ -246,7 +246,7 @@ class TensorReader:
         """A tensor, or one region of it, put together from its pieces."""
         from safetensors import SafetensorError, safe_open
 
-        stored_name, stored = self._stored(name)
+        stored_name, stored = self._find_stored(name)
         region = TensorRegion.whole(stored.shape) if region is None else region
         out = torch.empty(region.size, dtype=stored.dtype)
         for file_name, held in stored.pieces:
@@ -264,7 +264,7 @@ class TensorReader:
             out[shared.slices(region)] = piece
         return out
 
-    def _stored(self, name: str) -> tuple[str, StoredTensor]:
+    def _find_stored(self, name: str) -> tuple[str, StoredTensor]:
         """The name a tensor is stored under, its own or that of the one it is tied to, and its entry."""
         found = self.index.tied.get(name, name)
         if found not in self.index.tensors:
