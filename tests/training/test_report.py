@@ -235,7 +235,11 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    # Files of one second and process are read in the order of this counter as text, where 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with Reporter(tmp_path, steps=6, log_every=1, style="quiet") as reporter:
         make_steps(reporter, 1, 5, evaluate_every=2)
         reporter.samples(5, [{"source": "a|b", "output": "한글"}])
