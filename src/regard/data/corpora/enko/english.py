@@ -33,8 +33,9 @@ def english_words(sentence: Node) -> list[Word]:
     main = sentence["clause"]
     joined = "join" in sentence
     words = _joined_clauses(sentence, main) if joined else _clause(main, question=bool(sentence.get("question")))
-    words[0] = words[0]._replace(text=words[0].text[0].upper() + words[0].text[1:])
-    words[-1] = words[-1]._replace(text=words[-1].text + ("?" if sentence.get("question") else "."))
+    text, sure, weak = words[0]
+    words[0] = Word(text[0].upper() + text[1:], sure, weak)
+    words[-1] = words[-1].append("?" if sentence.get("question") else ".")
     return [Word(f"[{sentence['register']}]"), *words]
 
 
@@ -56,7 +57,7 @@ def _joined_clauses(sentence: Node, main: Node) -> list[Word]:
 
 
 def _append_comma(words: list[Word]) -> list[Word]:
-    return [*words[:-1], words[-1]._replace(text=words[-1].text + ",")]
+    return [*words[:-1], words[-1].append(",")]
 
 
 def _clause(
@@ -119,7 +120,7 @@ def pronoun_for(node: Node) -> str:
 @cache
 def _verb_texts(
     predicate: str, tense: str, aspect: str, negation: str, agrees: str, question: bool
-) -> tuple[tuple[str, str, str], ...]:
+) -> tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]:
     """The verb group as (text, sure roles, weak roles), the word that goes before the subject of a question first."""
     verb = None if predicate in _BE_LIKE or predicate in ADJECTIVES else VERBS[predicate]
     base = "be" if verb is None else verb.english
@@ -153,7 +154,7 @@ def _verb_texts(
         group[0] = (text, f"{sure} neg".strip(), weak)
     elif negation:
         group.insert(1, ("not", "neg", ""))
-    return tuple(group)
+    return tuple((text, tuple(sure.split()), tuple(weak.split())) for text, sure, weak in group)
 
 
 def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list[Word], list[Word]]:
@@ -163,8 +164,8 @@ def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list
     node = id(clause)
     words: list[Word] = []
     for text, sure, weak in texts:
-        sure_keys, weak_keys = (tuple((node, role) for role in roles.split()) for roles in (sure, weak))
-        words.extend(Word(part, sure_keys, weak_keys) for part in text.split(" "))
+        sure_keys, weak_keys = tuple([(node, role) for role in sure]), tuple([(node, role) for role in weak])
+        words += [Word(part, sure_keys, weak_keys) for part in text.split(" ")]
     if frequency := clause.get("frequency"):
         # Before the verb that means something, which is the first word where no helper stands before it.
         place = 0 if len(texts) == 1 and predicate not in _BE_LIKE and predicate not in ADJECTIVES else 1
@@ -257,7 +258,7 @@ def noun_phrase(node: Node, case: str) -> list[Word]:
 def _determiner(node: Node, next_word: str, is_plural: bool) -> list[Word]:
     if "owner" in node:
         *before, owner = noun_phrase(node["owner"], "subject")
-        return [*before, owner._replace(text=owner.text + "'s")]
+        return [*before, owner.append("'s")]
     determiner = node.get("det", "")
     if determiner in ("a", "the"):
         return [Word(article(next_word) if determiner == "a" else "the", (), ((id(node), "noun"),))]

@@ -24,6 +24,7 @@ passing (an article, a do-support, a counter). Sure and possible links are those
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,19 +44,32 @@ class Word(NamedTuple):
     sure: tuple[Key, ...] = ()
     weak: tuple[Key, ...] = ()
 
+    def append(self, text: str) -> Word:
+        """The word with more text at its end."""
+        return Word(self.text + text, self.sure, self.weak)
+
+    def express(self, key: Key) -> Word:
+        """The word with one more key that it expresses."""
+        return Word(self.text, (*self.sure, key), self.weak)
+
 
 def align(source: list[Word], target: list[Word]) -> tuple[Links, Links]:
     """(sure links, all links), sorted."""
-    sure_positions: dict[Key, list[int]] = {}
-    positions: dict[Key, list[int]] = {}
-    for i, word in enumerate(source):
-        for key in word.sure:
-            sure_positions.setdefault(key, []).append(i)
-        for key in word.sure + word.weak:
-            positions.setdefault(key, []).append(i)
-    sure = {(i, j) for j, word in enumerate(target) for key in word.sure for i in sure_positions.get(key, ())}
-    keys = [(j, key) for j, word in enumerate(target) for key in word.sure + word.weak]
-    return tuple(sorted(sure)), tuple(sorted({(i, j) for j, key in keys for i in positions.get(key, ())}))
+    positions: defaultdict[Key, list[tuple[int, bool]]] = defaultdict(list)
+    for i, (_, sure_keys, weak_keys) in enumerate(source):
+        for key in sure_keys:
+            positions[key].append((i, True))
+        for key in weak_keys:
+            positions[key].append((i, False))
+    sure: set[tuple[int, int]] = set()
+    possible: set[tuple[int, int]] = set()
+    for j, (_, sure_keys, weak_keys) in enumerate(target):
+        for key in sure_keys:
+            for i, is_sure in positions.get(key, ()):
+                (sure if is_sure else possible).add((i, j))
+        for key in weak_keys:
+            possible.update([(i, j) for i, _ in positions.get(key, ())])
+    return tuple(sorted(sure)), tuple(sorted(sure | possible))
 
 
 def held_out_splits(structure: Node) -> set[str]:

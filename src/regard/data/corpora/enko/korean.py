@@ -142,7 +142,7 @@ def korean_words(sentence: Node) -> list[Word]:
     ending: Ending = "question" if sentence.get("question") else "statement"
     joined = "join" in sentence
     words = _joined_clauses(sentence, register) if joined else _clause(main, main.get("subject"), register, ending)
-    words[-1] = words[-1]._replace(text=words[-1].text + ("?" if ending == "question" else "."))
+    words[-1] = words[-1].append("?" if ending == "question" else ".")
     return words
 
 
@@ -245,17 +245,17 @@ def _predicate(clause: Node, subject: Node | None, register: Register, ending: E
     words: list[Word] = []
     if "complement" in clause and "not" in clause:
         words += _phrase(clause["complement"], register, "이/가")
-    words += [Word(text, tuple((node, role) for role in roles)) for text, *roles in parts.before]
+    words += [Word(text, tuple([(node, role) for role in roles])) for text, *roles in parts.before]
     keys: dict[str, tuple[Key, ...]] = {"tense": ((node, "tense"),), "link": (link,) if link else ()}
-    keys["verb"] = tuple((node, role) for role in parts.roles)
+    keys["verb"] = tuple([(node, role) for role in parts.roles])
     words += [Word(text, keys[role]) for text, role in eojeols]
     last = len(words) - 1
     bearer = last - 1 if eojeols[-1][1] == "link" else last
-    words[bearer] = words[bearer]._replace(sure=(*words[bearer].sure, (node, "tense")))
+    words[bearer] = words[bearer].express((node, "tense"))
     if link and bearer == last:
-        words[last] = words[last]._replace(sure=(*words[last].sure, link))
+        words[last] = words[last].express(link)
     if "complement" in clause and "not" not in clause:
-        words[0] = words[0]._replace(sure=(*words[0].sure, (id(clause["complement"]), "noun")))
+        words[0] = words[0].express((id(clause["complement"]), "noun"))
     return words
 
 

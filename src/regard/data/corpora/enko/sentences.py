@@ -22,16 +22,19 @@ _MOOD_KEYS = frozenset(mood.key for mood in MOODS)
 
 def nouns_repeat(structure: object) -> bool:
     """Whether one noun stands twice in a sentence, which would ask for a pronoun or an explanation."""
-    nouns: list[str] = []
+    nouns: set[str] = set()
     stack = [structure]
     while stack:
         node = stack.pop()
         if isinstance(node, dict):
-            nouns += [node["noun"]] if "noun" in node else []
-            stack.extend(node.values())
+            if (noun := node.get("noun")) in nouns:
+                return True
+            if noun is not None:
+                nouns.add(noun)
+            stack += [part for part in node.values() if not isinstance(part, str)]
         elif isinstance(node, list):
-            stack.extend(node)
-    return len(set(nouns)) < len(nouns)
+            stack += node
+    return False
 
 
 def draw_sentence(draws: Draws, split: str) -> tuple[Node, bool]:
