@@ -75,8 +75,11 @@ class TrainConfig(Config):
     """Steps between evaluations; 0: only at the end."""
     eval_batches: int | None = None
     """Batches of an evaluation's loss; None: all validation data."""
-    eval_examples: int = 200
-    """Texts generated for an evaluation's BLEU, exact match or CIDEr; the last evaluation takes all."""
+    eval_examples: int | None = None
+    """Held-out examples that an evaluation has answered, a seeded sample of all lengths and classes; None: every one
+    where an answer is a class, 200 where it is a text. The last evaluation takes all."""
+    metric: Literal["auto", "loss", "accuracy", "macro_f1", "bleu", "chrf", "exact", "cider"] = "auto"
+    """What makes a checkpoint the best, and what patience waits for; auto: accuracy of classes, else the loss."""
     save_every: int = 200
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..config import DataConfig
 from .examples import Example, ImageExample, Labelled, Pair, Text, key_of
-from .hashing import stable_key
+from .hashing import bits, stable_key
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,28 @@ def held_out_mask(examples: Sequence[Example], options: DataConfig) -> NDArray[n
         raise ValueError(f"valid_rows={options.valid_rows} leaves nothing of {len(examples)} examples to train on")
     threshold = np.sort(hashes)[options.valid_rows - 1]
     return hashes <= threshold
+
+
+def stratified_sample(examples: Sequence[Example], n: int, seed: int) -> list[int]:
+    """Indices of n examples, classes and lengths in the shares they have in all of them; in order.
+
+    Every len / n-th of the examples sorted by class or length, those alike by a hash (systematic sampling).
+    """
+    if n >= len(examples):
+        return list(range(len(examples)))
+    shuffled = bits(stable_key("sample", seed), np.arange(len(examples)))
+    order = np.lexsort((shuffled, np.array([_stratum(x) for x in examples])))
+    return sorted(order[(2 * np.arange(n) + 1) * len(examples) // (2 * n)].tolist())
+
+
+def _stratum(example: Example) -> int:
+    """The class of an example; of one without, the length of its source side."""
+    match example:
+        case Labelled(label=label) | ImageExample(label=int() as label):
+            return label
+        case Pair(source=text) | Text(text=text):
+            return len(text)
+    return 0
 
 
 def split_tail(text: str, fraction: float) -> tuple[str, str]:

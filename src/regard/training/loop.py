@@ -82,7 +82,7 @@ class Position:
 
     step: int = 0  # optimiser steps done
     seconds: float = 0.0
-    best: float | None = None  # the best value of the task's criterion so far
+    best: float | None = None  # the best value so far of the metric that ``Task.best_metric`` names
     best_step: int | None = None  # where it was reached
     waited: int = 0  # evaluations since then
     micro: int = 0  # batches of the next step whose gradients are already summed
@@ -219,6 +219,18 @@ class Loop:
     def _out_of_patience(self) -> bool:
         return self.train.patience is not None and self.at.waited >= self.train.patience
 
+    def why_stopped(self) -> str | None:
+        """Why the run ended before its last step; None where it did not."""
+        at, train = self.at, self.train
+        if at.step >= train.steps or not self._out_of_patience():
+            return None
+        name = self.task.best_metric(train).replace("_", " ")
+        evaluations = f"{at.waited} evaluation{'s' * (at.waited != 1)}"
+        return (
+            f"stopped early at step {at.step:,} of {train.steps:,}: {evaluations} without a better {name} than "
+            f"{at.best:.4g} at step {at.best_step:,} (train.patience={train.patience})"
+        )
+
     def _evaluate(self) -> bool:
         """Look at held-out data; True where it was never better."""
         train, found, shown = self.train, None, []
@@ -226,12 +238,14 @@ class Loop:
             with self._evaluation_mode():
                 if self.group.is_main:
                     n_batches, n_examples = train.eval_batches, train.eval_examples
+                    n_examples = self.task.eval_examples if n_examples is None else n_examples
                     found = self.task.validate(self.model, self._loss, n_batches=n_batches, n_examples=n_examples)
                     shown = self.task.sample(self.model, train.samples) if train.samples else []
             metrics = self.metrics = self.group.broadcast_object(found)
             self.reporter.evaluation(self.at.step, metrics)
             self.reporter.samples(self.at.step, shown)
-        at, value, smaller = self.at, float(metrics[self.task.criterion]), self.task.criterion.endswith("loss")
+        at, name = self.at, self.task.best_metric(train)
+        value, smaller = float(metrics[name]), name.endswith("loss")
         if at.best is None or (value < at.best if smaller else value > at.best):
             at.best, at.best_step, at.waited = value, at.step, 0
             return True

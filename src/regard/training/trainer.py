@@ -51,6 +51,7 @@ class TrainResult:
     metrics: dict[str, float | str] = field(default_factory=dict)
     weights: str = ""  # which weights the model in ``path/model`` has
     finished: bool = True
+    stopped: str | None = None  # why it ended before its last step
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
@@ -310,7 +311,9 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
 
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
     """Choose the weights to ship, evaluate them on all validation data, save them as a model."""
-    recipe = loop.train
+    recipe, stopped = loop.train, loop.why_stopped()
+    if stopped is not None:
+        loop.reporter.note(stopped)
     with loop.reporter.paused():
         model, weights = run.model()
         model.to(loop.group.device)
@@ -322,7 +325,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
 
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
         model.save(run.model_folder)
-    result = TrainResult(run.root, loop.at.step, loop.at.seconds, metrics, weights)
+    result = TrainResult(run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped)
     write_atomic(run.root / "evaluation.json", to_json(result.to_dict()))
     loop.reporter.evaluation(loop.at.step, metrics)
     loop.reporter.finish(result.to_dict())

@@ -27,6 +27,7 @@ def open_task(
     if source.kind not in task_class.kinds:
         wanted = " or ".join(task_class.kinds)
         raise ValueError(f"{source.name} holds {source.kind}, but task {config.task!r} learns from {wanted}")
+    task_class.best_metric(config.train)  # refuses one that the task does not measure
     return task_class(config, source, processor)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +31,12 @@ class CaptionTask(ImageTask):
     kinds = ("captions",)
     models = (("encoder-decoder", "image", "lm"),)
     template = "eos"
+    metric_keys: ClassVar[Mapping[str, str]] = {
+        "loss": "valid_loss",
+        "bleu": "bleu_4",
+        "cider": "cider",
+        "exact": "exact",
+    }
     evaluation_options = ("beam", "length_penalty")
     processor_parts = ("target", "image")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class ClassificationTask(Task):
     """What texts and images share: labels, accuracy, macro F1."""
 
     criterion = "accuracy"
+    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "accuracy": "accuracy", "macro_f1": "f1"}
+    eval_examples = None
     reports_perplexity = False
     has_labels = True
 
@@ -67,7 +69,7 @@ class ClassificationTask(Task):
         logits, _ = self._logits(model, examples, Precision("fp32", model.device))
         model.train(was_training)
         scores, rows = self._results(logits, examples)
-        return {"accuracy": scores.accuracy, "f1": scores.macro_f1}, rows
+        return {"n": scores.n, "accuracy": scores.accuracy, "f1": scores.macro_f1}, rows
 
     @torch.no_grad()
     def _logits(self, model: Model, examples: Sequence[Example], precision: Precision) -> tuple[Tensor, int]:

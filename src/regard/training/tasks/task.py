@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...config import DataConfig, Kind, ModelConfig, RunConfig
+from ...config import DataConfig, Kind, ModelConfig, RunConfig, TrainConfig
 from ...config.data_config import TokenizerKind
 from ...data.batching import BatchPlan, pad
 from ...data.examples import Example, ImageExample
@@ -24,7 +24,8 @@ from ...data.hashing import stable_key, uniform
 from ...data.images import image_batch
 from ...data.packing import IGNORE
 from ...data.sources import Source
-from ...errors import BadData, RegardError
+from ...data.splits import stratified_sample
+from ...errors import BadData, RegardError, UsageError
 from ...models import Model
 from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
@@ -106,7 +107,9 @@ class Task(ABC):
     models: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # architecture, source and head of those made for it
     template: ClassVar[Template] = "none"
     tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # what data.tokenizer=auto means
-    criterion: ClassVar[str] = "valid_loss"  # the metric that picks the best checkpoint; smaller is better for losses
+    criterion: ClassVar[str] = "valid_loss"  # what train.metric=auto means; smaller is better for losses
+    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss"}  # what train.metric may be, and its name here
+    eval_examples: ClassVar[int | None] = 200  # what train.eval_examples=none means; None: all
     reports_perplexity: ClassVar[bool] = True
     evaluation_options: ClassVar[tuple[str, ...]] = ()  # which of beam, length_penalty, stride mean something
     processor_parts: ClassVar[tuple[str, ...]] = ("source",)  # what a model directory must bring
@@ -117,6 +120,7 @@ class Task(ABC):
     skipped: SkippedExamples = SkippedExamples()
     n_held_out_cut: int = 0  # held-out texts that ``valid_groups`` last cut to what the model can read
     tokens_folder: Path | None = None  # where encoded training texts are stored; None: in memory
+    _sample: Sequence[int] = ()  # the held-out examples that ``_valid_sample`` chose
 
     loss = staticmethod(batch_loss)  # (model, batch, smoothing) → the sum of the loss over the batch's targets
 
@@ -187,6 +191,26 @@ class Task(ABC):
 
     # Evaluation.
 
+    @classmethod
+    def best_metric(cls, train: TrainConfig) -> str:
+        """The metric of ``validate`` that the best checkpoint and patience go by."""
+        if train.metric != "auto" and train.metric not in cls.metric_keys:
+            known = ", ".join(cls.metric_keys)
+            raise UsageError(f"train.metric={train.metric} is not measured by the task {cls.name}, which has {known}")
+        name = cls.criterion if train.metric == "auto" else cls.metric_keys[train.metric]
+        if train.eval_examples == 0 and not name.endswith("loss"):
+            raise UsageError(f"train.eval_examples=0 leaves no {name} to choose the best by; add train.metric=loss")
+        return name
+
+    def _valid_sample(self, n: int | None) -> list[Example]:
+        """``n`` of the held-out examples, the same ones in every run on this data; None: all."""
+        valid = self.source.valid
+        if n is None or n >= len(valid):
+            return self.first(valid)
+        if len(self._sample) != n:
+            self._sample = stratified_sample(self.first(valid), n, self.config.data.split_seed)
+        return [valid[index] for index in self._sample]
+
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
@@ -211,8 +235,8 @@ class Task(ABC):
         n_examples: int | None = None,
         **decoding: Any,
     ) -> dict[str, float | str]:
-        """Metrics on the validation set, as a run records them: the loss of the first batches, answers to the first
-        examples. ``loss_of(batch)`` sums over a batch's targets; ``decoding``: beam and length_penalty."""
+        """Metrics on the validation set, as a run records them: the loss of the first batches, answers to a sample of
+        the examples. ``loss_of(batch)`` sums over a batch's targets; ``decoding``: beam and length_penalty."""
         total, count = 0.0, 0
         for batch in itertools.islice(self.valid_batches(self.first(self.source.valid)), n_batches):
             total += float(loss_of(batch))
@@ -222,7 +246,7 @@ class Task(ABC):
         found: dict[str, float | str] = {"valid_loss": total / count}
         if self.reports_perplexity:
             found["perplexity"] = math.exp(min(total / count, 700))
-        return {**found, **self.answers(model, self.first(self.source.valid, n_examples), **decoding)[0]}
+        return {**found, **self.answers(model, self._valid_sample(n_examples), **decoding)[0]}
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """Loss and answer of every example, as a report has them. ``precision`` is that of the loss; generation uses

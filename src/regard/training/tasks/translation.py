@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ class Translate(Task):
     kinds = ("pairs",)
     models = (("encoder-decoder", "text", "lm"), ("recurrent", "text", "lm"))
     template = "eos"
+    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "bleu": "bleu", "chrf": "chrf", "exact": "exact"}
     evaluation_options = ("beam", "length_penalty")
 
     def _new_processor(self) -> Processor:
