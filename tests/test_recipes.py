@@ -57,7 +57,7 @@ def test_a_named_recipe_stands_alone_and_words_change_it(monkeypatch: pytest.Mon
     typed = run_config("lm", ["train.lr=0.25", "model.n_layers=1"], preset="named")
     assert (named.data.source, named.model.n_layers, named.train.lr) == ("x.txt", 2, 0.5)
     assert (typed.data.source, typed.model.n_layers, typed.train.lr) == ("x.txt", 1, 0.25)
-    assert named.model == ModelConfig(n_layers=2)
+    assert named.model == ModelConfig(n_layers=2, architecture="decoder"), "its task sets what it trains"
     assert named.train == TrainConfig(lr=0.5)
     assert named.data == DataConfig(source="x.txt")
     base = run_config("lm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 from .config import Config, DataConfig, ModelConfig, RunConfig, Task, TrainConfig
 from .config.config_file import check_content, load_config_file, load_package_data
 from .config.overrides import PRESET, SECTIONS, build_section, check_fields, format_value, parse_overrides
+from .config.train_config import TASK_MODELS
 from .errors import UsageError
 from .foundation.checks import did_you_mean
 from .presets import load_presets
 
 Recipe = dict[str, Any]
 TASKS: tuple[str, ...] = get_args(Task)
+_TASK_FIELDS = ("architecture", "source", "head")  # of a model, what TASK_MODELS is about
 
 
 class TaskStart(NamedTuple):
@@ -88,6 +90,8 @@ def run_config(
     values = {section: check_fields(section, fields) for section, fields in sections.items()}
     layers: list[Mapping[str, Any]] = [start, content, values, parse_overrides(overrides)]
     fields = {section: _merge_layers([layer.get(section, {}) for layer in layers]) for section in SECTIONS}
+    typed = {name for layer in layers[1:] for name in layer.get("model", {})}
+    fields["model"] = _fit_to_task(task, fields["model"], typed)
     if "source" not in fields["data"]:
         like = f"data.source={load_recipes().tasks[task].source}"
         raise UsageError(f"{preset or task} needs data.source: where its examples are, for instance {like}")
@@ -97,6 +101,39 @@ def run_config(
         model=build_section("model", ModelConfig, fields["model"]),
         train=build_section("train", TrainConfig, fields["train"]),
     )
+
+
+def _fit_to_task(task: str, model: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
+    """The model with the architecture and head that the task trains: a preset (BERT, GPT-2) gives the rest.
+
+    What was typed stays; then, or where the model reads something else or is recurrent, UsageError.
+    """
+    known = TASK_MODELS[task]
+    if _task_fields(model) in known:
+        return model
+    architecture, _, head = known[0]
+    fitted = {**model, "architecture": architecture, "head": head}
+    changed = {name for name in fitted if fitted[name] != model.get(name)}
+    if (
+        changed & set(typed)
+        or model.get("architecture") == "recurrent"
+        or _task_fields(fitted) not in TASK_MODELS[task]
+    ):
+        raise UsageError(unfit_model(task, model))
+    return fitted
+
+
+def unfit_model(task: str, model: Mapping[str, Any]) -> str:
+    """The sentence about a model that the task cannot train, with the presets that it can."""
+    wanted = TASK_MODELS[task][0]
+    odd = [(name, one, other) for name, one, other in zip(_TASK_FIELDS, wanted, _task_fields(model), strict=True)]
+    needs, has = (", ".join(f"model.{row[0]}={row[i]}" for row in odd if row[1] != row[2]) for i in (1, 2))
+    presets = [name for name, fields in load_presets().items() if _task_fields(fields) in TASK_MODELS[task]]
+    return f"the task {task} needs {needs}, but this model has {has}; one that fits is model={' or '.join(presets[:3])}"
+
+
+def _task_fields(model: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(model.get(name, ModelConfig.model_fields[name].default) for name in _TASK_FIELDS)
 
 
 def _fields_of(section: Mapping[str, Any] | Config | None) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def test_the_number_of_examples_is_printed(
 ) -> None:
     _, data, valid = sorted_valid
     more = (f"data.valid={valid}", "train.steps=1", "train.eval_examples=30", f"train.out={tmp_path / 'run'}")
-    assert cli.main(["train", "classify", *words_of("classify", data, *more)]) == 0
+    with mock.patch("regard.training.reporter.draw_curves"):
+        assert cli.main(["train", "classify", *words_of("classify", data, *more)]) == 0
     first, last = (line for line in capsys.readouterr().err.splitlines() if "valid loss" in line)
     assert "n 30 " in first
     assert "n 300 " in last, "the last evaluation takes all"

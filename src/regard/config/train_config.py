@@ -13,6 +13,16 @@ from .model_config import ModelConfig
 
 Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "caption"]
 
+# The models each task trains: architecture, source and head. The first is what another model is made into.
+TASK_MODELS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "translate": (("encoder-decoder", "text", "lm"), ("recurrent", "text", "lm")),
+    "lm": (("decoder", "text", "lm"),),
+    "mlm": (("encoder", "text", "masked-lm"),),
+    "classify": (("encoder", "text", "classify"),),
+    "classify-images": (("encoder", "image", "classify"),),
+    "caption": (("encoder-decoder", "image", "lm"),),
+}
+
 # What may change when a run goes on; anything else would make it another run.
 RESUMABLE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
 

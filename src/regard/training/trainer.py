@@ -301,7 +301,8 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     return {
         "task": config.task,
         "data": f"{source.name}: {len(source.train):,} to train on, {len(source.valid):,} held out",
-        "model": f"{config.model.architecture}, {model.n_parameters:,} parameters, {n_trained:,} trained",
+        "model": f"{config.model.architecture}, head {config.model.head}, {model.n_parameters:,} parameters, "
+        f"{n_trained:,} trained",
         "batches": f"{loop.task.batches_per_epoch:,} an epoch",
         "device": f"{group.world} × {group.device.type}" if group.is_distributed else str(group.device),
         "numbers": choice.reason,

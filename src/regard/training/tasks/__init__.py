@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from ...config import ModelConfig, RunConfig
 from ...data.sources import Source
+from ...errors import UsageError
+from ...recipes import unfit_model
 from ...text.processor import Processor
 from .captioning import CaptionTask
 from .classification import Classify, ClassifyImages
@@ -27,6 +29,8 @@ def open_task(
     if source.kind not in task_class.kinds:
         wanted = " or ".join(task_class.kinds)
         raise ValueError(f"{source.name} holds {source.kind}, but task {config.task!r} learns from {wanted}")
+    if not task_class.accepts(config.model):
+        raise UsageError(unfit_model(config.task, config.model.model_dump()))
     task_class.best_metric(config.train)  # refuses one that the task does not measure
     return task_class(config, source, processor)
 

@@ -29,7 +29,6 @@ class CaptionTask(ImageTask):
 
     name = "caption"
     kinds = ("captions",)
-    models = (("encoder-decoder", "image", "lm"),)
     template = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {
         "loss": "valid_loss",

@@ -125,7 +125,6 @@ class Classify(ClassificationTask):
 
     name = "classify"
     kinds = ("labelled",)
-    models = (("encoder", "text", "classify"),)
     template = "bos-eos"
     needs_positions = True
 
@@ -178,7 +177,6 @@ class ClassifyImages(ImageTask, ClassificationTask):
 
     name = "classify-images"
     kinds = ("images",)
-    models = (("encoder", "image", "classify"),)
 
     def _new_processor(self) -> Processor:
         return Processor(image=self._new_image_processor(), labels=self.source.labels)

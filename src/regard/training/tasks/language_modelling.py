@@ -157,7 +157,6 @@ class LanguageModel(TextTask):
     """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
 
     name = "lm"
-    models = (("decoder", "text", "lm"),)
     evaluation_options = ("stride",)
     _target_offset = 1
 
@@ -234,7 +233,6 @@ class MaskedLanguageModel(TextTask):
     """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
 
     name = "mlm"
-    models = (("encoder", "text", "masked-lm"),)
     needs_native_mask = True
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:

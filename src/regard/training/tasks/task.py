@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...config import DataConfig, Kind, ModelConfig, RunConfig, TrainConfig
 from ...config.data_config import TokenizerKind
+from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
 from ...data.examples import Example, ImageExample
 from ...data.hashing import stable_key, uniform
@@ -104,7 +105,6 @@ class Task(ABC):
 
     name: ClassVar[str]  # of the RunConfig; a subclass of one's own keeps that of the task whose defaults it uses
     kinds: ClassVar[tuple[Kind, ...]]  # sources it can learn from
-    models: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # architecture, source and head of those made for it
     template: ClassVar[Template] = "none"
     tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # what data.tokenizer=auto means
     criterion: ClassVar[str] = "valid_loss"  # what train.metric=auto means; smaller is better for losses
@@ -176,7 +176,7 @@ class Task(ABC):
     @classmethod
     def accepts(cls, model: ModelConfig) -> bool:
         """Whether a model of this config was made for the task."""
-        return (model.architecture, model.source, model.head) in cls.models
+        return (model.architecture, model.source, model.head) in TASK_MODELS[cls.name]
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:

@@ -28,7 +28,6 @@ class Translate(Task):
 
     name = "translate"
     kinds = ("pairs",)
-    models = (("encoder-decoder", "text", "lm"), ("recurrent", "text", "lm"))
     template = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "bleu": "bleu", "chrf": "chrf", "exact": "exact"}
     evaluation_options = ("beam", "length_penalty")
