@@ -360,6 +360,10 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
     assert training == {"path": "runs/a", "steps": 9, "stop_at": None, "style": "auto"}
     assert cli.main(["train", "--resume", "runs/a", "--quiet"]) == 0
     assert training["style"] == "quiet"
+    words = ["train.lr=0.5", "train.device=cpu", "train.average=3", "data.source=x.tsv", "--schedule", "restart"]
+    assert cli.main(["train", "--resume", "runs/a", *words]) == 0
+    assert (training["lr"], training["device"], training["average"]) == (0.5, "cpu", 3)
+    assert (training["data"], training["restart_schedule"]) == ({"source": "x.tsv"}, True)
 
 
 @pytest.mark.parametrize(
@@ -375,8 +379,11 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
         ("--preset shape", "there is no preset 'shape'; did you mean shapes?"),
         ("classify", "classify needs data.source"),
         ("--resume a lm", "--resume RUN knows its task: leave out 'lm'"),
-        ("--resume a train.lr=1", "train.lr cannot change in a resumed run; train.steps, train.stop_at, "),
-        ("--resume a data.source=x", "data.source=x: only train.* can be given here"),
+        ("--resume a train.seed=1", "train.seed cannot change in a resumed run; train.steps, train.stop_at, "),
+        ("--resume a data.max_len=4", "data.max_len cannot change in a resumed run; data.source, data.valid, "),
+        ("--resume a model.dropout=0", "model.dropout=0: only train.* and data.* can be given here"),
+        ("--resume a --schedule again", "--schedule again is none of restart, continue"),
+        ("lm --schedule restart", "--schedule restart is for --resume RUN; train.schedule=… chooses that of a new run"),
         ("--resume a train.steps=0", "train.steps=0 must be at least 1"),
         ("--resume a --preset shapes", "--resume goes on with the run's own recipe; --preset cannot change it"),
     ],
@@ -449,7 +456,7 @@ def test_help_and_usage_errors_load_nothing_heavy() -> None:
         ["train", "--list"],
         ["train", "--fields"],
         ["train", "lm", "train.stpes=3"],
-        ["train", "--resume", "a", "train.lr=1"],
+        ["train", "--resume", "a", "train.seed=1"],
         ["train", "classify"],
         ["eval", "a", "train.lr=1"],
         ["data", "describe", "en-ko", "data.nope=1"],

@@ -40,6 +40,7 @@ SMALLER: dict[str, str] = {
     "regard train classify": f"{_TEXT} data.vocab_size=320",
     "regard train caption": f"{_IMAGES} model.max_len=32 data.max_len=32 data.valid_rows=4 data.epoch_examples=64",
     "regard eval": "--limit 4",
+    "regard average": "",
     "regard export": "--shapes 2 --no-compile --same-text 0",
     "regard bench attention": "--lengths 64,128 --mechanisms sdpa --heads 2 --width 16 --out runs/bench",
     "regard bench generate": "--batch 1 --beam 1 --weights fp32 --new 4",

@@ -125,8 +125,8 @@ def test_without_a_name_it_is_named_after_task_and_time(tmp_path: Path, monkeypa
     ("words", "code", "sentence"),
     [
         (["--resume", "nowhere"], 3, "nowhere has no run.json, so it is no training run"),
-        (["--resume", "{run}", "train.lr=1"], 2, "train.lr cannot change in a resumed run; train.steps, "),
-        (["--resume", "{run}", "data.max_len=4"], 2, "data.max_len=4: only train.* can be given here"),
+        (["--resume", "{run}", "train.seed=1"], 2, "train.seed cannot change in a resumed run; train.steps, "),
+        (["--resume", "{run}", "data.max_len=4"], 2, "data.max_len cannot change in a resumed run; data.source, "),
         (["--resume", "{run}", "translate"], 2, "--resume RUN knows its task: leave out 'translate'"),
         (["--resume", "{run}", "train.steps=2"], 1, "train.steps=2 is less than the 4 steps that {run} has done"),
         (["--resume", "{run}", "train.steps=0"], 2, "train.steps=0 must be at least 1"),

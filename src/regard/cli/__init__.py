@@ -77,6 +77,7 @@ app = typer.Typer(
 app.command("demo")(demo_command.demo)
 app.command("train")(train_commands.train)
 app.command("eval")(train_commands.evaluate)
+app.command("average")(train_commands.average)
 app.command("generate")(generation_commands.generate)
 app.command("translate")(generation_commands.translate)
 app.command("classify")(generation_commands.classify)

@@ -35,6 +35,14 @@ def train(
     resume: Annotated[
         str | None, option("RUN", "Go on with the run in this directory.", complete=completion.models)
     ] = None,
+    schedule: Annotated[
+        str | None,
+        option(
+            "HOW",
+            "With --resume: continue the schedule over more train.steps, or restart it with a new warm-up.",
+            default="continue",
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, flag("--quiet", "Only the answer at the end.")] = False,
     list_recipes: Annotated[bool, flag("--list", "Show tasks, presets and models, and exit.")] = False,
@@ -62,8 +70,10 @@ def train(
         options = {"--preset": preset, "--config": config, "--save-config": save_config}
         for name in (name for name, value in options.items() if value is not None):
             raise UsageError(f"--resume goes on with the run's own recipe; {name} cannot change it")
-        _resume(resume, arguments, style, as_json)
+        _resume(resume, arguments, schedule, style, as_json)
         return
+    if schedule is not None:
+        raise UsageError(f"--schedule {schedule} is for --resume RUN; train.schedule=… chooses that of a new run")
     from regard.recipes import TASKS, run_config
 
     has_task = bool(arguments) and "=" not in arguments[0]
@@ -81,21 +91,28 @@ def train(
     _print_once(train_run(run, style=style, command=ctx.obj.command), as_json)
 
 
-def _resume(run: str, words: list[str], style: Style, as_json: bool) -> None:
+def _resume(run: str, words: list[str], schedule: str | None, style: Style, as_json: bool) -> None:
+    from regard.config import DataConfig
     from regard.config.overrides import build_section, parse_overrides
     from regard.config.train_config import RESUMABLE, TrainConfig
 
     if words and "=" not in words[0]:
         raise UsageError(f"--resume RUN knows its task: leave out {words[0]!r}")
-    overrides: dict[str, Any] = parse_overrides(words, sections={"train": TrainConfig}).get("train", {})
-    for field in overrides:
-        if field not in RESUMABLE:
-            allowed = ", ".join(f"train.{name}" for name in RESUMABLE)
-            raise UsageError(f"train.{field} cannot change in a resumed run; {allowed} can")
+    if schedule not in (None, "restart", "continue"):
+        raise UsageError(f"--schedule {schedule} is none of restart, continue")
+    given = parse_overrides(words, sections={"train": TrainConfig, "data": DataConfig})
+    for section, allowed in {"train": RESUMABLE, "data": ("source", "valid", "images")}.items():
+        for field in given.get(section, {}):
+            if field not in allowed:
+                names = ", ".join(f"{section}.{name}" for name in allowed)
+                raise UsageError(f"{section}.{field} cannot change in a resumed run; {names} can")
+    overrides: dict[str, Any] = given.get("train", {})
     build_section("train", TrainConfig, overrides)  # refuses values that are wrong in any run
     from regard.training.trainer import resume
 
-    _print_once(resume(run, style=style, **overrides), as_json)
+    options: dict[str, Any] = {"data": given["data"]} if "data" in given else {}
+    options |= {"restart_schedule": True} if schedule == "restart" else {}
+    _print_once(resume(run, style=style, **options, **overrides), as_json)
 
 
 def _print_once(result: Any, as_json: bool) -> None:
@@ -142,3 +159,22 @@ def evaluate(
     decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
     options = {**without_none(against=against, out=out), **decoding}
     terminal.print_result(run(path, data, split=split, device=device, **options), as_json)
+
+
+def average(
+    paths: Annotated[
+        list[str], argument("RUN@STEP… OUT", "Two or more checkpoints, then a new folder.", completion.models)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Average the weights of several checkpoints into one model: regard average RUN@800 RUN@1000 OUT."""
+    *models, out = paths
+    if len(models) < 2:
+        raise UsageError("regard average takes two or more models and a folder for the result: RUN@800 RUN@1000 OUT")
+    from regard.training.averaging import average_models
+
+    average_models(models, out)
+    if as_json:
+        terminal.print_json({"path": out, "models": models})
+    else:
+        print(f"{out}: the average of {', '.join(models)}\nnext: regard eval {out} data.source=FILE")

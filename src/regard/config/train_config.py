@@ -23,8 +23,12 @@ TASK_MODELS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "caption": (("encoder-decoder", "image", "lm"),),
 }
 
-# What may change when a run goes on; anything else would make it another run.
-RESUMABLE = ("steps", "stop_at", "eval_every", "save_every", "log_every", "samples", "keep", "patience")
+# What may change when a run goes on: nothing that says which batches there are, or what a checkpoint holds.
+RESUMABLE = (
+    *("steps", "stop_at", "eval_every", "eval_batches", "eval_examples", "save_every", "log_every", "samples", "keep"),
+    *("patience", "average", "beam", "length_penalty", "lr", "muon_lr", "betas", "eps", "weight_decay", "schedule"),
+    *("warmup", "floor", "clip", "label_smoothing", "device", "checkpointing", "parallel"),
+)
 
 
 class TrainConfig(Config):
@@ -61,6 +65,8 @@ class TrainConfig(Config):
     """How the learning rate moves: the paper's, cosine, warm-up-stable-decay, level."""
     warmup: int = 100
     """Steps of rising learning rate."""
+    schedule_start: int = 0
+    """The step after which the schedule begins: 0, or where a finished run was extended with a new warm-up."""
     floor: float = 0.0
     """Share of the peak learning rate that cosine and wsd end with."""
     clip: float | None = 1.0
@@ -127,6 +133,8 @@ class TrainConfig(Config):
         for name in ("lr", "muon_lr", "clip"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a positive number")
+        if self.schedule_start >= self.steps:
+            raise ValueError(f"schedule_start={self.schedule_start} must be less than steps={self.steps}")
         self.check_shares(("label_smoothing", "ema", "floor"))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must lie in [0, 1)")
@@ -134,7 +142,10 @@ class TrainConfig(Config):
 
 
 _POSITIVE = ("steps", "batch_tokens", "batch_size", "accumulate", "keep", "log_every", "beam", "lora", "patience")
-_NOT_NEGATIVE = ("warmup", "average", "eval_every", "eval_examples", "save_every", "samples", "weight_decay", "eps")
+_NOT_NEGATIVE = (
+    *("warmup", "schedule_start", "average", "eval_every", "eval_examples", "save_every", "samples", "weight_decay"),
+    "eps",
+)
 
 
 class RunConfig(Config):

@@ -1,14 +1,17 @@
-"""Averages of weights: a moving one beside the run, and the plain mean of its last checkpoints."""
+"""Averages of weights: a moving one beside the run, and the plain mean of its last checkpoints or of chosen ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import silence_warnings
 from ..foundation.checks import check_probability
+from ..models import Model
 from .shards import shard_like
 
 _UPDATES = "updates"
@@ -97,6 +100,37 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if not count:
         raise ValueError("there is no state to average")
     return {name: (x / count).to(dtypes[name]) if name in dtypes else x for name, x in total.items()}
+
+
+def average_models(paths: Sequence[str | Path], out: str | Path) -> Path:
+    """Write the mean of several models of one run, or of runs that began alike, as a model directory.
+
+    ``paths`` are RUN@STEP, runs or model directories; one beside the mean is in memory at a time.
+    """
+    from ..io import load, save
+
+    if len(paths) < 2:
+        raise ValueError(f"an average needs at least two models, and {len(paths)} is given")
+    first = load(paths[0])
+
+    def states() -> Iterator[Mapping[str, Tensor]]:
+        for path in paths:
+            model = load(path)
+            if model.config != first.config or _vocabulary(model) != _vocabulary(first):
+                raise ValueError(f"{path} and {paths[0]} differ in their config or their tokens: no mean is a model")
+            yield model.state_dict()
+
+    first.load_state_dict(average(states()))
+    with silence_warnings("regard.io"):  # whether transformers has a twin of the model was no question
+        return save(first, out)
+
+
+def _vocabulary(model: Model) -> tuple[object, ...]:
+    """What the rows of tables and of a classifier stand for."""
+    processor = model.processor
+    if processor is None:
+        return ()
+    return (*(side and side.sha256 for side in (processor.source, processor.target)), processor.labels)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ def schedule_of(train: TrainConfig) -> Schedule:
 
     train.lr=paper_lr(d_model, train.warmup) gives the paper's own rates.
     """
+    if start := train.schedule_start:
+        again = schedule_of(train.with_(schedule_start=0, steps=train.steps - start))
+        return lambda step: again(max(1, step - start))
     match train.schedule:
         case "noam":
             return noam(train.warmup)

@@ -15,11 +15,11 @@ from ..config import DataConfig, ModelConfig, RunConfig
 from ..config import Task as TaskName
 from ..data.corpora import CORPORA
 from ..data.sources import Source, open_source
-from ..errors import BadModelFile
+from ..errors import BadData, BadModelFile
 from ..models import Model
 from ..text.processor import Processor
 from ..text.tokenizer import Tokenizer
-from .run_directory import RunDirectory, find_run
+from .run_directory import RunDirectory, find_run, missing_data
 from .tasks import TASKS, Task, open_task, task_class_of
 
 # Fields that say which examples there are. The others say how a model reads them, and stay the model's own.
@@ -116,10 +116,17 @@ def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[Da
     if "source" not in fields:
         if predictor.run is None:
             raise ValueError(f"{predictor.name} is a model directory: data.source=… must say what to evaluate it on")
+        if missing := missing_data(predictor.config.data, predictor.name):
+            raise missing
         return DataConfig(**{**known, **fields}), False
     if fields["source"] in CORPORA:
         own = {name: value for name, value in known.items() if name not in EXAMPLE_FIELDS}
         return DataConfig(**{**own, **fields}), False
+    if predictor.run is not None and missing_data(predictor.config.data, predictor.name):
+        with suppress(BadData, ValueError):  # the run's own data, moved: what it held out is still that
+            moved = DataConfig(**{**known, **fields})
+            if open_source(moved).sha256 == predictor.run.facts["data"]["sha256"]:
+                return moved, False
     own = {name: value for name, value in known.items() if name not in _FILE_FIELDS}
     whole = not any(name in fields for name in _SPLIT_FIELDS)
     return DataConfig(**{**own, **({"valid_fraction": 0.0} if whole else {}), **fields}), whole

@@ -12,12 +12,13 @@ model/          at the end: the model to ship, as ``model.save`` writes it
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 
-from ..config import RunConfig
+from ..config import DataConfig, RunConfig
+from ..data.corpora import CORPORA
 from ..data.sources import Source
-from ..errors import BadModelFile
+from ..errors import BadData, BadModelFile
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
@@ -41,6 +43,7 @@ from .finetuning import add_lora, merge
 from .parallel import Group
 
 RUN_FILE = "run.json"
+IN_MEMORY = "memory"  # data.source of examples that come from no file
 _LABELS = "labels.json"
 # How files are called while they are written, beside what they will be.
 _HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|png|bin)\.[a-z0-9_]{8}")
@@ -67,14 +70,18 @@ class RunDirectory:
             write_atomic(root / IMAGE, to_json(processor.image.fields()))
         if processor.labels is not None:
             write_atomic(root / _LABELS, to_json({"labels": list(processor.labels)}))
-        write_atomic(root / "provenance.json", to_json(facts))
         run = cls(root)
-        run.write(config)
+        run.write_facts({**facts, "folder": os.path.abspath(root)})
+        run.write(config.with_(data=absolute_paths(config.data)))
         return run
 
     def write(self, config: RunConfig) -> None:
         """The config, last: a directory without it is no run yet."""
         write_atomic(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
+
+    def write_facts(self, facts: dict[str, Any]) -> None:
+        """provenance.json"""
+        write_atomic(self.root / "provenance.json", to_json(facts))
 
     def remove_half_written(self) -> None:
         """Remove what a process that was killed had half written."""
@@ -96,11 +103,25 @@ class RunDirectory:
 
     @cached_property
     def config(self) -> RunConfig:
+        """run.json, its data where it is now: a path that is gone is looked for beside the run as it was, and here."""
         path = self.root / RUN_FILE
         try:
-            return RunConfig(**parse_json(path.read_bytes(), path))
+            config = RunConfig(**parse_json(path.read_bytes(), path))
         except (ValueError, TypeError) as error:
             raise BadModelFile(f"{path} is not the config of a run: {error}") from None
+        return config.with_(data=_change_paths(config.data, self._find_moved))
+
+    def _find_moved(self, name: str) -> str:
+        path, here = Path(name), Path(os.path.abspath(self.root))
+        if path.exists():
+            return name
+        if path.is_absolute():
+            places = [Path.cwd() / path.name, here.parent / path.name]
+            with suppress(BadModelFile, KeyError):  # of an older version
+                places.insert(0, Path(os.path.normpath(here / os.path.relpath(path, self.facts["folder"]))))
+        else:  # typed where the run was started, which is somewhere above it
+            places = [folder / path for folder in here.parents]
+        return next((str(place) for place in places if place.exists()), name)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -165,6 +186,31 @@ class RunDirectory:
             merge(model)
         model.processor = self.processor
         return model.eval()
+
+
+def _paths(data: DataConfig) -> dict[str, list[str]]:
+    """The files and folders that the data names, by field; not corpora, data sets of the hub, or what is in memory."""
+    fields = ["source", "valid", "images", *(["tokenizer"] if data.tokenizer.endswith(".json") else [])]
+    names = {field: name for field in fields if (name := getattr(data, field)) is not None}
+    files = {field: name for field, name in names.items() if name not in (*CORPORA, IN_MEMORY) and name[:3] != "hf:"}
+    return {field: [name] if Path(name).exists() else name.split(",") for field, name in files.items()}
+
+
+def _change_paths(data: DataConfig, change: Callable[[str], str]) -> DataConfig:
+    return data.with_(**{field: ",".join(map(change, parts)) for field, parts in _paths(data).items()})
+
+
+def absolute_paths(data: DataConfig) -> DataConfig:
+    """The data with the full path of every file that is there, so that it is found from any folder."""
+    return _change_paths(data, lambda name: os.path.abspath(name) if Path(name).exists() else name)
+
+
+def missing_data(data: DataConfig, run: str | Path) -> BadData | None:
+    """The error about the first file or folder that a run learned from and that is not there; None: all are."""
+    missing = next((part for parts in _paths(data).values() for part in parts if not Path(part).exists()), None)
+    if missing is None:
+        return None
+    return BadData(f"{missing}, which {run} learned from, is not there; data.source=FILE says where it is now")
 
 
 def find_run(path: str | Path, *, must_exist: bool = False) -> tuple[RunDirectory, int | None] | None:

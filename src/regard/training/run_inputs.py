@@ -16,10 +16,10 @@ from ..models import Model
 from ..models.build import build
 from ..recipes import run_config
 from ..text.processor import Processor
+from .run_directory import IN_MEMORY
 from .tasks import TASKS, Task
 
 _CONFIG_FILES = (".json", ".toml", ".yaml", ".yml")
-IN_MEMORY = "memory"  # data.source of examples that come from no file
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from ..config.overrides import format_value
 from ..config.train_config import RESUMABLE
 from ..errors import RegardError, UsageError
 from ..foundation.device import resolve_device
@@ -33,12 +34,13 @@ from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import RunDirectory, provenance
+from .run_directory import RunDirectory, absolute_paths, missing_data, provenance
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
 
 Callback = Callable[[StepRecord], None]
+CHOICE_FILE = "choice.json"
 
 
 @dataclass(frozen=True)
@@ -113,23 +115,32 @@ def resume(
     *,
     style: Style = "auto",
     task: type[Task] | None = None,
-    data: Iterable[Any] | Dataset[Any] | None = None,
+    data: Mapping[str, Any] | Iterable[Any] | Dataset[Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    restart_schedule: bool = False,
     **changes: Any,
 ) -> TrainResult:
     """Continue a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    ``changes`` are fields of TrainConfig that do not make it another run, such as more steps. A run with a Task of
-    one's own, or with examples from memory, needs ``task`` and ``data`` again. Bit for bit where it is not compiled:
-    compiled, a CPU's sums differ in the last digit from process to process, whether a run was stopped or not.
+    ``changes`` are fields of TrainConfig that do not make it another run, such as more steps; the run notes them in
+    provenance.json. ``restart_schedule``: the learning rate warms up and comes down again over the steps to come.
+    ``data`` says where files are now (``{"source": "moved.tsv"}``). A run with a Task of one's own, or with examples
+    from memory, needs ``task`` and ``data`` again. Bit for bit where it is not compiled: compiled, a CPU's sums differ
+    in the last digit from process to process, whether a run was stopped or not.
     """
     run = RunDirectory.open(path)
     for name in changes:
         if name not in RESUMABLE:
             raise ValueError(f"train.{name} cannot change while a run goes on; {', '.join(RESUMABLE)} can")
-    recipe = run.config.train.with_(**{"stop_at": None, **changes}, out=str(path))
+    done, before = max(run.checkpoints().steps(), default=0), run.config.train
+    if restart_schedule:
+        changes |= {"schedule_start": done}
+    recipe = before.with_(**{"stop_at": None, **changes}, out=str(path))
     config = run.config.with_(train=recipe)
-    done = max(run.checkpoints().steps(), default=0)
+    if isinstance(data, Mapping):
+        config, data = config.with_(data=absolute_paths(config.data.with_(**data))), None
+    if missing := missing_data(config.data, path):
+        raise missing
     if recipe.steps < done:
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
@@ -141,12 +152,42 @@ def resume(
             raise RegardError(f"{config.data.source} has changed since the run began: {hashes}")
         shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
+            changed = {name: (getattr(before, name), getattr(recipe, name)) for name in changes if name != "stop_at"}
+            changed = {name: values for name, values in changed.items() if values[0] != values[1]}
             if group.is_main:
                 run.remove_half_written()
                 run.write(config)
+                if changed:
+                    entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": changed}
+                    run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
+                if "device" in changed:  # what was measured on the other one says nothing here
+                    (run.root / CHOICE_FILE).unlink(missing_ok=True)
+            group.barrier()
             run = RunDirectory(run.root)
             opened = open_task(shared, source, run.processor, task)
-            return _run(shared, opened, group, style, run, callbacks)
+            notes = [_changes_text(changed, done), _schedule_text(before, recipe, done)]
+            return _run(shared, opened, group, style, run, callbacks, notes=notes)
+
+
+def _changes_text(changed: Mapping[str, tuple[Any, Any]], done: int) -> str | None:
+    texts = (f"train.{name} from {format_value(old)} to {format_value(new)}" for name, (old, new) in changed.items())
+    return f"changed after step {done:,}: {', '.join(texts)}" if changed else None
+
+
+def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str | None:
+    """What the learning rate will do where another number of steps changes its curve; None where it does not."""
+    was, lr = before.lr * schedule_of(before)(max(1, done)), recipe.lr * schedule_of(recipe)(done + 1)
+    restarts = recipe.schedule_start != before.schedule_start
+    if not done or recipe.steps <= done or not (restarts or recipe.steps != before.steps):
+        return None
+    if recipe.schedule not in ("cosine", "wsd") and not restarts:
+        return None
+    curve = f"the learning rate was {was:.3g} at step {done:,}"
+    end = f"ends with {recipe.lr * schedule_of(recipe)(recipe.steps):.3g} at step {recipe.steps:,}"
+    if restarts:
+        return f"{curve}; it warms up again over {recipe.warmup:,} steps to {recipe.lr:.3g} and {end}"
+    go_on = f"{recipe.schedule} over {recipe.steps:,} steps goes on with {lr:.3g} and {end}"
+    return f"{curve}; {go_on}; --schedule restart warms up again instead"
 
 
 def _open_group(recipe: TrainConfig) -> Group:
@@ -175,6 +216,7 @@ def _run(
     run: RunDirectory,
     callbacks: Sequence[Callback],
     start_model: Model | None = None,
+    notes: Sequence[str | None] = (),
 ) -> TrainResult:
     task.tokens_folder = run.root / "tokens"
     # The main process makes the first batch first: it writes the tokens that the others read. This also finds examples
@@ -186,7 +228,7 @@ def _run(
         group.barrier()
     checkpoints = run.checkpoints(group)
     checkpoint = checkpoints.latest()
-    model, notes = _new_model(config, task, run, checkpoint, start_model)
+    model, weight_notes = _new_model(config, task, run, checkpoint, start_model)
     model.to(group.device)
     objective = Objective(model, config.train.label_smoothing, task.loss)
     choice = _choose_precision(config, task, objective, group, run)
@@ -225,7 +267,7 @@ def _run(
     )
     with reporter, precision.settings():
         reporter.begin(_facts(loop, config, choice))
-        for note in (*notes, task.skipped.to_text()):
+        for note in (*notes, *weight_notes, task.skipped.to_text()):
             if note is not None:
                 reporter.note(note)
         if checkpoint is not None:
@@ -283,7 +325,7 @@ def _new_model(
 
 def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
     """Precision and compilation: chosen once, at the start, then stored: another choice would round differently."""
-    path = run.root / "choice.json"
+    path = run.root / CHOICE_FILE
     if path.exists():
         return Choice(**parse_json(path.read_bytes(), path))
     choice = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
