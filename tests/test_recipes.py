@@ -12,6 +12,7 @@ from regard.errors import UsageError
 from regard.models import build
 from regard.presets import PRESETS
 from regard.recipes import RECIPES, TASKS, default_recipe, recipe, recipes_to_dict, recipes_to_text, run_config
+from regard.training.optimiser import paper_lr
 
 OF_FILES = [task for task in TASKS if "source" not in default_recipe(task)["data"]]
 
@@ -27,6 +28,22 @@ def test_every_recipe_is_a_run_with_a_model_that_can_be_built(name: str) -> None
             assert getattr(getattr(config, section), field) == value
     model = build(config.model, device="meta")
     assert 0 < model.n_parameters < 100e6, "a recipe is for one machine"
+
+
+def test_the_papers_recipe_is_the_papers() -> None:
+    """Vaswani et al. 2017, §3.5, §5.3, §5.4 and §6.1."""
+    config = run_config("translate", ["data.source=pairs.tsv"], preset="paper")
+    model, train = config.model, config.train
+    assert (model.norm_place, model.positions, model.activation, model.scale_embeddings) == (
+        *("post", "sinusoidal", "relu"),
+        True,
+    )
+    assert (model.dropout, model.embedding_dropout, model.tie_head) == (0.1, 0.1, True)
+    assert config.data.joint_vocab
+    assert (train.optimiser, train.betas, train.eps, train.clip) == ("adam", (0.9, 0.98), 1e-9, None)
+    assert (train.schedule, train.label_smoothing) == ("noam", 0.1)
+    assert train.lr == pytest.approx(paper_lr(model.d_model, train.warmup))
+    assert (train.average, train.beam, train.length_penalty) == (5, 4, 0.6)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -46,9 +46,10 @@ def test_the_number_of_examples_is_printed(
     more = (f"data.valid={valid}", "train.steps=1", "train.eval_examples=30", f"train.out={tmp_path / 'run'}")
     with mock.patch("regard.training.reporter.draw_curves"):
         assert cli.main(["train", "classify", *words_of("classify", data, *more)]) == 0
-    first, last = (line for line in capsys.readouterr().err.splitlines() if "valid loss" in line)
-    assert "n 30 " in first
-    assert "n 300 " in last, "the last evaluation takes all"
+    said = capsys.readouterr()
+    (line,) = (line for line in said.err.splitlines() if "valid loss" in line)
+    assert "n 30 " in line
+    assert said.out.splitlines()[1].endswith("n 300"), "the last evaluation takes all"
 
 
 def test_a_sample_has_the_classes_and_lengths_of_all() -> None:

@@ -244,17 +244,20 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._status.doing = before
             self._pace.resume()
 
-    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Numbers of an evaluation, such as valid_loss and bleu; texts among them (a signature) are kept too."""
+    def evaluation(self, step: int, metrics: dict[str, Any], *, shown: bool = True) -> None:
+        """Numbers of an evaluation, such as valid_loss and bleu; texts among them (a signature) are kept too.
+
+        ``shown=False``: written, not printed."""
         if not self._active:
             return
         found: dict[str, Any] = to_jsonable(metrics)
         record = {"step": step, "loss": self.last_loss} | found
         record |= {"tokens": self.tokens, "seconds": round(self.seconds, 3)}
         self._store(record, {f"valid/{name.removeprefix('valid_')}": value for name, value in found.items()})
-        shown = {name: value for name, value in found.items() if isinstance(value, int | float)} or found
-        texts = (f"{name.replace('_', ' ')} {format_value(value)}" for name, value in shown.items())
-        self._console.say_at(step, GAP.join(texts), "bold")
+        numbers = {name: value for name, value in found.items() if isinstance(value, int | float)} or found
+        texts = (f"{name.replace('_', ' ')} {format_value(value)}" for name, value in numbers.items())
+        if shown:
+            self._console.say_at(step, GAP.join(texts), "bold")
         if self.seconds - self._drawn_at >= self._drawing_s / SHARE_FOR_CURVES:
             self._draw()
 
@@ -275,13 +278,13 @@ class Reporter(AbstractContextManager["Reporter"]):
             path = Path(path).relative_to(self.out)
         self._console.report_checkpoint(step, str(path))
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """The run is complete: draw the curves, say how it went."""
+    def finish(self, summary: dict[str, Any] | None = None) -> None:
+        """The run is complete: draw the curves, say what the summary holds."""
         if self._active:
             with self.paused("drawing the curves"):
                 self._draw()
             self._console.close()
-            self._console.say_all(format_pairs(summary, self._console.width))
+            self._console.say_all(format_pairs(summary or {}, self._console.width))
         self.close()
 
     def close(self) -> None:

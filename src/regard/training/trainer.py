@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -14,9 +15,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from ..config.overrides import format_value
+from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
-from ..errors import RegardError, UsageError
+from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
@@ -26,7 +27,7 @@ from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
-from .console_display import Style
+from .console_display import GAP, Style, format_duration, format_value
 from .finetuning import add_lora, freeze, start_from
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
@@ -54,16 +55,23 @@ class TrainResult:
     weights: str = ""  # which weights the model in ``path/model`` has
     finished: bool = True
     stopped: str | None = None  # why it ended before its last step
+    next_command: str = ""  # what to type to try the model, or to go on
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
 
     def to_text(self) -> str:
+        """Where the model is, how good it is on held-out data, and what to type next. Signatures of metrics are in
+        ``to_dict``, in evaluation.json and in ``regard eval``."""
+        took = f"{self.steps:,} step{'s' * (self.steps != 1)} in {format_duration(self.seconds)}"
         if not self.finished:
-            return f"{self.path}: stopped at step {self.steps} after {self.seconds:.0f} s"
-        lines = [f"{self.path / 'model'}: {self.weights}, {self.steps} steps in {self.seconds:.0f} s"]
-        lines += [f"  {name}  {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in self.metrics.items()]
-        return "\n".join(lines)
+            return f"{self.path}: stopped after {took}\nnext: {self.next_command}"
+        numbers = {name: value for name, value in self.metrics.items() if isinstance(value, int | float)}
+        count = {"n": numbers.pop("n")} if "n" in numbers else {}
+        texts = (f"{name.replace('_', ' ')} {format_value(value)}" for name, value in {**numbers, **count}.items())
+        doubts = [str(self.metrics["note"])] if self.metrics.get("note") else []
+        lines = [f"{self.path / 'model'}: {self.weights}, {took}", f"held out: {GAP.join(texts)}", *doubts]
+        return "\n".join([*lines, f"next: {self.next_command}"])
 
 
 def train(
@@ -170,7 +178,7 @@ def resume(
 
 
 def _changes_text(changed: Mapping[str, tuple[Any, Any]], done: int) -> str | None:
-    texts = (f"train.{name} from {format_value(old)} to {format_value(new)}" for name, (old, new) in changed.items())
+    texts = (f"train.{name} from {format_word(old)} to {format_word(new)}" for name, (old, new) in changed.items())
     return f"changed after step {done:,}: {', '.join(texts)}" if changed else None
 
 
@@ -287,7 +295,8 @@ def _train_and_save(loop: Loop, run: RunDirectory, first: Batch, new_choice: Cho
     except Interrupted as stop:
         if stop.exit_code:
             raise
-        return TrainResult(run.root, at.step, at.seconds, finished=False)
+        again = f"regard train --resume {shlex.quote(str(run.root))}"
+        return TrainResult(run.root, at.step, at.seconds, finished=False, next_command=again)
     if compiled is not None and new_choice is not None:
         if compiled.note is not None:
             loop.reporter.note(compiled.note)
@@ -367,9 +376,13 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
                 return objective(batch.to(loop.group.device))
 
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
-        model.save(run.model_folder)
-    result = TrainResult(run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped)
+        with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
+            model.save(run.model_folder)
+    command = f"regard {loop.task.command} {shlex.quote(str(run.root))} {shlex.quote(loop.task.example_input())}"
+    result = TrainResult(
+        run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command
+    )
     write_atomic(run.root / "evaluation.json", to_json(result.to_dict()))
-    loop.reporter.evaluation(loop.at.step, metrics)
-    loop.reporter.finish(result.to_dict())
+    loop.reporter.evaluation(loop.at.step, metrics, shown=False)  # the result says it
+    loop.reporter.finish()
     return result

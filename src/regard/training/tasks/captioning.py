@@ -28,6 +28,7 @@ class CaptionTask(ImageTask):
     """
 
     name = "caption"
+    command = "caption"
     kinds = ("captions",)
     template = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {

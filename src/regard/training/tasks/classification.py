@@ -41,6 +41,7 @@ from .task import (
 class ClassificationTask(Task):
     """What texts and images share: labels, accuracy, macro F1."""
 
+    command = "classify"
     criterion = "accuracy"
     metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "accuracy": "accuracy", "macro_f1": "f1"}
     eval_examples = None

@@ -157,6 +157,7 @@ class LanguageModel(TextTask):
     """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
 
     name = "lm"
+    command = "generate"
     evaluation_options = ("stride",)
     _target_offset = 1
 

@@ -20,7 +20,7 @@ from ...config import DataConfig, Kind, ModelConfig, RunConfig, TrainConfig
 from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
-from ...data.examples import Example, ImageExample
+from ...data.examples import Example, ImageExample, Labelled, Pair, Text
 from ...data.hashing import stable_key, uniform
 from ...data.images import image_batch
 from ...data.packing import IGNORE
@@ -107,6 +107,7 @@ class Task(ABC):
     kinds: ClassVar[tuple[Kind, ...]]  # sources it can learn from
     template: ClassVar[Template] = "none"
     tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # what data.tokenizer=auto means
+    command: ClassVar[str] = "look"  # of the command line: what tries a trained model
     criterion: ClassVar[str] = "valid_loss"  # what train.metric=auto means; smaller is better for losses
     metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss"}  # what train.metric may be, and its name here
     eval_examples: ClassVar[int | None] = 200  # what train.eval_examples=none means; None: all
@@ -291,6 +292,16 @@ class Task(ABC):
         if split not in sets:
             raise ValueError(f"split={split!r} is none of {', '.join(sets)}")
         return self.first(sets[split], n)
+
+    def example_input(self) -> str:
+        """A held-out example as one would type it for ``command``: a text, or an image file."""
+        example = next(iter(self.first(self.source.valid or self.source.train, 1)))
+        match example:
+            case Pair(source=text) | Labelled(text=text):
+                return text
+            case Text(text=text):
+                return " ".join(text.split()[:4])
+        return str(example.image) if isinstance(example.image, Path) else "IMAGE.png"
 
     # Helpers for subclasses.
 

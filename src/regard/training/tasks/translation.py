@@ -27,6 +27,7 @@ class Translate(Task):
     """Encoder-decoders and recurrent models: teacher forcing on the target (Sutskever et al. 2014)."""
 
     name = "translate"
+    command = "translate"
     kinds = ("pairs",)
     template = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "bleu": "bleu", "chrf": "chrf", "exact": "exact"}
