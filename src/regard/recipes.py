@@ -114,21 +114,18 @@ def _fit_to_task(task: str, model: dict[str, Any], typed: Collection[str]) -> di
     architecture, _, head = known[0]
     fitted = {**model, "architecture": architecture, "head": head}
     changed = {name for name in fitted if fitted[name] != model.get(name)}
-    if (
-        changed & set(typed)
-        or model.get("architecture") == "recurrent"
-        or _task_fields(fitted) not in TASK_MODELS[task]
-    ):
+    is_recurrent = model.get("architecture") == "recurrent"
+    if changed & set(typed) or is_recurrent or _task_fields(fitted) not in known:
         raise UsageError(unfit_model(task, model))
     return fitted
 
 
 def unfit_model(task: str, model: Mapping[str, Any]) -> str:
     """The sentence about a model that the task cannot train, with the presets that it can."""
-    wanted = TASK_MODELS[task][0]
-    odd = [(name, one, other) for name, one, other in zip(_TASK_FIELDS, wanted, _task_fields(model), strict=True)]
-    needs, has = (", ".join(f"model.{row[0]}={row[i]}" for row in odd if row[1] != row[2]) for i in (1, 2))
-    presets = [name for name, fields in load_presets().items() if _task_fields(fields) in TASK_MODELS[task]]
+    known = TASK_MODELS[task]
+    rows = [row for row in zip(_TASK_FIELDS, known[0], _task_fields(model), strict=True) if row[1] != row[2]]
+    needs, has = (", ".join(f"model.{row[0]}={row[i]}" for row in rows) for i in (1, 2))
+    presets = [name for name, fields in load_presets().items() if _task_fields(fields) in known]
     return f"the task {task} needs {needs}, but this model has {has}; one that fits is model={' or '.join(presets[:3])}"
 
 
