@@ -199,7 +199,7 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     assert resume(tmp_path / "run").finished
 
 
-@pytest.mark.parametrize("name", ["lr", "seed", "batch_tokens", "optimiser", "accumulate", "out", "init"])
+@pytest.mark.parametrize("name", ["seed", "batch_tokens", "optimiser", "accumulate", "out", "init", "metric"])
 def test_what_would_make_it_another_run_cannot_change(name: str, uninterrupted: dict[str, tuple[Path, str]]) -> None:
     with pytest.raises(ValueError, match=rf"^train\.{name} cannot change while a run goes on; steps, stop_at,"):
         regard.resume(uninterrupted["adamw"][0], **{name: 1})
