@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -128,7 +128,9 @@ def _parse_value(annotation: Any, value: Any, word: str) -> Any:
 
 def _raw(annotation: Any, text: str, word: str) -> Any:
     """What pydantic gets to validate: the text itself, except for None, choices, tuples and JSON."""
-    kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if _optional(annotation) else [annotation]
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if is_union else [annotation]
+    choices = {format_value(choice): choice for choice in literal_choices(annotation)}
     if _optional(annotation) and text.lower() in ("none", "null"):
         return None
     is_tuple = any(get_origin(kind) is tuple for kind in kinds)
@@ -141,9 +143,8 @@ def _raw(annotation: Any, text: str, word: str) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{word}: {text[:80]} is not JSON: {error}") from None
-    if is_tuple:
+    if is_tuple and text not in choices:
         return tuple(part.strip() for part in text.split(",")) if text else ()
-    choices = {format_value(choice): choice for choice in literal_choices(annotation)}
     return choices.get(text, text)
 
 

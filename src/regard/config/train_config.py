@@ -73,6 +73,11 @@ class TrainConfig(Config):
     """Largest norm of the gradient; None: any."""
     label_smoothing: float = 0.0
     """Share of each target spread over all classes (the paper: 0.1)."""
+    class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
+    """Factors on the training loss of each class: one for each in the order of data.labels, or balanced, n / (classes ×
+    n of the class), by which every class counts as much as any other."""
+    sampling: Literal["shuffled", "balanced"] = "shuffled"
+    """What an epoch shows: every example once, or those of rarer classes again until all classes are equally many."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of the matrix products, weights staying fp32; auto: what is fastest here, measured."""
@@ -138,6 +143,8 @@ class TrainConfig(Config):
         self.check_shares(("label_smoothing", "ema", "floor"))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+        if not isinstance(self.class_weights, str) and not all(0 <= x < math.inf for x in self.class_weights):
+            raise ValueError(f"class_weights={self.class_weights} must not be negative")
         return self
 
 

@@ -109,6 +109,16 @@ def _epoch_order(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArra
     return plan._included[np.lexsort((ties, plan._sort_key))], batches
 
 
+def balanced_rows(classes: ArrayLike) -> NDArray[np.int64]:
+    """The examples of a balanced epoch: those of rarer classes come again until every class is as large as the largest.
+
+    ``classes`` (n,) is the class of each example; the result (classes × the largest's size,) indexes them.
+    """
+    numbers = np.asarray(classes)
+    size = int(np.bincount(numbers).max())
+    return np.concatenate([np.resize(np.flatnonzero(numbers == c), size) for c in np.unique(numbers)])
+
+
 def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> Tensor:
     """tokens (B, T), shorter rows filled up at their end, T a multiple of ``multiple``."""
     longest = max((len(row) for row in rows), default=0)

@@ -25,6 +25,7 @@ class Batch:
     options: dict[str, Tensor] = field(default_factory=dict)
     n_tokens: int = 0  # tokens or patches the model reads, without padding; pairs count both sides
     n_counted: int | None = None  # ``n_targets``, counted before the batch moved to a device
+    weights: Tensor | None = None  # the factor on each target's loss, shaped as the targets; None: 1
 
     @property
     def n_targets(self) -> int:
@@ -41,7 +42,9 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         options = {name: change(x) for name, x in self.options.items()}
-        return replace(self, inputs=tuple(map(change, self.inputs)), targets=change(self.targets), options=options)
+        weights = None if self.weights is None else change(self.weights)
+        inputs = tuple(map(change, self.inputs))
+        return replace(self, inputs=inputs, targets=change(self.targets), options=options, weights=weights)
 
 
 def shift_targets(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -59,14 +62,18 @@ _ROWS_AT_ONCE = {"cuda": 8192}  # of logits in ``token_losses``; 1024 elsewhere
 LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum over the batch's targets
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
     """The sum over targets of -Σ_c y_c log p_c, y smoothed (Szegedy et al. 2016; Vaswani et al. 2017, §5.4).
 
-    y = (1 - smoothing) · one-hot + smoothing / classes. The caller divides by the number of targets.
+    y = (1 - smoothing) · one-hot + smoothing / classes. The caller divides by the number of targets. ``weights``,
+    shaped as the targets, are factors on the terms of this sum.
     """
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="sum")
+    if weights is None:
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="sum")
+    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="none")
+    return losses @ weights.flatten().to(losses.dtype)
 
 
 def linear_cross_entropy(
@@ -236,7 +243,7 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
     """
     head = getattr(model, "head", None)
     if not isinstance(head, TokenHead):
-        return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing)
+        return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing, batch.weights)
     states, weight = _states_and_weight(model, batch)
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted

@@ -275,7 +275,7 @@ def _run(
     )
     with reporter, precision.settings():
         reporter.begin(_facts(loop, config, choice))
-        for note in (*notes, *weight_notes, task.skipped.to_text()):
+        for note in (*notes, *weight_notes, *task.notes):
             if note is not None:
                 reporter.note(note)
         if checkpoint is not None:

@@ -31,7 +31,7 @@ def open_task(
         raise ValueError(f"{source.name} holds {source.kind}, but task {config.task!r} learns from {wanted}")
     if not task_class.accepts(config.model):
         raise UsageError(unfit_model(config.task, config.model.model_dump()))
-    task_class.best_metric(config.train)  # refuses one that the task does not measure
+    task_class.check_config(config)
     return task_class(config, source, processor)
 
 

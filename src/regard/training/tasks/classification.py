@@ -11,11 +11,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config import ModelConfig
-from ...data.batching import BatchPlan
+from ...data.batching import BatchPlan, balanced_rows
 from ...data.examples import Example, ImageExample, Labelled
+from ...errors import UsageError
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
@@ -51,6 +53,37 @@ class ClassificationTask(Task):
     @property
     def labels(self) -> tuple[str, ...]:
         return self.processor.labels or self.source.labels or ()
+
+    @property
+    def notes(self) -> list[str]:
+        names = [] if self._class_weights is None else zip(self.labels, self._class_weights.tolist(), strict=True)
+        weights = ", ".join(f"{name} {weight:.3g}" for name, weight in names)
+        return [*super().notes, *([f"class weights: {weights}"] if weights else [])]
+
+    @cached_property
+    def _class_weights(self) -> Tensor | None:
+        """A factor on the training loss of each class (classes,)."""
+        weights = self.config.train.class_weights
+        if weights == "none":
+            return None
+        if weights == "balanced":  # King & Zeng 2001, as scikit-learn has it
+            n_of = np.bincount(_classes(self.source.train), minlength=len(self.labels))
+            return torch.from_numpy(n_of.sum() / ((n_of > 0).sum() * np.maximum(n_of, 1))).float()
+        if len(weights) != len(self.labels):
+            names = ", ".join(self.labels)
+            raise UsageError(f"train.class_weights has {len(weights)} numbers for {len(self.labels)} classes: {names}")
+        return torch.tensor(weights)
+
+    @cached_property
+    def _epoch_rows(self) -> NDArray[np.int64]:
+        """Which training example each row of the batch plan is."""
+        if self.config.train.sampling == "balanced":
+            return balanced_rows(_classes(self.source.train))
+        return np.arange(len(self.source.train))
+
+    def batch(self, number: int) -> Batch:
+        batch, weights = super().batch(number), self._class_weights
+        return batch if weights is None else replace(batch, weights=weights[batch.targets])
 
     def check_model(self, model_name: str, model: ModelConfig) -> None:
         super().check_model(model_name, model)
@@ -155,11 +188,13 @@ class Classify(ClassificationTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        return self._plan_by_length([len(row) for row in self._encoded], self.config.data.max_len)
+        lengths = np.array([len(row) for row in self._encoded])
+        return self._plan_by_length(lengths[self._epoch_rows], self.config.data.max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        rows = self._hide_tokens([self._encoded[i] for i in index], epoch, index)
-        return self._collate(rows, _classes([self.source.train[i] for i in index]))
+        examples = self._epoch_rows[index].tolist()
+        rows = self._hide_tokens([self._encoded[i] for i in examples], epoch, index)
+        return self._collate(rows, _classes([self.source.train[i] for i in examples]))
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         rows = self.tokenizer.encode_all(cast(Labelled, x).text for x in examples)
@@ -188,14 +223,14 @@ class ClassifyImages(ImageTask, ClassificationTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        return self._plan_by_rows(len(self.source.train), self._n_patches)
+        return self._plan_by_rows(len(self._epoch_rows), self._n_patches)
 
     @property
     def ragged(self) -> bool:
         return has_partial_batch(self.batch_plan)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        return self._collate(self.source.train, index, epoch)
+        return self._collate(self.source.train, self._epoch_rows[index].tolist(), epoch)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         return ((index, self._collate(examples, index)) for index in index_groups(len(examples), 512))

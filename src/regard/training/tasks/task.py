@@ -155,6 +155,12 @@ class Task(ABC):
 
     # Batches.
 
+    @property
+    def notes(self) -> list[str]:
+        """What to say of the training data before the first step."""
+        skipped = self.skipped.to_text()
+        return [] if skipped is None else [skipped]
+
     def batch(self, number: int) -> Batch:
         """Training batch ``number`` of the whole run, counted from 0."""
         epoch, place = self.batch_plan.at(number)
@@ -189,6 +195,14 @@ class Task(ABC):
         max_len = self.config.data.max_len
         if self.needs_positions and model.positions == "learned" and max_len > model.max_len:
             raise ValueError(f"max_len={max_len}, but the positions of {model_name} end at {model.max_len}")
+
+    @classmethod
+    def check_config(cls, config: RunConfig) -> None:
+        """Raise UsageError for a metric that the task does not measure, or for fields that mean nothing to it."""
+        cls.best_metric(config.train)
+        for name in () if cls.has_labels else ("class_weights", "sampling"):
+            if getattr(config.train, name) != TrainConfig.model_fields[name].default:
+                raise UsageError(f"train.{name} is for tasks with classes, which {cls.name} does not have")
 
     # Evaluation.
 
