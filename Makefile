@@ -13,6 +13,9 @@ WEIGHTS_READ      := rxnmapper==0.4.3 rxnfp==0.1.0
 CORES  := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 SUDO   := $(shell [ $$(id -u) -eq 0 ] || command -v sudo)
 
+# Compiled once, also where somebody switched that off: else every process of a test compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # One worker of one thread for each core; tests marked `serial` get the machine to themselves afterwards.
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) --dist worksteal
 PYTEST_SERIAL   := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q

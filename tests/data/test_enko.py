@@ -45,7 +45,7 @@ from regard.data.hashing import Draws
 from .simple_sentences import SimpleSentences
 
 PAIRS = Path(__file__).with_name("enko_pairs.tsv")
-SAMPLES = 20_000
+SAMPLES = 13_000
 
 
 # ------------------------------------------------------------------------------------------------ Hangul

@@ -18,6 +18,7 @@ import pytest
 import torch
 from measuring import crossing_length
 
+from regard.cli import main
 from regard.errors import RegardError
 from regard.experiments import bench_attention as bench
 from regard.experiments.bench_attention import CONTENDERS, Setup, build_run, choose_contenders, sparse_mask
@@ -27,7 +28,6 @@ from regard.experiments.sweep_runner import LocalRunner
 
 LENGTHS = [64, 128]
 SMALL: dict[str, Any] = {"lengths": LENGTHS, "n_heads": 2, "d_head": 16}
-ROOT = Path(__file__).resolve().parents[2]
 
 # ------------------------------------------------------------------ how things grow
 
@@ -130,19 +130,26 @@ def test_a_child_has_the_variables_of_its_caller(runner: LocalRunner, monkeypatc
     assert runner.submit(environment, "PYTHONPATH").result() == os.environ.get("PYTHONPATH")
 
 
-def wait(file: str) -> None:
-    Path(file).write_text(str(os.getpid()))
+WAITING = """
+import os, time
+
+def wait(file):
+    with open(file, "w") as out:
+        out.write(str(os.getpid()))
     time.sleep(60)
+"""
 
 
 def test_who_stops_asking_leaves_no_process_behind(tmp_path: Path) -> None:
     """The script has no main guard: a child does not run it again."""
     file, script = tmp_path / "pid", tmp_path / "asking.py"
+    (tmp_path / "waiting.py").write_text(WAITING)
     script.write_text(
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from {__name__} import wait\n"
-        "from regard.experiments.sweep_runner import LocalRunner\n"
-        f"with LocalRunner() as runner: runner.submit(wait, {str(file)!r}).result()\n"
+        f"import sys; sys.path[1:] = {sys.path!r}\n"
+        "from waiting import wait\n"
+        "from regard.experiments import sweep_runner\n"
+        "sweep_runner._PRELOAD.clear()\n"  # one job: importing in advance what it does not need would only take time
+        f"with sweep_runner.LocalRunner() as runner: runner.submit(wait, {str(file)!r}).result()\n"
     )
     asker = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
     while not (file.exists() and file.read_text()):
@@ -323,15 +330,17 @@ def test_what_would_take_too_long_is_not_started(monkeypatch: pytest.MonkeyPatch
     assert "additive at 200,000: would take about" in first.to_text()
 
 
-def test_the_command_prints_one_document() -> None:
+def test_the_command_prints_one_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
     words = ["bench", "attention", "--lengths", "64,128", "--mechanisms", "sdpa,window,linear", "--json"]
-    answer = subprocess.run([sys.executable, "-m", "regard", *words], capture_output=True, text=True, cwd=ROOT / "src")
-    assert answer.returncode == 0, answer.stderr
-    document = json.loads(answer.stdout)
+    code = main(words)
+    answer = capsys.readouterr()
+    assert code == 0, answer.err
+    document = json.loads(answer.out)
     assert [m["name"] for m in document["mechanisms"]] == ["sdpa", "window", "linear"]
     assert document["lengths"] == LENGTHS
     assert all(cell["seconds"] > 0 for m in document["mechanisms"] for cell in m["cells"])
-    assert "window at 128: " in answer.stderr
+    assert "window at 128: " in answer.err
 
 
 # ------------------------------------------------------------------ small things

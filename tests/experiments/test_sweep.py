@@ -37,7 +37,7 @@ TINY = (
 )
 HEADS = Cell("h=1", ("model.n_heads=1",), "A")
 BROKEN = Cell("lr=1e30", ("train.lr=1e30",), "B")
-LONG = Cell("long", ("train.steps=200", "train.save_every=5"))
+LONG = Cell("long", ("train.steps=80", "train.save_every=5"))
 CELLS = (HEADS, BROKEN, LONG)
 
 
@@ -113,9 +113,9 @@ def test_tables_and_pictures_are_written_and_weights_are_not_kept(done: Path) ->
 
 @pytest.mark.slow
 def test_one_by_one_comes_to_the_same(done: Path, tmp_path: Path) -> None:
-    run_sweep(sweep_of(HEADS, BROKEN), tmp_path / "serial", jobs=1)
+    run_sweep(sweep_of(HEADS, BROKEN, seeds=(1,)), tmp_path / "serial", jobs=1)
     found = values(tmp_path / "serial")
-    assert len(found) == 6
+    assert len(found) == 3
     assert found == {place: x for place, x in values(done).items() if place in found}
 
 
@@ -156,10 +156,10 @@ def test_what_fails_says_why_and_is_tried_again_and_time_can_be_limited(tmp_path
     sweep = sweep_of(lost, seeds=(0,), words=("train.steps=100000",))
     assert run_sweep(sweep, out, minutes=0.0, progress=said.append).base.n_missing == 1
     assert "time is up with 2 of 2" in said[-1]
-    found = run_sweep(sweep, out, jobs=1, max_seconds=12)
+    found = run_sweep(sweep, out, jobs=1, max_seconds=5)
     assert not found.finished
     assert (found.base.n_failed, found["lost"].n_failed) == (1, 1)
-    assert "max_seconds=12" in found.to_text()
+    assert "max_seconds=5" in found.to_text()
     assert "nowhere.tsv" in (read_result(out, "lost", 0) or {})["message"]
     assert [job.cell for job in unfinished_runs(sweep, out, keep=False)[0]] == ["base", "lost"]
 

@@ -80,9 +80,10 @@ def by_the_whole_text(model: Model, item: Any, target: list[int]) -> list[int]:
 def check(model: Model, whole: bool = True) -> None:
     model = model.double()
     items = inputs_for(model)
-    for name, fields in SEARCHES.items():
+    for n, (name, fields) in enumerate(SEARCHES.items()):
         together = write(model, items, TARGETS, **fields)
-        for index, item in enumerate(items):
+        for index in range(3) if name in ("greedy", "beam") else (n % 3,):
+            item = items[index]
             alone = write(model, [item], [TARGETS[index]], **fields)
             assert texts(alone)[0] == texts(together)[index], (name, index)
             scores = [text.score for text in together.hypotheses[index]]

@@ -11,7 +11,7 @@ from regard.generation import Generated, generate
 
 from .twins import EOS, FAMILIES, WRITERS, asked, pair, rows, same
 
-N_CASES = 52  # of each of the five families
+N_CASES = 32  # of each of the five families
 LENGTHS = (1, 2, 5, 8)
 
 
@@ -54,9 +54,9 @@ def _varied(made: list[tuple[int, Generated]]) -> None:
     texts = [text for _, got in made for some in got.hypotheses for text in some]
     finishes = [text.finish for text in texts]
     assert min(finishes.count("end"), finishes.count("length")) > 0.2 * len(texts)
-    assert sum(len({len(text.tokens) for text in some}) > 1 for _, got in made for some in got.hypotheses) >= 10
+    assert sum(len({len(text.tokens) for text in some}) > 1 for _, got in made for some in got.hypotheses) >= 6
     assert sum(len(set(text.tokens)) > 2 for text in texts) > 0.3 * len(texts)
-    assert sum(len(set(text.beams)) > 1 for text in texts) >= 30
+    assert sum(len(set(text.beams)) > 1 for text in texts) >= 18
     assert {beam for beam, _ in made} == set(range(1, 9))
 
 

@@ -49,7 +49,7 @@ def models() -> dict[float, Model]:
     return {noise: near(model, noise) for noise in (0.0, 0.02, 0.2, 2.0)}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     prompt=st.lists(st.integers(3, 30), min_size=1, max_size=23),
     noise=st.sampled_from([0.0, 0.02, 0.2, 2.0]),

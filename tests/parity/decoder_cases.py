@@ -50,9 +50,8 @@ def check_decoder(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
     assert isinstance(ours, Decoder)
     back = check_round_trips(pair, folder)
     opened = check_directories(pair, folder, AutoModelForCausalLM)
-    for other in (theirs, back, opened):
-        compare_padded(ours, other, left=False)
-        compare_padded(ours, other, left=True)
+    for other, left in ((theirs, False), (theirs, True), (back, False), (opened, True)):
+        compare_padded(ours, other, left)
     compare_placed_and_cached(ours, theirs)
     return ours
 
@@ -124,9 +123,8 @@ def check_encoder_decoder(theirs: PreTrainedModel, folder: Path) -> EncoderDecod
     assert isinstance(ours, EncoderDecoder)
     back = check_round_trips(pair, folder)
     opened = check_directories(pair, folder, AutoModelForSeq2SeqLM)
-    for other in (theirs, back, opened):
-        for left in (False, True):
-            compare_translation(ours, other, left)
+    for other, left in ((theirs, False), (theirs, True), (back, False), (opened, True)):
+        compare_translation(ours, other, left)
     compare_cached_translation(ours, theirs)
     return ours
 
@@ -175,15 +173,15 @@ def compare_cached_translation(ours: EncoderDecoder, theirs: PreTrainedModel) ->
 
     target, keep = _target(ours, left=True)
     positions = positions_of(keep)
+    alone = [
+        _told(theirs(input_ids=source[row][source_padding_mask[row]][None], decoder_input_ids=target[row][keep[row]][None]))
+        for row in range(len(LENGTHS))
+    ]
     for cache in caches(ours, *target.shape):
         parts = [
             _logits(ours, ours.decode(target[:, at], memory, positions=positions[:, at], cache=cache))
             for at in steps(target.shape[1])
         ]
         got = torch.cat(parts, dim=1)
-        for row in range(len(LENGTHS)):
-            alone = {
-                "input_ids": source[row][source_padding_mask[row]][None],
-                "decoder_input_ids": target[row][keep[row]][None],
-            }
-            close(got[row][keep[row]][None], _told(theirs(**alone)))
+        for row, told in enumerate(alone):
+            close(got[row][keep[row]][None], told)

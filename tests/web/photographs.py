@@ -65,9 +65,13 @@ def take(models: dict[str, Model], folder: Path, browser: Any) -> Iterator[Path]
     with serving(models) as home, tempfile.TemporaryDirectory() as place:
         scene = Path(place) / "scene.png"
         open_corpus("shapes").example("valid", 5).pillow().save(scene)
+        pages = {
+            phone: browser.new_page(viewport=PHONE if phone else WIDE, device_scale_factor=2 if phone else 1)
+            for phone in (False, True)
+        }
+        tabs = {phone: Tab(page, home) for phone, page in pages.items()}
         for each in PHOTOGRAPHS:
-            page = browser.new_page(viewport=PHONE if each.phone else WIDE, device_scale_factor=2 if each.phone else 1)
-            tab = Tab(page, home)
+            page, tab = pages[each.phone], tabs[each.phone]
             state = {"lang": "en", "theme": "light", **each.state}
             if each.scene:
                 tab.show(scene, **state)
@@ -79,9 +83,10 @@ def take(models: dict[str, Model], folder: Path, browser: Any) -> Iterator[Path]
             page.evaluate("() => document.fonts.ready.then(() => scrollTo(0, 0))")
             file = folder / f"explorer-{each.name}.png"
             page.screenshot(path=file, full_page=True)
-            page.close()
             assert tab.complaints == [], tab.complaints
             yield file
+        for page in pages.values():
+            page.close()
 
 
 def main(runs: list[str]) -> None:

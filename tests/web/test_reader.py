@@ -57,8 +57,7 @@ def scene(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("lang", ["en", "ko"])
+@pytest.mark.parametrize(("theme", "lang"), [("light", "en"), ("dark", "ko")])
 def test_phone_width(tab: Tab, scene: Path, theme: str, lang: str) -> None:
     """Nothing sticks out at the side, in any of the ten views."""
     tab.page.set_viewport_size({"width": 360, "height": 740})
@@ -88,28 +87,23 @@ def test_one_token(tab: Tab, models: dict[str, Model]) -> None:
     assert "beams" in tab.every_view()
 
 
-WRITINGS = ["שלום עולם", "مرحبا بالعالم", "👩‍👩‍👧 and 🐈 sat", "고양이가 앉았다"]
+WRITINGS = [("שלום עולם", "en"), ("مرحبا بالعالم", "ko"), ("👩‍👩‍👧 and 🐈 sat", "en"), ("고양이가 앉았다", "ko")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", WRITINGS)
-def test_writing_of_other_kinds(tab: Tab, models: dict[str, Model], scene: Path, text: str) -> None:
+@pytest.mark.parametrize(("text", "lang"), WRITINGS)
+def test_writing_of_other_kinds(tab: Tab, models: dict[str, Model], scene: Path, text: str, lang: str) -> None:
+    """Each in all ten views: those that only another model has are seen with that model, and its words merged."""
     found = look(models["speaker"], text)
     written = look(models["speaker"], text, generate={"beam": 2, "n_best": 2, "max_new_tokens": 16})
-    tab.open(model="speaker", text=text, layer=1, head=1, row=2, col=1, beam=2)
-    views = set()
-    for _ in tab.languages():
-        assert tab.weight(2, 1) == pytest.approx(float(written.weights(layer=1, head=1)[2, 1]), **CLOSE)
-        assert tab.page.inner_text("aside .who").strip() == found.rows()[2].text.strip()
-        views |= set(tab.every_view())
-        tab.page.click('nav [data-view="heatmap"]')
-        tab.settled()
-    tab.open(model="en-ko", text=text, target=text, words=1)
-    for _ in tab.languages():
-        views |= set(tab.every_view())
-    tab.show(scene, model="shapes", target=text)
-    for _ in tab.languages():
-        views |= set(tab.every_view())
+    tab.open(model="speaker", text=text, layer=1, head=1, row=2, col=1, beam=2, lang=lang)
+    assert tab.weight(2, 1) == pytest.approx(float(written.weights(layer=1, head=1)[2, 1]), **CLOSE)
+    assert tab.page.inner_text("aside .who").strip() == found.rows()[2].text.strip()
+    views = set(tab.every_view())
+    tab.open(model="en-ko", text=text, target=text, words=1, lang=lang)
+    views |= set(tab.every_view("align", "sentence", "heatmap"))
+    tab.show(scene, model="shapes", target=text, lang=lang)
+    views |= set(tab.every_view("image", "grid"))
     assert len(views) == 10
 
 
@@ -229,7 +223,8 @@ def test_hidden_special_tokens_in_the_sentence(tab: Tab, seen: Look, kind: str) 
     tab.page.goto(address)
     tab.page.wait_for_selector(f'aside [data-weight="1,{int(best.indices[0])}"]')
     tab.settled()
-    tab.every_view()
+    if kind == "cross":
+        tab.every_view()
 
 
 def test_a_saved_page_holds_the_words_that_are_shown(

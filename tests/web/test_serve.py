@@ -55,10 +55,21 @@ def fetched(url: str, body: dict[str, Any] | None = None, seconds: float = 60) -
         return json.load(answer)
 
 
+def addresses(process: subprocess.Popen[str], url: str) -> list[str]:
+    """Where the port of this server is listened to."""
+    port = int(url.rsplit(":", 1)[1].strip("/"))
+    listening = Path(f"/proc/{process.pid}/net/tcp")
+    if not listening.exists():
+        pytest.fail("this test reads /proc/PID/net/tcp")
+    states = [line.split() for line in listening.read_text().splitlines()[1:]]
+    return [fields[1].partition(":")[0] for fields in states if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_it_answers_and_leaves_when_it_is_told(folders: list[Path], number: signal.Signals, code: int) -> None:
     with serving(*folders) as (process, url):
+        assert addresses(process, url) == ["0100007F"], "only this machine is listened to"
         assert [each["id"] for each in fetched(f"{url}api/models")] == ["speaker", "translator"]
         sent = fetched(f"{url}api/looks", {"model": "translator", "text": "the cat sat"})
         assert list(sent["kinds"]) == ["encoder", "self", "cross"]
@@ -89,18 +100,6 @@ def test_it_leaves_in_the_middle_of_work(folders: list[Path]) -> None:
         assert time.monotonic() - start < 10
         for thread in asking:
             thread.join()
-
-
-@pytest.mark.slow
-def test_only_this_machine_is_listened_to(folders: list[Path]) -> None:
-    with serving(folders[0]) as (process, url):
-        port = int(url.rsplit(":", 1)[1].strip("/"))
-        listening = Path(f"/proc/{process.pid}/net/tcp")
-        if not listening.exists():
-            pytest.fail("this test reads /proc/PID/net/tcp")
-        states = [line.split() for line in listening.read_text().splitlines()[1:]]
-        mine = [fields[1] for fields in states if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
-        assert mine == [f"0100007F:{port:04X}"]
 
 
 def test_what_is_wrong_is_said_before_anything_is_served(

@@ -166,7 +166,7 @@ def generate(
         if kind not in WEIGHTS:
             raise typer.BadParameter(f"{kind!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
     is_preset = model in PRESETS and not Path(model).exists()
-    opened = build(model).to(terminal.device_name(device)) if is_preset else terminal.open_model(model, device)
+    opened = build(model, device=terminal.device_name(device)) if is_preset else terminal.open_model(model, device)
     result = bench_generate(
         opened.eval(),
         model,
