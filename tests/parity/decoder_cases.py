@@ -174,7 +174,11 @@ def compare_cached_translation(ours: EncoderDecoder, theirs: PreTrainedModel) ->
     target, keep = _target(ours, left=True)
     positions = positions_of(keep)
     alone = [
-        _told(theirs(input_ids=source[row][source_padding_mask[row]][None], decoder_input_ids=target[row][keep[row]][None]))
+        _told(
+            theirs(
+                input_ids=source[row][source_padding_mask[row]][None], decoder_input_ids=target[row][keep[row]][None]
+            )
+        )
         for row in range(len(LENGTHS))
     ]
     for cache in caches(ours, *target.shape):

@@ -62,7 +62,9 @@ def addresses(process: subprocess.Popen[str], url: str) -> list[str]:
     if not listening.exists():
         pytest.fail("this test reads /proc/PID/net/tcp")
     states = [line.split() for line in listening.read_text().splitlines()[1:]]
-    return [fields[1].partition(":")[0] for fields in states if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
+    return [
+        fields[1].partition(":")[0] for fields in states if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")
+    ]
 
 
 @pytest.mark.slow

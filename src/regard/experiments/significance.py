@@ -149,7 +149,7 @@ def dunnett(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> dict
 
 @lru_cache(maxsize=16)
 def _largest_t(sizes: tuple[int, ...], df: int) -> np.ndarray[Any, Any]:
-    """200,000 draws of max_j |T_j| where no group differs: the base has ``sizes[0]`` values, cell j has ``sizes[j]``."""
+    """200,000 draws of max_j |T_j| where no group differs: the base has sizes[0] values, cell j has sizes[j]."""
     weights = 1 / np.array(sizes)
     draw = np.random.default_rng(0)
     means = draw.standard_normal((_DRAWS, len(sizes))) * np.sqrt(weights)
