@@ -527,7 +527,7 @@ def drawn_problem(data: st.DataObject, pair: Pair, direction: str) -> Problem:
 
 
 @pytest.mark.parametrize("pair", pairs_with())
-@settings(max_examples=20, **UNRULY)
+@settings(max_examples=8, **UNRULY)
 @given(data=st.data())
 def test_any_shape_and_combination_equals_the_formula(pair: Pair, data: st.DataObject) -> None:
     p = drawn_problem(data, pair, "forward")
@@ -536,7 +536,7 @@ def test_any_shape_and_combination_equals_the_formula(pair: Pair, data: st.DataO
 
 
 @pytest.mark.parametrize("pair", pairs_with(direction="backward"))
-@settings(max_examples=12, **UNRULY)
+@settings(max_examples=6, **UNRULY)
 @given(data=st.data())
 def test_gradients_of_any_shape_and_combination_equal_the_formulas(pair: Pair, data: st.DataObject) -> None:
     p = trainable(drawn_problem(data, pair, "backward").with_(weights=False))

@@ -279,6 +279,7 @@ def graphs() -> int:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@torch.no_grad()
 def test_switched_on_after_compiling(backend: str) -> None:
     """Compile, run, and only then look: what hooks cannot do. Looking costs one more graph, ever."""
     n_layers = 1 if backend == "inductor" else 2  # compiling takes most of the time
@@ -300,6 +301,7 @@ def test_switched_on_after_compiling(backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
 def test_cross_attention_and_masks_made_inside_a_compiled_model() -> None:
     model, inputs = Model(n_layers=1), (*batch(), torch.tensor([T, 4]))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,8 +1,9 @@
-"""Every preset traces into one graph, forward and backward, and computes there what it computes outside."""
+"""Every choice of a preset traces into one graph, forward and backward, and computes there what it computes outside."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,40 @@ from regard.models import Model
 from regard.presets import PRESETS
 
 from .small import inputs_of, small, small_config
-from .tiny_recurrent import LSTM_TRACES, NO_LSTM_TRACE
 
-TRAINING_ONLY = {
-    **dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "classifier_dropout"), 0.0),
-    "init_std": None,
+# Presets, some with a field of another preset, that together have every choice any preset makes.
+TRACED: dict[str, dict[str, Any]] = {
+    "transformer-tiny": {},
+    "mistral-7b": {},
+    "bert-base-masked": {},
+    "sentiment": {},
+    "t5-small": {"activation": "geglu_tanh", "d_head": 8},
+    "swin-tiny": {"n_layers": 2, "pooler": "tanh"},  # layers take turns
+    "captioner-regions": {"activation": "gelu_tanh", "head": "none"},
 }
 
 
-def layers_for(name: str) -> int:
-    """One layer shows all there is to trace, except where layers take turns."""
-    return 2 if PRESETS[name].get("shifted_windows") else 1
+def traced_config(name: str) -> ModelConfig:
+    """One layer shows all there is to trace, except where layers differ."""
+    return small_config(name, **{"n_layers": 1, **TRACED.get(name, {})})
 
 
-def distinct_presets() -> list[str]:
-    """Presets that are one graph at this size (GPT-2 and its larger sisters) are traced once, as the first."""
-    first: dict[ModelConfig, str] = {}
-    for name in PRESETS:
-        first.setdefault(small_config(name, n_layers=layers_for(name)).with_(**TRAINING_ONLY), name)
-    return list(first.values())
+def choices(config: ModelConfig) -> set[tuple[str, Any]]:
+    """What a config chooses; of numbers, whether there is one."""
+    fields = config.model_dump(exclude={"dropout", "embedding_dropout", "attention_dropout", "init_std"})
+    return {
+        (field, value if isinstance(value, str | bool | None) else "a number")
+        for field, value in fields.items()
+        if not isinstance(value, dict | list | tuple)
+    }
+
+
+def test_every_choice_of_a_preset_is_traced() -> None:
+    """Those of recurrent presets in test_recurrent."""
+    traced = set().union(*(choices(traced_config(name)) for name in TRACED))
+    for name, fields in PRESETS.items():
+        if fields["architecture"] != "recurrent":
+            assert choices(small_config(name, n_layers=1)) <= traced, name
 
 
 @pytest.fixture(autouse=True)
@@ -43,20 +59,14 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def short(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fewer target tokens: a recurrent decoder is one graph as long as its text."""
-    return (*inputs[:-1], inputs[-1][:, :4]) if len(inputs) == 2 else inputs
-
-
 def gradients(model: Model, out: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     out.square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(name: str, backend: str, tolerance: float) -> None:
-    model = small(name, n_layers=layers_for(name))
-    inputs = short(inputs_of(model.config))
+def check(model: Model, backend: str, tolerance: float) -> None:
+    inputs = inputs_of(model.config)
     plain = model(*inputs)
     wanted = gradients(model, plain)
     compiled = torch.compile(model, fullgraph=True, backend=backend)(*inputs)
@@ -67,17 +77,17 @@ def check(name: str, backend: str, tolerance: float) -> None:
         torch.testing.assert_close(found[key], grad, atol=10 * tolerance, rtol=10 * tolerance)
 
 
-@pytest.mark.parametrize("name", distinct_presets())
+@pytest.mark.parametrize("name", TRACED)
 def test_one_graph(name: str) -> None:
-    if "lstm" in name and not LSTM_TRACES:
-        pytest.skip(NO_LSTM_TRACE)
-    check(name, "aot_eager", 1e-5)
+    check(small(name, **{"n_layers": 1, **TRACED[name]}), "aot_eager", 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer-tiny", "llama-1b", "vit-tiny"])
-def test_inductor(name: str) -> None:
-    check(name, "inductor", 1e-4)
+def test_inductor() -> None:
+    """An encoder of images with the layers of Llama. tests/training trains a decoder so compiled, and tests/export
+    compares an encoder-decoder."""
+    llama = {"norm": "rms", "activation": "swiglu", "n_kv_heads": 2, "qkv_bias": False, "out_bias": False}
+    check(small("vit-tiny", n_layers=1, **llama), "inductor", 1e-4)
 
 
 def test_training_with_dropout_everywhere_is_one_graph() -> None:
@@ -91,6 +101,14 @@ def test_training_with_dropout_everywhere_is_one_graph() -> None:
 
 
 @torch.no_grad()
+def test_the_table_of_backends_is_not_compared_before_every_call() -> None:
+    model = small("gpt2", n_layers=1)
+    guards = torch._dynamo.explain(model)(*inputs_of(model.config)).out_guards
+    assert 0 < len(guards) < 1000
+    assert not [guard.name for guard in guards if "CAPABILITIES" in guard.name]
+
+
+@torch.no_grad()
 def test_one_graph_serves_every_step_of_decoding() -> None:
     """A static cache has the same shapes at every step: compiled once, for a window's ring as well."""
     model = small("mistral-7b", n_layers=2, window_layers=(1,))
@@ -98,7 +116,7 @@ def test_one_graph_serves_every_step_of_decoding() -> None:
     whole = model(tokens)
     cache = model.new_cache(3, 12)
     parts = [model(tokens[:, :3], cache=cache)]
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     step = torch.compile(model, fullgraph=True, backend=counter)
     parts += [step(tokens[:, i : i + 1], cache=cache) for i in range(3, 9)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-5, rtol=2e-5)
@@ -109,7 +127,7 @@ def test_one_graph_serves_every_step_of_decoding() -> None:
 def test_padding_and_another_length_are_one_graph_each() -> None:
     model = small("bert-base-masked", n_layers=1)
     (tokens,) = inputs_of(model.config)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     for length in (9, 6):
         keep = torch.arange(length) < torch.tensor([length, 4, 1])[:, None]
         plain = model(tokens[:, :length], padding_mask=keep)

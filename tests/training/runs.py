@@ -93,6 +93,17 @@ def told_after(n_batches: int, number: int = signal.SIGINT) -> Iterator[None]:
         yield
 
 
+def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """torch.compile with this in place of inductor, which takes long and a C++ compiler."""
+    real = torch.compile
+
+    def compile(module: Any, *, dynamic: bool | None) -> Any:
+        return real(module, backend=backend, dynamic=dynamic)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", compile)
+
+
 def stopped_after(n_batches: int, call: Any, *args: Any, **options: Any) -> Interrupted:
     """What a run that is told to stop after so many batches ends with."""
     with told_after(n_batches), pytest.raises(Interrupted) as stopped:

@@ -22,6 +22,8 @@ from regard.training.compilation import Choice, Compiled, choose, compiler_troub
 from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision, supported_precisions
 
+from .runs import use_backend
+
 CPU = torch.device("cpu")
 
 
@@ -332,17 +334,6 @@ def test_a_compiler_that_does_not_work_is_none(monkeypatch: pytest.MonkeyPatch, 
     trouble = compiler_trouble("cpu")
     assert trouble is not None
     assert "error: nothing works" in trouble
-
-
-def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    """torch.compile with this in place of inductor, which takes long and a C++ compiler."""
-    real = torch.compile
-
-    def compile(module: Any, *, dynamic: bool | None, options: Any) -> Any:
-        return real(module, backend=backend, dynamic=dynamic)
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", compile)
 
 
 def test_a_compiled_objective_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:

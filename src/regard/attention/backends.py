@@ -103,6 +103,7 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
     return next(b for b in by_speed if b in capable)
 
 
+@torch.compiler.assume_constant_result  # traced, each entry of the table is compared before every call: 4 ms on a CPU
 def missing_features(backend: str, kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The features a backend lacks for this kind of mechanism on this device, in the table's order."""
     device = device if device in DEVICES else OTHER_DEVICE
@@ -110,6 +111,7 @@ def missing_features(backend: str, kind: str, device: str, direction: str, featu
     return [f for f in asked if Capability(backend, kind, device, direction, f) not in CAPABILITIES]
 
 
+@torch.compiler.assume_constant_result
 def capable_backends(kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The backends that have all of the features."""
     return [b for b in BACKENDS if not missing_features(b, kind, device, direction, features | {"plain"})]

@@ -248,13 +248,8 @@ class Compiled(nn.Module):
         self.inner = inner
         self.note: str | None = None
         self.seconds: float | None = None
-        # Of what torch checks before it runs compiled code our table of capabilities, a constant, is left out: choosing
-        # a backend reads it, 4,000 comparisons of strings before each step, 4 ms on a CPU.
-        options: dict[str, Any] = {
-            "guard_filter_fn": lambda guards: ["_attention_dot_backends" not in guard.name for guard in guards]
-        }
         # In a tuple: registered, its parameters would appear under a second name.
-        self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, options=options),)
+        self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None),)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments, unless that was done. What is compiled first shapes the code for all others, so
