@@ -10,30 +10,53 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+from regard.lens.head_scores import alignment_error, pointing
+from regard.recipes import run_config
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
 FILES = sorted(FOLDER.glob("*.py"))
 Run = Callable[..., tuple[Any, str]]
+SMALL_GPT = {"d_model": 48, "n_layers": 1, "n_heads": 2, "d_ff": 96, "max_len": 32, "positions": "rope"}
+ONE_LAYER = {"vocab_size": 36, "d_model": 64, "n_layers": 1, "d_ff": 64, "max_len": 16, "positions": "rope"}
+NARROW = "model.d_model=32 model.d_ff=64 model.n_heads=2 model.n_layers=1"
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """What an example's main() found with these arguments, and what it printed."""
+    """What an example's main() found with these arguments, and what it printed.
+
+    ``fields`` join the words of the runs it trains; ``changes`` replace names of the example: both make it smaller.
+    """
     monkeypatch.setattr("regard.training.reporter.draw_curves", lambda *args: None)
 
-    def call(name: str, *words: str) -> tuple[Any, str]:
+    def call(name: str, *words: str, fields: str = "", changes: dict[str, Any] | None = None) -> tuple[Any, str]:
         spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        changes = changes or {}
+        if fields:
+            changes["run_config"] = lambda task, words, **more: run_config(task, replaced(words, fields), **more)
+        for changed, instead in changes.items():
+            assert hasattr(module, changed)
+            setattr(module, changed, instead)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
         return module.main(), capsys.readouterr().out
 
     return call
+
+
+def replaced(words: list[str], fields: str) -> list[str]:
+    """The words, with those of ``fields`` in the place of what they say of the same field."""
+    instead = {word.partition("=")[0]: word for word in fields.split()}
+    return [*(word for word in words if word.partition("=")[0] not in instead), *instead.values()]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -73,14 +96,14 @@ def test_multi_head(run: Run, heads: int) -> None:
 
 @pytest.mark.slow
 def test_causal_mask(run: Run) -> None:
-    found, _ = run("causal_mask", "--steps", "60")
+    found, _ = run("causal_mask", "--steps", "60", changes={"LENGTH": 32, "SIZES": SMALL_GPT})
     (with_mask, used), (without, misused) = found[True], found[False]
     assert without < with_mask - 0.3
     assert misused > used + 0.2
 
 
 def test_head_count(run: Run) -> None:
-    found, said = run("head_count", "--steps", "110", "--heads", "1,2")
+    found, said = run("head_count", "--steps", "110", "--heads", "1,2", changes={"SIZES": ONE_LAYER})
     assert found[1] < 0.25
     assert found[2] > found[1] + 0.1
     assert "knowing one of the two digits: 17 %" in said
@@ -88,7 +111,12 @@ def test_head_count(run: Run) -> None:
 
 @pytest.mark.slow
 def test_bahdanau_translator(run: Run) -> None:
-    found, said = run("bahdanau_translator", "--steps", "5")
+    found, said = run(
+        "bahdanau_translator",
+        *("--steps", "5"),
+        fields="model.d_model=32 train.batch_tokens=512 data.epoch_examples=300 data.valid_rows=8",
+        changes={"alignment_error": lambda model, n: alignment_error(model, n // 10)},
+    )
     weights = found["weights"]
     torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights)))
     assert 0 <= found["error"] <= 1
@@ -106,7 +134,11 @@ def test_bahdanau_translator_of_a_file(run: Run, tmp_path: Path) -> None:
 
 def test_gpt_shakespeare_of_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200, encoding="utf-8")
-    found, said = run("gpt_shakespeare", str(tmp_path / "input.txt"), "--steps", "25", "--prompt", "To ")
+    found, said = run(
+        "gpt_shakespeare",
+        *(str(tmp_path / "input.txt"), "--steps", "25", "--prompt", "To "),
+        fields=f"{NARROW} train.batch_tokens=2048 train.eval_batches=2 train.lr=0.01",
+    )
     assert found["loss"] < 2.5 < torch.tensor(float(found["letters"])).log()
     assert 200 < len(found["text"]) <= 240
     assert f"To {found['text']}" in said
@@ -114,14 +146,16 @@ def test_gpt_shakespeare_of_a_file(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt_on_the_standard_library(run: Run) -> None:
-    found, said = run("gpt_shakespeare", "--steps", "5")
+    found, said = run(
+        "gpt_shakespeare", "--steps", "5", fields=f"{NARROW} train.batch_tokens=2048 train.eval_batches=2"
+    )
     assert found["letters"] > 90
     assert "\ndef " in said
 
 
 @pytest.mark.slow
 def test_sentiment(run: Run) -> None:
-    found, said = run("sentiment", "--steps", "100")
+    found, said = run("sentiment", "--steps", "60", fields=f"{NARROW} train.lr=0.01")
     assert found["accuracy"] > 0.8
     assert 0 <= found["negated"] <= 1
     assert re.search(r"the film was not superb: (good|bad)\n", said)
@@ -129,7 +163,12 @@ def test_sentiment(run: Run) -> None:
 
 @pytest.mark.slow
 def test_captioning(run: Run) -> None:
-    found, said = run("captioning", "--steps", "5")
+    found, said = run(
+        "captioning",
+        *("--steps", "5"),
+        fields=f"{NARROW} train.batch_tokens=512 data.epoch_examples=100 data.valid_rows=8",
+        changes={"pointing": lambda model, n: pointing(model, n // 5)},
+    )
     assert 0 < found["chance"] < 0.5
     assert 0 <= found["pointing"] <= 1
     assert said.count("true:") == 4
@@ -137,12 +176,23 @@ def test_captioning(run: Run) -> None:
 
 @pytest.mark.slow
 def test_vit(run: Run) -> None:
-    found, said = run("vit", "--steps", "60")
-    (seen, moved), (blind, unmoved) = found["sinusoidal"], found["none"]
-    assert unmoved < 1e-4 < moved
-    assert blind < 0.6
-    assert seen > blind
+    found, said = run("vit", "--steps", "6", fields=NARROW)
+    assert found["none"][1] < 1e-4 < found["sinusoidal"][1], "shuffled patches are the same without positions alone"
     assert said.count("% right") == 2
+
+
+@pytest.mark.slow
+def test_vit_of_a_folder_of_squares_that_stand_in_a_corner(run: Run, tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0)
+    for n in range(240):
+        pixels = np.zeros((64, 64, 3), np.uint8)
+        row, column = 32 * (n % 4 // 2) + drawn.integers(17), 32 * (n % 2) + drawn.integers(17)
+        pixels[row : row + 16, column : column + 16] = 255
+        (tmp_path / str(n % 4)).mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / str(n % 4) / f"{n}.png")
+    fields = f"{NARROW} data.valid_rows=40 train.optimiser=adamw train.lr=0.01 train.warmup=4"
+    found, _ = run("vit", str(tmp_path), "--steps", "60", fields=fields)
+    assert found["none"][0] < 0.3 < found["sinusoidal"][0] - 0.05
 
 
 def test_long_documents(run: Run) -> None:

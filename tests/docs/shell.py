@@ -109,7 +109,11 @@ def shell(folder: Path) -> Iterator[Shell]:
     client = folder / "regard"
     client.write_text(_CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
     client.chmod(0o755)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]),
+    }
     # -P: what lies beside this file is not to be imported for something else of the same name.
     waiting = subprocess.Popen([sys.executable, "-P", __file__, path], env=environment)
     try:
@@ -134,6 +138,7 @@ def _serve(path: str) -> None:
 
     for name in _WARM:
         importlib.import_module(name)
+    _start_forks_of_sweeps()
     link = socket.socket(socket.AF_UNIX)
     link.bind(f"{path}.new")
     link.listen()
@@ -145,6 +150,22 @@ def _serve(path: str) -> None:
             _answer(connection)
         connection.close()
         _bury()
+
+
+def _start_forks_of_sweeps() -> None:
+    """One process from which the runs of all sweeps are forked: each `regard ablate` would import torch for its own.
+
+    Their curves are not drawn: the trainings of the documents draw theirs.
+    """
+    from multiprocessing import forkserver
+
+    from regard.experiments import sweep_runner
+
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server.set_forkserver_preload([*sweep_runner._PRELOAD, "docs.no_curves"])
+    with sweep_runner._child_environment():
+        server.ensure_running()
+    server.ensure_running = lambda: None  # it is the child of this process alone, which is not asked for it again
 
 
 def _bury() -> None:

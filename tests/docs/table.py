@@ -21,6 +21,11 @@ _TEXT = f"{_FEW_STEPS} {_ON_ONE_CORE} {_NARROW} {_SHORT}"
 _IMAGES = f"{_FEW_STEPS} {_ON_ONE_CORE} {_NARROW} train.batch_tokens=512"
 
 _PAIRS = f"{_TEXT} data.epoch_examples=200 data.valid_rows=8 data.vocab_size=320"
+# A sweep has many runs: each as short as it can be.
+_SWEPT = (
+    f"{_FEW_STEPS} {_ON_ONE_CORE} {_NARROW} data.max_len=32 model.max_len=32 train.batch_tokens=128 "
+    "data.epoch_examples=40 data.valid_rows=4 data.vocab_size=320"
+)
 # The shoot-outs: a masked model and a language model of bytes. Their widths ask for other lengths.
 _BYTES = (
     f"train.steps=2 train.warmup=1 train.eval_batches=1 {_ON_ONE_CORE} data.max_len=16 model.max_len=16 "
@@ -51,7 +56,7 @@ SMALLER: dict[str, str] = {
     "regard look": "",
     "regard look runs/captioner --score": "",
     "regard look runs/captioner": "--max-new-tokens 3",
-    "regard ablate": f"{_PAIRS} {_ONE_SEED}",
+    "regard ablate": f"{_SWEPT} {_ONE_SEED}",
     "regard ablate --list": "",
     "regard ablate scaling": "",
     "regard ablate mechanisms": f"data.source=book.txt {_BYTES} {_ONE_SEED}",

@@ -44,7 +44,7 @@ _SAVE_SECONDS = 30.0  # how long a run that was asked to save and stop may take
 # Imported once by the process that forks for every job; torch's optimisers import its compiler, which takes seconds.
 _PRELOAD = [
     *("regard.experiments.sweep_runner", "regard.experiments.bench_attention", "torch._dynamo"),
-    *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard", "sacrebleu", "rich.live"),
 ]
 
 # ------------------------------------------------------------------------------------- runners
