@@ -28,7 +28,8 @@ from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
-from .finetuning import add_lora, freeze, start_from
+from .finetuning import WeightTransfer, add_lora, freeze, start_from
+from .initial_model import initial_processor
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
@@ -104,9 +105,14 @@ def train(
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")
+            initial = _load_initial_model(run_config.train)
+            if initial is not None and processor is None:
+                processor = initial_processor(run_config, source, initial.processor, inputs.task_class)
             opened = open_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
+            if initial is not None:  # refused before there is a directory
+                _start_from(build(run_config.model, device="meta"), initial, run_config.train, opened.processor)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
         run_config = group.broadcast_object(run_config)
         assert run_config.train.out is not None
@@ -317,9 +323,9 @@ def _new_model(
     if recipe.init is not None:
         path = run.root / "started.json"
         if checkpoint is None:
-            from ..io import load
-
-            started = start_from(model, recipe.init, load, task.processor)
+            initial = _load_initial_model(recipe)
+            assert initial is not None
+            started = _start_from(model, initial, recipe, task.processor)
             notes.append(started.to_text())
             write_atomic(path, to_json({**started.to_dict(), "unlearned": started.unlearned}))
         new_names = parse_json(path.read_bytes(), path)["unlearned"]
@@ -330,6 +336,17 @@ def _new_model(
     if recipe.checkpointing:
         model.use_checkpointing()
     return model, notes
+
+
+def _load_initial_model(recipe: TrainConfig) -> Model | None:
+    from ..io import load
+
+    return None if recipe.init is None else load(recipe.init)
+
+
+def _start_from(model: Model, initial: Model, recipe: TrainConfig, processor: Processor) -> WeightTransfer:
+    assert recipe.init is not None
+    return start_from(model, recipe.init, lambda path: initial, processor, partial=recipe.init_partial)
 
 
 def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
