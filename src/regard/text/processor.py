@@ -33,7 +33,8 @@ _COMPANIONS = (
 class ModelFiles(Protocol):
     """What ``read_processor`` needs of a model directory."""
 
-    root: Path
+    @property
+    def root(self) -> Path: ...
 
     def has(self, name: str) -> bool: ...
 

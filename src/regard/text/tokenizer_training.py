@@ -61,7 +61,7 @@ def _set_template(backend: Backend, template: Template) -> None:
     pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
     special: list[Any] = [("<bos>", BOS), ("<eos>", EOS)]
     processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    backend.post_processor = None if template == "none" else processor  # type: ignore[assignment]
+    backend.post_processor = None if template == "none" else processor
 
 
 def train_pair(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from .tasks import Task
 
 # What a model has because of its tokenizers; they go together.
 TOKEN_FIELDS = ("vocab_size", "target_vocab_size", "pad_id", "bos_id", "eos_id")
-_TEXT_FIELDS = ("tokenizer", "vocab_size", "joint_vocab")  # of data: how a recipe makes tokenizers
 # The fields of a head, and the poolings of classifiers that transformers has.
 _HEAD_FIELDS = ("head_bias", "head_transform", "head_activation", "logit_scale")
 _POOLINGS = ({"pooler": "tanh"}, {"pooler": "relu"}, {"pooler": "none"})
@@ -42,7 +40,7 @@ def recipe_from_initial_model(path: str, task: str, recipe: Mapping[str, Any], *
     """
     initial, _ = read_initial_model(path)
     model = _with_head_for(path, task, initial, ModelConfig(**recipe.get("model", {})))
-    data = {name: value for name, value in recipe.get("data", {}).items() if name not in _TEXT_FIELDS}
+    data = {name: value for name, value in recipe.get("data", {}).items() if name != "tokenizer"}
     if initial.source == "text":
         data["max_len"] = min(data.get("max_len", DataConfig().max_len), initial.max_len)
     train = dict(recipe.get("train", {}))
@@ -89,10 +87,10 @@ def initial_processor(
         return None
     sides = [side for side in (given.source, given.target) if side is not None]
     foreign = not sides or not all(side.is_native for side in sides)
-    tokenizers = {
-        name: side if side is None or not side.is_native else with_template(side, task_class.template)
-        for name, side in (("source", given.source), ("target", given.target))
-    }
+    source_side, target_side = (
+        side if side is None or not side.is_native else with_template(side, task_class.template)
+        for side in (given.source, given.target)
+    )
     # Files that stood beside a foreign tokenizer belong to it; beside one of ours they are written anew.
     companions = given.companions if foreign else {}
-    return replace(given, **tokenizers, labels=source.labels, companions=companions)
+    return Processor(source_side, target_side, given.image, source.labels, companions)
