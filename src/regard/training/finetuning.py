@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..foundation.checks import check_positive
+from ..hub import LowRank
 from ..layers import Learned
 from ..models import Model
 from ..models.components import TokenHead
@@ -302,6 +303,15 @@ def merge(model: M) -> M:
                     plain[layer] = layer.merged()
                 setattr(owner, attribute, plain[layer])
     return model.requires_grad_(True)
+
+
+def low_rank_additions(model: nn.Module) -> dict[str, list[LowRank]]:
+    """The additions to each layer, by its name."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+    return {
+        name: [LowRank(rows, layer.lora_a[part], layer.lora_b[part]) for part, rows in layer.rows.items()]
+        for name, layer in layers.items()
+    }
 
 
 _AdaptedLayer = tuple[nn.Module, str, nn.Linear, dict[str, slice], list[str]]

@@ -7,6 +7,7 @@ tokenizer.json  or one each for source and target, and what else ``model.save`` 
 checkpoints/    step-000200/ …: the last ones and the best
 metrics.jsonl   one object a line; tensorboard/ and curves.png show the same
 model/          at the end: the model to ship, as ``model.save`` writes it
+adapter/        with train.lora and train.init: the low-rank additions alone, as the peft package writes them
 """
 
 from __future__ import annotations
@@ -149,8 +150,11 @@ class RunDirectory:
     def model_folder(self) -> Path:
         return self.root / "model"
 
-    def model(self, step: int | None = None) -> tuple[Model, str]:
-        """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last."""
+    def model(self, step: int | None = None, *, merged: bool = True) -> tuple[Model, str]:
+        """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last.
+
+        Low-rank additions are ``merged`` into them, or beside them still.
+        """
         checkpoints, train = self.checkpoints(), self.config.train
         steps, has_ema = checkpoints.steps(), train.ema is not None
         if not steps:
@@ -161,21 +165,21 @@ class RunDirectory:
             last = steps[-train.average :]
             found = [checkpoints.at(each) for each in last]
             name = f"the average of steps {', '.join(map(str, last))}"
-            return self._model_with(average(_weights(x, has_ema) for x in found)), name
+            return self._model_with(average(_weights(x, has_ema) for x in found), merged), name
         latest = checkpoints.latest()
         assert latest is not None
         chosen, note = latest if step is None else checkpoints.at(step), ", averaged as it went" if has_ema else ""
         best = latest.state["at"]["best_step"]
         if step is None and not has_ema and best in steps:
             chosen, note = checkpoints.at(best), ", the best"
-        return self._model_with(_weights(chosen, has_ema)), f"step {chosen.step}{note}"
+        return self._model_with(_weights(chosen, has_ema), merged), f"step {chosen.step}{note}"
 
-    def _model_with(self, weights: dict[str, torch.Tensor]) -> Model:
+    def _model_with(self, weights: dict[str, torch.Tensor], merged: bool) -> Model:
         train, model = self.config.train, build(self.config.model)
         if train.lora is not None:
             add_lora(model, train.lora, train.lora_alpha, train.lora_targets)
         model.load_state_dict(weights)
-        if train.lora is not None:
+        if train.lora is not None and merged:
             merge(model)
         model.processor = self.processor
         return model.eval()

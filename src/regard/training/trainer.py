@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from .. import hub
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
-from ..foundation.files import write_atomic
+from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
 from ..models.build import build
@@ -28,7 +29,7 @@ from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
-from .finetuning import WeightTransfer, add_lora, freeze, start_from
+from .finetuning import WeightTransfer, add_lora, freeze, low_rank_additions, start_from
 from .initial_model import initial_processor
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
@@ -36,7 +37,7 @@ from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import RunDirectory, absolute_paths, missing_data, provenance
+from .run_directory import RunDirectory, absolute_paths, find_run, missing_data, provenance
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
@@ -378,6 +379,28 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _save_adapter(run: RunDirectory, merged: Model) -> None:
+    """Write the low-rank additions alone, where everything else is in the directory the run started from."""
+    recipe = run.config.train
+    if recipe.lora is None or recipe.init is None:
+        return
+    base, found = Path(recipe.init), find_run(recipe.init)
+    if found is not None:
+        base = found[0].model_folder
+    whole = run.json("started.json")["unlearned"]
+    has_other_step = found is not None and found[1] is not None
+    if has_other_step or not base.is_dir() or any(name.startswith(("token.", "target_token.")) for name in whole):
+        return
+    additions = low_rank_additions(run.model(merged=False)[0])
+    scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
+    with replace_directory(run.root / "adapter") as folder:
+        for name in run.model_folder.iterdir():
+            if name.suffix != ".safetensors" and name.name not in ("manifest.json", "README.md", "model.safetensors.index.json"):
+                write_atomic(folder / name.name, name.read_bytes())
+        hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=str(base.resolve()))
+        hub.Manifest.of(folder).write(folder)
+
+
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
     """Choose the weights to ship, evaluate them on all validation data, save them as a model."""
     recipe, stopped = loop.train, loop.why_stopped()
@@ -395,6 +418,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
         with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
             model.save(run.model_folder)
+        _save_adapter(run, model)
     command = f"regard {loop.task.command} {shlex.quote(str(run.root))} {shlex.quote(loop.task.example_input())}"
     result = TrainResult(
         run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command
