@@ -81,7 +81,12 @@ def foreign_adapter(folder: Path, base: Path, **fields: Any) -> Path:
             tensors[f"{module}.lora_B.weight"] = torch.randn(rows, 3)
     save_file(tensors, folder / "adapter_model.safetensors")
     content = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 3, "lora_alpha": 6, "bias": "none"}
-    content |= {"target_modules": ["q_proj", "v_proj"], "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}
+    content |= {
+        "target_modules": ["q_proj", "v_proj"],
+        "fan_in_fan_out": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
     (folder / "adapter_config.json").write_text(json.dumps(content | fields), encoding="utf-8")
     return folder
 

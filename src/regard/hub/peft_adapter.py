@@ -28,7 +28,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MOST_ROWS = 2**40
-_TASK_TYPES = {("decoder", "lm"): "CAUSAL_LM", ("encoder-decoder", "lm"): "SEQ_2_SEQ_LM", ("encoder", "classify"): "SEQ_CLS"}
+_TASK_TYPES = {
+    ("decoder", "lm"): "CAUSAL_LM",
+    ("encoder-decoder", "lm"): "SEQ_2_SEQ_LM",
+    ("encoder", "classify"): "SEQ_CLS",
+}
 
 
 class LowRank(NamedTuple):
@@ -168,7 +172,9 @@ class Adapter:
     def _scale(self, module: str, rank: int) -> float:
         """α / r, or α / √r where the config says so."""
         patterns = self.fields.get("alpha_pattern") or {}
-        alpha = next((x for name, x in patterns.items() if f".{module}".endswith(f".{name}")), self.fields["lora_alpha"])
+        alpha = next(
+            (x for name, x in patterns.items() if f".{module}".endswith(f".{name}")), self.fields["lora_alpha"]
+        )
         return float(alpha) / (rank**0.5 if self.fields.get("use_rslora") else rank)
 
     @torch.no_grad()

@@ -395,7 +395,11 @@ def _save_adapter(run: RunDirectory, merged: Model) -> None:
     scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
     with replace_directory(run.root / "adapter") as folder:
         for name in run.model_folder.iterdir():
-            if name.suffix != ".safetensors" and name.name not in ("manifest.json", "README.md", "model.safetensors.index.json"):
+            if name.suffix != ".safetensors" and name.name not in (
+                "manifest.json",
+                "README.md",
+                "model.safetensors.index.json",
+            ):
                 write_atomic(folder / name.name, name.read_bytes())
         hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=str(base.resolve()))
         hub.Manifest.of(folder).write(folder)

@@ -148,4 +148,6 @@ class Translate(Task):
 def _encode_with_end(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
     """Ids of the texts. Not every foreign file puts the end there itself."""
     rows = tokenizer.encode_all(texts)
-    return rows if tokenizer.is_native else [x if x[-1:] == [tokenizer.eos_id] else [*x, tokenizer.eos_id] for x in rows]
+    return (
+        rows if tokenizer.is_native else [x if x[-1:] == [tokenizer.eos_id] else [*x, tokenizer.eos_id] for x in rows]
+    )
