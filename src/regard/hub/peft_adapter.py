@@ -172,9 +172,8 @@ class Adapter:
     def _scale(self, module: str, rank: int) -> float:
         """α / r, or α / √r where the config says so."""
         patterns = self.fields.get("alpha_pattern") or {}
-        alpha = next(
-            (x for name, x in patterns.items() if f".{module}".endswith(f".{name}")), self.fields["lora_alpha"]
-        )
+        matching = (x for name, x in patterns.items() if f".{module}".endswith(f".{name}"))
+        alpha = next(matching, self.fields.get("lora_alpha", 8))  # peft's own default
         return float(alpha) / (rank**0.5 if self.fields.get("use_rslora") else rank)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What ``train.init`` brings to a run beside weights: the architecture, with the task's own head, and the tokenizers."""
+"""What ``train.init`` brings to a run beside weights: the architecture with the task's own head, and the tokenizers."""
 
 from __future__ import annotations
 

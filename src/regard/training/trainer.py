@@ -18,10 +18,12 @@ from .. import hub
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
+from ..data.sources import Source
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..hub.hf_directory import INDEX
 from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
@@ -38,7 +40,7 @@ from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
 from .run_directory import RunDirectory, absolute_paths, find_run, missing_data, provenance
-from .run_inputs import open_run_source, resolve_run
+from .run_inputs import RunInputs, open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
 
@@ -106,14 +108,9 @@ def train(
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")
-            initial = _load_initial_model(run_config.train)
-            if initial is not None and processor is None:
-                processor = initial_processor(run_config, source, initial.processor, inputs.task_class)
-            opened = open_task(run_config, source, processor or inputs.processor, inputs.task_class)
+            opened = _open_new_task(inputs, source, processor or inputs.processor)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
-            if initial is not None:  # refused before there is a directory
-                _start_from(build(run_config.model, device="meta"), initial, run_config.train, opened.processor)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
         run_config = group.broadcast_object(run_config)
         assert run_config.train.out is not None
@@ -339,6 +336,18 @@ def _new_model(
     return model, notes
 
 
+def _open_new_task(inputs: RunInputs, source: Source, processor: Processor | None) -> Task:
+    """The task of a new run, with the tokenizers of ``train.init``. Weights that do not fit are refused here, before
+    there is a directory."""
+    config, task_class = inputs.config, inputs.task_class
+    if (initial := _load_initial_model(config.train)) is None:
+        return open_task(config, source, processor, task_class)
+    processor = processor or initial_processor(config, source, initial.processor, task_class)
+    task = open_task(config, source, processor, task_class)
+    _start_from(build(task.model_config, device="meta"), initial, config.train, task.processor)
+    return task
+
+
 def _load_initial_model(recipe: TrainConfig) -> Model | None:
     from ..io import load
 
@@ -394,13 +403,9 @@ def _save_adapter(run: RunDirectory, merged: Model) -> None:
     additions = low_rank_additions(run.model(merged=False)[0])
     scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
     with replace_directory(run.root / "adapter") as folder:
-        for name in run.model_folder.iterdir():
-            if name.suffix != ".safetensors" and name.name not in (
-                "manifest.json",
-                "README.md",
-                "model.safetensors.index.json",
-            ):
-                write_atomic(folder / name.name, name.read_bytes())
+        for file in run.model_folder.iterdir():  # config.json and the tokenizers; a card and checksums are its own
+            if file.suffix != ".safetensors" and file.name not in ("manifest.json", "README.md", INDEX):
+                write_atomic(folder / file.name, file.read_bytes())
         hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=str(base.resolve()))
         hub.Manifest.of(folder).write(folder)
 

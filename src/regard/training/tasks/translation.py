@@ -148,6 +148,5 @@ class Translate(Task):
 def _encode_with_end(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
     """Ids of the texts. Not every foreign file puts the end there itself."""
     rows = tokenizer.encode_all(texts)
-    return (
-        rows if tokenizer.is_native else [x if x[-1:] == [tokenizer.eos_id] else [*x, tokenizer.eos_id] for x in rows]
-    )
+    end = [] if tokenizer.is_native else [tokenizer.eos_id]
+    return [row if row[-1:] == end else [*row, *end] for row in rows] if end else rows
