@@ -93,7 +93,7 @@ def _load_adapted(path: Path, verify: bool) -> Model:
         with _directory_in_errors(path):
             model = build(hub.read_config(fields).config)
             model.processor = read_processor(directory, fields, model.config)
-        start_from(model, str(adapter.base), lambda path: base)
+        start_from(model, str(adapter.base), base)
     adapter.add_to(model)
     model.provenance = hub.Provenance(path, hub.write_config(model.config).model_type, "unverified")
     return model.eval()

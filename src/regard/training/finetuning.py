@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -71,23 +71,17 @@ class WeightTransfer:
 
 
 def start_from(
-    model: Model,
-    path: str,
-    load: Callable[[str], Model],
-    processor: Processor | None = None,
-    *,
-    partial: bool = True,
+    model: Model, path: str, initial: Model, processor: Processor | None = None, *, partial: bool = True
 ) -> WeightTransfer:
-    """Copy into ``model`` what fits of the model ``load(path)`` gives, by name and shape; ValueError if nothing does.
+    """Copy into ``model`` what fits of ``initial``, the model at ``path``, by name and shape; UsageError if none does.
 
-    Without ``partial``, that is also an error where less than half of the body fits: of all but tables and heads.
+    Without ``partial`` it is also an error where less than half of the layers' weights fit, tables and heads apart.
     Rows of token tables belong to tokens, those of a classifier to classes: they are copied only where tokenizers and
     labels are the same. ``processor`` is what the model will be used with; None: its own.
     """
-    there = load(path)
-    why_not = _foreign_rows(model, model.processor if processor is None else processor, there.processor)
-    given = dict(there.state_dict())
-    same_offset = model.config.position_offset == there.config.position_offset
+    why_not = _foreign_rows(model, model.processor if processor is None else processor, initial.processor)
+    given = dict(initial.state_dict())
+    same_offset = model.config.position_offset == initial.config.position_offset
     lengths = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
     copied, partly, new, taken = [], [], {}, set()
     with torch.no_grad():
@@ -114,7 +108,7 @@ def start_from(
             taken.add(source)
     share = _share_of_body(model, {*copied, *partly})
     if (not copied and not partly) or (share < 0.5 and not partial):
-        sizes = _differences(there, model, ("architecture", "d_model", "n_layers", "d_ff", *_MEANINGS))
+        sizes = _differences(initial, model, ("architecture", "d_model", "n_layers", "d_ff", *_MEANINGS))
         why = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in sizes.items())
         why = why or "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
         if not copied and not partly:
@@ -124,7 +118,7 @@ def start_from(
     parameters = {name for name, _ in model.named_parameters()}
     new = {name: why for name, why in new.items() if name in parameters}
     unused = tuple(name for name in given if name not in taken)
-    differs = _differences(there, model, _MEANINGS)
+    differs = _differences(initial, model, _MEANINGS)
     return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, differs)
 
 

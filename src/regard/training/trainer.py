@@ -31,7 +31,7 @@ from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
-from .finetuning import WeightTransfer, add_lora, freeze, low_rank_additions, start_from
+from .finetuning import add_lora, freeze, low_rank_additions, start_from
 from .initial_model import initial_processor
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
@@ -321,9 +321,9 @@ def _new_model(
     if recipe.init is not None:
         path = run.root / "started.json"
         if checkpoint is None:
-            initial = _load_initial_model(recipe)
-            assert initial is not None
-            started = _start_from(model, initial, recipe, task.processor)
+            from ..io import load
+
+            started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
             notes.append(started.to_text())
             write_atomic(path, to_json({**started.to_dict(), "unlearned": started.unlearned}))
         new_names = parse_json(path.read_bytes(), path)["unlearned"]
@@ -339,24 +339,16 @@ def _new_model(
 def _open_new_task(inputs: RunInputs, source: Source, processor: Processor | None) -> Task:
     """The task of a new run, with the tokenizers of ``train.init``. Weights that do not fit are refused here, before
     there is a directory."""
-    config, task_class = inputs.config, inputs.task_class
-    if (initial := _load_initial_model(config.train)) is None:
+    config, recipe, task_class = inputs.config, inputs.config.train, inputs.task_class
+    if recipe.init is None:
         return open_task(config, source, processor, task_class)
-    processor = processor or initial_processor(config, source, initial.processor, task_class)
-    task = open_task(config, source, processor, task_class)
-    _start_from(build(task.model_config, device="meta"), initial, config.train, task.processor)
-    return task
-
-
-def _load_initial_model(recipe: TrainConfig) -> Model | None:
     from ..io import load
 
-    return None if recipe.init is None else load(recipe.init)
-
-
-def _start_from(model: Model, initial: Model, recipe: TrainConfig, processor: Processor) -> WeightTransfer:
-    assert recipe.init is not None
-    return start_from(model, recipe.init, lambda path: initial, processor, partial=recipe.init_partial)
+    initial = load(recipe.init)
+    processor = processor or initial_processor(config, source, initial.processor, task_class)
+    task, partial = open_task(config, source, processor, task_class), recipe.init_partial
+    start_from(build(task.model_config, device="meta"), recipe.init, initial, task.processor, partial=partial)
+    return task
 
 
 def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
