@@ -40,7 +40,7 @@ from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
 from .run_directory import RunDirectory, absolute_paths, find_run, missing_data, provenance
-from .run_inputs import RunInputs, open_run_source, resolve_run
+from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
 
@@ -108,7 +108,7 @@ def train(
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")
-            opened = _open_new_task(inputs, source, processor or inputs.processor)
+            opened = _open_new_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
@@ -336,10 +336,10 @@ def _new_model(
     return model, notes
 
 
-def _open_new_task(inputs: RunInputs, source: Source, processor: Processor | None) -> Task:
+def _open_new_task(config: RunConfig, source: Source, processor: Processor | None, task_class: type[Task]) -> Task:
     """The task of a new run, with the tokenizers of ``train.init``. Weights that do not fit are refused here, before
     there is a directory."""
-    config, recipe, task_class = inputs.config, inputs.config.train, inputs.task_class
+    recipe = config.train
     if recipe.init is None:
         return open_task(config, source, processor, task_class)
     from ..io import load
