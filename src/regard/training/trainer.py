@@ -325,7 +325,8 @@ def _new_model(
 
             started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
             notes.append(started.to_text())
-            write_atomic(path, to_json({**started.to_dict(), "unlearned": started.unlearned}))
+            facts = {**started.to_dict(), "unlearned": started.unlearned, "base": _adapter_base(recipe.init)}
+            write_atomic(path, to_json(facts))
         new_names = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
@@ -380,17 +381,23 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _adapter_base(init: str) -> str | None:
+    """The model directory that additions to ``init`` belong to; None where that is a run's checkpoint, not its model."""
+    found = find_run(init)
+    if found is None:
+        return str(Path(init).resolve())
+    run, step = found
+    return str(run.model_folder.resolve()) if step is None and run.model_folder.is_dir() else None
+
+
 def _save_adapter(run: RunDirectory, merged: Model) -> None:
     """Write the low-rank additions alone, where everything else is in the directory the run started from."""
     recipe = run.config.train
     if recipe.lora is None or recipe.init is None:
         return
-    base, found = Path(recipe.init), find_run(recipe.init)
-    if found is not None:
-        base = found[0].model_folder
-    whole = run.json("started.json")["unlearned"]
-    has_other_step = found is not None and found[1] is not None
-    if has_other_step or not base.is_dir() or any(name.startswith(("token.", "target_token.")) for name in whole):
+    started = run.json("started.json")
+    base, whole = started.get("base"), started["unlearned"]
+    if base is None or any(name.startswith(("token.", "target_token.")) for name in whole):
         return
     additions = low_rank_additions(run.model(merged=False)[0])
     scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
@@ -398,7 +405,7 @@ def _save_adapter(run: RunDirectory, merged: Model) -> None:
         for file in run.model_folder.iterdir():  # config.json and the tokenizers; a card and checksums are its own
             if file.suffix != ".safetensors" and file.name not in ("manifest.json", "README.md", INDEX):
                 write_atomic(folder / file.name, file.read_bytes())
-        hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=str(base.resolve()))
+        hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=base)
         hub.Manifest.of(folder).write(folder)
 
 
