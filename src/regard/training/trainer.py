@@ -382,7 +382,7 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
 
 
 def _adapter_base(init: str) -> str | None:
-    """The model directory that additions to ``init`` belong to; None where that is a run's checkpoint, not its model."""
+    """The model directory that additions to ``init`` belong to; None where that is a checkpoint of a run."""
     found = find_run(init)
     if found is None:
         return str(Path(init).resolve())
