@@ -15,7 +15,7 @@ from regard.data import token_files
 from regard.data.batching import BatchPlan, mask_tokens, pad
 from regard.data.hashing import bits, integers, permutation, stable_key, uniform
 from regard.data.packing import PackedRows, TokenBlocks
-from regard.data.token_files import TokenFile, cached_tokens, open_tokens, write_tokens
+from regard.data.token_files import Pieces, TokenFile, cached_tokens, open_tokens, whole_documents, write_tokens
 from regard.errors import BadData
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=60)
@@ -185,23 +185,23 @@ def test_blocks() -> None:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
 def test_token_files_come_back(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     texts = [[1, 2, vocab_size - 1], [], [7]]
-    write_tokens(tmp_path / "x", texts, vocab_size, "key")
+    write_tokens(tmp_path / "x", whole_documents(texts), vocab_size, "key")
     found = open_tokens(tmp_path / "x", verify=True)
     assert isinstance(found.tokens, np.memmap)
     assert found.tokens.dtype == dtype
     assert [found.tokens[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False)] == texts
     assert sorted(file.name for file in tmp_path.iterdir()) == ["x.bin", "x.json", "x.starts.bin"]
     with pytest.raises(ValueError, match=f"but vocab_size={vocab_size}"):
-        write_tokens(tmp_path / "y", [[vocab_size]], vocab_size)
+        write_tokens(tmp_path / "y", whole_documents([[vocab_size]]), vocab_size)
     assert not list(tmp_path.glob("*y*")), "nothing is left of a file that failed"
 
 
 def test_damaged_token_files_are_refused_and_made_again(tmp_path: Path) -> None:
     made = []
 
-    def make() -> list[list[int]]:
+    def make() -> Pieces:
         made.append(1)
-        return [[5, 6], [7]]
+        return [([5], False), ([6], True), ([7], True)]
 
     for _ in range(2):
         found = cached_tokens(tmp_path, "source", "tokenizer", 100, make)
@@ -231,14 +231,14 @@ def test_damaged_token_files_are_refused_and_made_again(tmp_path: Path) -> None:
 def test_a_write_that_fails_half_way_leaves_nothing_to_be_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tokens(tmp_path / "x", [[5, 6], [7]], 100)
+    write_tokens(tmp_path / "x", whole_documents([[5, 6], [7]]), 100)
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(token_files, "write_atomic", full)
     with pytest.raises(OSError, match="No space left"):
-        write_tokens(tmp_path / "x", [[8], [9, 9]], 100)  # as many tokens: the old header would fit them
+        write_tokens(tmp_path / "x", whole_documents([[8], [9, 9]]), 100)  # the old header would fit them
     with pytest.raises(BadData, match="cannot be read"):
         open_tokens(tmp_path / "x")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -63,8 +62,6 @@ def describe(
     with silence_warnings("regard.data.sources"):  # the description lists what was left out
         opened = open_source(config)
     terminal.progress(f"{opened.name}: {len(opened.train):,} examples")
-    if opened.kind == "pairs":  # made once where they are made when asked for
-        opened = replace(opened, train=list(opened.train))
     first, second = _train_tokenizers(opened, kind, config)
     # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
     target = config.max_target_len if opened.kind == "captions" else None

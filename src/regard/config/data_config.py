@@ -37,8 +37,9 @@ class DataConfig(Config):
     """A text file is one document, or one a line, or documents are separated by blank lines."""
     valid_fraction: float = 0.05
     """Share held out where there are no files for it."""
-    valid_rows: int | None = None
-    """Instead of a share, this many examples: those whose source side has the smallest hashes."""
+    valid_rows: int | Literal["auto"] | None = "auto"
+    """Instead of a share, this many examples: those whose source side has the smallest hashes; auto: the share, but at
+    most 5,000 examples, or 5 million characters of a single text; None: the share, however many those are."""
     split_seed: int = 0
     """Another number holds out other examples."""
     deduplicated: Literal["no", "exact", "source"] = "no"
@@ -57,7 +58,7 @@ class DataConfig(Config):
     """What counts as one epoch of an embedded corpus that has no end."""
 
     tokenizer: str = "auto"
-    """chars, bytes, words, bpe, unigram, or a tokenizer.json; auto: that of train.init, else what suits the task."""
+    """chars, bytes, words, bpe, unigram, or a tokenizer.json; auto: what suits the task."""
     vocab_size: int = 8000
     """Tokens to learn (bpe, unigram)."""
     joint_vocab: bool = True
@@ -93,8 +94,8 @@ class DataConfig(Config):
         if not 0.0 < self.mask_rate < 1.0:
             raise ValueError(f"mask_rate={self.mask_rate} must lie in (0, 1)")
         self.check_at_least(0, ("shift",))
-        self.check_at_least(1, _POSITIVE)
+        self.check_at_least(1, _POSITIVE if self.valid_rows == "auto" else ("valid_rows", *_POSITIVE))
         return self
 
 
-_POSITIVE = ("valid_rows", "max_chars", "max_pixels", "epoch_examples", "vocab_size", "max_len", "max_target_len")
+_POSITIVE = ("max_chars", "max_pixels", "epoch_examples", "vocab_size", "max_len", "max_target_len")

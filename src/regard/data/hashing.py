@@ -8,7 +8,7 @@ generators, whose streams may change between versions, they stay the same on eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -23,11 +23,23 @@ _MASK = (1 << 64) - 1
 
 def stable_key(*parts: str | int | bytes) -> int:
     """64 bits of some words and numbers, the same in every process."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return int.from_bytes(digest.digest(), "little")
+    return next(stable_keys(parts[:-1], parts[-1:]))
+
+
+def stable_keys(first: Iterable[str | int | bytes], last: Iterable[str | int | bytes]) -> Iterator[int]:
+    """``stable_key(*first, x)`` for each x of ``last``."""
+    begun = hashlib.blake2b(digest_size=8)
+    for part in first:
+        begun.update(_sized(part))
+    for part in last:
+        digest = begun.copy()
+        digest.update(_sized(part))
+        yield int.from_bytes(digest.digest(), "little")
+
+
+def _sized(part: str | int | bytes) -> bytes:
+    raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def stable_hash(*key: str | int) -> int:

@@ -21,7 +21,7 @@ from ..errors import BadData, RegardError
 from ..foundation.checks import did_you_mean
 from . import table_files
 from .corpora import CORPORA
-from .examples import ReadReport, Text
+from .examples import ReadReport
 from .images import read_idx
 from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
@@ -251,7 +251,8 @@ def _from_idx(images: Path) -> SourceFiles:
     return SourceFiles("idx", "images", (images, labels), idx=(pixels, numbers))
 
 
-def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row | Text]:
+def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """The rows of anything but text files, which have lines of documents (``read_documents``)."""
     path, schema = files.paths[0], files.schema or Schema(files.kind, ())
     match files.form:
         case "hf":
@@ -264,9 +265,6 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
             yield from table_files.read_parallel(files.paths, report, options)
         case "captions":
             yield from table_files.read_caption_json(path, report, options)
-        case "text":
-            for file in files.paths:
-                yield from table_files.read_texts(file, report, options)
         case "folder":  # one for each class
             for label in files.labels or ():
                 for number, file in enumerate(sorted((path / label).iterdir()), start=1):

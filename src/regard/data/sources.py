@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import DataConfig, Kind
 from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
-from .examples import Example, ImageExample, Labelled, Pair, ReadReport, Text
+from .example_files import ExampleFile, ExampleWriter
+from .examples import Example, ImageExample, Pair, ReadReport, Text
 from .images import IdxImages, check_image
+from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
-from .splits import Split, first_occurrences, held_out_mask, sha256_of, split_tail
-from .table_files import Row
+from .splits import AT_MOST, MAX_HELD_OUT_ROWS, Split, first_occurrences, held_out_mask, sha256_of, split_tail
+from .table_files import Row, read_documents
 
 _log = logging.getLogger(__name__)
 _MAX_LABELS = 10_000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -85,17 +90,50 @@ def open_source(
         return _load_corpus(source, DataConfig(source=source.name, **options))
     if config.source in CORPORA:
         return _load_corpus(open_corpus(config.source), config)
-    report = ReadReport()
     files = find_source_files(config.source, config)
     valid_files = files.valid if config.valid is None else find_source_files(config.valid, config)
-    opened = _load_files(config, files, valid_files, report)
-    if report.n_bad and config.bad_lines == "error":
-        raise BadData(report.to_text(), tuple(report.first), report.n_bad)
-    if report.n_bad:
-        _log.warning("%s", report.to_text(refused=False))
-    if not len(opened.train):
-        raise BadData(f"{config.source} has no example to train on")
+    key = _cache_key(config, files, valid_files)
+    opened = None if key is None else _from_cache(key, config, files)
+    if opened is None:
+        opened = _load_files(config, files, valid_files, ReadReport())
+        report = opened.report
+        if report.n_bad and config.bad_lines == "error":
+            raise BadData(report.to_text(), tuple(report.first), report.n_bad)
+        if not len(opened.train):
+            raise BadData(f"{config.source} has no example to train on")
+        if key is not None:
+            opened = _to_cache(key, opened)
+    if opened.report.n_bad:
+        _log.warning("%s", opened.report.to_text(refused=False))
     return opened
+
+
+def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None) -> str | None:
+    """What a large source of texts is stored under; None of any other."""
+    parts = [part for part in (files, valid_files) if part is not None]
+    if any(part.form in ("hf", "idx", "folder") or part.kind in ("captions", "images") for part in parts):
+        return None
+    reading = {name: getattr(config, name) for name in (*_FILE_OPTIONS, "kind", "valid_rows") if name != "valid"}
+    reading["files"] = [(part.form, part.kind, str(part.schema)) for part in parts]
+    return content_key([path for part in parts for path in part.paths], reading)
+
+
+def _to_cache(key: str, source: Source) -> Source:
+    """The same source, from where it is stored now."""
+    assert isinstance(source.train, ExampleFile) and isinstance(source.valid, ExampleFile)
+    about = {"labels": source.labels, "split": source.split.to_dict(), "n_duplicates": source.n_duplicates}
+    write_source(key, about, source.train, source.valid, source.report)
+    found = read_source(key)  # the file without a name can go
+    return source if found is None else replace(source, train=found[1], valid=found[2])
+
+
+def _from_cache(key: str, config: DataConfig, files: SourceFiles) -> Source | None:
+    if (found := read_source(key)) is None:
+        return None
+    about, train, valid, report = found
+    labels = None if about["labels"] is None else tuple(about["labels"])
+    split = Split(**about["split"])
+    return Source(config.source, files.kind, train, valid, split, labels, report, about["n_duplicates"])
 
 
 def _join_paths(source: str | Path | Sequence[str | Path]) -> str:
@@ -116,7 +154,13 @@ def _load_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
     views = {}
     for split in corpus.splits:
         size = corpus.size(split)
-        endless = config.epoch_examples if split == corpus.splits[0] else config.valid_rows or 2000
+        endless = (
+            config.epoch_examples
+            if split == corpus.splits[0]
+            else config.valid_rows
+            if isinstance(config.valid_rows, int)
+            else 2000
+        )
         views[split] = CorpusView(corpus, split, endless if size is None else size)
     train, valid, *rest = corpus.splits
     first = views[train][0]
@@ -161,10 +205,12 @@ def _load_files(config: DataConfig, files: SourceFiles, valid_files: SourceFiles
     return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates)
 
 
-def _select(examples: Sequence[Example], indices: Iterable[int]) -> Sequence[Example]:
+def _select(examples: Sequence[Example], indices: NDArray[np.int64]) -> Sequence[Example]:
     if isinstance(examples, IdxImages):
-        return IdxImages(examples.images, examples.labels, examples.rows[np.asarray(indices, dtype=np.int64)])
-    return [examples[index] for index in indices]
+        return IdxImages(examples.images, examples.labels, examples.rows[indices])
+    if isinstance(examples, ExampleFile):
+        return examples.select(indices)
+    return [examples[index] for index in indices.tolist()]
 
 
 def _split_examples(
@@ -172,17 +218,16 @@ def _split_examples(
 ) -> tuple[Sequence[Example], Sequence[Example], str]:
     """(train, valid, how they were split)."""
     rows, fraction = config.valid_rows, config.valid_fraction
-    if fraction == 0 and rows is None:
-        return examples, [], "nothing held out"
-    match examples:
-        case [Text(text)]:
-            head, tail = split_tail(text, fraction)
-            return [Text(head)], [Text(tail)], f"the last {fraction:g} of the text"
+    if fraction == 0 and not isinstance(rows, int):
+        return examples, _select(examples, np.zeros(0, dtype=np.int64)), "nothing held out"
+    if isinstance(examples, ExampleFile) and examples.holds_documents and len(examples) == 1:
+        return split_tail(examples, config)
     mask = held_out_mask(examples, config)
     train, valid = (_select(examples, np.flatnonzero(mask == side)) for side in (False, True))
     what = "pixels" if isinstance(examples, IdxImages) else "source side"
-    size = f"valid_fraction={fraction:g}" if rows is None else f"valid_rows={rows}"
-    return train, valid, f"by hash of the {what}, {size}, split_seed={config.split_seed}"
+    size = f"valid_rows={rows}" if isinstance(rows, int) else f"valid_fraction={fraction:g}"
+    at_most = f"{AT_MOST}{MAX_HELD_OUT_ROWS:,} examples" if rows == "auto" and len(valid) >= MAX_HELD_OUT_ROWS else ""
+    return train, valid, f"by hash of the {what}, {size}, split_seed={config.split_seed}{at_most}"
 
 
 def _examples(
@@ -197,50 +242,76 @@ def _examples(
         if n_classes > len(labels):
             raise BadData(f"{config.source} has the label {n_classes - 1}, but labels names only {len(labels)}")
         return IdxImages(images, numbers), labels
-    read = read_rows(files, report, config)
-    if files.kind == "text":
-        return [x if isinstance(x, Text) else Text(x.cells[0]) for x in _valid_rows(read, report, config)], None
-    rows = cast(Iterator[Row], read)
-    if files.kind == "pairs":
-        return [Pair(*row.cells) for row in _valid_rows(rows, report, config)], None
+    if files.form == "text":
+        return _documents(files, report, config), None
+    rows = _valid_rows(read_rows(files, report, config), report, config)
+    if files.kind in ("text", "pairs"):
+        writer = ExampleWriter(2 if files.kind == "pairs" else 1)
+        for row in rows:
+            writer.add(*row.cells)
+        return writer.finish(), None
     if files.kind == "captions":  # one example for each image, with all its captions in their order
         captions: dict[Any, list[str]] = {}
-        for row, image in _usable_images(_valid_rows(rows, report, config), files, config, report):
+        for row, image in _usable_images(rows, files, config, report):
             caption = row.cells[1]
             captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
         return [ImageExample(image, tuple(texts)) for image, texts in captions.items()], None
-    labelled = list(_valid_rows(rows, report, config))
-    names = {row.cells[1] for row in labelled}
-    if not labels and not files.labels and len(names) > _MAX_LABELS:
-        raise ValueError(f"the label column has {len(names):,} different values, so it is not one of labels")
-    order = int if all(name.lstrip("-").isdigit() for name in names) else str
-    labels = labels or files.labels or tuple(sorted(names, key=order))
-    number = {name: index for index, name in enumerate(labels)}
-    known = []
-    for row in labelled:
-        if row.cells[1] in number:
-            known.append(row)
-        else:
-            report.add_bad(row.file, row.line, "unknown label", f"{row.cells[1]!r} is none of {', '.join(labels[:20])}")
+    labels = labels or files.labels
+    seen = {name: number for number, name in enumerate(labels or ())}  # numbered as they come where none are given
+    rows = _with_known_labels(rows, seen, labels, report)
+    writer, found = ExampleWriter(), []
     if files.kind == "labelled":
-        return [Labelled(row.cells[0], number[row.cells[1]]) for row in known], labels
-    usable = _usable_images(known, files, config, report)
-    return [ImageExample(image, label=number[row.cells[1]]) for row, image in usable], labels
+        for row in rows:
+            writer.add(row.cells[0], label=seen[row.cells[1]])
+    else:
+        found = [(image, row.cells[1]) for row, image in _usable_images(rows, files, config, report)]
+    order = int if all(name.lstrip("-").isdigit() for name in seen) else str
+    labels = labels or tuple(sorted(seen, key=order))
+    number = {name: index for index, name in enumerate(labels)}
+    if files.kind == "labelled":
+        return writer.finish([number[name] for name in seen]), labels
+    return [ImageExample(image, label=number[name]) for image, name in found], labels
 
 
-def _valid_rows(rows: Iterable[Any], report: ReadReport, config: DataConfig) -> Iterator[Any]:
-    """Rows whose every cell is usable text; the lines of documents were checked when they were read."""
+def _documents(files: SourceFiles, report: ReadReport, config: DataConfig) -> ExampleFile:
+    """The documents of text files, written down line by line: one may be larger than memory."""
+    writer = ExampleWriter()
+    for path in files.paths:
+        for line in read_documents(path, report, config):
+            if line is None:
+                writer.end_text()
+            else:
+                writer.write(line)
+    return writer.finish()
+
+
+def _with_known_labels(
+    rows: Iterable[Row], seen: dict[str, int], labels: tuple[str, ...] | None, report: ReadReport
+) -> Iterator[Row]:
+    """Rows whose label is one of ``labels``; without those, all rows, and ``seen`` numbers their labels."""
     for row in rows:
-        if not isinstance(row, Row):
-            yield row
+        name = row.cells[1]
+        if name not in seen and labels:
+            report.add_bad(row.file, row.line, "unknown label", f"{name!r} is none of {', '.join(labels[:20])}")
             continue
+        if seen.setdefault(name, len(seen)) >= _MAX_LABELS and not labels:
+            raise ValueError(f"the label column has over {_MAX_LABELS:,} different values, so it is not one of labels")
+        yield row
+
+
+def _valid_rows(rows: Iterable[Row], report: ReadReport, config: DataConfig) -> Iterator[Row]:
+    """Rows whose every cell is usable text."""
+    for row in rows:
         faults = [_cell_fault(cell, config) for cell in row.cells]
-        if fault := next(filter(None, faults), None):
+        if any(faults):
+            fault = next(filter(None, faults))
             report.add_bad(row.file, row.line, fault, f"column {faults.index(fault) + 1} of {len(row.cells)}")
             continue
-        cells = tuple(_normalise(cell, config) for cell in row.cells)
-        report.n_normalised += cells != row.cells
-        yield Row(row.file, row.line, cells)
+        cells = tuple([_normalise(cell, config) for cell in row.cells])
+        if cells != row.cells:
+            report.n_normalised += 1
+            row = replace(row, cells=cells)
+        yield row
 
 
 def _cell_fault(cell: Any, config: DataConfig) -> str | None:
@@ -251,7 +322,7 @@ def _cell_fault(cell: Any, config: DataConfig) -> str | None:
             return "empty"
         if len(text) > config.max_chars:
             return "text too long"
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
+        if not text.isascii() and _SURROGATE.search(text):
             return "half of a surrogate pair"
     return "empty" if cell == () else None
 

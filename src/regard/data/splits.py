@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from json.encoder import encode_basestring as _quote
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import DataConfig
+from .example_files import ExampleFile, document_parts
 from .examples import Example, ImageExample, Labelled, Pair, Text, key_of
-from .hashing import bits, stable_key
+from .hashing import bits, stable_key, stable_keys
+
+# What valid_rows="auto" holds out at most: of rows, and of a single text.
+MAX_HELD_OUT_ROWS, MAX_HELD_OUT_CHARACTERS = 5_000, 5_000_000
+AT_MOST = ", at most "
 
 
 @dataclass(frozen=True)
@@ -33,17 +39,25 @@ def held_out_mask(examples: Sequence[Example], options: DataConfig) -> NDArray[n
     """(n,) True for the examples held out: those whose source side has a hash below valid_fraction · 2⁶⁴.
 
     With valid_rows, source sides are taken by rising hash until there are that many examples; where the last one has
-    several targets, a few more.
+    several targets, a few more. "auto" does so where the share would be more than MAX_HELD_OUT_ROWS.
     """
-    hashes = np.fromiter(
-        (stable_key("split", options.split_seed, key_of(x)) for x in examples), dtype=np.uint64, count=len(examples)
-    )
-    if options.valid_rows is None:
-        return hashes < np.uint64(int(options.valid_fraction * (1 << 64)))
-    if options.valid_rows >= len(examples):
-        raise ValueError(f"valid_rows={options.valid_rows} leaves nothing of {len(examples)} examples to train on")
-    threshold = np.sort(hashes)[options.valid_rows - 1]
+    keys = stable_keys(("split", options.split_seed), map(key_of, examples))
+    hashes = np.fromiter(keys, dtype=np.uint64, count=len(examples))
+    rows = options.valid_rows
+    if not isinstance(rows, int):
+        below = hashes < np.uint64(int(options.valid_fraction * (1 << 64)))
+        if rows is None or below.sum() <= MAX_HELD_OUT_ROWS:
+            return below
+        rows = MAX_HELD_OUT_ROWS
+    if rows >= len(examples):
+        raise ValueError(f"valid_rows={rows} leaves nothing of {len(examples)} examples to train on")
+    threshold = np.partition(hashes, rows - 1)[rows - 1]
     return hashes <= threshold
+
+
+def held_out_note(split: Split) -> str | None:
+    """What to say where valid_rows="auto" holds out less than the share."""
+    return f"held out: {split.how}; data.valid_rows=… sets another number" if AT_MOST in split.how else None
 
 
 def stratified_sample(examples: Sequence[Example], n: int, seed: int) -> list[int]:
@@ -68,24 +82,37 @@ def _stratum(example: Example) -> int:
     return 0
 
 
-def split_tail(text: str, fraction: float) -> tuple[str, str]:
-    """The beginning and the end of one long document, which has no parts to hash."""
-    cut = int(len(text) * (1 - fraction) + 1e-9)
-    return text[:cut], text[cut:]
+def split_tail(document: ExampleFile, options: DataConfig) -> tuple[ExampleFile, ExampleFile, str]:
+    """The beginning and the end of one long document, which has no parts to hash, and what of it is held out."""
+    n, fraction = document.n_characters(0), options.valid_fraction
+    cut, how = int(n * (1 - fraction) + 1e-9), f"the last {fraction:g} of the text"
+    if options.valid_rows == "auto" and n - cut > MAX_HELD_OUT_CHARACTERS:
+        cut, how = n - MAX_HELD_OUT_CHARACTERS, f"{how}{AT_MOST}{MAX_HELD_OUT_CHARACTERS:,} characters"
+    return *document.split_document(0, cut), how
 
 
-def first_occurrences(examples: Iterable[Example], how: str) -> list[int]:
+def first_occurrences(examples: Sequence[Example], how: str) -> NDArray[np.int64]:
     """Indices of the examples that repeat no earlier one; with how="source", no earlier source side."""
-    first: dict[bytes, int] = {}
+    keys = np.zeros((len(examples), 2), dtype=np.uint64)  # of 128 bits: a set of Python's would take ten times as much
     for index, example in enumerate(examples):
-        key = hashlib.sha256(_source_bytes(example) if how == "source" else _serialise(example)).digest()
-        first.setdefault(key, index)
-    return list(first.values())
+        raw = _source_bytes(example) if how == "source" else _serialise(example)
+        keys[index] = np.frombuffer(hashlib.sha256(raw).digest(), dtype=np.uint64, count=2)
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of those alike comes first
+    repeats = np.zeros(len(keys), dtype=bool)
+    repeats[order[1:]] = np.all(keys[order[1:]] == keys[order[:-1]], axis=1)
+    return np.flatnonzero(~repeats)
 
 
-def sha256_of(examples: Iterable[Example]) -> str:
+def sha256_of(examples: Sequence[Example]) -> str:
     """A hash of examples in their order; of images in files, their names and sizes."""
     digest = hashlib.sha256()
+    if len(examples) and isinstance(examples, ExampleFile) and examples.holds_documents:
+        is_first = True  # each as ["text"], a part at a time
+        for part, is_last in document_parts(examples):
+            text = _quote(part)[1:-1].encode("utf-8", "surrogatepass")
+            digest.update(b'["' * is_first + text + b'"]\n' * is_last)
+            is_first = is_last
+        return digest.hexdigest()
     for example in examples:
         digest.update(_serialise(example) + b"\n")
     return digest.hexdigest()
@@ -98,14 +125,14 @@ def _source_bytes(example: Example) -> bytes:
 
 def _serialise(example: Example) -> bytes:
     match example:
-        case Pair(source, target):
-            fields: list[Any] = [source, target]
+        case Pair(source, target):  # as json.dumps writes them, several times as fast
+            return f"[{_quote(source)}, {_quote(target)}]".encode("utf-8", "surrogatepass")
         case Text(text):
-            fields = [text]
+            return f"[{_quote(text)}]".encode("utf-8", "surrogatepass")
         case Labelled(text, label):
-            fields = [text, label]
+            return f"[{_quote(text)}, {label}]".encode("utf-8", "surrogatepass")
         case ImageExample(image=Path() as path, captions=captions, label=label):
-            fields = [path.name, path.stat().st_size, captions, label]
+            fields: list[Any] = [path.name, path.stat().st_size, captions, label]
         case _:
             fields = [hashlib.sha256(_source_bytes(example)).hexdigest(), example.captions, example.label]
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -15,13 +15,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, groupby, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ..config import DataConfig, Kind
 from ..errors import BadData
-from .examples import ReadReport, Text
+from ..foundation.progress import track
+from .examples import ReadReport
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BOM = b"\xef\xbb\xbf"
@@ -59,10 +60,8 @@ def read_lines(
     max_chars = max_chars or options.max_chars
     max_bytes = 4 * max_chars + 8  # a character has at most four bytes
     with open_bytes(path) as file:
-        for number in count(1):
-            raw = file.readline(max_bytes)
-            if not raw:
-                return
+        lines = iter(lambda: file.readline(max_bytes), b"")
+        for number, raw in enumerate(track(lines, f"reading {path.name}", path.stat().st_size, len), start=1):
             report.n_read += 1
             if number == 1:
                 if raw.startswith(_UTF16):
@@ -230,19 +229,34 @@ def read_parallel(paths: Sequence[Path], report: ReadReport, options: DataConfig
     report.n_read -= n_target  # a pair of lines is one
 
 
-def read_texts(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Text]:
-    """A file as one document, or one a line, or one for each stretch without a blank line; spaces stay as they are."""
+def read_documents(path: Path, report: ReadReport, options: DataConfig) -> Iterator[str | None]:
+    """The lines of a file's documents, and None after the last one of each; spaces stay as they are.
+
+    A file is one document, or has one a line, or one for each stretch without a blank line. Blank ones are left out.
+    """
     by_line = options.documents == "line"
     max_chars = options.max_chars if by_line else 100 * options.max_chars  # many documents are a single long line
-    numbered = read_lines(path, report, options, ends=True, max_chars=max_chars)
-    lines = (line for _, line in numbered if line is not None)
-    if by_line:
-        yield from (Text(line.removesuffix("\n")) for line in lines if line.strip())
-        return
-    for is_blank, group in groupby(lines, lambda line: options.documents == "blank" and not line.strip()):
-        text = "".join(group)
-        if not is_blank and text.strip():
-            yield Text(text)
+    blank_before: list[str] = []  # of a document that may still be all blank
+    is_open = False
+    for _, line in read_lines(path, report, options, ends=True, max_chars=max_chars):
+        if line is None:
+            continue
+        is_blank = not line.strip()
+        if not is_blank:
+            yield from blank_before
+            blank_before.clear()
+            yield line.removesuffix("\n") if by_line else line
+            is_open = True
+        elif options.documents == "whole":
+            if is_open:
+                yield line
+            else:
+                blank_before.append(line)
+        if is_open and (by_line or (is_blank and options.documents == "blank")):
+            yield None
+            is_open = False
+    if is_open:
+        yield None
 
 
 def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from ..errors import BadData
 from ..foundation.files import atomic_file, write_atomic
 
 _FORMAT = "regard-tokens-1"
-Documents = Iterable[Sequence[int]]  # token ids
+_BLOCK = 1 << 16  # ids that are made into an array at a time
+Pieces = Iterable[tuple[Sequence[int], bool]]  # ids, and whether a document ends with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,33 +37,71 @@ class TokenFile:
     def n_documents(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """(n,) tokens of each document."""
+        return np.diff(self.starts)
+
+    def document(self, index: int) -> list[int]:
+        return self.tokens[self.starts[index] : self.starts[index + 1]].tolist()
+
     @classmethod
-    def of(cls, documents: Sequence[Sequence[int]], vocab_size: int) -> TokenFile:
+    def of(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> TokenFile:
         """Documents in memory instead of on disk."""
-        sizes = np.fromiter((len(x) for x in documents), dtype=np.int64, count=len(documents))
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        flat = (token for document in documents for token in document)
-        return cls(np.fromiter(flat, dtype=_dtype(vocab_size), count=int(starts[-1])), starts)
+        return cls.of_pieces(whole_documents(documents), vocab_size)
+
+    @classmethod
+    def of_pieces(cls, pieces: Pieces, vocab_size: int) -> TokenFile:
+        """Documents that come in pieces, in memory instead of on disk."""
+        starts = array("q", [0])
+        blocks = list(_blocks(pieces, vocab_size, starts))
+        tokens = np.concatenate(blocks) if blocks else np.zeros(0, _dtype(vocab_size))
+        return cls(tokens, np.frombuffer(starts, dtype=np.int64))
 
 
-def write_tokens(path: Path, documents: Documents, vocab_size: int, key: str = "") -> TokenFile:
+def whole_documents(documents: Iterable[Sequence[int]]) -> Pieces:
+    """Documents each in one piece."""
+    return ((ids, True) for ids in documents)
+
+
+def _blocks(pieces: Pieces, vocab_size: int, starts: array[int]) -> Iterator[NDArray[Any]]:
+    """All ids in blocks of many; where the documents end is appended to ``starts``."""
+    ids: list[int] = []
+    n_before, dtype = 0, _dtype(vocab_size)
+
+    def block() -> NDArray[Any]:
+        found = np.asarray(ids, dtype=np.int64)
+        if len(found) and not (found.min() >= 0 and found.max() < vocab_size):
+            raise ValueError(f"a document has the ids {found.min()} to {found.max()}, but vocab_size={vocab_size}")
+        return found.astype(dtype)
+
+    for piece, is_last in pieces:
+        ids.extend(piece)
+        if is_last:
+            starts.append(n_before + len(ids))
+        if len(ids) >= _BLOCK:
+            yield block()
+            n_before, ids = n_before + len(ids), []
+    yield block()
+
+
+def write_tokens(path: Path, pieces: Pieces, vocab_size: int, key: str = "") -> TokenFile:
     """Write documents as they come; a reader sees the old files or the new ones, never half of either."""
-    dtype = _dtype(vocab_size)
-    starts, digest = [0], hashlib.sha256()
+    starts, digest = array("q", [0]), hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(_with_suffix(path, ".bin")) as file:
-        for document in documents:
-            ids = np.asarray(document, dtype=np.int64)
-            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-                raise ValueError(f"a document has the ids {ids.min()} to {ids.max()}, but vocab_size={vocab_size}")
-            raw = ids.astype(dtype).tobytes()
-            digest.update(raw)
-            file.write(raw)
-            starts.append(starts[-1] + len(ids))
+        for block in _blocks(pieces, vocab_size, starts):
+            digest.update(block.tobytes())
+            file.write(block.tobytes())
         # An old header beside new ids would be believed.
         _with_suffix(path, ".json").unlink(missing_ok=True)
     write_atomic(_with_suffix(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
-    header = {"format": _FORMAT, "dtype": np.dtype(dtype).name, "tokens": starts[-1], "documents": len(starts) - 1}
+    header = {
+        "format": _FORMAT,
+        "dtype": np.dtype(_dtype(vocab_size)).name,
+        "tokens": starts[-1],
+        "documents": len(starts) - 1,
+    }
     header |= {"vocab_size": vocab_size, "key": key, "sha256": digest.hexdigest()}
     write_atomic(_with_suffix(path, ".json"), json.dumps(header, indent=1).encode())
     return open_tokens(path)
@@ -90,16 +130,22 @@ def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
 
 
 def cached_tokens(
-    folder: Path, source_sha256: str, tokenizer_sha256: str, vocab_size: int, make: Callable[[], Documents]
+    folder: Path,
+    source_sha256: str,
+    tokenizer_sha256: str,
+    vocab_size: int,
+    make: Callable[[], Pieces],
+    older: Path | None = None,
 ) -> TokenFile:
-    """The tokens of a source under a tokenizer: mapped where they were made before, else made now."""
+    """The tokens of a source under a tokenizer: mapped where they were made before, here or in ``older``, else made
+    now."""
     key = hashlib.sha256(f"{source_sha256} {tokenizer_sha256}".encode()).hexdigest()
-    path = folder / f"tokens-{key[:16]}"
-    with contextlib.suppress(BadData):
-        cached = open_tokens(path)
-        if cached.key == key:
-            return cached
-    return write_tokens(path, make(), vocab_size, key)
+    name = f"tokens-{key[:16]}"
+    for place in (folder, older):
+        with contextlib.suppress(BadData):
+            if place is not None and (cached := open_tokens(place / name)).key == key:
+                return cached
+    return write_tokens(folder / name, make(), vocab_size, key)
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:

@@ -136,7 +136,7 @@ class Demo:
         from ..training.signals import Interrupted
 
         self._open_directory()
-        n = min(N_EVALUATED, self.config.data.valid_rows or N_EVALUATED)
+        n = min(N_EVALUATED, rows if isinstance(rows := self.config.data.valid_rows, int) else N_EVALUATED)
         with file_lock(self.root, "has a demo running in it; --out names another directory"):
             for path in self.root.glob(".*"):
                 if _HALF_WRITTEN.fullmatch(path.name):

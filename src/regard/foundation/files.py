@@ -40,6 +40,13 @@ def resolve_inside(root: Path, name: str) -> Path:
     return path
 
 
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/regard, else ~/.cache/regard: what can be made again at any time."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard says to pass over a path that is not absolute.
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "regard"
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file in one step: a reader, or a crash, sees the old content or the new, never a part."""
     with atomic_file(path) as file:

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
 PAD, BOS, EOS, UNK, MASK = range(5)  # ids in every tokenizer learned here; the first three are ModelConfig's defaults
 SPACE = "▁"
-_BATCH_SIZE = 4096
+_BATCH_SIZE, _BATCH_CHARACTERS = 4096, 1 << 20  # at most so many texts, and then about so many characters, at a time
+_PIECE_CHARACTERS = 1 << 16
+_BETWEEN_WORDS = re.compile(r"(?<=\S)[ \n](?=\S)")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _STANDS_FOR_A_WORD = re.compile(r"unk|mask", re.IGNORECASE)
 
@@ -51,6 +53,19 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte 
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which have no UTF-8 form, by U+FFFD."""
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """A long text in pieces: each but the first begins with the single space or line end between two words.
+
+    No token crosses such a place, so the pieces have the tokens of the whole text; one text of a gigabyte would take
+    a hundred times as much memory.
+    """
+    start = 0
+    while (match := _BETWEEN_WORDS.search(text, start + _PIECE_CHARACTERS)) is not None:
+        yield text[start : match.start()]
+        start = match.start()
+    yield text[start:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,7 @@ def _special_id(name: str) -> property:
 
     def read(tokenizer: Tokenizer) -> int:
         if name not in tokenizer.special_ids:
-            raise ValueError(f"{tokenizer.name} has no {name} token, or does not say which it is")
+            raise ValueError(f"{tokenizer.name} was not learned here: which of its tokens is {name} is not known")
         return tokenizer.special_ids[name]
 
     return property(read)
@@ -80,8 +95,7 @@ class Tokenizer:
     """A tokenizer.json, run by the ``tokenizers`` library. ``content`` is the file, byte for byte.
 
     ``special_ids`` maps "pad", "bos", "eos", "unk" and "mask" to ids. Files learned here (``is_native``) have all five
-    at 0 to 4; a foreign file does not say, so it has none until ``with_special_ids`` gives it those of its model, as
-    ``read_processor`` does.
+    at 0 to 4; a foreign file does not say, so it has none until ``with_special_ids`` gives it those of its model.
     """
 
     special_ids: Mapping[str, int]
@@ -149,12 +163,48 @@ class Tokenizer:
 
     def encode_stream(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
         """Like ``encode_all``, holding a few thousand texts at a time."""
-        cleaned = map(replace_surrogates, texts)
-        while batch := list(islice(cleaned, _BATCH_SIZE)):
-            with _library_errors_as_bad_file(self.name):
-                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=special)
-            for encoding in encodings:
-                yield encoding.ids
+        whole: list[int] = []
+        for ids, is_last in self.encode_parts(((text, True) for text in texts), special=special):
+            whole += ids
+            if is_last:
+                yield whole
+                whole = []
+
+    def encode_parts(
+        self, parts: Iterable[tuple[str, bool]], *, special: bool = False
+    ) -> Iterator[tuple[list[int], bool]]:
+        """The ids of texts that come in parts, each with whether its text ends there, and so do the ids.
+
+        A long text is encoded in pieces (``cut_text``) where that gives the same ids, and no special tokens are added.
+        """
+        n_added = None if special else self._n_added_to_piece
+        pieces = cut_parts(parts, whole=n_added is None)
+        while batch := _next_batch(pieces):
+            encoded = self._encode_batch([replace_surrogates(text) for text, _, _ in batch], special)
+            for ids, (_, is_first, is_last) in zip(encoded, batch, strict=True):
+                yield (ids if is_first else ids[n_added:]), is_last
+
+    def _encode_batch(self, texts: list[str], special: bool) -> Iterable[list[int]]:
+        with _library_errors_as_bad_file(self.name):
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
+        return (encoding.ids for encoding in encodings)
+
+    @cached_property
+    def _n_added_to_piece(self) -> int | None:
+        """Tokens to drop from the start of a later piece of a text: some kinds add a ▁ there.
+
+        None where a text encoded in pieces has other ids: then it is encoded whole.
+        """
+
+        def ids(text: str) -> list[int]:
+            return self.encode(text, special=False)
+
+        words = ("ab", "x1.", "가나", '("', "é")
+        texts = [(left, f"{space}{right} {left}") for left in words for right in words for space in " \n"]
+        for n in (0, 1):
+            if all(ids(left + right) == ids(left) + ids(right)[n:] for left, right in texts):
+                return n
+        return None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids, without special tokens."""
@@ -164,16 +214,6 @@ class Tokenizer:
     def token(self, index: int | None) -> str | None:
         """The vocabulary's entry of an id; None where there is none."""
         return None if index is None or index < 0 else self._backend.id_to_token(index)
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a vocabulary's entry; None where there is no such entry."""
-        return self._backend.token_to_id(token)
-
-    @cached_property
-    def all_special_ids(self) -> frozenset[int]:
-        """Every token that stands for no text: the five, and whatever else the file calls special."""
-        ids = {self.token_id(token) for token in self._special_tokens} | set(self.special_ids.values())
-        return frozenset(index for index in ids if index is not None)
 
     def _first_tokens(self) -> tuple[str | None, ...]:
         return tuple(self._backend.id_to_token(index) for index in range(len(SPECIAL)))
@@ -281,7 +321,7 @@ class MarianTokenizer(Tokenizer):
         pieces += self._pieces.encode(text if language is None else text[language.end() :], out_type=str)
         return [self.vocab.get(piece, self._unknown) for piece in pieces] + [self._end] * special
 
-    def encode_stream(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
+    def _encode_batch(self, texts: list[str], special: bool) -> Iterable[list[int]]:
         return (self.encode(text, special=special) for text in texts)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -292,8 +332,31 @@ class MarianTokenizer(Tokenizer):
     def token(self, index: int | None) -> str | None:
         return None if index is None else self._tokens.get(index)
 
-    def token_id(self, token: str) -> int | None:
-        return self.vocab.get(token)
+
+def cut_parts(parts: Iterable[tuple[str, bool]], whole: bool = False) -> Iterator[tuple[str, bool, bool]]:
+    """Texts that come in parts cut as ``cut_text`` does, or ``whole``: a piece, and whether it is the first and the
+    last one of its text."""
+    rest, is_first = "", True
+    for part, ends in parts:
+        rest += part
+        if len(rest) > _PIECE_CHARACTERS and not whole:
+            *pieces, rest = cut_text(rest)
+            for piece in pieces:
+                yield piece, is_first, False
+                is_first = False
+        if ends:
+            yield rest, is_first, True
+            rest, is_first = "", True
+
+
+def _next_batch(pieces: Iterator[tuple[str, bool, bool]]) -> list[tuple[str, bool, bool]]:
+    batch, n_characters = [], 0
+    for piece in islice(pieces, _BATCH_SIZE):
+        batch.append(piece)
+        n_characters += len(piece[0])
+        if n_characters > _BATCH_CHARACTERS:
+            break
+    return batch
 
 
 def _spell_byte_level(token: str, at_start: bool) -> bytes:

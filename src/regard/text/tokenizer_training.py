@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config.data_config import TokenizerKind
-from .tokenizer import BOS, BYTE_OF_LETTER, EOS, SPACE, SPECIAL, UNK, Tokenizer, replace_surrogates
+from .tokenizer import BOS, BYTE_OF_LETTER, EOS, SPACE, SPECIAL, UNK, Tokenizer, cut_text, replace_surrogates
 from .unigram import train_unigram
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Template = Literal["none", "eos", "bos-eos"]
 """Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
 
-_TEMPLATES = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
 _WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
 _LETTERS = sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter])
 
@@ -30,38 +29,25 @@ def train_tokenizer(
 
     ``vocab_size`` counts the special tokens; None: 8,000 for bpe and unigram, everything seen for chars and words.
     """
+    from tokenizers import processors
+
     if kind not in TOKENIZER_KINDS:
         raise ValueError(f"kind={kind!r} is not one of {', '.join(TOKENIZER_KINDS)}")
     least = len(SPECIAL) + (256 if kind in ("bytes", "bpe") else 1)
     if vocab_size is not None and vocab_size < least:
         raise ValueError(f"vocab_size={vocab_size} is less than the {least} that kind={kind!r} needs")
-    if template not in _TEMPLATES:
-        raise ValueError(f"template={template!r} is not one of {', '.join(_TEMPLATES)}")
+    shapes = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
+    if template not in shapes:
+        raise ValueError(f"template={template!r} is not one of {', '.join(shapes)}")
     with _single_threaded():
         backend = TOKENIZER_KINDS[kind](texts, vocab_size)
     backend.add_special_tokens(list(SPECIAL))
-    _set_template(backend, template)
+    if template != "none":
+        single = shapes[template]
+        pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
+        special = [("<bos>", BOS), ("<eos>", EOS)]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     return Tokenizer(backend.to_str(pretty=False).encode("utf-8"))
-
-
-def with_template(tokenizer: Tokenizer, template: Template) -> Tokenizer:
-    """A tokenizer learned here with other special tokens around a text: the same ids for the same pieces."""
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend.from_str(tokenizer.content.decode("utf-8"))
-    _set_template(backend, template)
-    content = backend.to_str(pretty=False).encode("utf-8")
-    return tokenizer if content == tokenizer.content else Tokenizer(content, tokenizer.name)
-
-
-def _set_template(backend: Backend, template: Template) -> None:
-    from tokenizers import processors
-
-    single = _TEMPLATES[template]
-    pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
-    special: list[Any] = [("<bos>", BOS), ("<eos>", EOS)]
-    processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    backend.post_processor = None if template == "none" else processor
 
 
 def train_pair(
@@ -87,7 +73,8 @@ def _train_chars(texts: Iterable[str], vocab_size: int | None) -> Backend:
     counts: Counter[str] = Counter()
     nfc = normalizers.NFC()
     for text in texts:
-        counts.update(nfc.normalize_str(replace_surrogates(text)))
+        for piece in cut_text(replace_surrogates(text)):
+            counts.update(nfc.normalize_str(piece))
     backend = _characters_as_tokens(sorted(_most_frequent(counts, vocab_size)), unk_token=SPECIAL[UNK])
     backend.normalizer, backend.decoder = nfc, decoders.Fuse()
     return backend
@@ -112,7 +99,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int | None) -> Backend:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size or 8000, special_tokens=list(SPECIAL), initial_alphabet=_LETTERS, show_progress=False
     )
-    backend.train_from_iterator(sorted(map(replace_surrogates, texts)), trainer)
+    pieces = (piece for text in texts for piece in cut_text(replace_surrogates(text)))
+    backend.train_from_iterator(sorted(pieces), trainer)
     return backend
 
 
@@ -169,8 +157,10 @@ def _split_and_count_words(texts: Iterable[str]) -> tuple[Backend, Counter[str]]
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     counts: Counter[str] = Counter()
     for text, n in Counter(map(replace_surrogates, texts)).items():
-        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
-            counts[word] += n
+        for number, piece in enumerate(cut_text(text)):
+            words = splitter.pre_tokenize_str(normalizer.normalize_str(piece))
+            for word, _ in words[1:] if number else words:  # a later piece begins with a ▁ that the text does not have
+                counts[word] += n
     return backend, counts
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig, TrainConfig
 from ..errors import RegardError
-from ..foundation.files import write_atomic
+from ..foundation.files import cache_folder, write_atomic
 from .loss import Batch
 from .precision import Precision, PrecisionName, supported_precisions
 
@@ -197,10 +197,8 @@ def record(choice: Choice, compile_seconds: float, compiled_ms: float) -> None:
 
 
 def table_path() -> Path:
-    """$XDG_CACHE_HOME/regard/speed.json, else ~/.cache/regard/speed.json."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says to pass over a path that is not absolute.
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "regard" / "speed.json"
+    """speed.json in the cache folder."""
+    return cache_folder() / "speed.json"
 
 
 def _read_table() -> dict[str, Any]:

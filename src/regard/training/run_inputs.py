@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from ..config import DataConfig, ModelConfig, RunConfig
+from ..data.example_files import ExampleWriter
 from ..data.examples import Example, ImageExample, Labelled, Pair, Text
 from ..data.sources import Source, open_source
 from ..data.splits import Split, held_out_mask, sha256_of, split_tail
@@ -85,14 +86,15 @@ def open_run_source(inputs: RunInputs) -> Source:
         return open_source(data)
     if not examples:
         raise BadData("data has no example")
-    train: list[Example] = examples
-    valid: list[Example] = []
+    train: Sequence[Example] = examples
+    valid: Sequence[Example] = []
     how = "nothing held out"
     match examples:
         case [Text(text)]:
-            head, tail = split_tail(text, data.valid_fraction)
-            train, valid, how = [Text(head)], [Text(tail)], f"the last {data.valid_fraction:g} of the text"
-        case _ if data.valid_fraction or data.valid_rows:
+            writer = ExampleWriter()
+            writer.add(text)
+            train, valid, how = split_tail(writer.finish(), data)
+        case _ if data.valid_fraction or isinstance(data.valid_rows, int):
             pairs = list(zip(examples, held_out_mask(examples, data), strict=True))
             train, valid = [x for x, out in pairs if not out], [x for x, out in pairs if out]
             how = "by hash of the source side"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from .. import hub
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
-from ..data.sources import Source
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
-from ..foundation.files import replace_directory, write_atomic
+from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
-from ..hub.hf_directory import INDEX
+from ..foundation.progress import show_progress
 from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
@@ -31,15 +29,14 @@ from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
-from .finetuning import add_lora, freeze, low_rank_additions, start_from
-from .initial_model import initial_processor
+from .finetuning import add_lora, freeze, start_from
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import RunDirectory, absolute_paths, find_run, missing_data, provenance
+from .run_directory import RunDirectory, absolute_paths, missing_data, provenance
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
@@ -103,12 +100,15 @@ def train(
     """
     inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
     run_config = inputs.config
-    with closing(_open_group(run_config.train)) as group:
+    with (
+        closing(_open_group(run_config.train)) as group,
+        show_progress(group.is_main and style not in ("quiet", "off")),
+    ):
         source, opened = open_run_source(inputs), None
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")
-            opened = _open_new_task(run_config, source, processor or inputs.processor, inputs.task_class)
+            opened = open_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
@@ -157,7 +157,7 @@ def resume(
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} lies behind the {done} steps that {path} has done")
-    with closing(_open_group(recipe)) as group:
+    with closing(_open_group(recipe)) as group, _progress(style, group):
         source = open_run_source(resolve_run(config, task=task, data=data))
         if (known := run.facts["data"]["sha256"]) != source.sha256:
             hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {known[:12]}…"
@@ -200,6 +200,11 @@ def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str |
         return f"{curve}; it warms up again over {recipe.warmup:,} steps to {recipe.lr:.3g} and {end}"
     go_on = f"{recipe.schedule} over {recipe.steps:,} steps goes on with {lr:.3g} and {end}"
     return f"{curve}; {go_on}; --schedule restart warms up again instead"
+
+
+def _progress(style: Style, group: Group) -> AbstractContextManager[None]:
+    """Inside, reading and tokenising show how far they have come, on one process and unless it is to be quiet."""
+    return show_progress(group.is_main and style not in ("quiet", "off"))
 
 
 def _open_group(recipe: TrainConfig) -> Group:
@@ -323,10 +328,9 @@ def _new_model(
         if checkpoint is None:
             from ..io import load
 
-            started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
+            started = start_from(model, recipe.init, load, task.processor)
             notes.append(started.to_text())
-            facts = {**started.to_dict(), "unlearned": started.unlearned, "base": _adapter_base(recipe.init)}
-            write_atomic(path, to_json(facts))
+            write_atomic(path, to_json({**started.to_dict(), "unlearned": started.unlearned}))
         new_names = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
@@ -335,21 +339,6 @@ def _new_model(
     if recipe.checkpointing:
         model.use_checkpointing()
     return model, notes
-
-
-def _open_new_task(config: RunConfig, source: Source, processor: Processor | None, task_class: type[Task]) -> Task:
-    """The task of a new run, with the tokenizers of ``train.init``. Weights that do not fit are refused here, before
-    there is a directory."""
-    recipe = config.train
-    if recipe.init is None:
-        return open_task(config, source, processor, task_class)
-    from ..io import load
-
-    initial = load(recipe.init)
-    processor = processor or initial_processor(config, source, initial.processor, task_class)
-    task, partial = open_task(config, source, processor, task_class), recipe.init_partial
-    start_from(build(task.model_config, device="meta"), recipe.init, initial, task.processor, partial=partial)
-    return task
 
 
 def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
@@ -381,34 +370,6 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _adapter_base(init: str) -> str | None:
-    """The model directory that additions to ``init`` belong to; None where that is a checkpoint of a run."""
-    found = find_run(init)
-    if found is None:
-        return str(Path(init).resolve())
-    run, step = found
-    return str(run.model_folder.resolve()) if step is None and run.model_folder.is_dir() else None
-
-
-def _save_adapter(run: RunDirectory, merged: Model) -> None:
-    """Write the low-rank additions alone, where everything else is in the directory the run started from."""
-    recipe = run.config.train
-    if recipe.lora is None or recipe.init is None:
-        return
-    started = run.json("started.json")
-    base, whole = started.get("base"), started["unlearned"]
-    if base is None or any(name.startswith(("token.", "target_token.")) for name in whole):
-        return
-    additions = low_rank_additions(run.model(merged=False)[0])
-    scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
-    with replace_directory(run.root / "adapter") as folder:
-        for file in run.model_folder.iterdir():  # config.json and the tokenizers; a card and checksums are its own
-            if file.suffix != ".safetensors" and file.name not in ("manifest.json", "README.md", INDEX):
-                write_atomic(folder / file.name, file.read_bytes())
-        hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=base)
-        hub.Manifest.of(folder).write(folder)
-
-
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
     """Choose the weights to ship, evaluate them on all validation data, save them as a model."""
     recipe, stopped = loop.train, loop.why_stopped()
@@ -426,7 +387,6 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
         with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
             model.save(run.model_folder)
-        _save_adapter(run, model)
     command = f"regard {loop.task.command} {shlex.quote(str(run.root))} {shlex.quote(loop.task.example_input())}"
     result = TrainResult(
         run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ...config import ModelConfig
 from ...data.batching import BatchPlan, balanced_rows
+from ...data.example_files import ExampleFile
 from ...data.examples import Example, ImageExample, Labelled
+from ...data.token_files import Pieces, TokenFile, whole_documents
 from ...errors import UsageError
 from ...models import Model
 from ...text.processor import Processor
@@ -26,6 +28,7 @@ from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .task import (
     MAX_TOKENIZER_TEXTS,
+    SPECIAL_IDS,
     ExampleResult,
     ImageTask,
     Scores,
@@ -167,33 +170,35 @@ class Classify(ClassificationTask):
 
     @property
     def model_config(self) -> ModelConfig:
-        sizes = {"n_classes": len(self.labels), "max_len": self._max_width}
-        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
+        sizes = {"vocab_size": self.tokenizer.size, "n_classes": len(self.labels), "max_len": self._max_width}
+        return self.config.model.with_(**sizes, **SPECIAL_IDS)
 
     @property
     def _max_width(self) -> int:
         return max(self.config.data.max_len, self.config.model.max_len)
 
     @cached_property
-    def _encoded(self) -> list[list[int]]:
-        rows = self.tokenizer.encode_all(cast(Labelled, x).text for x in self.source.train)
-        max_len = self.config.data.max_len
-        shortened, n_longer = truncate(rows, max_len)
-        if self.config.data.too_long == "drop":
-            self.skipped = SkippedExamples(n_dropped=n_longer, max_len=max_len)
-            return rows
-        self.skipped = SkippedExamples(n_cut=n_longer, max_len=max_len)
-        return shortened
+    def _train(self) -> TokenFile:
+        def pieces() -> Pieces:
+            texts = (cast(Labelled, x).text for x in self._tracked_train("texts"))
+            return whole_documents(self.tokenizer.encode_stream(texts))
+
+        return self._tokens("text", self.tokenizer, pieces, None)
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths = np.array([len(row) for row in self._encoded])
-        return self._plan_by_length(lengths[self._epoch_rows], self.config.data.max_len)
+        max_len, sizes = self.config.data.max_len, self._train.sizes
+        n_longer = int((sizes > max_len).sum())
+        if self.config.data.too_long == "drop":
+            self.skipped = SkippedExamples(n_dropped=n_longer, max_len=max_len)
+        else:
+            self.skipped, sizes = SkippedExamples(n_cut=n_longer, max_len=max_len), np.minimum(sizes, max_len)
+        return self._plan_by_length(sizes[self._epoch_rows], max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         examples = self._epoch_rows[index].tolist()
-        rows = self._hide_tokens([self._encoded[i] for i in examples], epoch, index)
-        return self._collate(rows, _classes([self.source.train[i] for i in examples]))
+        rows, _ = truncate([self._train.document(i) for i in examples], self.config.data.max_len)
+        return self._collate(self._hide_tokens(rows, epoch, index), _classes([self.source.train[i] for i in examples]))
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         rows = self.tokenizer.encode_all(cast(Labelled, x).text for x in examples)
@@ -240,4 +245,6 @@ class ClassifyImages(ImageTask, ClassificationTask):
 
 
 def _classes(examples: Sequence[Example]) -> list[int]:
+    if isinstance(examples, ExampleFile) and examples.labels is not None:
+        return examples.labels.tolist()
     return [cast(Labelled, x).label for x in examples]  # images have labels too

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -15,19 +16,30 @@ from numpy.typing import NDArray
 
 from ...config import DataConfig, ModelConfig
 from ...data.batching import BatchPlan, mask_tokens
+from ...data.example_files import ExampleFile, document_parts
 from ...data.examples import Example, Text
 from ...data.packing import IGNORE, PackedRow, PackedRows, TokenBlocks
-from ...data.token_files import TokenFile, cached_tokens
+from ...data.token_files import Pieces, TokenFile
 from ...errors import BadData
+from ...foundation.progress import track
 from ...generation.text_generation import generate
 from ...models import Decoder, Model
 from ...text.processor import Processor
-from ...text.tokenizer import EOS
+from ...text.tokenizer import EOS, MASK, cut_parts
 from ..loss import Batch, token_losses
 from ..metrics.language_metrics import TextLosses, paired_texts
 from ..metrics.statistics import Statistics
 from ..precision import Precision
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task, has_partial_batch, index_groups
+from .task import (
+    MAX_TOKENIZER_CHARACTERS,
+    MAX_TOKENIZER_TEXTS,
+    SPECIAL_IDS,
+    ExampleResult,
+    Scores,
+    Task,
+    has_partial_batch,
+    index_groups,
+)
 
 _MAX_CONTEXT = 1024  # of a model that can read more and does not say what it was trained with
 _SHOWN_BEFORE = 32  # tokens shown before a passage
@@ -55,8 +67,18 @@ class TextTask(Task):
         """What a person is shown of the scored texts."""
 
     def _new_processor(self) -> Processor:
-        texts = [cast(Text, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
-        return Processor(source=self._new_tokenizer(texts))
+        return Processor(source=self._new_tokenizer(self._tokenizer_texts()))
+
+    def _tokenizer_texts(self) -> Iterator[str]:
+        """The first texts or, of those too long for all of it, pieces at even distances."""
+        train = self.source.train
+        if not isinstance(train, ExampleFile):
+            return (cast(Text, x).text for x in train)
+        first = train.select(np.arange(min(len(train), MAX_TOKENIZER_TEXTS)))
+        distance = -(-first.n_bytes // MAX_TOKENIZER_CHARACTERS)
+        if distance <= 1:
+            return (cast(Text, x).text for x in first)
+        return (piece for piece, _, _ in islice(cut_parts(document_parts(first)), 0, None, distance))
 
     @property
     def context(self) -> int:
@@ -64,11 +86,11 @@ class TextTask(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        fields = self._token_fields(self.tokenizer)
-        if self.tokenizer.is_native:  # a foreign model knows its marks whether they are used here or not
-            end = EOS if self._separates_documents else None
-            fields |= {"bos_id": end, "eos_id": end}
-        return self.config.model.with_(max_len=max(self.context, self.config.model.max_len), **fields)
+        ids: dict[str, int | None] = {**SPECIAL_IDS, "bos_id": EOS}
+        if not self._separates_documents:
+            ids |= {"bos_id": None, "eos_id": None}
+        max_len = max(self.context, self.config.model.max_len)
+        return self.config.model.with_(vocab_size=self.tokenizer.size, max_len=max_len, **ids)
 
     @property
     def _separates_documents(self) -> bool:
@@ -76,36 +98,31 @@ class TextTask(Task):
         packing = self.config.data.packing
         return len(self.source.train) > 1 if packing == "auto" else packing == "documents"
 
-    def _documents(self, examples: Sequence[Example]) -> Iterator[list[int]]:
-        """Where they are told apart, each between two <eos>, as GPT-2 has them, or between a foreign model's marks."""
-        first, last = self._document_marks if self._separates_documents else ([], [])
-        for ids in self.tokenizer.encode_stream((cast(Text, x).text for x in examples), special=False):
-            yield [*first, *ids, *last]
-
-    @property
-    def _document_marks(self) -> tuple[list[int], list[int]]:
-        """What stands before and after a document."""
-        ids = self.tokenizer.special_ids
-        marks = [ids[name] for name in ("bos", "eos") if name in ids]  # with one of them, it does for both
-        return ([EOS], [EOS]) if self.tokenizer.is_native else (marks[:1], marks[-1:])
+    def _token_pieces(self, parts: Iterable[tuple[str, bool]]) -> Pieces:
+        """Each document between two <eos>, as GPT-2 has them, where they are told apart."""
+        end = [self.tokenizer.eos_id] if self._separates_documents else []
+        is_first = True
+        for ids, is_last in self.tokenizer.encode_parts(parts):
+            yield [*end * is_first, *ids, *end * is_last], is_last
+            is_first = is_last
 
     def token_file(self, examples: Sequence[Example]) -> TokenFile:
         """The tokens of some texts, in their order."""
-        return TokenFile.of(list(self._documents(examples)), self.tokenizer.size)
+        return TokenFile.of_pieces(self._token_pieces(document_parts(examples)), self.tokenizer.size)
 
     @cached_property
     def _train(self) -> TokenFile:
-        train, tokenizer = self.source.train, self.tokenizer
-        if self.tokens_folder is None:
-            return self.token_file(train)
-        about = f"{self.source.split.train_sha256} {self._separates_documents}"
-        return cached_tokens(
-            self.tokens_folder, about, tokenizer.sha256, tokenizer.size, lambda: self._documents(train)
-        )
+        def pieces() -> Pieces:
+            train = self.source.train
+            n_bytes = train.n_bytes if isinstance(train, ExampleFile) else 0
+            size_of = lambda part: len(part[0].encode("utf-8", "surrogatepass"))  # noqa: E731
+            return self._token_pieces(track(document_parts(train), "tokenising texts", n_bytes, size_of))
+
+        return self._tokens(str(self._separates_documents), self.tokenizer, pieces, self.tokens_folder)
 
     @cached_property
     def _packed(self) -> PackedRows:
-        return PackedRows(self._train, self.context, self.config.train.seed, self.tokenizer.pad_id)
+        return PackedRows(self._train, self.context, self.config.train.seed)
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
@@ -119,7 +136,7 @@ class TextTask(Task):
         return self._row_batch(self._packed.batch(epoch, index), epoch, index)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        rows = PackedRows(self.token_file(examples), self.context, pad_id=self.tokenizer.pad_id, shuffle=False)
+        rows = PackedRows(self.token_file(examples), self.context, shuffle=False)
         for index in index_groups(len(rows), max(1, 32768 // self.context)):
             yield index, self._row_batch(rows.batch(0, index), -1, index)
 
@@ -158,7 +175,7 @@ class TextTask(Task):
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         texts = cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts)
-        return paired_texts(*texts, masked=self.needs_mask_token)
+        return paired_texts(*texts, masked=self.needs_native_mask)
 
 
 class LanguageModel(TextTask):
@@ -242,12 +259,7 @@ class MaskedLanguageModel(TextTask):
     """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
 
     name = "mlm"
-    needs_mask_token = True
-
-    @property
-    def model_config(self) -> ModelConfig:
-        _ = self.tokenizer.mask_id  # says what is missing before a run begins
-        return super().model_config
+    needs_native_mask = True
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         hits = text_losses.predictions == text_losses.tokens
@@ -265,10 +277,9 @@ class MaskedLanguageModel(TextTask):
                 yield ExampleResult(masked, decode(tokens[place]), decode(completed[place]), math.exp(-loss), loss)
 
     def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
-        how = {"vocab_size": self.tokenizer.size, "mask_id": self.tokenizer.mask_id}
-        special, rate, seed = self.tokenizer.all_special_ids, self.config.data.mask_rate, self.config.train.seed
+        size, rate, seed = self.tokenizer.size, self.config.data.mask_rate, self.config.train.seed
         rows = [
-            mask_tokens(row, **how, special=special, share=rate, seed=seed, epoch=epoch, index=which)
+            mask_tokens(row, vocab_size=size, mask_id=MASK, share=rate, seed=seed, epoch=epoch, index=which)
             for row, which in zip(packed.tokens, index, strict=True)
         ]
         tokens, targets = (torch.from_numpy(np.stack([getattr(x, n) for x in rows])) for n in ("inputs", "targets"))

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -20,24 +20,30 @@ from ...config import DataConfig, Kind, ModelConfig, RunConfig, TrainConfig
 from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
+from ...data.example_files import ExampleFile
 from ...data.examples import Example, ImageExample, Labelled, Pair, Text
 from ...data.hashing import stable_key, uniform
 from ...data.images import image_batch
 from ...data.packing import IGNORE
+from ...data.source_cache import LARGE
 from ...data.sources import Source
-from ...data.splits import stratified_sample
+from ...data.splits import held_out_note, stratified_sample
+from ...data.token_files import Pieces, TokenFile, cached_tokens
 from ...errors import BadData, RegardError, UsageError
+from ...foundation.files import cache_folder
+from ...foundation.progress import track
 from ...models import Model
 from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
-from ...text.tokenizer import PAD, Tokenizer
+from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
 from ..loss import Batch, batch_loss, token_losses
 from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 
-MAX_TOKENIZER_TEXTS = 200_000  # a tokenizer learns nothing from more
+MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS = 200_000, 1 << 25  # a tokenizer learns nothing from more
+SPECIAL_IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}  # of every tokenizer trained here
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Task(ABC):
     evaluation_options: ClassVar[tuple[str, ...]] = ()  # which of beam, length_penalty, stride mean something
     processor_parts: ClassVar[tuple[str, ...]] = ("source",)  # what a model directory must bring
     has_labels: ClassVar[bool] = False
-    needs_mask_token: ClassVar[bool] = False
+    needs_native_mask: ClassVar[bool] = False  # whether the tokenizer must know its mask token
     needs_positions: ClassVar[bool] = False  # whether data.max_len may not exceed a table of learned positions
 
     skipped: SkippedExamples = SkippedExamples()
@@ -133,7 +139,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def model_config(self) -> ModelConfig:
-        """The config's model with what the data decide: vocabulary, classes, lengths, special tokens."""
+        """The config's model with what the data decides: vocabulary, classes, lengths, special tokens."""
 
     @abstractmethod
     def _new_processor(self) -> Processor:
@@ -157,8 +163,7 @@ class Task(ABC):
     @property
     def notes(self) -> list[str]:
         """What to say of the training data before the first step."""
-        skipped = self.skipped.to_text()
-        return [] if skipped is None else [skipped]
+        return [note for note in (held_out_note(self.source.split), self.skipped.to_text()) if note is not None]
 
     def batch(self, number: int) -> Batch:
         """Training batch ``number`` of the whole run, counted from 0."""
@@ -327,23 +332,31 @@ class Task(ABC):
         """Of a task that has one."""
         return self.processor.tokenizer
 
-    def _new_tokenizer(self, texts: Sequence[str]) -> Tokenizer:
+    def _new_tokenizer(self, texts: Iterable[str]) -> Tokenizer:
         """The tokenizer the config names: read from its file, else trained on these texts."""
         data = self.config.data
         kind = self.tokenizer_kind if data.tokenizer == "auto" else data.tokenizer
         if kind in TOKENIZER_KINDS:
             size = data.vocab_size if kind in ("bpe", "unigram") else None
-            return train_tokenizer(texts[:MAX_TOKENIZER_TEXTS], cast(TokenizerKind, kind), size, self.template)
+            return train_tokenizer(_enough(texts), cast(TokenizerKind, kind), size, self.template)
         if not kind.endswith(".json"):
             raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json")
         return Tokenizer.load(kind)
 
-    def _token_fields(self, tokenizer: Tokenizer) -> dict[str, int | None]:
-        """The fields of a model that its tokenizer decides. A foreign model's table may have rows without a token."""
-        size, ids = tokenizer.size, tokenizer.special_ids
-        if not tokenizer.is_native:
-            size = max(size, self.config.model.vocab_size)
-        return {"vocab_size": size, "pad_id": ids.get("pad", PAD), "bos_id": ids.get("bos"), "eos_id": ids.get("eos")}
+    def _tokens(self, what: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
+        """The tokens of the training texts, ``make``: in memory, or in a folder of this run, or, where they are many,
+        in one that all runs share. ``what`` tells them from others of the same data and tokenizer."""
+        train, about = self.source.train, f"{self.source.split.train_sha256} {what}"
+        if isinstance(train, ExampleFile) and train.n_bytes > LARGE:
+            shared = cache_folder() / "tokens"
+            return cached_tokens(shared, about, tokenizer.sha256, tokenizer.size, make, older=folder)
+        if folder is None:
+            return TokenFile.of_pieces(make(), tokenizer.size)
+        return cached_tokens(folder, about, tokenizer.sha256, tokenizer.size, make)
+
+    def _tracked_train(self, what: str) -> Iterator[Example]:
+        """The training examples one after the other, with a bar."""
+        return track(self.source.train, f"tokenising {what}", len(self.source.train), lambda example: 1)
 
     def _plan_by_length(self, lengths: Any, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
@@ -373,15 +386,14 @@ class Task(ABC):
 
     def _hide_tokens(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
         """Training rows with ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), special ones apart."""
-        rate, tokenizer = self.config.data.hide_rate, self.processor.source
-        if not rate or tokenizer is None:
+        rate = self.config.data.hide_rate
+        if not rate:
             return rows
-        mask_id, special = tokenizer.mask_id, tokenizer.all_special_ids
         seed, out = self.config.train.seed, []
         for row, which in zip(rows, index, strict=True):
             hidden = uniform(stable_key("hide", seed, epoch, int(which)), np.arange(len(row))) < rate
             pairs = zip(row, hidden, strict=True)
-            out.append([mask_id if is_hidden and token not in special else token for token, is_hidden in pairs])
+            out.append([MASK if is_hidden and token >= len(SPECIAL) else token for token, is_hidden in pairs])
         return out
 
 
@@ -415,6 +427,16 @@ class ImageTask(Task):
             seed=self.config.train.seed,
             epoch=epoch or 0,
         )
+
+
+def _enough(texts: Iterable[str]) -> Iterator[str]:
+    """As many of the texts as a tokenizer is trained on."""
+    n_characters = 0
+    for text in itertools.islice(texts, MAX_TOKENIZER_TEXTS):
+        yield text
+        n_characters += len(text)
+        if n_characters > MAX_TOKENIZER_CHARACTERS:
+            return
 
 
 def image_name(example: ImageExample) -> str:

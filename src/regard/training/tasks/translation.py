@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ...config import ModelConfig
 from ...data.batching import BatchPlan
 from ...data.examples import Example, Pair
+from ...data.token_files import Pieces, TokenFile, whole_documents
 from ...generation import GenerateConfig, generate
 from ...generation.prompts import default_output_length
 from ...models import Model
@@ -20,7 +21,7 @@ from ...text.tokenizer import Tokenizer
 from ..loss import Batch, shift_targets
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
+from .task import MAX_TOKENIZER_TEXTS, SPECIAL_IDS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
 
 
 class Translate(Task):
@@ -50,30 +51,34 @@ class Translate(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        model, target, target_size = self.config.model, self.processor.target, None
-        if target is not None and target.is_native:
-            target_size = target.size
-        elif target is not None and model.target_vocab_size is not None:  # Marian's two sides share one vocabulary
-            target_size = max(target.size, model.target_vocab_size)
-        sizes = {"target_vocab_size": target_size, "max_len": self._readable[0]}
-        return model.with_(**sizes, **self._token_fields(self._source))
+        target_size = None if self.processor.target is None else self._target.size
+        sizes = {"vocab_size": self._source.size, "target_vocab_size": target_size, "max_len": self._readable[0]}
+        return self.config.model.with_(**sizes, **SPECIAL_IDS)
 
     @cached_property
-    def _encoded(self) -> tuple[list[list[int]], list[list[int]]]:
-        return self._encode(self.first(self.source.train))
+    def _train(self) -> tuple[TokenFile, TokenFile]:
+        """The tokens of the sources and of the targets."""
+
+        def side(name: str, tokenizer: Tokenizer, first: list[int]) -> TokenFile:
+            def pieces() -> Pieces:
+                texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
+                return whole_documents([*first, *ids] for ids in tokenizer.encode_stream(texts))
+
+            return self._tokens(name, tokenizer, pieces, None)
+
+        return side("source", self._source, []), side("target", self._target, [self._target.bos_id])
 
     def _encode(self, examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]]]:
         """Sources end with <eos>; targets also begin with <bos>."""
         pairs = cast(Sequence[Pair], examples)
-        sources = _encode_with_end(self._source, (x.source for x in pairs))
-        targets = _encode_with_end(self._target, (x.target for x in pairs))
+        sources = self._source.encode_all(x.source for x in pairs)
+        targets = self._target.encode_all(x.target for x in pairs)
         return sources, [[self._target.bos_id, *row] for row in targets]
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        sources, targets = self._encoded
         data = self.config.data
-        lengths = np.asarray([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)])
+        lengths = np.stack([side.sizes for side in self._train], axis=1)
         most = np.asarray([data.max_len, data.max_target_len or data.max_len])
         longer = np.any(lengths > most, axis=1)
         if data.too_long == "truncate":
@@ -84,8 +89,8 @@ class Translate(Task):
         return self._plan_by_length(np.where(longer[:, None], most.max() + 1, lengths), int(most.max()))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        sources, targets = self._encoded
-        return self._collate(self._hide_tokens([sources[i] for i in index], epoch, index), [targets[i] for i in index])
+        sources, targets = ([side.document(i) for i in index] for side in self._train)
+        return self._collate(self._hide_tokens(sources, epoch, index), targets)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         sources, targets = self._encode(examples)
@@ -134,7 +139,7 @@ class Translate(Task):
 
     def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
         """The model's translations, longest sources first so that groups are of similar length."""
-        ids = [row[: model.config.max_len] for row in _encode_with_end(self._source, texts)]
+        ids = [row[: model.config.max_len] for row in self._source.encode_all(texts)]
         outputs = [""] * len(ids)
         for group in group_by_length([len(row) for row in ids], max(512, 16384 // beam)):
             limit = default_output_length(model.config, max(len(ids[i]) for i in group), multiple=1)
@@ -143,10 +148,3 @@ class Translate(Task):
             for place, tokens in zip(group, translated.tokens, strict=True):
                 outputs[place] = self._target.decode(tokens)
         return outputs
-
-
-def _encode_with_end(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    """Ids of the texts. Not every foreign file puts the end there itself."""
-    rows = tokenizer.encode_all(texts)
-    end = [] if tokenizer.is_native else [tokenizer.eos_id]
-    return [row if row[-1:] == end else [*row, *end] for row in rows] if end else rows
