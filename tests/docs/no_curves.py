@@ -1,4 +1,7 @@
-"""Imported by the process that forks for sweeps: their runs leave out the picture of their curves."""
+"""Imported by the processes that fork for the documents' commands: trainings there draw no curves.
+
+They are drawn, and looked at, in tests/training/test_report.py.
+"""
 
 from regard.training import reporter
 

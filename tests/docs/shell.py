@@ -46,7 +46,7 @@ _WARM = (
     *("onnx", "onnxscript", "onnxruntime", "transformers", "fastapi", "uvicorn", "PIL.Image", "tokenizers"),
     *("regard.cli", "regard.io", "regard.training.trainer", "regard.training.evaluation", "regard.lens.look"),
     *("regard.lens.render_html", "regard.lens.head_scores", "regard.export.export_model", "regard.export.engines"),
-    *("regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
+    *("docs.no_curves", "regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
 )
 
 
@@ -153,10 +153,7 @@ def _serve(path: str) -> None:
 
 
 def _start_forks_of_sweeps() -> None:
-    """One process from which the runs of all sweeps are forked: each `regard ablate` would import torch for its own.
-
-    Their curves are not drawn: the trainings of the documents draw theirs.
-    """
+    """One process from which the runs of all sweeps are forked: each `regard ablate` would import torch for its own."""
     from multiprocessing import forkserver
 
     from regard.experiments import sweep_runner
