@@ -21,8 +21,9 @@ from .foundation.files import replace_directory, write_atomic
 from .foundation.jsonio import to_json
 from .hub.hf_directory import INDEX
 from .hub.manifest import check_replaceable
-from .models import Model
+from .models import Model, build
 from .text import Processor, read_processor
+from .training.finetuning import start_from
 from .training.run_directory import find_run
 
 __all__ = ["Description", "describe", "load", "save"]
@@ -44,8 +45,9 @@ def load(
 ) -> Model:
     """The model in a directory, ready to be used: in eval mode, with ``.config``, ``.processor`` and ``.provenance``.
 
-    The directory is one that ``model.save`` or transformers wrote, or a training run: then its model is the averaged
-    one, else the best, else the last, and "RUN@1200" is that of step 1200.
+    The directory is one that ``model.save`` or transformers wrote, a LoRA adapter as ``peft`` writes it (then the model
+    it belongs to with the additions merged), or a training run: then its model is the averaged one, else the best, else
+    the last, and "RUN@1200" is that of step 1200.
 
     No code of the directory is run. Where it has a manifest every file is compared with it first; otherwise
     ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
@@ -62,6 +64,8 @@ def load(
             return load(run.model_folder, device=device, dtype=float_type)
         model, _ = run.model(step)
         return model.to(device, float_type)
+    if hub.is_adapter(path):
+        return _load_adapted(Path(path), verify=verify).to(device, float_type)
     if is_quantised(path):
         return open_int8(path, verify=verify).to(device)
 
@@ -74,6 +78,25 @@ def load(
         return model
 
     return _retry_if_replaced(path, read)
+
+
+def _load_adapted(path: Path, verify: bool) -> Model:
+    """The model an adapter belongs to, with its additions. With a config.json the adapted model has a head of its own;
+    peft writes none, and the model stays as it is."""
+    if verify and (manifest := hub.Manifest.read(path)) is not None:
+        manifest.check(path)
+    adapter = hub.Adapter.read(path)
+    model = load(adapter.base)
+    if (path / "config.json").is_file():
+        directory, base = hub.Directory(path, verify=False), model
+        fields = directory.config()
+        with _directory_in_errors(path):
+            model = build(hub.read_config(fields).config)
+            model.processor = read_processor(directory, fields, model.config)
+        start_from(model, str(adapter.base), base)
+    adapter.add_to(model)
+    model.provenance = hub.Provenance(path, hub.write_config(model.config).model_type, "unverified")
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -130,6 +153,12 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
         if not run[0].model_folder.is_dir():
             raise BadModelFile(f"{path} is a run that has not come to its end: it has no model yet, only checkpoints")
         path = run[0].model_folder
+    if hub.is_adapter(path):
+        model = load(path, verify=verify)
+        dtypes = tuple(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+        sizes = {file.name: file.stat().st_size for file in sorted(Path(path).iterdir()) if file.is_file()}
+        assert model.provenance is not None
+        return Description(model.provenance, model.config, model.n_parameters, dtypes, sizes, model.processor)
     if is_quantised(path):
         int8 = check_int8(path, verify=verify)
         model, dtypes, sizes = int8.model, _dtypes(int8.weights), int8.directory.files()

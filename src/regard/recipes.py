@@ -88,10 +88,11 @@ def run_config(
     model_fields = {PRESET: model} if isinstance(model, str) else _fields_of(model)
     sections = {"data": _data_fields(data), "model": model_fields, "train": _fields_of(train)}
     values = {section: check_fields(section, fields) for section, fields in sections.items()}
-    layers: list[Mapping[str, Any]] = [start, content, values, parse_overrides(overrides)]
-    fields = {section: _merge_layers([layer.get(section, {}) for layer in layers]) for section in SECTIONS}
-    typed = {name for layer in layers[1:] for name in layer.get("model", {})}
-    fields["model"] = _fit_to_task(task, fields["model"], typed)
+    given: list[Mapping[str, Any]] = [content, values, parse_overrides(overrides)]
+    fields = _merge_sections([start, *given])
+    if (init := fields["train"].get("init")) is not None:
+        fields = _merge_with_initial_model(init, task, start, given, tune=preset is None)
+    fields["model"] = _fit_to_task(task, fields["model"], _given_fields(given, "model"))
     if "source" not in fields["data"]:
         like = f"data.source={load_recipes().tasks[task].source}"
         raise UsageError(f"{preset or task} needs data.source: where its examples are, for instance {like}")
@@ -131,6 +132,30 @@ def unfit_model(task: str, model: Mapping[str, Any]) -> str:
 
 def _task_fields(model: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(model.get(name, ModelConfig.model_fields[name].default) for name in _TASK_FIELDS)
+
+
+def _merge_sections(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {section: _merge_layers([layer.get(section, {}) for layer in layers]) for section in SECTIONS}
+
+
+def _merge_with_initial_model(
+    init: str, task: str, start: Recipe, given: Sequence[Mapping[str, Any]], tune: bool
+) -> dict[str, dict[str, Any]]:
+    """The sections with model and tokenizers of ``train.init`` in place of the recipe's, under what is given."""
+    from .training.initial_model import TOKEN_FIELDS, recipe_from_initial_model
+
+    initial = recipe_from_initial_model(init, task, _merge_sections([start]), tune=tune)
+    fields, alone = _merge_sections([initial, *given]), _merge_sections(given)
+    if tune and alone["train"].get("lora") is not None and "lr" not in alone["train"]:
+        fields["train"]["lr"] *= 10  # low-rank additions begin at zero
+    if "tokenizer" not in alone["data"]:  # a model preset given beside it has other tokens
+        typed = _given_fields(given, "model")
+        fields["model"] |= {name: initial["model"][name] for name in TOKEN_FIELDS if name not in typed}
+    return fields
+
+
+def _given_fields(given: Sequence[Mapping[str, Any]], section: str) -> set[str]:
+    return {name for layer in given for name in layer.get(section, {})}
 
 
 def _fields_of(section: Mapping[str, Any] | Config | None) -> dict[str, Any]:

@@ -102,6 +102,8 @@ def smaller(command: str) -> str | None:
     for pattern, instead, _ in CHANGED:
         command = re.sub(pattern, instead, command)
     words = SMALLER[beginning].split()
+    if "train.init=" in command:  # which brings the sizes
+        words = [word for word in words if not word.startswith("model.")]
     place = command.find(" | ") if " | " in command else len(command)
     body, rest = command[:place], command[place:]
     for key, value in _pairs(words):

@@ -48,7 +48,7 @@ def tokenizer(*texts: str) -> Tokenizer:
 
 def test_everything_is_copied_where_everything_fits() -> None:
     old, new = small("gpt2"), fresh("gpt2")
-    started = start_from(new, "somewhere", lambda path: old)
+    started = start_from(new, "somewhere", old)
     assert set(started.copied) == set(old.state_dict())
     assert (started.new, started.unused, started.partly, started.differs) == ({}, (), (), {})
     assert all(torch.equal(x, old.state_dict()[name]) for name, x in new.state_dict().items())
@@ -60,7 +60,7 @@ def test_a_saved_directory_is_started_from(tmp_path: Path) -> None:
     old = small("bert-base-masked")
     old.save(tmp_path / "old")
     new = fresh("bert-base-masked")
-    started = start_from(new, str(tmp_path / "old"), regard.load)
+    started = start_from(new, str(tmp_path / "old"), regard.load(tmp_path / "old"))
     assert not started.new
     tokens = inputs_of(old.config)
     assert torch.equal(new.eval()(*tokens), old(*tokens))
@@ -69,7 +69,7 @@ def test_a_saved_directory_is_started_from(tmp_path: Path) -> None:
 def test_a_classifier_from_a_masked_language_model_has_a_new_head() -> None:
     old, new = small("bert-base-masked"), fresh("bert-base", head="classify", n_classes=3)
     first = state(new)
-    started = start_from(new, "x", lambda path: old)
+    started = start_from(new, "x", old)
     assert set(started.new) == {f"classifier.{n}" for n in ("out.weight", "out.bias", *POOLER)}
     assert all(name.startswith("head.") for name in started.unused)
     assert all(torch.equal(new.state_dict()[name], first[name]) for name in started.new)
@@ -83,7 +83,7 @@ POOLER = ("pooler.dense.weight", "pooler.dense.bias")
 
 def test_an_encoders_pooler_becomes_the_classifiers() -> None:
     old, new = small("bert-base"), fresh("bert-base", head="classify", n_classes=3)
-    started = start_from(new, "x", lambda path: old)
+    started = start_from(new, "x", old)
     assert set(started.new) == {"classifier.out.weight", "classifier.out.bias"}
     assert torch.equal(new.classifier.pooler.dense.weight, old.pooler.dense.weight)
     assert started.unused == ()
@@ -91,7 +91,7 @@ def test_an_encoders_pooler_becomes_the_classifiers() -> None:
 
 def test_another_number_of_classes_is_a_new_head() -> None:
     old, new = small("sentiment", n_classes=3), fresh("sentiment", n_classes=5)
-    started = start_from(new, "x", lambda path: old)
+    started = start_from(new, "x", old)
     assert set(started.new) == {"classifier.out.weight", "classifier.out.bias"}
     assert started.new["classifier.out.bias"] == "of shape 3 there, 5 here"
 
@@ -108,7 +108,7 @@ def test_a_head_over_other_classes_is_new(theirs: Any, ours: Any, copied: bool) 
     old, new = small("sentiment", n_classes=2), fresh("sentiment", n_classes=2)
     words = tokenizer()
     old.processor = Processor(source=words, labels=theirs)
-    started = start_from(new, "x", lambda path: old, Processor(source=words, labels=ours))
+    started = start_from(new, "x", old, Processor(source=words, labels=ours))
     assert ("classifier.out.weight" in started.copied) is copied
 
 
@@ -116,11 +116,11 @@ def test_token_tables_go_with_their_tokens() -> None:
     old = small("gpt2", tie_head=False)
     old.processor = Processor(source=tokenizer("abc"))
     same, other = Processor(source=Tokenizer(old.processor.source.content)), Processor(source=tokenizer("xyz"))
-    assert "token.weight" in start_from(fresh("gpt2", tie_head=False), "x", lambda path: old, same).copied
+    assert "token.weight" in start_from(fresh("gpt2", tie_head=False), "x", old, same).copied
     for processor in (other, None):
         new = fresh("gpt2", tie_head=False)
         first = new.token.weight.clone()
-        started = start_from(new, "x", lambda path: old, processor)
+        started = start_from(new, "x", old, processor)
         assert set(started.new) == {"token.weight", "head.weight"}
         assert set(started.new.values()) == {"the tokens are others"}
         assert torch.equal(new.token.weight, first)
@@ -132,7 +132,7 @@ def test_source_and_target_tokens_are_compared_apart() -> None:
     old, new = small("transformer-tiny", **fields), fresh("transformer-tiny", **fields)
     words = tokenizer("abc")
     old.processor = Processor(source=words, target=tokenizer("def"))
-    started = start_from(new, "x", lambda path: old, Processor(source=words, target=tokenizer("xyz")))
+    started = start_from(new, "x", old, Processor(source=words, target=tokenizer("xyz")))
     assert "token.weight" in started.copied
     assert set(started.new) == {"target_token.weight"}
 
@@ -141,7 +141,7 @@ def test_source_and_target_tokens_are_compared_apart() -> None:
 def test_learned_positions_of_another_length_are_copied_as_far_as_both_go(max_len: int) -> None:
     old, new = small("gpt2"), fresh("gpt2", max_len=max_len)
     first = state(new)["embeddings.position.weight"]
-    started = start_from(new, "x", lambda path: old)
+    started = start_from(new, "x", old)
     both, (here, there) = min(max_len, 24), (new.embeddings.position.weight, old.embeddings.position.weight)
     assert started.partly == started.unlearned == ("embeddings.position.weight",)
     assert torch.equal(here[:both], there[:both])
@@ -149,7 +149,7 @@ def test_learned_positions_of_another_length_are_copied_as_far_as_both_go(max_le
 
 
 def test_what_weights_of_the_same_shape_mean_is_compared() -> None:
-    started = start_from(fresh("gpt2", n_heads=2), "x", lambda path: small("gpt2"))
+    started = start_from(fresh("gpt2", n_heads=2), "x", small("gpt2"))
     assert started.differs == {"n_heads": (4, 2), "n_kv_heads": (4, 2)}
     assert "n_heads was 4 there and is 2 here" in started.to_text()
 
@@ -160,13 +160,13 @@ def test_nothing_fits_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"train.init=old: none of its weights fits this model .*d_model is 24 there and 16"
     ):
-        start_from(new, "old", lambda path: small("gpt2"))
+        start_from(new, "old", small("gpt2"))
     assert all(torch.equal(x, first[name]) for name, x in new.state_dict().items())
 
 
 def test_a_bf16_model_is_started_from_in_fp32() -> None:
     old, new = small("gpt2").bfloat16(), fresh("gpt2")
-    start_from(new, "x", lambda path: old)
+    start_from(new, "x", old)
     assert new.token.weight.dtype == torch.float32
     assert torch.equal(new.token.weight, old.token.weight.float())
 
@@ -339,7 +339,7 @@ def test_an_unmerged_run_is_resumed_from_its_file(tmp_path: Path) -> None:
 
 def test_a_new_head_learns_beside_the_additions() -> None:
     old, model = small("sentiment", n_classes=3), fresh("sentiment", n_classes=5)
-    started = start_from(model, "x", lambda path: old)
+    started = start_from(model, "x", old)
     add_lora(model, 2, None, DEFAULT, keep=started.unlearned)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"classifier.out.weight", "classifier.out.bias", *lora_names(model)}

@@ -33,7 +33,7 @@ def home(models: dict[str, Model]) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="package")  # while it is open no other test of this process may run an event loop
+@pytest.fixture(scope="package")  # while it is open no other test may run an event loop in the main thread
 def browser() -> Iterator[Any]:
     """The Chromium that ``find_browser`` finds; a machine without one fails and says how to install it."""
     chromium = find_browser()

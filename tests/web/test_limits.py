@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ from regard.web.served_models import name_models
 from regard.web.sessions import WorkerPools
 
 from .served import TEXT, asking, opened, refusal
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """In a thread of its own: in this one the browser of other tests keeps an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +122,7 @@ def ask_guard(guard: RequestGuard, *messages: dict[str, Any], wait: float = 0.0)
         scope = {"type": "http", "path": "/api/looks", "method": "POST", "headers": [(b"host", b"localhost")]}
         await guard(scope, receive, send)
 
-    asyncio.run(talk())
+    run_loop(talk())
     return sent
 
 
@@ -226,7 +233,7 @@ def test_work_that_takes_too_long_is_given_up() -> None:
         assert await workers.run(lambda: 8) == 8
         workers.close()
 
-    asyncio.run(work())
+    run_loop(work())
 
 
 def test_only_so_many_may_wait() -> None:
@@ -243,7 +250,7 @@ def test_only_so_many_may_wait() -> None:
         assert not workers.is_busy
         workers.close()
 
-    asyncio.run(work())
+    run_loop(work())
 
 
 def test_a_stream_stops_when_nobody_listens() -> None:
@@ -263,7 +270,7 @@ def test_a_stream_stops_when_nobody_listens() -> None:
         assert await workers.run(lambda: len(made)) < 100  # behind the stream in the same thread
         workers.close()
 
-    asyncio.run(work())
+    run_loop(work())
 
 
 def test_a_failure_that_nobody_foresaw_is_still_one_sentence(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

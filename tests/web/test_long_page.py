@@ -1,4 +1,4 @@
-"""4,096 tokens in the browser: an overview, a zoom, and a number that is exact; of 144 heads, and every view of 24."""
+"""4,096 tokens in the browser: an overview, a zoom, and a number that is exact; of 144 heads, and every view of 8."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TEXT = ("the cat sat on the mat. a dog ran, and the cat ran too. " * 100)[:LENGT
 
 
 @pytest.fixture
-def long_model(n_layers: int) -> Model:
+def long_model(n_layers: int, n_heads: int) -> Model:
     tokenizer = train_tokenizer(LINES, "chars", None)
-    sizes: dict[str, Any] = {"d_model": 96, "n_layers": n_layers, "n_heads": 12, "d_ff": 96, "max_len": LENGTH}
+    sizes: dict[str, Any] = {"d_model": 96, "n_layers": n_layers, "n_heads": n_heads, "d_ff": 96, "max_len": LENGTH}
     return made("gpt2", Processor(source=tokenizer), vocab_size=tokenizer.size, **sizes)
 
 
@@ -47,7 +47,7 @@ def tab(browser: Any, long_model: Model) -> Iterator[Tab]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_layers", [12])
+@pytest.mark.parametrize(("n_layers", "n_heads"), [(12, 12)])
 def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
     layer, head = 7, 5
     tab.open(model="long", text=TEXT, view="heatmap", layer=layer, head=head)
@@ -85,7 +85,7 @@ def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_layers", [2])  # patterns and thumbnails read every weight of every layer
+@pytest.mark.parametrize(("n_layers", "n_heads"), [(2, 4)])  # patterns and thumbnails read every weight of every layer
 def test_every_view_of_4096_tokens(tab: Tab, long_look: Look) -> None:
     tab.open(model="long", text=TEXT, view="sentence", layer=1, head=2, row=3000, col=17, **{"from": 2950})
     best = long_look.weights(layer=1, head=2, rows=[3000])[0].topk(3)

@@ -16,22 +16,17 @@ from regard.web import explorer
 
 from .served import HOME, opened
 
-LOOKS: list[str] = []  # looks that exist: with made-up ids every answer would be the same 404
+APP = explorer({"speaker": language_model(), "translator": translator(), "captioner": captioner()})
+SCHEMA = schemathesis.openapi.from_asgi("/api/openapi.json", APP, headers={"Host": "127.0.0.1"})
 
 
-@pytest.fixture(scope="module")
-def description() -> Any:
-    app = explorer({"speaker": language_model(), "translator": translator(), "captioner": captioner()})
-    client = TestClient(app, base_url=HOME)
-    LOOKS[:] = [
-        opened(client, "speaker")["id"],
-        opened(client, "translator", generate={"beam": 3, "max_new_tokens": 5})["id"],
-        opened(client, "captioner")["id"],
-    ]
-    return schemathesis.openapi.from_asgi("/api/openapi.json", app, headers={"Host": "127.0.0.1"})
-
-
-SCHEMA = schemathesis.pytest.from_fixture("description")  # read when the test runs: collecting stays quick
+CLIENT = TestClient(APP, base_url=HOME)
+# Looks that exist: with made-up ids every answer would be the same 404.
+LOOKS = [
+    opened(CLIENT, "speaker")["id"],
+    opened(CLIENT, "translator", generate={"beam": 3, "max_new_tokens": 5})["id"],
+    opened(CLIENT, "captioner")["id"],
+]
 
 
 def nearer(case: Any) -> None:

@@ -58,7 +58,7 @@ class DataConfig(Config):
     """What counts as one epoch of an embedded corpus that has no end."""
 
     tokenizer: str = "auto"
-    """chars, bytes, words, bpe, unigram, or a tokenizer.json; auto: what suits the task."""
+    """chars, bytes, words, bpe, unigram, or a tokenizer.json; auto: that of train.init, else what suits the task."""
     vocab_size: int = 8000
     """Tokens to learn (bpe, unigram)."""
     joint_vocab: bool = True

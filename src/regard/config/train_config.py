@@ -119,7 +119,9 @@ class TrainConfig(Config):
     """Stop after this step as if interrupted."""
 
     init: str | None = None
-    """Start from the weights of a run or a Hugging Face directory."""
+    """Start from a run or a Hugging Face directory: its architecture, weights and tokenizers; typed fields override."""
+    init_partial: bool = False
+    """Start from it even where less than half of its layers' weights fit."""
     freeze: tuple[str, ...] = ()
     """Parameters left as they are: names, * for anything."""
     lora: int | None = None

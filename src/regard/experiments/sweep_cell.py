@@ -128,8 +128,9 @@ def _train_or_resume(config: RunConfig, run: Path, shared: Path) -> TrainResult:
 
 
 def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
-    """The tokenizers of this data, trained by the first run that needs them; None where images are processed too."""
-    if config.model.source != "text":
+    """The tokenizers of this data, trained by the first run that needs them; None where images are processed too, or
+    where train.init brings them."""
+    if config.model.source != "text" or (config.train.init is not None and config.data.tokenizer == "auto"):
         return None
     text = json.dumps([config.task, config.data.model_dump(mode="json")], sort_keys=True)
     root = shared / hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -15,13 +15,16 @@ from .hf_config import (
 )
 from .hf_directory import Directory, Provenance, Weights, write_safetensors
 from .manifest import Manifest
+from .peft_adapter import Adapter, LowRank, is_adapter, write_adapter
 from .weight_steps import to_ours, to_theirs
 
 __all__ = [
     "BY_TYPE",
     "FAMILIES",
+    "Adapter",
     "Directory",
     "Fitting",
+    "LowRank",
     "Manifest",
     "Provenance",
     "ResolvedConfig",
@@ -32,12 +35,14 @@ __all__ = [
     "differences",
     "fill",
     "fit",
+    "is_adapter",
     "model_card",
     "read_config",
     "restore_token_ids",
     "to_ours",
     "to_theirs",
     "token_ids",
+    "write_adapter",
     "write_config",
     "write_safetensors",
 ]

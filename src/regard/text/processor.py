@@ -13,6 +13,13 @@ from ..foundation.jsonio import to_json
 from .image_processor import ImageProcessor
 from .tokenizer import MarianTokenizer, Tokenizer
 
+# What a special token is called in tokenizer_config.json, then how it is usually written.
+_SPECIAL_TOKENS = {
+    "bos": (("bos_token", "cls_token"), ()),
+    "eos": (("eos_token", "sep_token"), ()),
+    "unk": (("unk_token",), ("[UNK]", "<unk>")),
+    "mask": (("mask_token",), ("[MASK]", "<mask>")),
+}
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
 IMAGE = "preprocessor_config.json"
 # Files beside the tokenizer that only other programs read; they are written back unchanged.
@@ -26,7 +33,8 @@ _COMPANIONS = (
 class ModelFiles(Protocol):
     """What ``read_processor`` needs of a model directory."""
 
-    root: Path
+    @property
+    def root(self) -> Path: ...
 
     def has(self, name: str) -> bool: ...
 
@@ -96,7 +104,28 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
     if source is None and target is None and image is None and labels is None:
         return None
     companions = {name: directory.bytes(name) for name in _COMPANIONS if directory.has(name)}
+    names = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        names |= directory.json(name) if directory.has(name) else {}
+    source, target = (with_special_ids_of(side, config, names) for side in (source, target))
     return Processor(source, target, image, labels, companions)
+
+
+def with_special_ids_of(
+    tokenizer: Tokenizer | None, config: ModelConfig, names: Mapping[str, Any] | None = None
+) -> Tokenizer | None:
+    """A foreign tokenizer with the special ids of its model: from ``config``, else from the ``names`` of special
+    tokens in tokenizer_config.json. What neither says is left out."""
+    if tokenizer is None or tokenizer.is_native:
+        return tokenizer
+    ids: dict[str, int | None] = {"pad": config.pad_id, "bos": config.bos_id, "eos": config.eos_id}
+    for special, (keys, usual) in _SPECIAL_TOKENS.items():
+        given = [(names or {}).get(key) for key in keys]
+        texts = [x["content"] if isinstance(x, dict) and "content" in x else x for x in given]
+        found = (tokenizer.token_id(text) for text in (*texts, *usual) if isinstance(text, str))
+        if ids.get(special) is None:
+            ids[special] = next((index for index in found if index is not None), None)
+    return tokenizer.with_special_ids(**{name: index for name, index in ids.items() if index is not None})
 
 
 def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer | None]:

@@ -85,7 +85,7 @@ def _special_id(name: str) -> property:
 
     def read(tokenizer: Tokenizer) -> int:
         if name not in tokenizer.special_ids:
-            raise ValueError(f"{tokenizer.name} was not learned here: which of its tokens is {name} is not known")
+            raise ValueError(f"{tokenizer.name} has no {name} token, or does not say which it is")
         return tokenizer.special_ids[name]
 
     return property(read)
@@ -95,7 +95,8 @@ class Tokenizer:
     """A tokenizer.json, run by the ``tokenizers`` library. ``content`` is the file, byte for byte.
 
     ``special_ids`` maps "pad", "bos", "eos", "unk" and "mask" to ids. Files learned here (``is_native``) have all five
-    at 0 to 4; a foreign file does not say, so it has none until ``with_special_ids`` gives it those of its model.
+    at 0 to 4; a foreign file does not say, so it has none until ``with_special_ids`` gives it those of its model, as
+    ``read_processor`` does.
     """
 
     special_ids: Mapping[str, int]
@@ -215,6 +216,16 @@ class Tokenizer:
         """The vocabulary's entry of an id; None where there is none."""
         return None if index is None or index < 0 else self._backend.id_to_token(index)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary's entry; None where there is no such entry."""
+        return self._backend.token_to_id(token)
+
+    @cached_property
+    def all_special_ids(self) -> frozenset[int]:
+        """Every token that stands for no text: the five, and whatever else the file calls special."""
+        ids = {self.token_id(token) for token in self._special_tokens} | set(self.special_ids.values())
+        return frozenset(index for index in ids if index is not None)
+
     def _first_tokens(self) -> tuple[str | None, ...]:
         return tuple(self._backend.id_to_token(index) for index in range(len(SPECIAL)))
 
@@ -331,6 +342,9 @@ class MarianTokenizer(Tokenizer):
 
     def token(self, index: int | None) -> str | None:
         return None if index is None else self._tokens.get(index)
+
+    def token_id(self, token: str) -> int | None:
+        return self.vocab.get(token)
 
 
 def cut_parts(parts: Iterable[tuple[str, bool]], whole: bool = False) -> Iterator[tuple[str, bool, bool]]:

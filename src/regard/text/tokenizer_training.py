@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Template = Literal["none", "eos", "bos-eos"]
 """Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
 
+_TEMPLATES = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
 _WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
 _LETTERS = sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter])
 
@@ -29,25 +30,38 @@ def train_tokenizer(
 
     ``vocab_size`` counts the special tokens; None: 8,000 for bpe and unigram, everything seen for chars and words.
     """
-    from tokenizers import processors
-
     if kind not in TOKENIZER_KINDS:
         raise ValueError(f"kind={kind!r} is not one of {', '.join(TOKENIZER_KINDS)}")
     least = len(SPECIAL) + (256 if kind in ("bytes", "bpe") else 1)
     if vocab_size is not None and vocab_size < least:
         raise ValueError(f"vocab_size={vocab_size} is less than the {least} that kind={kind!r} needs")
-    shapes = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
-    if template not in shapes:
-        raise ValueError(f"template={template!r} is not one of {', '.join(shapes)}")
+    if template not in _TEMPLATES:
+        raise ValueError(f"template={template!r} is not one of {', '.join(_TEMPLATES)}")
     with _single_threaded():
         backend = TOKENIZER_KINDS[kind](texts, vocab_size)
     backend.add_special_tokens(list(SPECIAL))
-    if template != "none":
-        single = shapes[template]
-        pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
-        special = [("<bos>", BOS), ("<eos>", EOS)]
-        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    _set_template(backend, template)
     return Tokenizer(backend.to_str(pretty=False).encode("utf-8"))
+
+
+def with_template(tokenizer: Tokenizer, template: Template) -> Tokenizer:
+    """A tokenizer learned here with other special tokens around a text: the same ids for the same pieces."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(tokenizer.content.decode("utf-8"))
+    _set_template(backend, template)
+    content = backend.to_str(pretty=False).encode("utf-8")
+    return tokenizer if content == tokenizer.content else Tokenizer(content, tokenizer.name)
+
+
+def _set_template(backend: Backend, template: Template) -> None:
+    from tokenizers import processors
+
+    single = _TEMPLATES[template]
+    pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
+    special: list[Any] = [("<bos>", BOS), ("<eos>", EOS)]
+    processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    backend.post_processor = None if template == "none" else processor
 
 
 def train_pair(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import UsageError
 from ..foundation.checks import check_positive
+from ..hub import LowRank
 from ..layers import Learned
 from ..models import Model
 from ..models.components import TokenHead
@@ -23,6 +25,7 @@ from .optimiser import joined_rows
 
 # The same layer, where it stands with another head: an encoder's own pooler, a classifier's.
 _ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.pooler."))
+_TABLES_AND_HEADS = ("token.", "target_token.", "head.", "classifier.", "pooler.")
 M = TypeVar("M", bound=nn.Module)
 # No model has all of these, so a list of targets may name one that is not there; any other must be found.
 _ATTENTION_LAYERS = ("w_qkv", "w_query", "w_kv", "w_o", "w_q", "w_k", "w_v")
@@ -68,17 +71,17 @@ class WeightTransfer:
 
 
 def start_from(
-    model: Model, path: str, load: Callable[[str], Model], processor: Processor | None = None
+    model: Model, path: str, initial: Model, processor: Processor | None = None, *, partial: bool = True
 ) -> WeightTransfer:
-    """Copy into ``model`` what fits of the model ``load(path)`` gives, by name and shape; ValueError if nothing does.
+    """Copy into ``model`` what fits of ``initial``, the model at ``path``, by name and shape; UsageError if none does.
 
+    Without ``partial`` it is also an error where less than half of the layers' weights fit, tables and heads apart.
     Rows of token tables belong to tokens, those of a classifier to classes: they are copied only where tokenizers and
     labels are the same. ``processor`` is what the model will be used with; None: its own.
     """
-    there = load(path)
-    why_not = _foreign_rows(model, model.processor if processor is None else processor, there.processor)
-    given = dict(there.state_dict())
-    same_offset = model.config.position_offset == there.config.position_offset
+    why_not = _foreign_rows(model, model.processor if processor is None else processor, initial.processor)
+    given = dict(initial.state_dict())
+    same_offset = model.config.position_offset == initial.config.position_offset
     lengths = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
     copied, partly, new, taken = [], [], {}, set()
     with torch.no_grad():
@@ -103,16 +106,27 @@ def start_from(
                 new[name] = "of shape {} there, {} here".format(*shapes)
                 continue
             taken.add(source)
-    if not copied and not partly:
-        sizes = _differences(there, model, ("architecture", "d_model", "n_layers", "d_ff"))
+    share = _share_of_body(model, {*copied, *partly})
+    if (not copied and not partly) or (share < 0.5 and not partial):
+        sizes = _differences(initial, model, ("architecture", "d_model", "n_layers", "d_ff", *_MEANINGS))
         why = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in sizes.items())
         why = why or "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
-        raise ValueError(f"train.init={path}: none of its weights fits this model ({why})")
+        if not copied and not partly:
+            raise UsageError(f"train.init={path}: none of its weights fits this model ({why})")
+        how = "leave out the model fields that differ, or start anyway with train.init_partial=true"
+        raise UsageError(f"train.init={path}: only {share:.0%} of this model's layers fit its weights ({why}); {how}")
     parameters = {name for name, _ in model.named_parameters()}
     new = {name: why for name, why in new.items() if name in parameters}
     unused = tuple(name for name in given if name not in taken)
-    differs = _differences(there, model, _MEANINGS)
+    differs = _differences(initial, model, _MEANINGS)
     return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, differs)
+
+
+def _share_of_body(model: Model, names: Collection[str]) -> float:
+    """How many numbers of the layers, tables and heads apart, the named parameters hold; 1 where there are none."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if not name.startswith(_TABLES_AND_HEADS)}
+    total = sum(sizes.values())
+    return sum(size for name, size in sizes.items() if name in names) / total if total else 1.0
 
 
 def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None) -> dict[str, str]:
@@ -283,6 +297,15 @@ def merge(model: M) -> M:
                     plain[layer] = layer.merged()
                 setattr(owner, attribute, plain[layer])
     return model.requires_grad_(True)
+
+
+def low_rank_additions(model: nn.Module) -> dict[str, list[LowRank]]:
+    """The additions to each layer, by its name."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+    return {
+        name: [LowRank(rows, layer.lora_a[part], layer.lora_b[part]) for part, rows in layer.rows.items()]
+        for name, layer in layers.items()
+    }
 
 
 _AdaptedLayer = tuple[nn.Module, str, nn.Linear, dict[str, slice], list[str]]

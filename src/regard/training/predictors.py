@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import torch
 
-from ..config import DataConfig, ModelConfig, RunConfig
+from ..config import DataConfig, RunConfig
 from ..config import Task as TaskName
 from ..data.corpora import CORPORA
 from ..data.sources import Source, open_source
 from ..errors import BadData, BadModelFile
 from ..models import Model
-from ..text.processor import Processor
-from ..text.tokenizer import Tokenizer
+from ..text.processor import Processor, with_special_ids_of
 from .run_directory import RunDirectory, find_run, missing_data
 from .tasks import TASKS, Task, open_task, task_class_of
 
@@ -90,19 +89,14 @@ def _from_model(name: str, model: Model) -> Predictor:
         if getattr(processor, part) is None:
             what = "preprocessor_config.json" if part == "image" else "tokenizer"
             raise BadModelFile(f"{name} has no {what}, which the task {task_class.name!r} needs")
-    if task_class.needs_native_mask and "mask" not in getattr(processor.source, "special_ids", ()):
-        raise ValueError(f"{name} has a tokenizer that was not made here: what hides its tokens is not known")
-    source, target = (_with_ids(side, model.config) for side in (processor.source, processor.target))
+    source, target = (
+        # A loaded one has its ids, and more of them than the config knows.
+        side if side is None or side.special_ids else with_special_ids_of(side, model.config)
+        for side in (processor.source, processor.target)
+    )
+    if task_class.needs_mask_token and "mask" not in getattr(source, "special_ids", ()):
+        raise ValueError(f"{name} has a tokenizer without a mask token, which the task {task_class.name!r} needs")
     return Predictor(name, model.eval(), "as saved", config, replace(processor, source=source, target=target))
-
-
-def _with_ids(tokenizer: Tokenizer | None, config: ModelConfig) -> Tokenizer | None:
-    """A foreign tokenizer with the special ids of its model."""
-    if tokenizer is None or tokenizer.is_native:
-        return tokenizer
-    bos_id = config.pad_id if config.bos_id is None else config.bos_id
-    eos_id = bos_id if config.eos_id is None else config.eos_id
-    return tokenizer.with_special_ids(pad=config.pad_id, bos=bos_id, eos=eos_id)
 
 
 def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[DataConfig, bool]:
@@ -155,8 +149,11 @@ def task_for(predictor: Predictor, source: Source, data: DataConfig, given: Mapp
     if fields.get("packing", "auto") == "auto":
         # The number of documents here says nothing about how the model was taught to tell them apart.
         tokenizer, model = predictor.processor.source, predictor.config.model
-        is_native = tokenizer is not None and tokenizer.is_native
-        fields["packing"] = "documents" if is_native and model.eos_id is not None else "blocks"
+        if tokenizer is not None and tokenizer.is_native:
+            told_apart = model.eos_id is not None
+        else:  # has an end whether it was taught here to tell documents apart or not
+            told_apart = predictor.run is not None and predictor.run.facts["data"]["train"] > 1
+        fields["packing"] = "documents" if told_apart else "blocks"
     config = predictor.config.with_(data=DataConfig(**fields), train=predictor.config.train.with_(seed=seed))
     task = open_task(config, source, predictor.processor)
     task.check_model(predictor.name, predictor.config.model)

@@ -3,15 +3,15 @@
 run.json        the resolved config: what to run again, and what --resume reads
 provenance.json data hash, versions, command, git state
 choice.json     precision and compilation, and why; started.json: what became of the weights of train.init
-tokenizer.json  or one each for source and target; preprocessor_config.json, labels.json
+tokenizer.json  or one each for source and target, and what else ``model.save`` writes for them; labels.json
 checkpoints/    step-000200/ …: the last ones and the best
 metrics.jsonl   one object a line; tensorboard/ and curves.png show the same
 model/          at the end: the model to ship, as ``model.save`` writes it
+adapter/        with train.lora and train.init: the low-rank additions alone, as the peft package writes them
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -19,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,7 @@ from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
 from ..models.build import build
-from ..text.image_processor import ImageProcessor
-from ..text.processor import IMAGE, ONE, SOURCE, TARGET, Processor
-from ..text.tokenizer import Tokenizer
+from ..text.processor import Processor, read_processor
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .finetuning import add_lora, merge
@@ -62,12 +60,8 @@ class RunDirectory:
             what = "a run; --resume continues it" if (root / RUN_FILE).exists() else "something else"
             raise FileExistsError(f"{root} already holds {what}; train.out=… names another directory")
         root.mkdir(parents=True, exist_ok=True)
-        both = processor.source is not None and processor.target is not None
-        for tokenizer, name in ((processor.source, SOURCE), (processor.target, TARGET)):
-            if tokenizer is not None:
-                tokenizer.save(root / (name if both else ONE))
-        if processor.image is not None:
-            write_atomic(root / IMAGE, to_json(processor.image.fields()))
+        for name, content in processor.files(config.model).items():
+            write_atomic(root / name, content)
         if processor.labels is not None:
             write_atomic(root / _LABELS, to_json({"labels": list(processor.labels)}))
         run = cls(root)
@@ -134,19 +128,19 @@ class RunDirectory:
 
     @cached_property
     def processor(self) -> Processor:
-        def tokenizer(name: str) -> Tokenizer | None:
-            path = self.root / name
-            return Tokenizer.read_native(path.read_bytes(), str(path)) if path.exists() else None
+        processor = read_processor(self, {}, self.config.model) or Processor()
+        return replace(processor, labels=tuple(self.json(_LABELS)["labels"])) if self.has(_LABELS) else processor
 
-        source, target = tokenizer(ONE) or tokenizer(SOURCE), tokenizer(TARGET)
-        if self.config.model.source == "image":  # the only tokenizer is the decoder's
-            source, target = None, source
-        image = labels = None
-        if (self.root / IMAGE).exists():
-            image = ImageProcessor.read(json.loads((self.root / IMAGE).read_bytes()), self.config.model)
-        if (self.root / _LABELS).exists():
-            labels = tuple(json.loads((self.root / _LABELS).read_bytes())["labels"])
-        return Processor(source, target, image, labels)
+    # The files, as ``read_processor`` asks for them.
+
+    def has(self, name: str) -> bool:
+        return (self.root / name).is_file()
+
+    def bytes(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def json(self, name: str) -> dict[str, Any]:
+        return parse_json(self.bytes(name), self.root / name)
 
     def checkpoints(self, group: Group | None = None) -> Checkpoints:
         train = self.config.train
@@ -156,8 +150,11 @@ class RunDirectory:
     def model_folder(self) -> Path:
         return self.root / "model"
 
-    def model(self, step: int | None = None) -> tuple[Model, str]:
-        """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last."""
+    def model(self, step: int | None = None, *, merged: bool = True) -> tuple[Model, str]:
+        """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last.
+
+        Low-rank additions are ``merged`` into them, or beside them still.
+        """
         checkpoints, train = self.checkpoints(), self.config.train
         steps, has_ema = checkpoints.steps(), train.ema is not None
         if not steps:
@@ -168,21 +165,21 @@ class RunDirectory:
             last = steps[-train.average :]
             found = [checkpoints.at(each) for each in last]
             name = f"the average of steps {', '.join(map(str, last))}"
-            return self._model_with(average(_weights(x, has_ema) for x in found)), name
+            return self._model_with(average(_weights(x, has_ema) for x in found), merged), name
         latest = checkpoints.latest()
         assert latest is not None
         chosen, note = latest if step is None else checkpoints.at(step), ", averaged as it went" if has_ema else ""
         best = latest.state["at"]["best_step"]
         if step is None and not has_ema and best in steps:
             chosen, note = checkpoints.at(best), ", the best"
-        return self._model_with(_weights(chosen, has_ema)), f"step {chosen.step}{note}"
+        return self._model_with(_weights(chosen, has_ema), merged), f"step {chosen.step}{note}"
 
-    def _model_with(self, weights: dict[str, torch.Tensor]) -> Model:
+    def _model_with(self, weights: dict[str, torch.Tensor], merged: bool) -> Model:
         train, model = self.config.train, build(self.config.model)
         if train.lora is not None:
             add_lora(model, train.lora, train.lora_alpha, train.lora_targets)
         model.load_state_dict(weights)
-        if train.lora is not None:
+        if train.lora is not None and merged:
             merge(model)
         model.processor = self.processor
         return model.eval()

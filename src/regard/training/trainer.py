@@ -14,14 +14,17 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from .. import hub
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
+from ..data.sources import Source
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
-from ..foundation.files import write_atomic
+from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..foundation.progress import show_progress
+from ..hub.hf_directory import INDEX
 from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
@@ -29,14 +32,15 @@ from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
-from .finetuning import add_lora, freeze, start_from
+from .finetuning import add_lora, freeze, low_rank_additions, start_from
+from .initial_model import initial_processor
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import RunDirectory, absolute_paths, missing_data, provenance
+from .run_directory import RunDirectory, absolute_paths, find_run, missing_data, provenance
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
@@ -108,7 +112,7 @@ def train(
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")
-            opened = open_task(run_config, source, processor or inputs.processor, inputs.task_class)
+            opened = _open_new_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
@@ -328,9 +332,10 @@ def _new_model(
         if checkpoint is None:
             from ..io import load
 
-            started = start_from(model, recipe.init, load, task.processor)
+            started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
             notes.append(started.to_text())
-            write_atomic(path, to_json({**started.to_dict(), "unlearned": started.unlearned}))
+            facts = {**started.to_dict(), "unlearned": started.unlearned, "base": _adapter_base(recipe.init)}
+            write_atomic(path, to_json(facts))
         new_names = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
@@ -339,6 +344,21 @@ def _new_model(
     if recipe.checkpointing:
         model.use_checkpointing()
     return model, notes
+
+
+def _open_new_task(config: RunConfig, source: Source, processor: Processor | None, task_class: type[Task]) -> Task:
+    """The task of a new run, with the tokenizers of ``train.init``. Weights that do not fit are refused here, before
+    there is a directory."""
+    recipe = config.train
+    if recipe.init is None:
+        return open_task(config, source, processor, task_class)
+    from ..io import load
+
+    initial = load(recipe.init)
+    processor = processor or initial_processor(config, source, initial.processor, task_class)
+    task, partial = open_task(config, source, processor, task_class), recipe.init_partial
+    start_from(build(task.model_config, device="meta"), recipe.init, initial, task.processor, partial=partial)
+    return task
 
 
 def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
@@ -370,6 +390,34 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _adapter_base(init: str) -> str | None:
+    """The model directory that additions to ``init`` belong to; None where that is a checkpoint of a run."""
+    found = find_run(init)
+    if found is None:
+        return str(Path(init).resolve())
+    run, step = found
+    return str(run.model_folder.resolve()) if step is None and run.model_folder.is_dir() else None
+
+
+def _save_adapter(run: RunDirectory, merged: Model) -> None:
+    """Write the low-rank additions alone, where everything else is in the directory the run started from."""
+    recipe = run.config.train
+    if recipe.lora is None or recipe.init is None:
+        return
+    started = run.json("started.json")
+    base, whole = started.get("base"), started["unlearned"]
+    if base is None or any(name.startswith(("token.", "target_token.")) for name in whole):
+        return
+    additions = low_rank_additions(run.model(merged=False)[0])
+    scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
+    with replace_directory(run.root / "adapter") as folder:
+        for file in run.model_folder.iterdir():  # config.json and the tokenizers; a card and checksums are its own
+            if file.suffix != ".safetensors" and file.name not in ("manifest.json", "README.md", INDEX):
+                write_atomic(folder / file.name, file.read_bytes())
+        hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=base)
+        hub.Manifest.of(folder).write(folder)
+
+
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
     """Choose the weights to ship, evaluate them on all validation data, save them as a model."""
     recipe, stopped = loop.train, loop.why_stopped()
@@ -387,6 +435,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
         with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
             model.save(run.model_folder)
+        _save_adapter(run, model)
     command = f"regard {loop.task.command} {shlex.quote(str(run.root))} {shlex.quote(loop.task.example_input())}"
     result = TrainResult(
         run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command

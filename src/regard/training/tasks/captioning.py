@@ -18,7 +18,7 @@ from ...text.processor import Processor
 from ..loss import Batch, shift_targets
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import SPECIAL_IDS, ExampleResult, ImageTask, SkippedExamples, image_name, index_groups, truncate
+from .task import ExampleResult, ImageTask, SkippedExamples, image_name, index_groups, truncate
 
 
 class CaptionTask(ImageTask):
@@ -59,8 +59,7 @@ class CaptionTask(ImageTask):
 
     @property
     def model_config(self) -> ModelConfig:
-        sizes = {"vocab_size": self.tokenizer.size, "max_target_len": self._max_width}
-        return self.config.model.with_(**sizes, **SPECIAL_IDS)
+        return self.config.model.with_(max_target_len=self._max_width, **self._token_fields(self.tokenizer))
 
     @cached_property
     def _images(self) -> list[tuple[int, Sequence[str]]]:

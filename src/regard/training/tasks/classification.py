@@ -28,7 +28,6 @@ from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .task import (
     MAX_TOKENIZER_TEXTS,
-    SPECIAL_IDS,
     ExampleResult,
     ImageTask,
     Scores,
@@ -170,8 +169,8 @@ class Classify(ClassificationTask):
 
     @property
     def model_config(self) -> ModelConfig:
-        sizes = {"vocab_size": self.tokenizer.size, "n_classes": len(self.labels), "max_len": self._max_width}
-        return self.config.model.with_(**sizes, **SPECIAL_IDS)
+        sizes = {"n_classes": len(self.labels), "max_len": self._max_width}
+        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
 
     @property
     def _max_width(self) -> int:

@@ -25,7 +25,7 @@ from ...foundation.progress import track
 from ...generation.text_generation import generate
 from ...models import Decoder, Model
 from ...text.processor import Processor
-from ...text.tokenizer import EOS, MASK, cut_parts
+from ...text.tokenizer import EOS, cut_parts
 from ..loss import Batch, token_losses
 from ..metrics.language_metrics import TextLosses, paired_texts
 from ..metrics.statistics import Statistics
@@ -33,7 +33,6 @@ from ..precision import Precision
 from .task import (
     MAX_TOKENIZER_CHARACTERS,
     MAX_TOKENIZER_TEXTS,
-    SPECIAL_IDS,
     ExampleResult,
     Scores,
     Task,
@@ -86,11 +85,11 @@ class TextTask(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        ids: dict[str, int | None] = {**SPECIAL_IDS, "bos_id": EOS}
-        if not self._separates_documents:
-            ids |= {"bos_id": None, "eos_id": None}
-        max_len = max(self.context, self.config.model.max_len)
-        return self.config.model.with_(vocab_size=self.tokenizer.size, max_len=max_len, **ids)
+        fields = self._token_fields(self.tokenizer)
+        if self.tokenizer.is_native:  # a foreign model knows its marks whether they are used here or not
+            end = EOS if self._separates_documents else None
+            fields |= {"bos_id": end, "eos_id": end}
+        return self.config.model.with_(max_len=max(self.context, self.config.model.max_len), **fields)
 
     @property
     def _separates_documents(self) -> bool:
@@ -99,12 +98,20 @@ class TextTask(Task):
         return len(self.source.train) > 1 if packing == "auto" else packing == "documents"
 
     def _token_pieces(self, parts: Iterable[tuple[str, bool]]) -> Pieces:
-        """Each document between two <eos>, as GPT-2 has them, where they are told apart."""
-        end = [self.tokenizer.eos_id] if self._separates_documents else []
+        """Where they are told apart, each document between two <eos>, as GPT-2 has them, or between a foreign model's
+        marks."""
+        first, last = self._document_marks if self._separates_documents else ([], [])
         is_first = True
         for ids, is_last in self.tokenizer.encode_parts(parts):
-            yield [*end * is_first, *ids, *end * is_last], is_last
+            yield [*first * is_first, *ids, *last * is_last], is_last
             is_first = is_last
+
+    @property
+    def _document_marks(self) -> tuple[list[int], list[int]]:
+        """What stands before and after a document."""
+        ids = self.tokenizer.special_ids
+        marks = [ids[name] for name in ("bos", "eos") if name in ids]  # with one of them, it does for both
+        return ([EOS], [EOS]) if self.tokenizer.is_native else (marks[:1], marks[-1:])
 
     def token_file(self, examples: Sequence[Example]) -> TokenFile:
         """The tokens of some texts, in their order."""
@@ -122,7 +129,7 @@ class TextTask(Task):
 
     @cached_property
     def _packed(self) -> PackedRows:
-        return PackedRows(self._train, self.context, self.config.train.seed)
+        return PackedRows(self._train, self.context, self.config.train.seed, self.tokenizer.pad_id)
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
@@ -136,7 +143,7 @@ class TextTask(Task):
         return self._row_batch(self._packed.batch(epoch, index), epoch, index)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        rows = PackedRows(self.token_file(examples), self.context, shuffle=False)
+        rows = PackedRows(self.token_file(examples), self.context, pad_id=self.tokenizer.pad_id, shuffle=False)
         for index in index_groups(len(rows), max(1, 32768 // self.context)):
             yield index, self._row_batch(rows.batch(0, index), -1, index)
 
@@ -175,7 +182,7 @@ class TextTask(Task):
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         texts = cast(TextLosses, ours.texts), cast(TextLosses, theirs.texts)
-        return paired_texts(*texts, masked=self.needs_native_mask)
+        return paired_texts(*texts, masked=self.needs_mask_token)
 
 
 class LanguageModel(TextTask):
@@ -259,7 +266,12 @@ class MaskedLanguageModel(TextTask):
     """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
 
     name = "mlm"
-    needs_native_mask = True
+    needs_mask_token = True
+
+    @property
+    def model_config(self) -> ModelConfig:
+        _ = self.tokenizer.mask_id  # says what is missing before a run begins
+        return super().model_config
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         hits = text_losses.predictions == text_losses.tokens
@@ -277,9 +289,10 @@ class MaskedLanguageModel(TextTask):
                 yield ExampleResult(masked, decode(tokens[place]), decode(completed[place]), math.exp(-loss), loss)
 
     def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
-        size, rate, seed = self.tokenizer.size, self.config.data.mask_rate, self.config.train.seed
+        how = {"vocab_size": self.tokenizer.size, "mask_id": self.tokenizer.mask_id}
+        special, rate, seed = self.tokenizer.all_special_ids, self.config.data.mask_rate, self.config.train.seed
         rows = [
-            mask_tokens(row, vocab_size=size, mask_id=MASK, share=rate, seed=seed, epoch=epoch, index=which)
+            mask_tokens(row, **how, special=special, share=rate, seed=seed, epoch=epoch, index=which)
             for row, which in zip(packed.tokens, index, strict=True)
         ]
         tokens, targets = (torch.from_numpy(np.stack([getattr(x, n) for x in rows])) for n in ("inputs", "targets"))

@@ -35,7 +35,7 @@ from ...foundation.progress import track
 from ...models import Model
 from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
-from ...text.tokenizer import BOS, EOS, MASK, PAD, SPECIAL, Tokenizer
+from ...text.tokenizer import PAD, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
 from ..loss import Batch, batch_loss, token_losses
 from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
@@ -43,7 +43,6 @@ from ..metrics.statistics import Statistics
 from ..precision import Precision
 
 MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS = 200_000, 1 << 25  # a tokenizer learns nothing from more
-SPECIAL_IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}  # of every tokenizer trained here
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Task(ABC):
     evaluation_options: ClassVar[tuple[str, ...]] = ()  # which of beam, length_penalty, stride mean something
     processor_parts: ClassVar[tuple[str, ...]] = ("source",)  # what a model directory must bring
     has_labels: ClassVar[bool] = False
-    needs_native_mask: ClassVar[bool] = False  # whether the tokenizer must know its mask token
+    needs_mask_token: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False  # whether data.max_len may not exceed a table of learned positions
 
     skipped: SkippedExamples = SkippedExamples()
@@ -139,7 +138,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def model_config(self) -> ModelConfig:
-        """The config's model with what the data decides: vocabulary, classes, lengths, special tokens."""
+        """The config's model with what the data decide: vocabulary, classes, lengths, special tokens."""
 
     @abstractmethod
     def _new_processor(self) -> Processor:
@@ -343,6 +342,13 @@ class Task(ABC):
             raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json")
         return Tokenizer.load(kind)
 
+    def _token_fields(self, tokenizer: Tokenizer) -> dict[str, int | None]:
+        """The fields of a model that its tokenizer decides. A foreign model's table may have rows without a token."""
+        size, ids = tokenizer.size, tokenizer.special_ids
+        if not tokenizer.is_native:
+            size = max(size, self.config.model.vocab_size)
+        return {"vocab_size": size, "pad_id": ids.get("pad", PAD), "bos_id": ids.get("bos"), "eos_id": ids.get("eos")}
+
     def _tokens(self, what: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
         """The tokens of the training texts, ``make``: in memory, or in a folder of this run, or, where they are many,
         in one that all runs share. ``what`` tells them from others of the same data and tokenizer."""
@@ -386,14 +392,15 @@ class Task(ABC):
 
     def _hide_tokens(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
         """Training rows with ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), special ones apart."""
-        rate = self.config.data.hide_rate
-        if not rate:
+        rate, tokenizer = self.config.data.hide_rate, self.processor.source
+        if not rate or tokenizer is None:
             return rows
+        mask_id, special = tokenizer.mask_id, tokenizer.all_special_ids
         seed, out = self.config.train.seed, []
         for row, which in zip(rows, index, strict=True):
             hidden = uniform(stable_key("hide", seed, epoch, int(which)), np.arange(len(row))) < rate
             pairs = zip(row, hidden, strict=True)
-            out.append([MASK if is_hidden and token >= len(SPECIAL) else token for token, is_hidden in pairs])
+            out.append([mask_id if is_hidden and token not in special else token for token, is_hidden in pairs])
         return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -21,7 +21,7 @@ from ...text.tokenizer import Tokenizer
 from ..loss import Batch, shift_targets
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, SPECIAL_IDS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
 
 
 class Translate(Task):
@@ -51,9 +51,13 @@ class Translate(Task):
 
     @property
     def model_config(self) -> ModelConfig:
-        target_size = None if self.processor.target is None else self._target.size
-        sizes = {"vocab_size": self._source.size, "target_vocab_size": target_size, "max_len": self._readable[0]}
-        return self.config.model.with_(**sizes, **SPECIAL_IDS)
+        model, target, target_size = self.config.model, self.processor.target, None
+        if target is not None and target.is_native:
+            target_size = target.size
+        elif target is not None and model.target_vocab_size is not None:  # Marian's two sides share one vocabulary
+            target_size = max(target.size, model.target_vocab_size)
+        sizes = {"target_vocab_size": target_size, "max_len": self._readable[0]}
+        return model.with_(**sizes, **self._token_fields(self._source))
 
     @cached_property
     def _train(self) -> tuple[TokenFile, TokenFile]:
@@ -62,7 +66,7 @@ class Translate(Task):
         def side(name: str, tokenizer: Tokenizer, first: list[int]) -> TokenFile:
             def pieces() -> Pieces:
                 texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
-                return whole_documents([*first, *ids] for ids in tokenizer.encode_stream(texts))
+                return whole_documents([*first, *ids] for ids in _encode_with_end(tokenizer, texts))
 
             return self._tokens(name, tokenizer, pieces, None)
 
@@ -71,8 +75,8 @@ class Translate(Task):
     def _encode(self, examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]]]:
         """Sources end with <eos>; targets also begin with <bos>."""
         pairs = cast(Sequence[Pair], examples)
-        sources = self._source.encode_all(x.source for x in pairs)
-        targets = self._target.encode_all(x.target for x in pairs)
+        sources = list(_encode_with_end(self._source, (x.source for x in pairs)))
+        targets = _encode_with_end(self._target, (x.target for x in pairs))
         return sources, [[self._target.bos_id, *row] for row in targets]
 
     @cached_property
@@ -139,7 +143,7 @@ class Translate(Task):
 
     def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
         """The model's translations, longest sources first so that groups are of similar length."""
-        ids = [row[: model.config.max_len] for row in self._source.encode_all(texts)]
+        ids = [row[: model.config.max_len] for row in _encode_with_end(self._source, texts)]
         outputs = [""] * len(ids)
         for group in group_by_length([len(row) for row in ids], max(512, 16384 // beam)):
             limit = default_output_length(model.config, max(len(ids[i]) for i in group), multiple=1)
@@ -148,3 +152,10 @@ class Translate(Task):
             for place, tokens in zip(group, translated.tokens, strict=True):
                 outputs[place] = self._target.decode(tokens)
         return outputs
+
+
+def _encode_with_end(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """Ids of each text, the end at last, which not every foreign file puts there itself."""
+    end = [] if tokenizer.is_native else [tokenizer.eos_id]
+    for row in tokenizer.encode_stream(texts):
+        yield row if row[-1:] == end else [*row, *end]
