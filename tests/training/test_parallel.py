@@ -12,8 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -212,8 +210,7 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 # ------------------------------------------------------------------------------------- the same as one process
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("parallel", "world"), [("ddp", 2), ("fsdp", 4)])
 def test_gradients_are_those_of_one_process(parallel: str, world: int) -> None:
     everyone = spread(world, run_all, parallel)
     for kind in MODELS:
@@ -235,7 +232,7 @@ def compare(expected: dict[str, Any], found: list[dict[str, Any]], parallel: str
 
 
 @pytest.mark.parametrize("optimiser", ["adam", "muon"])
-@pytest.mark.parametrize(("parallel", "world"), [("ddp", 2), ("fsdp", 2), ("fsdp", 4)])
+@pytest.mark.parametrize(("parallel", "world"), [("ddp", 4), ("fsdp", 2)])
 def test_steps_are_those_of_one_process(optimiser: str, parallel: str, world: int) -> None:
     options: dict[str, Any] = {"steps": 4, "optimiser": optimiser}
     expected = alone("decoder", **options)
@@ -530,8 +527,9 @@ def restore(group: Group, kind: str, root: str) -> dict[str, Tensor]:
     return {**whole(state_of(objective, trained, ema)), "loss": loss}
 
 
-@pytest.mark.parametrize("kind", ["decoder", "classifier"])  # 2 classes, 1 head query: some shards of 3 and 4 are empty
-def test_sharded_on_two_read_on_any_number(kind: str, tmp_path: Path) -> None:
+# 2 classes, 1 head query: some shards of 3 and 4 are empty
+@pytest.mark.parametrize(("kind", "others"), [("decoder", [3]), ("classifier", [3, 4])])
+def test_sharded_on_two_read_on_any_number(kind: str, others: list[int], tmp_path: Path) -> None:
     expected, other = spread(2, store, kind, "fsdp", str(tmp_path))
     assert same(expected, other)
     files = {path.name for path in (tmp_path / "step-000003").iterdir()}
@@ -543,7 +541,7 @@ def test_sharded_on_two_read_on_any_number(kind: str, tmp_path: Path) -> None:
     on_one = restore(Group(), kind, str(tmp_path))
     loss = on_one.pop("loss")
     assert same(on_one, expected)
-    for world in (3, 4):
+    for world in others:
         for found in spread(world, restore, kind, str(tmp_path)):
             assert torch.allclose(found.pop("loss"), loss, rtol=1e-6)
             assert same(found, expected)
@@ -616,31 +614,3 @@ def test_what_is_a_shard() -> None:
     x = torch.zeros(3, 2)
     assert not is_sharded(x)
     assert local_region(x).size == (3, 2)
-
-
-# ------------------------------------------------------------------------------------- torchrun itself
-
-SCRIPT = """
-import torch
-from regard.training.parallel import open_group
-group = open_group("cpu")
-total = group.sum(torch.tensor(group.rank + 1.0))
-print(f"rank {group.rank} of {group.world}: {float(total)}\\n", end="", flush=True)
-group.close()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_group(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2: 3.0" in done.stdout
-    assert "rank 1 of 2: 3.0" in done.stdout
