@@ -44,22 +44,13 @@ LONG = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """As the processes have that are started here: sums in another order are other sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The long run to its end, and what it learns from."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    data = write_data("translate", folder)
-    train("translate", folder / "run", data, *LONG)
-    return folder / "run", data
 
 
 def start(*words: str, script: str | None = None) -> subprocess.Popen[str]:
@@ -96,10 +87,8 @@ def n_lines(out: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_asked_to_stop_it_saves_and_goes_on_later(
-    number: signal.Signals, code: int, undisturbed: tuple[Path, str], tmp_path: Path
-) -> None:
-    (whole, data), out = undisturbed, tmp_path / "run"
+def test_asked_to_stop_it_saves_and_goes_on_later(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    data, out = write_data("translate", tmp_path), tmp_path / "run"
     with running("train", "translate", *words_of("translate", data, f"train.out={out}", *LONG)) as process:
         wait_for(lambda: n_lines(out) >= 3, process)
         process.send_signal(number)
@@ -113,7 +102,8 @@ def test_asked_to_stop_it_saves_and_goes_on_later(
     assert "Traceback" not in said
     assert not (out / "model").exists()
     resume(out)
-    assert_same(whole, out)
+    train("translate", tmp_path / "whole", data, *LONG)
+    assert_same(tmp_path / "whole", out)
 
 
 SLOW_SAVING = """
