@@ -10,6 +10,7 @@ from .base import Config, split_commas
 
 Kind = Literal["pairs", "text", "labelled", "captions", "images"]
 Format = Literal["tsv", "csv", "jsonl", "parallel", "text", "captions", "folder", "idx", "hf"]
+ProblemType = Literal["single_label", "multi_label", "regression"]  # as transformers has it, without _classification
 TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]  # those that are trained on the data
 
 
@@ -26,11 +27,13 @@ class DataConfig(Config):
     """What the examples are; None: detected from the content."""
     columns: tuple[str | int, ...] | None = None
     """Columns by name or number from 0, in the order text/source/image, then target/label/caption; others are ignored.
-    For a folder of parallel files the two endings: en, de."""
+    Three are two texts and their label. For a folder of parallel files the two endings: en, de."""
     header: bool | None = None
     """Whether the first line of a table names its columns; None: detected from the content."""
     labels: tuple[str, ...] | None = None
     """The classes in order, any other being a bad line; None: those that occur, sorted."""
+    problem_type: ProblemType = "single_label"
+    """What a label is: one class, any number of them (a;b, or a JSON list), or a number to predict."""
     images: str | None = None
     """The folder with the images of a caption file; None: beside it, or in images/ beside it."""
     documents: Literal["whole", "line", "blank"] = "whole"

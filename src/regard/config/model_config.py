@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from ..foundation.checks import nearest_name
 from .base import Config
+from .data_config import ProblemType
 from .mixers import Mixer, get_mixer
 
 Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
@@ -184,6 +185,8 @@ class ModelConfig(Config):
     """Factor on the hidden state before the logits (tied T5: d_model^-0.5)."""
     n_classes: int = 2
     """Classes of a classifier."""
+    problem_type: ProblemType = "single_label"
+    """What its logits mean: classes of which one holds, labels each of which may hold, or a number."""
     pooling: Literal["first", "mean", "attention"] = "first"
     """How a classifier reads a sequence: its first token, the mean, or a learned attention over it."""
     pooler: Literal["none", "tanh", "relu"] = "none"

@@ -13,6 +13,10 @@ from .model_config import ModelConfig
 
 Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "caption"]
 
+Metric = Literal[
+    "auto", "loss", "accuracy", "macro_f1", "micro_f1", "exact", "pearson", "spearman", "mse", "bleu", "chrf", "cider"
+]  # fmt: skip
+
 # The models each task trains: architecture, source and head. The first is what another model is made into.
 TASK_MODELS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "translate": (("encoder-decoder", "text", "lm"), ("recurrent", "text", "lm")),
@@ -99,8 +103,9 @@ class TrainConfig(Config):
     eval_examples: int | None = None
     """Held-out examples that an evaluation has answered, a seeded sample of all lengths and classes; None: every one
     where an answer is a class, 200 where it is a text. The last evaluation takes all."""
-    metric: Literal["auto", "loss", "accuracy", "macro_f1", "bleu", "chrf", "exact", "cider"] = "auto"
-    """What makes a checkpoint the best, and what patience waits for; auto: accuracy of classes, else the loss."""
+    metric: Metric = "auto"
+    """What makes a checkpoint the best, and what patience waits for; auto: accuracy of classes, macro F1 of several
+    labels, Pearson's r of numbers, else the loss."""
     save_every: int = 200
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3

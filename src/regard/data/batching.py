@@ -129,6 +129,22 @@ def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> 
     return torch.from_numpy(tokens)
 
 
+def pair_segments(tokens: Tensor, separator: int) -> Tensor:
+    """BERT's sentence A and B: 0 up to the first separator, 1 after it.   tokens (B, T) → (B, T)"""
+    is_separator = (tokens == separator).long()
+    return ((is_separator.cumsum(1) - is_separator) > 0).long()
+
+
+def cut_pair(row: list[int], separator: int, max_len: int) -> list[int]:
+    """A pair of texts, each followed by a separator, in at most ``max_len`` tokens: the longer text is cut first."""
+    start = row.index(separator)
+    end = next((place for place in range(start, len(row)) if row[place] != separator), len(row))
+    first, between, second = row[:start], row[start:end], row[end:-1]
+    room = max_len - len(between) - 1
+    n_second = min(len(second), max(room // 2, room - len(first)))
+    return [*first[: room - n_second], *between, *second[:n_second], separator]
+
+
 @dataclass(frozen=True, eq=False)
 class MaskedTokens:
     """Token ids with some masked, and the targets: their original ids, IGNORE elsewhere."""

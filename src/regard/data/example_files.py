@@ -28,7 +28,7 @@ _ROWS = 4096  # rows read at a time
 
 
 class ExampleFile(Sequence[Example]):
-    """The examples at ``rows`` of a file; those with a label are Labelled, those with two texts Pairs."""
+    """The examples at ``rows`` of a file; those with a label are Labelled, others with two texts Pairs."""
 
     def __init__(
         self,
@@ -77,9 +77,12 @@ class ExampleFile(Sequence[Example]):
     def _example(self, row: int, raw: bytes, offset: int, places: list[int]) -> Example:
         """The example of a row whose texts lie between ``places`` of the file; ``raw`` begins at ``offset`` of it."""
         first = str(raw[places[0] - offset : places[1] - offset], "utf-8", "surrogatepass")
+        second = None
         if self._n_texts == 2:
-            return Pair(first, str(raw[places[1] - offset : places[2] - offset], "utf-8", "surrogatepass"))
-        return Text(first) if self._labels is None else Labelled(first, int(self._labels[row]))
+            second = str(raw[places[1] - offset : places[2] - offset], "utf-8", "surrogatepass")
+        if self._labels is not None:
+            return Labelled(first, int(self._labels[row]), second)
+        return Text(first) if second is None else Pair(first, second)
 
     def select(self, indices: NDArray[np.integer]) -> ExampleFile:
         """These examples, in this order, of the same file."""

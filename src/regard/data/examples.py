@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,24 +32,35 @@ class Text:
     text: str
 
 
+Label = int | tuple[int, ...] | float  # the number of a class, those of several, or a number to predict
+
+
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A text and the number of its class; the names stand in ``Source.labels``."""
+    """A text, or two of them, with its label; the names of classes stand in ``Source.labels``."""
 
     text: str
-    label: int
+    label: Label
+    second: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageExample:
-    """An image with its captions, or with the number of its class."""
+    """An image with its captions, or with its label."""
 
     image: Path | np.ndarray | Image  # a file, pixels (height, width[, C]) of uint8, or an open image
     captions: tuple[str, ...] = ()
-    label: int | None = None
+    label: Label | None = None
 
 
 Example = Pair | Text | Labelled | ImageExample
+
+
+def label_text(label: Label, names: Sequence[str] | None) -> str:
+    """A label as people write it: ``good``, ``red;round``, ``3.5``."""
+    if isinstance(label, tuple):
+        return ";".join(label_text(each, names) for each in label)
+    return names[label] if names and isinstance(label, int) else f"{label:.6g}"
 
 
 def key_of(example: Example) -> str | bytes:

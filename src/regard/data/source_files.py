@@ -32,7 +32,7 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en"),
     "target": ("target", "tgt", "output", "translation"),
     "text": ("text", "document", "sentence", "review", "content"),
-    "label": ("label", "class", "sentiment", "category"),
+    "label": ("label", "class", "sentiment", "category", "labels"),
     "image": ("image", "file", "filename", "file_name", "path"),
     "caption": ("caption", "captions"),
 }
@@ -166,6 +166,10 @@ class SourceFiles:
 
 
 def find_source_files(name: str, options: DataConfig) -> SourceFiles:
+    # Three columns are two texts and their label, and labels that are no classes cannot be told from texts.
+    is_labelled = options.problem_type != "single_label" or len(options.columns or ()) == 3
+    if options.kind is None and is_labelled:
+        options = options.with_(kind="labelled")
     if name.startswith("hf:"):
         return _from_hugging_face(name, options)
     path = Path(name).expanduser()

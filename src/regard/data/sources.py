@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from ..config import DataConfig, Kind
 from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
 from .example_files import ExampleFile, ExampleWriter
-from .examples import Example, ImageExample, Pair, ReadReport, Text
+from .examples import Example, ImageExample, Label, Labelled, Pair, ReadReport, Text
 from .images import IdxImages, check_image
 from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
@@ -111,7 +112,9 @@ def open_source(
 def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None) -> str | None:
     """What a large source of texts is stored under; None of any other."""
     parts = [part for part in (files, valid_files) if part is not None]
-    if any(part.form in ("hf", "idx", "folder") or part.kind in ("captions", "images") for part in parts):
+    if any(part.form in ("hf", "idx", "folder") or part.kind in ("captions", "images", "tagged") for part in parts):
+        return None
+    if config.problem_type != "single_label":
         return None
     reading = {name: getattr(config, name) for name in (*_FILE_OPTIONS, "kind", "valid_rows") if name != "valid"}
     reading["files"] = [(part.form, part.kind, str(part.schema)) for part in parts]
@@ -143,6 +146,7 @@ def _join_paths(source: str | Path | Sequence[str | Path]) -> str:
 # Options that apply to files only, not to an embedded corpus.
 _FILE_OPTIONS = {
     *("valid", "format", "columns", "header", "labels", "images", "documents", "valid_fraction", "split_seed"),
+    "problem_type",
     *("deduplicated", "bad_lines", "normalise", "max_chars", "max_pixels", "check_images"),
 }
 
@@ -256,13 +260,15 @@ def _examples(
             caption = row.cells[1]
             captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
         return [ImageExample(image, tuple(texts)) for image, texts in captions.items()], None
+    if config.problem_type != "single_label":
+        return _read_other_labels(config, files, list(rows), report, labels)
     labels = labels or files.labels
     seen = {name: number for number, name in enumerate(labels or ())}  # numbered as they come where none are given
     rows = _with_known_labels(rows, seen, labels, report)
-    writer, found = ExampleWriter(), []
+    writer, found = ExampleWriter(len(files.schema.columns) - 1 if files.schema is not None else 1), []
     if files.kind == "labelled":
         for row in rows:
-            writer.add(row.cells[0], label=seen[row.cells[1]])
+            writer.add(*row.cells[:-1], label=seen[row.cells[-1]])
     else:
         found = [(image, row.cells[1]) for row, image in _usable_images(rows, files, config, report)]
     order = int if all(name.lstrip("-").isdigit() for name in seen) else str
@@ -285,24 +291,82 @@ def _documents(files: SourceFiles, report: ReadReport, config: DataConfig) -> Ex
     return writer.finish()
 
 
+def _read_other_labels(
+    config: DataConfig, files: SourceFiles, rows: list[Row], report: ReadReport, labels: tuple[str, ...] | None
+) -> tuple[list[Example], tuple[str, ...] | None]:
+    """Examples with several labels or a number in their last cell, and the names of all labels."""
+    if config.problem_type == "regression":
+        numbered, labels = _read_numbers(rows, report), None
+    else:
+        numbered, labels = _read_label_sets(rows, report, labels or files.labels)
+    if files.kind == "labelled":
+        return [Labelled(row.cells[0], label, *row.cells[1:-1]) for row, label in numbered], labels
+    label_of = {id(row): label for row, label in numbered}
+    usable = _usable_images([row for row, _ in numbered], files, config, report)
+    return [ImageExample(image, label=label_of[id(row)]) for row, image in usable], labels
+
+
+def _read_numbers(rows: Iterable[Row], report: ReadReport) -> list[tuple[Row, Label]]:
+    """Rows with the number in their last cell."""
+    numbered: list[tuple[Row, Label]] = []
+    for row in rows:
+        try:
+            value = float(row.cells[-1])
+        except (ValueError, TypeError):
+            value = math.nan
+        if math.isfinite(value):
+            numbered.append((row, value))
+        else:
+            report.add_bad(row.file, row.line, "not a number", repr(row.cells[-1])[:80])
+    return numbered
+
+
+def _read_label_sets(
+    rows: list[Row], report: ReadReport, labels: tuple[str, ...] | None
+) -> tuple[list[tuple[Row, Label]], tuple[str, ...]]:
+    """Rows with the numbers of the labels in their last cell, and the names of all labels."""
+    names_of = [_split_labels(row.cells[-1]) for row in rows]
+    labels = labels or tuple(sorted({name for names in names_of for name in names}))
+    number, known = {name: index for index, name in enumerate(labels)}, list[tuple[Row, Label]]()
+    for row, names in zip(rows, names_of, strict=True):
+        unknown = [name for name in names if name not in number]
+        if unknown:
+            report.add_bad(row.file, row.line, "unknown label", f"{unknown[0]!r} is none of {', '.join(labels[:20])}")
+        else:
+            known.append((row, tuple(sorted({number[name] for name in names}))))
+    return known, labels
+
+
+def _split_labels(cell: str | tuple[str, ...]) -> tuple[str, ...]:
+    """``a;b`` or ``a|b`` or ``a,b``, or a list of JSON; an empty cell has no label."""
+    parts = re.split("[;|,]", cell) if isinstance(cell, str) else cell
+    return tuple(part.strip() for part in parts if part.strip())
+
+
 def _with_known_labels(
     rows: Iterable[Row], seen: dict[str, int], labels: tuple[str, ...] | None, report: ReadReport
 ) -> Iterator[Row]:
     """Rows whose label is one of ``labels``; without those, all rows, and ``seen`` numbers their labels."""
     for row in rows:
-        name = row.cells[1]
+        name = row.cells[-1]
+        if isinstance(name, tuple):
+            raise ValueError(f"{row.file} has lists of labels; data.problem_type=multi_label learns them")
         if name not in seen and labels:
             report.add_bad(row.file, row.line, "unknown label", f"{name!r} is none of {', '.join(labels[:20])}")
             continue
         if seen.setdefault(name, len(seen)) >= _MAX_LABELS and not labels:
-            raise ValueError(f"the label column has over {_MAX_LABELS:,} different values, so it is not one of labels")
+            hint = "data.problem_type=regression learns numbers"
+            raise ValueError(
+                f"the label column has over {_MAX_LABELS:,} different values, so it is not one of labels; {hint}"
+            )
         yield row
 
 
 def _valid_rows(rows: Iterable[Row], report: ReadReport, config: DataConfig) -> Iterator[Row]:
     """Rows whose every cell is usable text."""
+    last = -1 if config.problem_type == "multi_label" else None  # no label at all is one of the answers
     for row in rows:
-        faults = [_cell_fault(cell, config) for cell in row.cells]
+        faults = [_cell_fault(cell, config) for cell in row.cells[:last]]
         if any(faults):
             fault = next(filter(None, faults))
             report.add_bad(row.file, row.line, fault, f"column {faults.index(fault) + 1} of {len(row.cells)}")

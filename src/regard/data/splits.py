@@ -72,11 +72,11 @@ def stratified_sample(examples: Sequence[Example], n: int, seed: int) -> list[in
     return sorted(order[(2 * np.arange(n) + 1) * len(examples) // (2 * n)].tolist())
 
 
-def _stratum(example: Example) -> int:
-    """The class of an example; of one without, the length of its source side."""
+def _stratum(example: Example) -> float:
+    """The class of an example, the first of several, or its number; of one without, the length of its source side."""
     match example:
-        case Labelled(label=label) | ImageExample(label=int() as label):
-            return label
+        case Labelled(label=label) | ImageExample(label=int() | float() | tuple() as label):
+            return label if not isinstance(label, tuple) else label[0] if label else -1
         case Pair(source=text) | Text(text=text):
             return len(text)
     return 0
@@ -129,10 +129,12 @@ def _serialise(example: Example) -> bytes:
             return f"[{_quote(source)}, {_quote(target)}]".encode("utf-8", "surrogatepass")
         case Text(text):
             return f"[{_quote(text)}]".encode("utf-8", "surrogatepass")
-        case Labelled(text, label):
+        case Labelled(text, int() as label, None):
             return f"[{_quote(text)}, {label}]".encode("utf-8", "surrogatepass")
+        case Labelled(text, label, second):
+            fields: list[Any] = [text, label] if second is None else [text, label, second]
         case ImageExample(image=Path() as path, captions=captions, label=label):
-            fields: list[Any] = [path.name, path.stat().st_size, captions, label]
+            fields = [path.name, path.stat().st_size, captions, label]
         case _:
             fields = [hashlib.sha256(_source_bytes(example)).hexdigest(), example.captions, example.label]
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

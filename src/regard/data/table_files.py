@@ -207,7 +207,7 @@ def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadR
             return None
         if isinstance(value, bool | int | float):
             value = str(int(value)) if isinstance(value, bool) else str(value)
-        many = isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+        many = isinstance(value, list) and all(isinstance(x, str) for x in value)
         if isinstance(value, dict | list) and not many:
             report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
             return None

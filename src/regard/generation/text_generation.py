@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -9,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from ..data.batching import cut_pair, pair_segments
 from ..models import Model, ModelOrPath, open_model
 from .generate import Generated, inference, stream_tokens
 from .generate import generate as generate_tokens
@@ -324,17 +326,19 @@ def _open_draft(model: Model, draft: ModelOrPath | None) -> Model | None:
 
 @dataclass(frozen=True)
 class Classified:
-    """The most likely class of one input."""
+    """The most likely class of one input, the labels that hold, or the predicted number."""
 
-    label: str
-    probability: float
+    label: str  # as in a file: of several labels a;b
+    probability: float  # of the likeliest label; of a number, NaN
     all: dict[str, float]  # every class with its probability, likeliest first
+    labels: tuple[str, ...] = ()
+    value: float | None = None
 
 
 def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list[Classified]:
     """The classes of a text or an image, or of several: text or token ids, or what ``caption`` takes.
 
-    ``truncate`` cuts too long a text short, which is otherwise an error.
+    A list of tuples holds pairs of texts. ``truncate`` cuts too long a text short, which is otherwise an error.
     """
     model = open_model(model)
     check_can_classify(model)
@@ -343,21 +347,40 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list
             dtype, pixels = next(model.parameters()).dtype, image_pixels(model, inputs)
             logits = torch.cat([model(part.to(model.device, dtype)).float().cpu() for part in pixels.split(64)])
         else:
-            rows = ModelTokenizers(model).encode_inputs(inputs, "text") if is_text(inputs) else inputs
+            rows, separator = _encode_texts(model, inputs, truncate)
             sources = source_tensors(rows, None, model.config, truncate)
             logits, lengths = torch.zeros(len(sources), model.config.n_classes), [len(source) for source in sources]
             for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
                 padded = pad_sources([sources[index] for index in batch], model)
-                logits[batch] = model(padded.values, padding_mask=padded.padding_mask).float().cpu()
+                options = {} if separator is None else {"segments": pair_segments(padded.values, separator)}
+                logits[batch] = model(padded.values, padding_mask=padded.padding_mask, **options).float().cpu()
     return rank_classes(model, logits)
 
 
-def rank_classes(model: Model, logits: Tensor) -> list[Classified]:
-    """The classes of each row of logits (N, classes), likeliest first."""
-    names, results = class_names(model), []
-    for probabilities in logits.softmax(-1).tolist():
+def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int | None]:
+    """Token ids of texts or of pairs of them, and the token that separates pairs where the model has segments."""
+    tokenizers = ModelTokenizers(model)
+    if isinstance(inputs, list) and inputs and all(isinstance(x, tuple) and is_text(x) for x in inputs):
+        rows, separator = list(tokenizers.source.encode_pairs(inputs)), tokenizers.source.separator_id
+        max_len = max_text_length(model.config)
+        if truncate and separator is not None:
+            rows = [row if len(row) <= max_len else cut_pair(row, separator, max_len) for row in rows]
+        return rows, separator if model.config.n_segments > 1 else None
+    return tokenizers.encode_inputs(inputs, "text") if is_text(inputs) else inputs, None
+
+
+def rank_classes(model: Model, logits: Tensor, threshold: float = 0.5) -> list[Classified]:
+    """The classes of each row of logits (N, classes), likeliest first; of several labels those above ``threshold``
+    hold."""
+    names, problem_type, results = class_names(model), model.config.problem_type, []
+    if problem_type == "regression":
+        return [Classified(f"{value:.6g}", math.nan, {}, value=value) for value in logits[:, 0].tolist()]
+    is_single = problem_type == "single_label"
+    for probabilities in (logits.softmax(-1) if is_single else logits.sigmoid()).tolist():
         ranked = sorted(zip(names, probabilities, strict=False), key=lambda pair: -pair[1])
-        results.append(Classified(*ranked[0], dict(ranked)))
+        held = tuple(name for name, p in zip(names, probabilities, strict=False) if p > threshold)
+        labels = (ranked[0][0],) if is_single else held
+        results.append(Classified(";".join(labels), ranked[0][1], dict(ranked), labels))
     return results
 
 

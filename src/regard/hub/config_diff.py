@@ -66,7 +66,7 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("sparsity_random",), lambda c: c.sparsity == "bigbird"),
     (("tie_head", "head_bias", "head_transform", "logit_scale"), _has_token_head),
     (("head_activation",), lambda c: _has_token_head(c) and c.head_transform),
-    (("n_classes",), lambda c: c.head == "classify"),
+    (("n_classes", "problem_type"), lambda c: c.head == "classify"),
     (("pooling",), lambda c: c.architecture == "encoder" and _has_pooler(c)),
     (("pooler",), lambda c: c.architecture == "encoder" and c.head in ("classify", "none")),
     (("image_size", "patch_size", "n_channels"), lambda c: c.source == "image"),

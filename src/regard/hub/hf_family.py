@@ -140,7 +140,9 @@ def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, cl
     if head == "classify":
         labels = theirs.get("id2label")
         n_classes = theirs.get("num_labels", 2) if labels is None else len(labels)
-        return {"head": head, "n_classes": n_classes, "pooler": class_pooler}
+        problem_type = theirs.get("problem_type", "regression" if n_classes == 1 else "single_label")
+        problem_type = problem_type.removesuffix("_classification")
+        return {"head": head, "n_classes": n_classes, "problem_type": problem_type, "pooler": class_pooler}
     return {"head": head, "pooler": pooler if theirs.get("has_pooler", True) else "none"}
 
 
@@ -153,6 +155,8 @@ def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any
         labels = [f"LABEL_{i}" for i in range(config.n_classes)]
         fields["id2label"] = {str(i): label for i, label in enumerate(labels)}
         fields["label2id"] = {label: i for i, label in enumerate(labels)}
+        is_number = config.problem_type == "regression"
+        fields["problem_type"] = config.problem_type if is_number else f"{config.problem_type}_classification"
     if config.head == "none" and config.pooler == "none":
         fields["has_pooler"] = False
     return fields

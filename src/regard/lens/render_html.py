@@ -100,8 +100,8 @@ def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
         out = io.BytesIO()
         small.save(out, suffix.upper(), quality=88)
         about["image"] = f"data:image/{suffix};base64,{base64.b64encode(out.getvalue()).decode()}"
-    if look.model.config.head == "classify":
-        about["classes"] = look.classes()
+    if look.model.config.head == "classify" and (classes := look.classes()):
+        about["classes"] = classes
     return {"model": {"id": "", "name": "", "kinds": kinds}, "look": about, "labels": labels}
 
 

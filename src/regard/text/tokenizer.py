@@ -207,6 +207,19 @@ class Tokenizer:
                 return n
         return None
 
+    def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
+        """Two texts as one row: <bos> a <eos> b <eos>, or what the file has for pairs ([CLS] a [SEP] b [SEP])."""
+        cleaned = ((replace_surrogates(first), replace_surrogates(second)) for first, second in pairs)
+        while batch := list(islice(cleaned, _BATCH_SIZE)):
+            with _library_errors_as_bad_file(self.name):
+                encodings = self._backend.encode_batch_fast(batch)
+            yield from (encoding.ids for encoding in encodings)
+
+    @property
+    def separator_id(self) -> int | None:
+        """The token between two texts and after the second; None where the file puts none around a text."""
+        return next(iter(self.encode("")[::-1]), None)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids, without special tokens."""
         with _library_errors_as_bad_file(self.name):

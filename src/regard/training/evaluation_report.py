@@ -108,7 +108,7 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
         lines += ["classes", *format_rows(classes[:_MAX_CLASSES], _WIDTH)]
         if len(classes) > _MAX_CLASSES:
             lines.append(f"{GAP}… and {len(classes) - _MAX_CLASSES:,} more")
-        if len(classes) <= _MAX_CONFUSION:
+        if len(classes) <= _MAX_CONFUSION and "confusion" in split.details:
             names = [str(each["label"]) for each in classes]  # a row for each true class, a column for each predicted
             table = zip(names, split.details["confusion"], strict=True)
             rows = [{"true ↓ said →": name, **dict(zip(names, row, strict=True))} for name, row in table]

@@ -224,7 +224,7 @@ class Loop:
         at, train = self.at, self.train
         if at.step >= train.steps or not self._out_of_patience():
             return None
-        name = self.task.best_metric(train).replace("_", " ")
+        name = self.task.best_metric(self.task.config).replace("_", " ")
         evaluations = f"{at.waited} evaluation{'s' * (at.waited != 1)}"
         return (
             f"stopped early at step {at.step:,} of {train.steps:,}: {evaluations} without a better {name} than "
@@ -244,7 +244,7 @@ class Loop:
             metrics = self.metrics = self.group.broadcast_object(found)
             self.reporter.evaluation(self.at.step, metrics)
             self.reporter.samples(self.at.step, shown)
-        at, name = self.at, self.task.best_metric(train)
+        at, name = self.at, self.task.best_metric(self.task.config)
         value, smaller = float(metrics[name]), name.endswith("loss")
         if at.best is None or (value < at.best if smaller else value > at.best):
             at.best, at.best_step, at.waited = value, at.step, 0

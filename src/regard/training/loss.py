@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..models import Model
 from ..models.components import TokenHead
@@ -18,7 +19,11 @@ from ..models.components import TokenHead
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The model's arguments and targets: token ids (B, T), IGNORE at positions without a target, or classes (B,)."""
+    """The model's arguments and targets.
+
+    Targets are token ids (B, T), IGNORE at positions without one; classes (B,); of several labels 1.0 for each that
+    holds (B, labels); or numbers (B,).
+    """
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
@@ -30,7 +35,9 @@ class Batch:
     @property
     def n_targets(self) -> int:
         """How many targets the loss is a sum over."""
-        return int((self.targets != IGNORE).sum()) if self.n_counted is None else self.n_counted
+        if self.n_counted is not None:
+            return self.n_counted
+        return self.targets.numel() if self.targets.is_floating_point() else int((self.targets != IGNORE).sum())
 
     def to(self, device: torch.device) -> Batch:
         """On a device; from pinned memory the copy does not wait."""
@@ -74,6 +81,18 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weigh
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="sum")
     losses = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="none")
     return losses @ weights.flatten().to(losses.dtype)
+
+
+def label_losses(logits: Tensor, targets: Tensor, problem_type: ProblemType) -> Tensor:
+    """The loss of every target of a classifier, shaped as the targets: cross-entropy of classes (B,), binary
+    cross-entropy of each label (B, labels), squared error of numbers (B,).   logits (B, classes)"""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    match problem_type:
+        case "single_label":
+            return F.cross_entropy(logits, targets, reduction="none")
+        case "multi_label":
+            return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return (logits[:, 0] - targets) ** 2
 
 
 def linear_cross_entropy(
@@ -237,13 +256,19 @@ class Objective(nn.Module):
 
 
 def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """The sum of the cross-entropy over a batch's targets.
+    """The sum of the loss over a batch's targets: the cross-entropy, or what ``label_losses`` has.
 
     Token logits of a large vocabulary are never held whole: the head's matrix goes into the loss with the states.
     """
     head = getattr(model, "head", None)
     if not isinstance(head, TokenHead):
-        return cross_entropy(model(*batch.inputs, **batch.options), batch.targets, smoothing, batch.weights)
+        logits, targets, problem_type = model(*batch.inputs, **batch.options), batch.targets, model.config.problem_type
+        if problem_type == "single_label":
+            return cross_entropy(logits, targets, smoothing, batch.weights)
+        if problem_type == "multi_label":  # each label is a question of two answers
+            targets = targets * (1 - smoothing) + smoothing / 2
+        losses = label_losses(logits, targets, problem_type)
+        return (losses if batch.weights is None else losses * batch.weights).sum()
     states, weight = _states_and_weight(model, batch)
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ..config import DataConfig, ModelConfig, RunConfig
 from ..data.example_files import ExampleWriter
-from ..data.examples import Example, ImageExample, Labelled, Pair, Text
+from ..data.examples import Example, ImageExample, Label, Labelled, Pair, Text
 from ..data.sources import Source, open_source
 from ..data.splits import Split, held_out_mask, sha256_of, split_tail
 from ..errors import BadData, UsageError
@@ -73,7 +73,7 @@ def resolve_run(
     elif preset is not None or model is not None or train is not None or (data is not None and not in_memory):
         raise UsageError("a RunConfig holds data, model and train already: change them with config.with_(…)")
     task_class = task_class or TASKS[config.task]
-    examples, labels = _examples_of(data, task_class) if in_memory else (None, None)
+    examples, labels = _examples_of(data, task_class, config.data) if in_memory else (None, None)
     return RunInputs(config, task_class, examples, labels, module)
 
 
@@ -102,20 +102,28 @@ def open_run_source(inputs: RunInputs) -> Source:
     return Source(IN_MEMORY, inputs.task_class.kinds[0], train, valid, split, inputs.labels)
 
 
-def _examples_of(data: Any, task_class: type[Task]) -> tuple[list[Example], tuple[str, ...] | None]:
+def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple[list[Example], tuple[str, ...] | None]:
     """A Dataset or iterable of texts, pairs or Examples as the task reads them, and the labels of classes."""
     is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")  # such a Dataset has no __iter__
     rows = [data[i] for i in range(len(data))] if is_map_style else list(data)
     kind = task_class.kinds[0]
     labels: tuple[str, ...] | None = None
-    if task_class.has_labels:
-        names = {x.label if isinstance(x, Labelled | ImageExample) else x[1] for x in rows}
+    if task_class.has_labels and config.problem_type != "regression":
+        found = [x.label if isinstance(x, Labelled | ImageExample) else x[-1] for x in rows]
+        names = {name for each in found for name in (each if config.problem_type == "multi_label" else (each,))}
         labels = tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
+
+    def label(given: Any) -> Label:
+        if labels is None:
+            return float(given)
+        is_multi = config.problem_type == "multi_label"
+        return tuple(labels.index(str(x)) for x in given) if is_multi else labels.index(str(given))
+
     makers: dict[str, Any] = {
         "text": lambda x: Text(x),
         "pairs": lambda x: Pair(*x),
-        "labelled": lambda x: Labelled(x[0], labels.index(str(x[1])) if labels else 0),
-        "images": lambda x: ImageExample(x[0], label=labels.index(str(x[1])) if labels else 0),
+        "labelled": lambda x: Labelled(x[0], label(x[-1]), *x[1:-1]),
+        "images": lambda x: ImageExample(x[0], label=label(x[1])),
         "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
     }
     try:

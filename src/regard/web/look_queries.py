@@ -55,8 +55,8 @@ def _summary(session: LookSession) -> dict[str, Any]:
     look, served = session.look, session.served
     source = next((look.cols(kind=kind) for kind in ("cross", "encoder", "self") if kind in look.kinds), [])
     summary: dict[str, Any] = {"unfamiliar": [] if look.image else served.unfamiliar_words(source)}
-    if served.config.head == "classify":
-        summary["classes"] = look.classes()
+    if served.config.head == "classify" and (classes := look.classes()):
+        summary["classes"] = classes
     if served.can_generate:
         # Before its second token a language model has nothing to go by.
         first = 0 if served.has_source or served.config.source == "image" else min(1, len(look.hidden()) - 1)

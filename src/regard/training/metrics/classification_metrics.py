@@ -45,9 +45,9 @@ def classification(
     size = len(names)
     confusion = np.bincount(true * size + guess, minlength=size * size).reshape(size, size)
     hits, n_predicted, n_true = np.diag(confusion), confusion.sum(0), confusion.sum(1)
-    shares = (_share(hits, n_predicted), _share(hits, n_true), _share(2 * hits, n_predicted + n_true))
+    shares = (share(hits, n_predicted), share(hits, n_true), share(2 * hits, n_predicted + n_true))
     columns = zip(names, *(x.tolist() for x in (*shares, n_true, n_predicted)), strict=True)
-    accuracy, macro_f1 = float(hits.sum() / len(true)), float(_macro_f1(hits, n_predicted, n_true))
+    accuracy, macro_f1 = float(hits.sum() / len(true)), float(macro_f1_of_counts(hits, n_predicted, n_true))
     classes = tuple(ClassScores(*row) for row in columns)
     return ClassificationScores(len(true), accuracy, macro_f1, classes, tuple(map(tuple, confusion.tolist())))
 
@@ -64,15 +64,15 @@ def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, labels: int | Se
     own = np.arange(len(names))
     is_guess, is_true = guess[:, None] == own, true[:, None] == own
     rows = np.concatenate([is_guess & is_true, is_guess, is_true], axis=1).astype(np.float64)
-    return Statistics("macro F1", rows, lambda sums: _macro_f1(*np.split(sums, 3, axis=-1)))
+    return Statistics("macro F1", rows, lambda sums: macro_f1_of_counts(*np.split(sums, 3, axis=-1)))
 
 
-def _macro_f1(hits: NDArray[np.number], n_predicted: NDArray[np.number], n_true: NDArray[np.number]) -> Floats:
+def macro_f1_of_counts(hits: NDArray[np.number], n_predicted: NDArray[np.number], n_true: NDArray[np.number]) -> Floats:
     either = n_predicted + n_true  # a class that never occurs has no F1, and is left out of the mean
-    return np.asarray(_share(2 * hits, either).sum(-1) / (either > 0).sum(-1))
+    return np.asarray(share(2 * hits, either).sum(-1) / (either > 0).sum(-1))
 
 
-def _share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
+def share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
     return np.divide(part, whole, out=np.zeros(np.shape(whole), dtype=np.float64), where=whole > 0)
 
 

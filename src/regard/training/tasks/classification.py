@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...config import ModelConfig
-from ...data.batching import BatchPlan, balanced_rows
+from ...config import DataConfig, ModelConfig, RunConfig
+from ...data.batching import BatchPlan, balanced_rows, cut_pair, pair_segments
 from ...data.example_files import ExampleFile
-from ...data.examples import Example, ImageExample, Labelled
+from ...data.examples import Example, ImageExample, Label, Labelled
 from ...data.token_files import Pieces, TokenFile, whole_documents
 from ...errors import UsageError
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
-from ..metrics import classification_metrics as metrics
 from ..metrics.statistics import Statistics
 from ..precision import Precision
+from .targets import TARGETS, Answers, Target
 from .task import (
     MAX_TOKENIZER_TEXTS,
     ExampleResult,
@@ -42,18 +41,43 @@ from .task import (
 
 
 class ClassificationTask(Task):
-    """What texts and images share: labels, accuracy, macro F1."""
+    """What texts and images share: labels, and what the target makes of them."""
 
     command = "classify"
-    criterion = "accuracy"
-    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "accuracy": "accuracy", "macro_f1": "f1"}
     eval_examples = None
     reports_perplexity = False
     has_labels = True
 
+    @classmethod
+    def metric_table(cls, config: RunConfig) -> tuple[str, Mapping[str, str]]:
+        target = TARGETS[config.data.problem_type]
+        return target.criterion, target.metric_keys
+
+    @classmethod
+    def check_config(cls, config: RunConfig) -> None:
+        super().check_config(config)
+        problem_type, train = config.data.problem_type, config.train
+        if problem_type == "regression" and train.class_weights != "none":
+            raise UsageError("train.class_weights is for classes, but data.problem_type=regression learns numbers")
+        if problem_type != "single_label" and train.sampling == "balanced":
+            raise UsageError(f"train.sampling=balanced needs one class for each example, not {problem_type}")
+
+    @classmethod
+    def data_defaults(cls, model: ModelConfig) -> DataConfig:
+        return super().data_defaults(model).with_(problem_type=model.problem_type)
+
+    @cached_property
+    def target(self) -> Target:
+        return TARGETS[self.config.data.problem_type](self.labels)
+
     @property
     def labels(self) -> tuple[str, ...]:
         return self.processor.labels or self.source.labels or ()
+
+    @property
+    def _head_fields(self) -> dict[str, Any]:
+        """What the labels decide of a model."""
+        return {"n_classes": self.target.n_outputs, "problem_type": self.config.data.problem_type}
 
     @property
     def notes(self) -> list[str]:
@@ -67,9 +91,8 @@ class ClassificationTask(Task):
         weights = self.config.train.class_weights
         if weights == "none":
             return None
-        if weights == "balanced":  # King & Zeng 2001, as scikit-learn has it
-            n_of = np.bincount(_classes(self.source.train), minlength=len(self.labels))
-            return torch.from_numpy(n_of.sum() / ((n_of > 0).sum() * np.maximum(n_of, 1))).float()
+        if weights == "balanced":
+            return self.target.balanced_weights(_labels(self.source.train))
         if len(weights) != len(self.labels):
             names = ", ".join(self.labels)
             raise UsageError(f"train.class_weights has {len(weights)} numbers for {len(self.labels)} classes: {names}")
@@ -79,16 +102,21 @@ class ClassificationTask(Task):
     def _epoch_rows(self) -> NDArray[np.int64]:
         """Which training example each row of the batch plan is."""
         if self.config.train.sampling == "balanced":
-            return balanced_rows(_classes(self.source.train))
+            return balanced_rows(_labels(self.source.train))
         return np.arange(len(self.source.train))
 
     def batch(self, number: int) -> Batch:
-        batch, weights = super().batch(number), self._class_weights
-        return batch if weights is None else replace(batch, weights=weights[batch.targets])
+        batch, factors = super().batch(number), self._class_weights
+        return batch if factors is None else replace(batch, weights=self.target.weights(factors, batch.targets))
 
     def check_model(self, model_name: str, model: ModelConfig) -> None:
         super().check_model(model_name, model)
-        if len(self.labels) != model.n_classes:
+        if model.problem_type != self.config.data.problem_type:
+            problem_type = self.config.data.problem_type
+            raise ValueError(
+                f"{model_name} has problem_type={model.problem_type}, but data.problem_type={problem_type}"
+            )
+        if self.target.n_outputs != model.n_classes:
             names = ", ".join(self.labels)
             named = f"{self.source.name} has the labels {names}; data.labels=… names all of them in order"
             raise ValueError(f"{model_name} tells apart {model.n_classes} classes without names, but {named}")
@@ -96,20 +124,20 @@ class ClassificationTask(Task):
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """``beam`` has no meaning here. The score of a row is the probability of its true class."""
+        """``beam`` has no meaning here."""
         if not examples:
             return {}, []
         was_training = model.training
         model.eval()
         logits, _ = self._logits(model, examples, Precision("fp32", model.device))
         model.train(was_training)
-        scores, rows = self._results(logits, examples)
-        return {"n": scores.n, "accuracy": scores.accuracy, "f1": scores.macro_f1}, rows
+        found = self.target.measure(logits, _labels(examples))
+        return {"n": len(examples), **found.metrics}, self._results(found, examples)
 
     @torch.no_grad()
     def _logits(self, model: Model, examples: Sequence[Example], precision: Precision) -> tuple[Tensor, int]:
         """(N, classes) on the CPU, and the number of tokens read."""
-        logits, n_tokens = torch.zeros(len(examples), len(self.labels)), 0
+        logits, n_tokens = torch.zeros(len(examples), self.target.n_outputs), 0
         for index, batch in self.valid_groups(examples):
             moved = batch.to(model.device)
             with precision.forward():
@@ -117,46 +145,37 @@ class ClassificationTask(Task):
             n_tokens += batch.n_tokens
         return logits, n_tokens
 
-    def _results(
-        self, logits: Tensor, examples: Sequence[Example]
-    ) -> tuple[metrics.ClassificationScores, list[ExampleResult]]:
-        predicted, true = logits.argmax(-1).tolist(), _classes(examples)
-        probabilities = logits.softmax(-1)
-        rows = []
-        for i, (example, truth, guess) in enumerate(zip(examples, true, predicted, strict=True)):
-            text = example.text if isinstance(example, Labelled) else image_name(cast(ImageExample, example))
-            rows.append(ExampleResult(text, self.labels[truth], self.labels[guess], float(probabilities[i, truth])))
-        return metrics.classification(predicted, true, self.labels), rows
+    def _results(self, found: Answers, examples: Sequence[Example]) -> list[ExampleResult]:
+        rows = zip(examples, _labels(examples), found.outputs, found.scores, strict=True)
+        return [ExampleResult(_input_text(x), self.target.text(label), *answer) for x, label, *answer in rows]
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """One pass gives loss and answers; no option of the search has a meaning here."""
         start = time.perf_counter()
         logits, n_tokens = self._logits(model, examples, precision)
         seconds = time.perf_counter() - start
-        losses = F.cross_entropy(logits, torch.tensor(_classes(examples)), reduction="none").double().numpy()
-        scores, rows = self._results(logits, examples)
-        rows = [replace(row, loss=float(loss)) for row, loss in zip(rows, losses, strict=True)]
-        loss, document = self.check_finite(float(losses.mean())), scores.to_dict()
+        losses = self.target.losses(logits, _labels(examples)).double().numpy()
+        loss, found = self.check_finite(float(losses.mean())), self.target.measure(logits, _labels(examples))
+        rows = zip(self._results(found, examples), losses, strict=True)
         return Scores(
-            n=len(rows),
-            metrics={"loss": loss, "accuracy": scores.accuracy, "f1": scores.macro_f1},
-            rows=rows,
+            n=len(examples),
+            metrics={"loss": loss, **found.metrics},
+            rows=[replace(row, loss=float(each)) for row, each in rows],
             n_tokens=n_tokens,
             seconds=seconds,
-            details={name: document[name] for name in ("classes", "confusion")},
+            details=found.details,
             losses=(losses, np.ones_like(losses)),
         )
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        predicted, true = ([self.labels.index(label) for label in labels] for labels in (outputs, references))
-        return [metrics.accuracy_statistics(predicted, true), metrics.macro_f1_statistics(predicted, true, self.labels)]
+        return self.target.statistics(outputs, references)
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         return super().paired_statistics(ours, theirs, same_tokens=True)  # the loss is per example, not per token
 
 
 class Classify(ClassificationTask):
-    """A text and its class."""
+    """A text, or two of them, and its label."""
 
     name = "classify"
     kinds = ("labelled",)
@@ -164,12 +183,13 @@ class Classify(ClassificationTask):
     needs_positions = True
 
     def _new_processor(self) -> Processor:
-        texts = [cast(Labelled, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
+        examples = cast(list[Labelled], self.first(self.source.train, MAX_TOKENIZER_TEXTS))
+        texts = [text for x in examples for text in (x.text, x.second) if text is not None]
         return Processor(source=self._new_tokenizer(texts), labels=self.source.labels)
 
     @property
     def model_config(self) -> ModelConfig:
-        sizes = {"n_classes": len(self.labels), "max_len": self._max_width}
+        sizes = {"max_len": self._max_width, **self._head_fields}
         return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
 
     @property
@@ -179,10 +199,33 @@ class Classify(ClassificationTask):
     @cached_property
     def _train(self) -> TokenFile:
         def pieces() -> Pieces:
-            texts = (cast(Labelled, x).text for x in self._tracked_train("texts"))
-            return whole_documents(self.tokenizer.encode_stream(texts))
+            return whole_documents(self._encode(self._tracked_train("texts")))
 
-        return self._tokens("text", self.tokenizer, pieces, None)
+        return self._tokens("pairs" if self._has_pairs else "text", self.tokenizer, pieces, None)
+
+    def _encode(self, examples: Iterable[Example]) -> Iterator[list[int]]:
+        """Token ids of texts, or of pairs of them."""
+        texts = cast(Iterable[Labelled], examples)
+        if self._has_pairs:
+            return self.tokenizer.encode_pairs((x.text, x.second or "") for x in texts)
+        return self.tokenizer.encode_stream(x.text for x in texts)
+
+    def _cut(self, rows: list[list[int]]) -> tuple[list[list[int]], int]:
+        """Rows of at most max_len tokens, and how many were longer; of a pair the longer text is cut first."""
+        max_len, separator = self.config.data.max_len, self._separator
+        if separator is None:
+            return truncate(rows, max_len)
+        n_longer = sum(len(row) > max_len for row in rows)
+        return [row if len(row) <= max_len else cut_pair(row, separator, max_len) for row in rows], n_longer
+
+    @cached_property
+    def _has_pairs(self) -> bool:
+        return cast(Labelled, (self.source.train or self.source.valid)[0]).second is not None
+
+    @cached_property
+    def _separator(self) -> int | None:
+        """The token between the texts of a pair."""
+        return self.tokenizer.separator_id if self._has_pairs else None
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
@@ -196,23 +239,25 @@ class Classify(ClassificationTask):
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         examples = self._epoch_rows[index].tolist()
-        rows, _ = truncate([self._train.document(i) for i in examples], self.config.data.max_len)
-        return self._collate(self._hide_tokens(rows, epoch, index), _classes([self.source.train[i] for i in examples]))
+        rows, _ = self._cut([self._train.document(i) for i in examples])
+        return self._collate(self._hide_tokens(rows, epoch, index), _labels([self.source.train[i] for i in examples]))
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        rows = self.tokenizer.encode_all(cast(Labelled, x).text for x in examples)
-        rows, self.n_held_out_cut = truncate(rows, self.config.data.max_len)
+        rows, self.n_held_out_cut = self._cut(list(self._encode(examples)))
         for group in group_by_length([len(row) for row in rows], max(self.config.train.batch_tokens, 16384)):
-            yield group, self._collate([rows[i] for i in group], _classes([examples[i] for i in group]))
+            yield group, self._collate([rows[i] for i in group], _labels([examples[i] for i in group]))
 
-    def _collate(self, rows: list[list[int]], labels: list[int]) -> Batch:
+    def _collate(self, rows: list[list[int]], labels: list[Label]) -> Batch:
         pad_id = self.tokenizer.pad_id
         tokens = self._pad(rows, pad_id, self._max_width)
-        return Batch((tokens,), torch.tensor(labels), {"padding_mask": tokens != pad_id}, sum(map(len, rows)))
+        options = {"padding_mask": tokens != pad_id}
+        if self._separator is not None and self.config.model.n_segments > 1:
+            options["segments"] = pair_segments(tokens, self._separator)
+        return Batch((tokens,), self.target.tensor(labels), options, sum(map(len, rows)))
 
 
 class ClassifyImages(ImageTask, ClassificationTask):
-    """An image and its class."""
+    """An image and its label."""
 
     name = "classify-images"
     kinds = ("images",)
@@ -222,7 +267,7 @@ class ClassifyImages(ImageTask, ClassificationTask):
 
     @property
     def model_config(self) -> ModelConfig:
-        return self.config.model.with_(n_classes=len(self.labels))
+        return self.config.model.with_(**self._head_fields)
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
@@ -239,11 +284,18 @@ class ClassifyImages(ImageTask, ClassificationTask):
         return ((index, self._collate(examples, index)) for index in index_groups(len(examples), 512))
 
     def _collate(self, examples: Sequence[Example], index: list[int], epoch: int | None = None) -> Batch:
-        labels = torch.tensor(_classes([examples[i] for i in index]))
-        return Batch((self._pixels(examples, index, epoch),), labels, n_tokens=len(index) * self._n_patches)
+        targets = self.target.tensor(_labels([examples[i] for i in index]))
+        return Batch((self._pixels(examples, index, epoch),), targets, n_tokens=len(index) * self._n_patches)
 
 
-def _classes(examples: Sequence[Example]) -> list[int]:
+def _labels(examples: Sequence[Example]) -> list[Label]:
     if isinstance(examples, ExampleFile) and examples.labels is not None:
         return examples.labels.tolist()
     return [cast(Labelled, x).label for x in examples]  # images have labels too
+
+
+def _input_text(example: Example) -> str:
+    """What was asked about: a text, two with a tab between them, or the name of an image."""
+    if isinstance(example, Labelled):
+        return example.text if example.second is None else f"{example.text}\t{example.second}"
+    return image_name(cast(ImageExample, example))

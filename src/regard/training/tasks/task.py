@@ -202,7 +202,7 @@ class Task(ABC):
     @classmethod
     def check_config(cls, config: RunConfig) -> None:
         """Raise UsageError for a metric that the task does not measure, or for fields that mean nothing to it."""
-        cls.best_metric(config.train)
+        cls.best_metric(config)
         for name in () if cls.has_labels else ("class_weights", "sampling"):
             if getattr(config.train, name) != TrainConfig.model_fields[name].default:
                 raise UsageError(f"train.{name} is for tasks with classes, which {cls.name} does not have")
@@ -210,12 +210,18 @@ class Task(ABC):
     # Evaluation.
 
     @classmethod
-    def best_metric(cls, train: TrainConfig) -> str:
+    def metric_table(cls, config: RunConfig) -> tuple[str, Mapping[str, str]]:
+        """``criterion`` and ``metric_keys``, where they depend on the data."""
+        return cls.criterion, cls.metric_keys
+
+    @classmethod
+    def best_metric(cls, config: RunConfig) -> str:
         """The metric of ``validate`` that the best checkpoint and patience go by."""
-        if train.metric != "auto" and train.metric not in cls.metric_keys:
-            known = ", ".join(cls.metric_keys)
+        train, (criterion, keys) = config.train, cls.metric_table(config)
+        if train.metric != "auto" and train.metric not in keys:
+            known = ", ".join(keys)
             raise UsageError(f"train.metric={train.metric} is not measured by the task {cls.name}, which has {known}")
-        name = cls.criterion if train.metric == "auto" else cls.metric_keys[train.metric]
+        name = criterion if train.metric == "auto" else keys[train.metric]
         if train.eval_examples == 0 and not name.endswith("loss"):
             raise UsageError(f"train.eval_examples=0 leaves no {name} to choose the best by; add train.metric=loss")
         return name

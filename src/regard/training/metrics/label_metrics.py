@@ -1,0 +1,85 @@
+"""Labels that are not one class: several at once, and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .classification_metrics import ClassScores, macro_f1_of_counts, share
+from .statistics import Floats, MetricResult, Statistics, mean_statistics
+
+Held = NDArray[np.bool_]  # (N, labels): which labels hold
+
+
+@dataclass(frozen=True)
+class MultiLabelScores(MetricResult):
+    """How well labels were told to hold or not; shares from 0 to 1."""
+
+    n: int
+    macro_f1: float  # the mean over labels that occur, as truth or as prediction
+    micro_f1: float  # of all decisions together
+    exact: float  # examples with all labels right
+    classes: tuple[ClassScores, ...]
+
+
+def multi_label(predicted: Held, truth: Held, labels: Sequence[str]) -> MultiLabelScores:
+    """``predicted`` and ``truth`` say for each example (rows) which of ``labels`` (columns) hold."""
+    hits, n_predicted, n_true = (x.sum(0) for x in (predicted & truth, predicted, truth))
+    shares = (share(hits, n_predicted), share(hits, n_true), share(2 * hits, n_predicted + n_true))
+    columns = zip(labels, *(x.tolist() for x in (*shares, n_true, n_predicted)), strict=True)
+    micro, macro, exact = (each.corpus() for each in multi_label_statistics(predicted, truth))
+    return MultiLabelScores(len(truth), macro, micro, exact, tuple(ClassScores(*row) for row in columns))
+
+
+def multi_label_statistics(predicted: Held, truth: Held) -> list[Statistics]:
+    """Micro F1, macro F1 and exact matches, each a function of sums over examples."""
+    counts = [x.astype(np.float64) for x in (predicted & truth, predicted, truth)]
+    totals = np.stack([x.sum(1) for x in counts], axis=1)  # (N, 3): hits, predictions, truths
+    micro = Statistics("micro F1", totals, lambda sums: share(2 * sums[..., 0], sums[..., 1] + sums[..., 2]))
+    each = np.concatenate(counts, axis=1)
+    macro = Statistics("macro F1", each, lambda sums: macro_f1_of_counts(*np.split(sums, 3, axis=-1)))
+    return [micro, macro, mean_statistics("exact", (predicted == truth).all(1))]
+
+
+@dataclass(frozen=True)
+class RegressionScores(MetricResult):
+    """How near numbers came; the correlations are 0 where either side is constant."""
+
+    pearson: float
+    spearman: float
+    mse: float
+
+
+def regression(predicted: Floats, truth: Floats) -> RegressionScores:
+    """Pearson's r, Spearman's ρ (of ranks, ties sharing their mean), and the mean squared error."""
+    pearson, spearman = (
+        float(np.asarray(_pearson(_moments(*xy).sum(0))))
+        for xy in ((predicted, truth), (_ranks(predicted), _ranks(truth)))
+    )
+    return RegressionScores(pearson, spearman, float(((predicted - truth) ** 2).mean()))
+
+
+def regression_statistics(predicted: Floats, truth: Floats) -> list[Statistics]:
+    errors = mean_statistics("mse", (predicted - truth) ** 2, higher_is_better=False)
+    return [Statistics("Pearson", _moments(predicted, truth), _pearson), errors]
+
+
+def _moments(x: Floats, y: Floats) -> Floats:
+    """(N, 6), whose sums give the correlation; centred, so that large numbers of small spread keep their digits."""
+    x, y = x - x.mean(), y - y.mean()
+    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
+
+
+def _pearson(sums: Floats) -> Floats:
+    n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
+    spread = np.sqrt(np.maximum((n * xx - x * x) * (n * yy - y * y), 0.0))
+    return share(n * xy - x * y, spread)
+
+
+def _ranks(values: Floats) -> Floats:
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[place]

@@ -1,0 +1,181 @@
+"""What a classifier is asked of each input (``data.problem_type``): one class, any number of labels, or a number.
+
+A target makes the tensor that is learned, writes an answer as text, and measures answers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.examples import Label, label_text
+from ..loss import label_losses
+from ..metrics import classification_metrics as class_metrics
+from ..metrics import label_metrics
+from ..metrics.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answered, and how good that is."""
+
+    outputs: list[str]
+    scores: list[float]  # of each answer, at most 1
+    metrics: dict[str, float]
+    details: dict[str, Any]
+
+
+class Target(ABC):
+    """``labels`` are the names of the classes."""
+
+    problem_type: ClassVar[Any]
+    criterion: ClassVar[str]
+    metric_keys: ClassVar[Mapping[str, str]]
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        self.labels = labels
+
+    @property
+    def n_outputs(self) -> int:
+        """Logits of each input."""
+        return len(self.labels)
+
+    @abstractmethod
+    def tensor(self, labels: Sequence[Label]) -> Tensor:
+        """The targets of a batch."""
+
+    @abstractmethod
+    def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
+        """The answers that logits (N, n_outputs) give, beside the true labels."""
+
+    @abstractmethod
+    def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
+        """What each answer contributes to every metric, for paired comparisons."""
+
+    def losses(self, logits: Tensor, labels: Sequence[Label]) -> Tensor:
+        """The loss of each example (N,)."""
+        losses = label_losses(logits, self.tensor(labels), self.problem_type)
+        return losses if losses.dim() == 1 else losses.mean(-1)
+
+    def text(self, label: Label) -> str:
+        return label_text(label, self.labels)
+
+    def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
+        """``train.class_weights=balanced``: a factor for each class."""
+        raise NotImplementedError
+
+    def weights(self, factors: Tensor, targets: Tensor) -> Tensor:
+        """Factors of classes as those of a batch's targets."""
+        return factors[targets]
+
+
+class OneClass(Target):
+    """Softmax over classes."""
+
+    problem_type = "single_label"
+    criterion = "accuracy"
+    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "accuracy": "accuracy", "macro_f1": "f1"}
+
+    def tensor(self, labels: Sequence[Label]) -> Tensor:
+        return torch.tensor(labels)
+
+    def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
+        """The score of an answer is the probability of the true class."""
+        predicted, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1)
+        found = class_metrics.classification(predicted, cast(Sequence[int], labels), self.labels)
+        scores = [float(probabilities[i, cast(int, label)]) for i, label in enumerate(labels)]
+        document = found.to_dict()
+        details = {name: document[name] for name in ("classes", "confusion")}
+        metrics = {"accuracy": found.accuracy, "f1": found.macro_f1}
+        return Answers([self.labels[guess] for guess in predicted], scores, metrics, details)
+
+    def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
+        guess, true = ([self.labels.index(label) for label in each] for each in (outputs, references))
+        macro_f1 = class_metrics.macro_f1_statistics(guess, true, self.labels)
+        return [class_metrics.accuracy_statistics(guess, true), macro_f1]
+
+    def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
+        """n / (classes · n of the class) (King & Zeng 2001, as scikit-learn has it)."""
+        n_of = np.bincount(cast(Sequence[int], labels), minlength=len(self.labels))
+        return torch.from_numpy(n_of.sum() / ((n_of > 0).sum() * np.maximum(n_of, 1))).float()
+
+
+class ManyLabels(Target):
+    """A sigmoid for each label; those above ½ hold."""
+
+    problem_type = "multi_label"
+    criterion = "f1"
+    metric_keys: ClassVar[Mapping[str, str]] = {
+        "loss": "valid_loss",
+        "macro_f1": "f1",
+        "micro_f1": "micro_f1",
+        "exact": "exact",
+    }
+
+    def tensor(self, labels: Sequence[Label]) -> Tensor:
+        held = torch.zeros(len(labels), self.n_outputs)
+        for row, each in enumerate(labels):
+            held[row, list(cast(tuple[int, ...], each))] = 1.0
+        return held
+
+    def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
+        """The score of an answer is the mean probability of what is true of each label."""
+        truth, probabilities, held = self.tensor(labels), logits.sigmoid(), logits > 0
+        scores = torch.where(truth > 0, probabilities, 1 - probabilities).mean(-1).tolist()
+        outputs = [self.text(tuple(row.nonzero()[:, 0].tolist())) for row in held]
+        found = label_metrics.multi_label(held.numpy(), truth.numpy() > 0, self.labels)
+        metrics = {"f1": found.macro_f1, "micro_f1": found.micro_f1, "exact": found.exact}
+        return Answers(outputs, scores, metrics, {"classes": found.to_dict()["classes"]})
+
+    def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
+        return label_metrics.multi_label_statistics(*(self._held(texts) for texts in (outputs, references)))
+
+    def _held(self, texts: Sequence[str]) -> Any:
+        rows = [tuple(self.labels.index(name) for name in text.split(";") if name) for text in texts]
+        return self.tensor(rows).numpy() > 0
+
+    def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
+        """n without the label / n with it, which multiplies the loss where it holds (PyTorch's ``pos_weight``)."""
+        n_with = self.tensor(labels).sum(0)
+        return (len(labels) - n_with) / n_with.clamp(min=1)
+
+    def weights(self, factors: Tensor, targets: Tensor) -> Tensor:
+        return torch.where(targets > 0, factors, 1.0)
+
+
+class Number(Target):
+    """One logit, learned by squared error."""
+
+    problem_type = "regression"
+    criterion = "pearson"
+    metric_keys: ClassVar[Mapping[str, str]] = {
+        "loss": "valid_loss",
+        "mse": "valid_loss",
+        "pearson": "pearson",
+        "spearman": "spearman",
+    }
+
+    @property
+    def n_outputs(self) -> int:
+        return 1
+
+    def tensor(self, labels: Sequence[Label]) -> Tensor:
+        return torch.tensor(labels, dtype=torch.float32)
+
+    def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
+        """The score of an answer is minus its distance from the truth."""
+        values, truth = logits[:, 0].double().numpy(), np.asarray(labels, dtype=np.float64)
+        found = label_metrics.regression(values, truth)
+        return Answers([self.text(x) for x in values.tolist()], (-abs(values - truth)).tolist(), found.to_dict(), {})
+
+    def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
+        return label_metrics.regression_statistics(*(np.array([float(x) for x in y]) for y in (outputs, references)))
+
+
+TARGETS: Mapping[str, type[Target]] = {target.problem_type: target for target in (OneClass, ManyLabels, Number)}
