@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .experiments.cost import cost
     from .experiments.cost_report import Cost
     from .export.export_model import export
+    from .generation.tagging import tag
     from .generation.text_generation import caption, classify, generate, stream, translate
     from .io import load
     from .lens.look import Look, look
@@ -31,7 +32,7 @@ _EXPORTS = {
     "experiments.cost": "cost",
     "experiments.cost_report": "Cost",
     "export": "export",
-    "generation": "caption classify generate stream translate",
+    "generation": "caption classify generate stream tag translate",
     "io": "load",
     "lens": "Look look",
     "models": "Model build",
@@ -70,6 +71,7 @@ __all__ = [
     "record",
     "resume",
     "stream",
+    "tag",
     "train",
     "translate",
 ]

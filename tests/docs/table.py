@@ -43,6 +43,7 @@ SMALLER: dict[str, str] = {
     "regard train mlm": f"{_TEXT} data.vocab_size=320 train.eval_batches=2",
     "regard train classify-images": _IMAGES,
     "regard train classify": f"{_TEXT} data.vocab_size=320",
+    "regard train tag": f"{_TEXT} data.vocab_size=320",
     "regard train caption": f"{_IMAGES} model.max_len=32 data.max_len=32 data.valid_rows=4 data.epoch_examples=64",
     "regard eval": "--limit 4",
     "regard average": "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,30 @@ _BAD = ("slow and far too long", "the worst acting I have seen", "a dull story w
 
 
 def make(folder: Path) -> None:
-    """What the documents call pairs.tsv, book.txt, reviews.csv, captions.tsv, photos/, pictures/ and sentences.txt."""
+    """What the documents call pairs.tsv, book.txt, reviews.csv, claims.csv, plots.jsonl, ratings.csv, people.conll,
+    captions.tsv, photos/, pictures/ and sentences.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     _pairs(folder / "pairs.tsv")
     english = [line.split("\t")[0] for line in (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()[:4]]
     (folder / "sentences.txt").write_text("\n".join(english) + "\n", encoding="utf-8")
     (folder / "book.txt").write_text((ROOT / "LICENSE").read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "reviews.csv").write_text(_table(",", "text,label"), encoding="utf-8")
+    _labels(folder)
     _scenes(folder)
+
+
+def _labels(folder: Path, n: int = 64) -> None:
+    """Two texts and a class, texts with several labels, texts with a number, words with tags."""
+    claims, plots, ratings, people = ["premise,hypothesis,label"], [], ["text,score"], []
+    for k in range(n):
+        claims.append(f"a man plays {k} guitars,somebody {('makes music', 'sleeps')[k % 2]},{('yes', 'no')[k % 2]}")
+        plots.append(json.dumps({"text": f"{_GOOD[k % 4]} {k}", "labels": ["war"] * (k % 2) + ["love"] * (k % 3 > 0)}))
+        ratings.append(f"{(_GOOD, _BAD)[k % 2][k % 4]} {k},{4.5 - 3 * (k % 2)}")
+        name, town = ("Anna", "Boris", "Chen")[k % 3], ("Paris", "Seoul", "York")[k % 7 % 3]
+        people += [f"{name} B-PER", "lives O", "in O", f"{town} B-LOC", f"{k} O", ". O", ""]
+    files = {"claims.csv": claims, "plots.jsonl": plots, "ratings.csv": ratings, "people.conll": people}
+    for file, lines in files.items():
+        (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _pairs(file: Path, n: int = 80) -> None:

@@ -8,8 +8,8 @@ from pydantic import field_validator, model_validator
 
 from .base import Config, split_commas
 
-Kind = Literal["pairs", "text", "labelled", "captions", "images"]
-Format = Literal["tsv", "csv", "jsonl", "parallel", "text", "captions", "folder", "idx", "hf"]
+Kind = Literal["pairs", "text", "labelled", "tagged", "captions", "images"]
+Format = Literal["tsv", "csv", "jsonl", "conll", "parallel", "text", "captions", "folder", "idx", "hf"]
 ProblemType = Literal["single_label", "multi_label", "regression"]  # as transformers has it, without _classification
 TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]  # those that are trained on the data
 
@@ -27,7 +27,8 @@ class DataConfig(Config):
     """What the examples are; None: detected from the content."""
     columns: tuple[str | int, ...] | None = None
     """Columns by name or number from 0, in the order text/source/image, then target/label/caption; others are ignored.
-    Three are two texts and their label. For a folder of parallel files the two endings: en, de."""
+    Three are two texts and their label; of CoNLL files, words and tags. For a folder of parallel files the two
+    endings: en, de."""
     header: bool | None = None
     """Whether the first line of a table names its columns; None: detected from the content."""
     labels: tuple[str, ...] | None = None

@@ -16,7 +16,7 @@ from .mixers import Mixer, get_mixer
 
 Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
 Source = Literal["text", "image", "regions"]
-Head = Literal["none", "lm", "masked-lm", "classify"]
+Head = Literal["none", "lm", "masked-lm", "classify", "tag"]
 Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"]
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu")
 Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "linear"]
@@ -62,7 +62,8 @@ class ModelConfig(Config):
     source: Source = "text"
     """What the encoder reads: token ids, an image cut into patches, or given region features."""
     head: Head = "lm"
-    """What comes out: next-token logits, masked-token logits, class logits, or the hidden states."""
+    """What comes out: next-token logits, masked-token logits, class logits of the text or of every token, or the hidden
+    states."""
 
     vocab_size: int = 37000
     """Tokens in the (source) vocabulary."""
@@ -184,7 +185,7 @@ class ModelConfig(Config):
     logit_scale: float = 1.0
     """Factor on the hidden state before the logits (tied T5: d_model^-0.5)."""
     n_classes: int = 2
-    """Classes of a classifier."""
+    """Classes of a classifier or tagger."""
     problem_type: ProblemType = "single_label"
     """What its logits mean: classes of which one holds, labels each of which may hold, or a number."""
     pooling: Literal["first", "mean", "attention"] = "first"
@@ -299,7 +300,7 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ValueError(f"image_size={config.image_size} is not divisible by patch_size={config.patch_size}")
     if config.architecture == "decoder" and config.source != "text":
         raise ValueError(f"architecture='decoder' reads text; source={config.source!r} needs an encoder")
-    if config.head in ("masked-lm", "classify") and config.architecture != "encoder":
+    if config.head in ("masked-lm", "classify", "tag") and config.architecture != "encoder":
         raise ValueError(f"head={config.head!r} goes with architecture='encoder', not {config.architecture!r}")
     if config.head == "lm" and not config.has_decoder:
         raise ValueError("head='lm' needs a decoder; architecture='encoder' has 'masked-lm', 'classify' or 'none'")

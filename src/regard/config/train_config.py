@@ -11,10 +11,11 @@ from .base import Config, split_commas
 from .data_config import DataConfig
 from .model_config import ModelConfig
 
-Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "caption"]
+Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "tag", "caption"]
 
 Metric = Literal[
-    "auto", "loss", "accuracy", "macro_f1", "micro_f1", "exact", "pearson", "spearman", "mse", "bleu", "chrf", "cider"
+    "auto", "loss", "accuracy", "macro_f1", "micro_f1", "entity_f1", "exact", "pearson", "spearman", "mse", "bleu",
+    "chrf", "cider",
 ]  # fmt: skip
 
 # The models each task trains: architecture, source and head. The first is what another model is made into.
@@ -24,6 +25,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "mlm": (("encoder", "text", "masked-lm"),),
     "classify": (("encoder", "text", "classify"),),
     "classify-images": (("encoder", "image", "classify"),),
+    "tag": (("encoder", "text", "tag"),),
     "caption": (("encoder-decoder", "image", "lm"),),
 }
 
@@ -105,7 +107,7 @@ class TrainConfig(Config):
     where an answer is a class, 200 where it is a text. The last evaluation takes all."""
     metric: Metric = "auto"
     """What makes a checkpoint the best, and what patience waits for; auto: accuracy of classes, macro F1 of several
-    labels, Pearson's r of numbers, else the loss."""
+    labels and of tags (of entities where tags are B-X, I-X and O), Pearson's r of numbers, else the loss."""
     save_every: int = 200
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3

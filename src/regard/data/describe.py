@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from .examples import Example, ImageExample, Labelled, Pair, Text, key_of, label_text
+from .examples import Example, ImageExample, Labelled, Pair, Tagged, Text, key_of, label_text
 from .hashing import stable_key
 from .sources import Source
 from .splits import sha256_of
@@ -146,7 +146,7 @@ def describe(
     limits = None if max_len is None else (max_len, max_target_len)
     tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut)
     keys, wholes = {stable_key(key_of(x)) for x in train}, {sha256_of([x]) for x in train}
-    found = (x.label for x in train if isinstance(x, Labelled | ImageExample))
+    found = (x.tags if isinstance(x, Tagged) else getattr(x, "label", None) for x in train)
     counts = Counter(label for each in found for label in (each if isinstance(each, tuple) else (each,)))
     labels = None if source.labels is None else {name: counts.get(n, 0) for n, name in enumerate(source.labels)}
     return SourceDescription(
@@ -179,7 +179,7 @@ def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
             case Pair(source, target):
                 sides.setdefault("source", []).append(source)
                 sides.setdefault("target", []).append(target)
-            case Text(text) | Labelled(text, second=None):
+            case Text(text) | Labelled(text, second=None) | Tagged(text=text):
                 sides.setdefault("text", []).append(text)
             case Labelled(text, second=str() as second):
                 sides.setdefault("text", []).append(text)
@@ -243,6 +243,8 @@ def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str
             return [text[:300]]
         case Labelled(text, label, second):
             return [text[:300], *([] if second is None else [second[:300]]), label_text(label, labels)]
+        case Tagged(words, tags):
+            return [" ".join(words)[:300], " ".join(label_text(tag, labels) for tag in tags)[:300]]
         case ImageExample(image, captions, label):
             name = image.name if isinstance(image, Path) else "image"
             return [name, *(captions or ([] if label is None else [label_text(label, labels)]))]

@@ -44,6 +44,18 @@ class Labelled:
     second: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """The words of a sentence and the number of each one's tag; the names stand in ``Source.labels``."""
+
+    words: tuple[str, ...]
+    tags: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageExample:
     """An image with its captions, or with its label."""
@@ -53,7 +65,7 @@ class ImageExample:
     label: Label | None = None
 
 
-Example = Pair | Text | Labelled | ImageExample
+Example = Pair | Text | Labelled | Tagged | ImageExample
 
 
 def label_text(label: Label, names: Sequence[str] | None) -> str:
@@ -66,7 +78,7 @@ def label_text(label: Label, names: Sequence[str] | None) -> str:
 def key_of(example: Example) -> str | bytes:
     """The source side of an example: examples with the same key belong to the same side of a split."""
     match example:
-        case Pair(source=text) | Text(text=text) | Labelled(text=text):
+        case Pair(source=text) | Text(text=text) | Labelled(text=text) | Tagged(text=text):
             return text
         case ImageExample(image=Path() as path):
             return path.name

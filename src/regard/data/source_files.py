@@ -26,7 +26,10 @@ from .images import read_idx
 from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_FORMATS: dict[str, Format] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "captions"}
+_FORMATS: dict[str, Format] = {
+    **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "captions"},
+    **{".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
+}
 _SAMPLE_ROWS = 1000
 _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en"),
@@ -35,6 +38,8 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "label": ("label", "class", "sentiment", "category", "labels"),
     "image": ("image", "file", "filename", "file_name", "path"),
     "caption": ("caption", "captions"),
+    "words": ("tokens", "words"),
+    "tags": ("tags", "ner_tags", "pos_tags", "labels"),
 }
 _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
     "captions": ("image", "caption"),
@@ -42,6 +47,7 @@ _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
     "labelled": ("text", "label"),
     "pairs": ("source", "target"),
     "text": ("text",),
+    "tagged": ("words", "tags"),
 }
 
 
@@ -194,6 +200,8 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             return _from_idx(path)
         case "captions":
             return SourceFiles("captions", "captions", (path,), images=_image_folder(path, options))
+        case "conll":
+            return SourceFiles("conll", "tagged", (path,))
         case "tsv" | "csv" | "jsonl":
             schema = detect_schema(path, form, options)
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
@@ -265,6 +273,8 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
             yield from table_files.read_table(path, files.form, schema, report, options)
         case "jsonl":
             yield from table_files.read_jsonl(path, schema, report, options)
+        case "conll":
+            yield from table_files.read_conll(path, report, options)
         case "parallel":
             yield from table_files.read_parallel(files.paths, report, options)
         case "captions":

@@ -19,7 +19,7 @@ from ..config import DataConfig, Kind
 from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
 from .example_files import ExampleFile, ExampleWriter
-from .examples import Example, ImageExample, Label, Labelled, Pair, ReadReport, Text
+from .examples import Example, ImageExample, Label, Labelled, Pair, ReadReport, Tagged, Text
 from .images import IdxImages, check_image
 from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
@@ -260,6 +260,8 @@ def _examples(
             caption = row.cells[1]
             captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
         return [ImageExample(image, tuple(texts)) for image, texts in captions.items()], None
+    if files.kind == "tagged":
+        return _read_tags(list(rows), report, labels)
     if config.problem_type != "single_label":
         return _read_other_labels(config, files, list(rows), report, labels)
     labels = labels or files.labels
@@ -335,6 +337,24 @@ def _read_label_sets(
         else:
             known.append((row, tuple(sorted({number[name] for name in names}))))
     return known, labels
+
+
+def _read_tags(
+    rows: list[Row], report: ReadReport, labels: tuple[str, ...] | None
+) -> tuple[list[Example], tuple[str, ...]]:
+    """Sentences with the number of each word's tag, and the names of all tags, O first."""
+    labels = labels or tuple(sorted({tag for row in rows for tag in row.cells[1]}, key=lambda tag: (tag != "O", tag)))
+    number, sentences = {name: index for index, name in enumerate(labels)}, list[Example]()
+    for row in rows:
+        words, tags = row.cells
+        unknown = [tag for tag in tags if tag not in number]
+        if unknown:
+            report.add_bad(row.file, row.line, "unknown label", f"{unknown[0]!r} is none of {', '.join(labels[:20])}")
+        elif len(words) != len(tags):
+            report.add_bad(row.file, row.line, "not a tag for every word", f"{len(words)} words, {len(tags)} tags")
+        else:
+            sentences.append(Tagged(words, tuple(number[tag] for tag in tags)))
+    return sentences, labels
 
 
 def _split_labels(cell: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..config import DataConfig
 from .example_files import ExampleFile, document_parts
-from .examples import Example, ImageExample, Labelled, Pair, Text, key_of
+from .examples import Example, ImageExample, Labelled, Pair, Tagged, Text, key_of
 from .hashing import bits, stable_key, stable_keys
 
 # What valid_rows="auto" holds out at most: of rows, and of a single text.
@@ -77,7 +77,7 @@ def _stratum(example: Example) -> float:
     match example:
         case Labelled(label=label) | ImageExample(label=int() | float() | tuple() as label):
             return label if not isinstance(label, tuple) else label[0] if label else -1
-        case Pair(source=text) | Text(text=text):
+        case Pair(source=text) | Text(text=text) | Tagged(text=text):
             return len(text)
     return 0
 
@@ -133,6 +133,8 @@ def _serialise(example: Example) -> bytes:
             return f"[{_quote(text)}, {label}]".encode("utf-8", "surrogatepass")
         case Labelled(text, label, second):
             fields: list[Any] = [text, label] if second is None else [text, label, second]
+        case Tagged(words, tags):
+            fields = [words, tags]
         case ImageExample(image=Path() as path, captions=captions, label=label):
             fields = [path.name, path.stat().st_size, captions, label]
         case _:

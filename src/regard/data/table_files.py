@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -207,12 +207,39 @@ def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadR
             return None
         if isinstance(value, bool | int | float):
             value = str(int(value)) if isinstance(value, bool) else str(value)
-        many = isinstance(value, list) and all(isinstance(x, str) for x in value)
+        many = isinstance(value, list) and all(isinstance(x, str | int) for x in value)
         if isinstance(value, dict | list) and not many:
             report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
             return None
-        cells.append(value.strip() if isinstance(value, str) else tuple(value) if many else value)
+        cells.append(value.strip() if isinstance(value, str) else tuple(map(str, value)) if many else value)
     return tuple(cells)
+
+
+def read_conll(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """A word a line with its tag, sentences separated by blank lines: (words, tags).
+
+    Columns are separated by tabs or spaces; the first is the word, the last the tag, or what ``columns`` says. In
+    .conllu (Universal Dependencies) they are FORM and UPOS, without comments, ranges and empty nodes.
+    """
+    is_conllu = suffix_of(path) == ".conllu"
+    columns = options.columns or ((1, 3) if is_conllu else (0, -1))
+    if len(columns) != 2 or not all(isinstance(column, int) for column in columns):
+        raise ValueError(f"columns={columns}: the columns of {path} have no names; say which hold words and tags: 0,3")
+    first, pairs = 0, list[tuple[str, str]]()
+    for number, line in chain(read_lines(path, report, options), ((0, ""),)):
+        cells = (line or "").split("\t" if "\t" in (line or "") else None)
+        if not cells or cells[0] == "-DOCSTART-":
+            if pairs:
+                yield Row(path, first, tuple(zip(*pairs, strict=True)))
+            pairs = []
+        elif is_conllu and (cells[0].startswith("#") or not cells[0].isdigit()):
+            continue
+        elif len(cells) < 2 or max(columns) >= len(cells):
+            report.add_bad(path, number, "no word with its tag", repr(line)[:80])
+        else:
+            first = first if pairs else number
+            word, tag = (cells[column] for column in columns)
+            pairs.append((word, tag))
 
 
 def read_parallel(paths: Sequence[Path], report: ReadReport, options: DataConfig) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Generation: prefill, decode steps, greedy and beam search, sampling and streaming, for every model that writes text.
 
-``generate``, ``translate``, ``caption``, ``classify`` and ``stream`` take text, images or token ids.
+``generate``, ``translate``, ``caption``, ``classify``, ``tag`` and ``stream`` take text, images or token ids.
 """
 
 from .beam_search import BeamSearch, Hypothesis
@@ -10,6 +10,7 @@ from .generation_config import PAPER, GenerateConfig
 from .sampling import decode_loop
 from .speculative import DraftStatistics
 from .stop_conditions import StopStrings, text_pieces
+from .tagging import TaggedWords, tag
 from .text_generation import (
     Classified,
     GeneratedText,
@@ -32,6 +33,7 @@ __all__ = [
     "Hypothesis",
     "BeamSearch",
     "StopStrings",
+    "TaggedWords",
     "GeneratedText",
     "GeneratedTexts",
     "caption",
@@ -40,6 +42,7 @@ __all__ = [
     "generate",
     "stream",
     "stream_tokens",
+    "tag",
     "text_pieces",
     "translate",
     "decode_loop",

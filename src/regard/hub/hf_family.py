@@ -126,6 +126,7 @@ def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> di
 def encoder_classes(*names: str) -> dict[str, str]:
     """Class names of BERT-like models and our heads for them."""
     heads = {"Model": "none", "ForMaskedLM": "masked-lm", "ForSequenceClassification": "classify"}
+    heads["ForTokenClassification"] = "tag"
     return {f"{name}{kind}": head for name in names for kind, head in heads.items()}
 
 
@@ -137,9 +138,11 @@ def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, cl
     head = theirs.head(dict(classes))
     if head == "masked-lm":
         return {"head": head, "head_transform": True, "head_bias": True}
-    if head == "classify":
+    if head in ("classify", "tag"):
         labels = theirs.get("id2label")
         n_classes = theirs.get("num_labels", 2) if labels is None else len(labels)
+        if head == "tag":
+            return {"head": head, "n_classes": n_classes}
         problem_type = theirs.get("problem_type", "regression" if n_classes == 1 else "single_label")
         problem_type = problem_type.removesuffix("_classification")
         return {"head": head, "n_classes": n_classes, "problem_type": problem_type, "pooler": class_pooler}
@@ -151,10 +154,11 @@ def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any
     if not names:
         raise ValueError(f"head={config.head!r} has no class among {', '.join(classes)}")
     fields: dict[str, Any] = {"architectures": names[:1]}
-    if config.head == "classify":
+    if config.head in ("classify", "tag"):
         labels = [f"LABEL_{i}" for i in range(config.n_classes)]
         fields["id2label"] = {str(i): label for i, label in enumerate(labels)}
         fields["label2id"] = {label: i for i, label in enumerate(labels)}
+    if config.head == "classify":
         is_number = config.problem_type == "regression"
         fields["problem_type"] = config.problem_type if is_number else f"{config.problem_type}_classification"
     if config.head == "none" and config.pooler == "none":

@@ -59,6 +59,18 @@ class ClassHead(nn.Module):
         return self.out(self.dropout(self.pooler(x, mask)))
 
 
+class TagHead(nn.Module):
+    """Class logits of every token.   (B, T, M) → (B, T, classes)"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.out = nn.Linear(config.d_model, config.n_classes)
+
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+        return self.out(self.dropout(x))
+
+
 class Pooler(nn.Module):
     """A sequence (B, T, M) as one vector (B, M): its first token, its mean, or a learned query's attention over it."""
 

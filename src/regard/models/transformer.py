@@ -14,7 +14,7 @@ from ..layers import TokenEmbedding
 from . import components
 from .base_model import Model, SourceToTarget, mask_from_padding
 from .block import Memory, Stack
-from .components import ClassHead, Pooler, TokenHead, source_embeddings, vision_inputs
+from .components import ClassHead, Pooler, TagHead, TokenHead, source_embeddings, vision_inputs
 
 
 class Decoder(Model):
@@ -65,7 +65,8 @@ class Encoder(Model):
         self.embeddings = source_embeddings(config)
         self.encoder: Stack = Stack(config, causal=False)
         self.head = _token_head(config, config.vocab_size) if config.head == "masked-lm" else None
-        self.classifier = ClassHead(config) if config.head == "classify" else None
+        heads: dict[str, type[ClassHead | TagHead]] = {"classify": ClassHead, "tag": TagHead}
+        self.classifier = heads[config.head](config) if config.head in heads else None
         self.pooler = Pooler(config) if config.head == "none" and config.pooler != "none" else None
         self._initialise()
 
@@ -82,7 +83,10 @@ class Encoder(Model):
         return self.encoder(x, mask=mask_from_padding(padding_mask), positions=positions)
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Class logits (B, classes), token logits (B, T, V), or the states; the arguments are those of ``hidden``."""
+        """Class logits (B, classes) or (B, T, classes), token logits (B, T, V), or the states.
+
+        The arguments are those of ``hidden``.
+        """
         if self.classifier is None:
             return super().forward(*inputs, **options)
         return self.classifier(self.hidden(*inputs, **options), mask_from_padding(options.get("padding_mask")))

@@ -99,7 +99,7 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
             image = ImageProcessor.read(directory.json(IMAGE), config)
         except (ValueError, TypeError, KeyError) as error:
             raise BadModelFile(f"{directory.root / IMAGE} cannot be read: {error}") from None
-    names = fields.get("id2label") if config.head == "classify" else None
+    names = fields.get("id2label") if config.head in ("classify", "tag") else None
     labels = None if names is None else _read_labels(names, config)
     if source is None and target is None and image is None and labels is None:
         return None

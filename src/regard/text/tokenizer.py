@@ -19,11 +19,12 @@ import importlib
 import importlib.util
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +215,19 @@ class Tokenizer:
             with _library_errors_as_bad_file(self.name):
                 encodings = self._backend.encode_batch_fast(batch)
             yield from (encoding.ids for encoding in encodings)
+
+    def encode_words(self, words: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The ids of words with spaces between them, and where each word's first token is; -1: it has none."""
+        text, ends = replace_surrogates(" ".join(words)), list(accumulate(len(word) + 1 for word in words))
+        with _library_errors_as_bad_file(self.name):
+            encoding = self._backend.encode(text)
+        first = [-1] * len(words)
+        for place, (start, end) in enumerate(encoding.offsets):
+            # A token may begin with the space before its word: its last character says whose it is.
+            word = bisect_right(ends, end - 1)
+            if start < end and word < len(words) and end < ends[word] and first[word] < 0:
+                first[word] = place
+        return list(encoding.ids), first
 
     @property
     def separator_id(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ..config import DataConfig, ModelConfig, RunConfig
 from ..data.example_files import ExampleWriter
-from ..data.examples import Example, ImageExample, Label, Labelled, Pair, Text
+from ..data.examples import Example, ImageExample, Label, Labelled, Pair, Tagged, Text
 from ..data.sources import Source, open_source
 from ..data.splits import Split, held_out_mask, sha256_of, split_tail
 from ..errors import BadData, UsageError
@@ -109,8 +109,9 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
     kind = task_class.kinds[0]
     labels: tuple[str, ...] | None = None
     if task_class.has_labels and config.problem_type != "regression":
-        found = [x.label if isinstance(x, Labelled | ImageExample) else x[-1] for x in rows]
-        names = {name for each in found for name in (each if config.problem_type == "multi_label" else (each,))}
+        found = [getattr(x, "tags", getattr(x, "label", None)) if isinstance(x, Example) else x[-1] for x in rows]
+        has_many = config.problem_type == "multi_label" or kind == "tagged"
+        names = {name for each in found for name in (each if has_many else (each,))}
         labels = tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
 
     def label(given: Any) -> Label:
@@ -124,6 +125,7 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
         "pairs": lambda x: Pair(*x),
         "labelled": lambda x: Labelled(x[0], label(x[-1]), *x[1:-1]),
         "images": lambda x: ImageExample(x[0], label=label(x[1])),
+        "tagged": lambda x: Tagged(tuple(x[0]), tuple(label(tag) for tag in x[1])),
         "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
     }
     try:

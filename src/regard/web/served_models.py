@@ -95,8 +95,8 @@ def task_name(config: ModelConfig) -> str:
     """The task of `regard train` that such a model is trained for."""
     if config.head == "classify":
         return "classify-images" if config.source == "image" else "classify"
-    if config.head in ("masked-lm", "none"):
-        return "mlm" if config.head == "masked-lm" else "features"
+    if config.architecture == "encoder":
+        return {"masked-lm": "mlm", "tag": "tag"}.get(config.head, "features")
     if config.architecture == "decoder":
         return "lm"
     return "caption" if config.source != "text" else "translate"

@@ -41,6 +41,8 @@ def _head_steps(config: ModelConfig, prefix: str, masked: Sequence[str], pooler:
     """The tensors of a head; ``masked`` are dense layer, norm, decoder and bias of the one for masked tokens."""
     if config.head == "masked-lm":
         return hf.masked_head(config, f"{prefix}embeddings.word_embeddings.weight", *masked)
+    if config.head == "tag":
+        return hf.modules({"classifier": "classifier.out"})
     names = {pooler: "classifier.pooler.dense", classifier: "classifier.out"}
     return hf.modules(names) if config.head == "classify" else []
 

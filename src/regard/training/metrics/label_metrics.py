@@ -1,4 +1,4 @@
-"""Labels that are not one class: several at once, and numbers."""
+"""Labels that are not one class of a text: several at once, numbers, and a tag for every word."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...text.words import entity_spans, has_entities
 from .classification_metrics import ClassScores, macro_f1_of_counts, share
 from .statistics import Floats, MetricResult, Statistics, mean_statistics
 
@@ -83,3 +84,56 @@ def _ranks(values: Floats) -> Floats:
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[place]
+
+
+@dataclass(frozen=True)
+class TaggingScores(MetricResult):
+    """How well words were tagged; shares from 0 to 1."""
+
+    n_words: int
+    accuracy: float  # of words
+    f1: float  # of entities, all types together, where tags are B-X, I-X and O; else the mean over tags
+    classes: tuple[ClassScores, ...]  # of entity types, or of tags
+
+
+def tagging(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> TaggingScores:
+    """``predicted`` and ``truth`` are the tags of sentences. Entities count as in conlleval and seqeval: an entity is
+    right where its type, its first and its last word are."""
+    accuracy, f1 = (each.corpus() for each in tagging_statistics(predicted, truth))
+    classes, counts = _unit_counts(predicted, truth)
+    hits, n_predicted, n_true = counts.sum(0)
+    shares = (share(hits, n_predicted), share(hits, n_true), share(2 * hits, n_predicted + n_true))
+    numbers = (*(x.tolist() for x in shares), *(x.astype(int).tolist() for x in (n_true, n_predicted)))
+    columns = zip(classes, *numbers, strict=True)
+    return TaggingScores(sum(map(len, truth)), accuracy, f1, tuple(ClassScores(*row) for row in columns))
+
+
+def tagging_statistics(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> list[Statistics]:
+    """Accuracy of words, and F1 of entities or tags, each a function of sums over sentences."""
+    right = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(predicted, truth, strict=True)]
+    accuracy = mean_statistics("accuracy", right, [max(1, len(tags)) for tags in truth])
+    _, counts = _unit_counts(predicted, truth)
+    if not _are_entities(truth):
+        rows = counts.reshape(len(counts), -1)
+        return [accuracy, Statistics("macro F1", rows, lambda sums: macro_f1_of_counts(*np.split(sums, 3, axis=-1)))]
+    totals = counts.sum(-1)  # (N, 3): hits, predictions, truths
+    f1 = Statistics("entity F1", totals, lambda sums: share(2 * sums[..., 0], sums[..., 1] + sums[..., 2]))
+    return [accuracy, f1]
+
+
+def _unit_counts(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> tuple[list[str], Floats]:
+    """Types of entities, or tags, and (N, 3, types): how many of each sentence were hit, predicted, and there."""
+    units = entity_spans if _are_entities(truth) else lambda tags: [(tag, i, i) for i, tag in enumerate(tags)]
+    pairs = [(set(units(a)), set(units(b))) for a, b in zip(predicted, truth, strict=True)]
+    names = sorted({kind for pair in pairs for spans in pair for kind, _, _ in spans})
+    place = {name: index for index, name in enumerate(names)}
+    counts = np.zeros((len(pairs), 3, len(names)))
+    for row, (said, true) in enumerate(pairs):
+        for which, spans in enumerate((said & true, said, true)):
+            for kind, _, _ in spans:
+                counts[row, which, place[kind]] += 1
+    return names, counts
+
+
+def _are_entities(sentences: Sequence[Sequence[str]]) -> bool:
+    return has_entities(tag for sentence in sentences for tag in sentence)

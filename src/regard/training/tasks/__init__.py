@@ -12,12 +12,13 @@ from ...text.processor import Processor
 from .captioning import CaptionTask
 from .classification import Classify, ClassifyImages
 from .language_modelling import LanguageModel, MaskedLanguageModel, TextTask
+from .tagging import Tag
 from .task import ExampleResult, Scores, Task
 from .translation import Translate
 
 __all__ = ["TASKS", "ExampleResult", "Scores", "Task", "TextTask", "open_task", "task_class_of"]
 
-_CLASSES = (Translate, LanguageModel, MaskedLanguageModel, Classify, ClassifyImages, CaptionTask)
+_CLASSES = (Translate, LanguageModel, MaskedLanguageModel, Classify, ClassifyImages, Tag, CaptionTask)
 TASKS: Mapping[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 

@@ -92,17 +92,20 @@ class ClassificationTask(Task):
         if weights == "none":
             return None
         if weights == "balanced":
-            return self.target.balanced_weights(_labels(self.source.train))
+            return self.target.balanced_weights(self._training_labels())
         if len(weights) != len(self.labels):
             names = ", ".join(self.labels)
             raise UsageError(f"train.class_weights has {len(weights)} numbers for {len(self.labels)} classes: {names}")
         return torch.tensor(weights)
 
+    def _training_labels(self) -> list[Label]:
+        return _labels(self.source.train)
+
     @cached_property
     def _epoch_rows(self) -> NDArray[np.int64]:
         """Which training example each row of the batch plan is."""
         if self.config.train.sampling == "balanced":
-            return balanced_rows(_labels(self.source.train))
+            return balanced_rows(self._training_labels())
         return np.arange(len(self.source.train))
 
     def batch(self, number: int) -> Batch:

@@ -72,7 +72,7 @@ class Target(ABC):
 
     def weights(self, factors: Tensor, targets: Tensor) -> Tensor:
         """Factors of classes as those of a batch's targets."""
-        return factors[targets]
+        return factors[targets.clamp(min=0)]  # one to ignore has no loss to multiply
 
 
 class OneClass(Target):

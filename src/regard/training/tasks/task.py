@@ -21,7 +21,7 @@ from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
-from ...data.examples import Example, ImageExample, Labelled, Pair, Text
+from ...data.examples import Example, ImageExample, Labelled, Pair, Tagged, Text
 from ...data.hashing import stable_key, uniform
 from ...data.images import image_batch
 from ...data.packing import IGNORE
@@ -320,7 +320,7 @@ class Task(ABC):
         """A held-out example as one would type it for ``command``: a text, or an image file."""
         example = next(iter(self.first(self.source.valid or self.source.train, 1)))
         match example:
-            case Pair(source=text) | Labelled(text=text):
+            case Pair(source=text) | Labelled(text=text) | Tagged(text=text):
                 return text
             case Text(text=text):
                 return " ".join(text.split()[:4])

@@ -1,0 +1,177 @@
+"""A tag for every word of a sentence: named entities (B-PER, I-PER, O …), parts of speech."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...config import ModelConfig, RunConfig
+from ...data.batching import BatchPlan
+from ...data.examples import Example, Label, Tagged
+from ...data.packing import IGNORE
+from ...errors import UsageError
+from ...models import Model
+from ...text.processor import Processor
+from ..loss import Batch
+from ..metrics import label_metrics
+from ..metrics.statistics import Statistics
+from ..precision import Precision
+from .classification import ClassificationTask
+from .task import (
+    MAX_TOKENIZER_TEXTS,
+    ExampleResult,
+    Scores,
+    SkippedExamples,
+    Task,
+    group_by_length,
+    truncate,
+)
+
+Row = tuple[list[int], list[int]]  # token ids of a sentence, and where each word begins; -1: not among them
+
+
+class Tag(ClassificationTask):
+    """Words and their tags. The first token of a word is asked for its tag, as BERT does (Devlin et al. 2019, §5.3)."""
+
+    name = "tag"
+    kinds = ("tagged",)
+    template = "bos-eos"
+    needs_positions = True
+    metric_keys: ClassVar[Mapping[str, str]] = {
+        "loss": "valid_loss",
+        "accuracy": "accuracy",
+        "entity_f1": "f1",
+        "macro_f1": "f1",
+    }
+
+    @classmethod
+    def metric_table(cls, config: RunConfig) -> tuple[str, Mapping[str, str]]:
+        return "f1", cls.metric_keys
+
+    @classmethod
+    def check_config(cls, config: RunConfig) -> None:
+        super().check_config(config)
+        if config.data.problem_type != "single_label" or config.train.sampling == "balanced":
+            raise UsageError("data.problem_type and train.sampling are for labels of whole texts, not for the task tag")
+
+    def _new_processor(self) -> Processor:
+        texts = [cast(Tagged, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
+        return Processor(source=self._new_tokenizer(texts), labels=self.source.labels)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        sizes = {"n_classes": len(self.labels), "max_len": self._max_width}
+        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
+
+    @property
+    def _max_width(self) -> int:
+        return max(self.config.data.max_len, self.config.model.max_len)
+
+    def _training_labels(self) -> list[Label]:
+        return [tag for x in self.source.train for tag in cast(Tagged, x).tags]
+
+    def _encode(self, examples: Sequence[Example]) -> tuple[list[Row], int]:
+        """Rows of at most max_len tokens, and how many sentences were longer."""
+        encoded = [self.tokenizer.encode_words(cast(Tagged, x).words) for x in examples]
+        cut, n_longer = truncate([ids for ids, _ in encoded], self.config.data.max_len)
+        rows = zip(cut, encoded, strict=True)
+        return [(ids, [p if p < len(ids) - 1 else -1 for p in first]) for ids, (_, first) in rows], n_longer
+
+    @cached_property
+    def _encoded(self) -> list[Row]:
+        rows, n_longer = self._encode(self.source.train)
+        self.skipped = SkippedExamples(n_cut=n_longer, max_len=self.config.data.max_len)
+        return rows
+
+    @cached_property
+    def batch_plan(self) -> BatchPlan:
+        return self._plan_by_length([len(ids) for ids, _ in self._encoded], self.config.data.max_len)
+
+    def _train_batch(self, epoch: int, index: list[int]) -> Batch:
+        hidden = self._hide_tokens([self._encoded[i][0] for i in index], epoch, index)
+        rows = [(ids, self._encoded[i][1]) for ids, i in zip(hidden, index, strict=True)]
+        return self._collate(rows, [self.source.train[i] for i in index])
+
+    def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        rows, self.n_held_out_cut = self._encode(examples)
+        return self._groups(rows, examples)
+
+    def _groups(self, rows: list[Row], examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
+        for group in group_by_length([len(ids) for ids, _ in rows], max(self.config.train.batch_tokens, 16384)):
+            yield group, self._collate([rows[i] for i in group], [examples[i] for i in group])
+
+    def _collate(self, rows: list[Row], examples: Sequence[Example]) -> Batch:
+        pad_id = self.tokenizer.pad_id
+        tokens = self._pad([ids for ids, _ in rows], pad_id, self._max_width)
+        targets = torch.full_like(tokens, IGNORE)
+        for row, ((_, first), example) in enumerate(zip(rows, examples, strict=True)):
+            for place, tag in zip(first, cast(Tagged, example).tags, strict=True):
+                if place >= 0:
+                    targets[row, place] = tag
+        return Batch((tokens,), targets, {"padding_mask": tokens != pad_id}, sum(len(ids) for ids, _ in rows))
+
+    def answers(
+        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
+    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+        """``beam`` has no meaning here. The score of a row is the share of its words with the right tag."""
+        if not examples:
+            return {}, []
+        was_training = model.training
+        model.eval()
+        scores = self.score(model, examples, Precision("fp32", model.device))
+        model.train(was_training)
+        metrics = {name: value for name, value in scores.metrics.items() if name != "loss"}
+        return {"n": scores.n, **metrics}, scores.rows
+
+    @torch.no_grad()
+    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
+        """Loss and tags of every sentence. A word past what the model can read is tagged as the first label is, O."""
+        tagged, (rows, self.n_held_out_cut) = cast(Sequence[Tagged], examples), self._encode(examples)
+        sums, counts = np.zeros(len(tagged)), np.zeros(len(tagged), dtype=np.int64)
+        outputs: list[list[str]] = [[] for _ in tagged]
+        n_tokens, start = 0, time.perf_counter()
+        for index, batch in self._groups(rows, tagged):
+            moved = batch.to(model.device)
+            with precision.forward():
+                logits = model(*moved.inputs, **moved.options).float().cpu()
+            losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=IGNORE, reduction="none")
+            sums[index], counts[index] = losses.sum(1).double(), (batch.targets != IGNORE).sum(1)
+            for i, said in zip(index, logits.argmax(-1).tolist(), strict=True):
+                outputs[i] = self._names([said[place] if place >= 0 else 0 for place in rows[i][1]])
+            n_tokens += batch.n_tokens
+        seconds = time.perf_counter() - start
+        loss = self.check_finite(float(sums.sum() / max(1, counts.sum())))
+        truth = [self._names(x.tags) for x in tagged]
+        found = label_metrics.tagging(outputs, truth)
+        results = [
+            ExampleResult(x.text, " ".join(true), " ".join(said), _share_right(said, true), float(total / max(1, n)))
+            for x, true, said, total, n in zip(tagged, truth, outputs, sums, counts, strict=True)
+        ]
+        return Scores(
+            n=len(tagged),
+            metrics={"loss": loss, "accuracy": found.accuracy, "f1": found.f1},
+            rows=results,
+            n_tokens=n_tokens,
+            seconds=seconds,
+            details={"classes": found.to_dict()["classes"]},
+            losses=(sums, np.maximum(counts, 1)),
+        )
+
+    def _names(self, tags: Sequence[int]) -> list[str]:
+        return [self.labels[tag] for tag in tags]
+
+    def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
+        return label_metrics.tagging_statistics([x.split(" ") for x in outputs], [x.split(" ") for x in references])
+
+    def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
+        return Task.paired_statistics(self, ours, theirs, same_tokens=True)  # the loss is of words, whatever the tokens
+
+
+def _share_right(said: list[str], true: list[str]) -> float:
+    return sum(a == b for a, b in zip(said, true, strict=True)) / len(true)
