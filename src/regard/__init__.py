@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .experiments.cost import cost
     from .experiments.cost_report import Cost
     from .export.export_model import export
-    from .generation.tagging import tag
+    from .generation.tag_words import tag
     from .generation.text_generation import caption, classify, generate, stream, translate
     from .io import load
     from .lens.look import Look, look

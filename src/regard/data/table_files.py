@@ -222,9 +222,10 @@ def read_conll(path: Path, report: ReadReport, options: DataConfig) -> Iterator[
     .conllu (Universal Dependencies) they are FORM and UPOS, without comments, ranges and empty nodes.
     """
     is_conllu = suffix_of(path) == ".conllu"
-    columns = options.columns or ((1, 3) if is_conllu else (0, -1))
-    if len(columns) != 2 or not all(isinstance(column, int) for column in columns):
-        raise ValueError(f"columns={columns}: the columns of {path} have no names; say which hold words and tags: 0,3")
+    columns = [column for column in options.columns or ((1, 3) if is_conllu else (0, -1)) if isinstance(column, int)]
+    if len(columns) != 2:
+        hint = "say which two hold words and tags: columns=0,3"
+        raise ValueError(f"columns={options.columns}: the columns of {path} have no names; {hint}")
     first, pairs = 0, list[tuple[str, str]]()
     for number, line in chain(read_lines(path, report, options), ((0, ""),)):
         cells = (line or "").split("\t" if "\t" in (line or "") else None)

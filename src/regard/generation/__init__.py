@@ -10,7 +10,7 @@ from .generation_config import PAPER, GenerateConfig
 from .sampling import decode_loop
 from .speculative import DraftStatistics
 from .stop_conditions import StopStrings, text_pieces
-from .tagging import TaggedWords, tag
+from .tag_words import TaggedWords, tag
 from .text_generation import (
     Classified,
     GeneratedText,

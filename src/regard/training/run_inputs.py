@@ -109,26 +109,36 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
     kind = task_class.kinds[0]
     labels: tuple[str, ...] | None = None
     if task_class.has_labels and config.problem_type != "regression":
-        found = [getattr(x, "tags", getattr(x, "label", None)) if isinstance(x, Example) else x[-1] for x in rows]
+        found: list[Any] = [_label_of(x) for x in rows]
         has_many = config.problem_type == "multi_label" or kind == "tagged"
         names = {name for each in found for name in (each if has_many else (each,))}
         labels = tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
 
+    def number(name: Any) -> int:
+        return (labels or ()).index(str(name))
+
     def label(given: Any) -> Label:
         if labels is None:
             return float(given)
-        is_multi = config.problem_type == "multi_label"
-        return tuple(labels.index(str(x)) for x in given) if is_multi else labels.index(str(given))
+        return tuple(map(number, given)) if config.problem_type == "multi_label" else number(given)
 
     makers: dict[str, Any] = {
         "text": lambda x: Text(x),
         "pairs": lambda x: Pair(*x),
         "labelled": lambda x: Labelled(x[0], label(x[-1]), *x[1:-1]),
         "images": lambda x: ImageExample(x[0], label=label(x[1])),
-        "tagged": lambda x: Tagged(tuple(x[0]), tuple(label(tag) for tag in x[1])),
+        "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, x[1]))),
         "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
     }
     try:
         return [x if isinstance(x, Example) else makers[kind](x) for x in rows], labels
     except (TypeError, IndexError, ValueError) as error:
         raise BadData(f"an example in data is not one of {kind}: {error}") from None
+
+
+def _label_of(example: Any) -> Any:
+    """What a row or an Example has for its label: the last of a row."""
+    match example:
+        case Tagged(tags=label) | Labelled(label=label) | ImageExample(label=label):
+            return label
+    return example[-1]

@@ -150,7 +150,7 @@ class ClassificationTask(Task):
 
     def _results(self, found: Answers, examples: Sequence[Example]) -> list[ExampleResult]:
         rows = zip(examples, _labels(examples), found.outputs, found.scores, strict=True)
-        return [ExampleResult(_input_text(x), self.target.text(label), *answer) for x, label, *answer in rows]
+        return [ExampleResult(_input_text(x), self.target.text(label), said, score) for x, label, said, score in rows]
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """One pass gives loss and answers; no option of the search has a meaning here."""

@@ -131,7 +131,8 @@ class Tag(ClassificationTask):
 
     @torch.no_grad()
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """Loss and tags of every sentence. A word past what the model can read is tagged as the first label is, O."""
+        """Loss and tags of every sentence. A word past what the model can read is tagged O."""
+        outside = self.labels.index("O") if "O" in self.labels else 0
         tagged, (rows, self.n_held_out_cut) = cast(Sequence[Tagged], examples), self._encode(examples)
         sums, counts = np.zeros(len(tagged)), np.zeros(len(tagged), dtype=np.int64)
         outputs: list[list[str]] = [[] for _ in tagged]
@@ -143,15 +144,16 @@ class Tag(ClassificationTask):
             losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=IGNORE, reduction="none")
             sums[index], counts[index] = losses.sum(1).double(), (batch.targets != IGNORE).sum(1)
             for i, said in zip(index, logits.argmax(-1).tolist(), strict=True):
-                outputs[i] = self._names([said[place] if place >= 0 else 0 for place in rows[i][1]])
+                outputs[i] = self._names([said[place] if place >= 0 else outside for place in rows[i][1]])
             n_tokens += batch.n_tokens
         seconds = time.perf_counter() - start
         loss = self.check_finite(float(sums.sum() / max(1, counts.sum())))
         truth = [self._names(x.tags) for x in tagged]
         found = label_metrics.tagging(outputs, truth)
+        each = zip(tagged, truth, outputs, (sums / np.maximum(counts, 1)).tolist(), strict=True)
         results = [
-            ExampleResult(x.text, " ".join(true), " ".join(said), _share_right(said, true), float(total / max(1, n)))
-            for x, true, said, total, n in zip(tagged, truth, outputs, sums, counts, strict=True)
+            ExampleResult(x.text, " ".join(true), " ".join(said), _share_right(said, true), mean)
+            for x, true, said, mean in each
         ]
         return Scores(
             n=len(tagged),

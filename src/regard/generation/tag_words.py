@@ -54,11 +54,12 @@ def tag(
     """The tags of one text or of several; a text may come as a list of its words.
 
     ``truncate`` cuts too long a text short, which is otherwise an error; words past the cut, and words without a token,
-    get the first tag, O, with probability 0.
+    get the tag O, or the first one, with probability 0.
     """
     model = open_model(model)
     check_can_tag(model)
     tokenizer, names = ModelTokenizers(model).source, class_names(model)
+    outside = "O" if "O" in names else names[0]
     several = [texts] if isinstance(texts, str) else texts
     sentences = [split_words(x) if isinstance(x, str) else list(x) for x in several]
     for index, words in enumerate(sentences):
@@ -75,7 +76,7 @@ def tag(
             best = torch.max(logits.softmax(-1), dim=-1)
             for index, chances, tags in zip(batch, best.values.tolist(), best.indices.tolist(), strict=True):
                 places = [p if p < lengths[index] else -1 for p in encoded[index][1]]
-                said = [(names[tags[p]], chances[p]) if p >= 0 else (names[0], 0.0) for p in places]
+                said = [(names[tags[p]], chances[p]) if p >= 0 else (outside, 0.0) for p in places]
                 results[index] = TaggedWords(sentences[index], [x for x, _ in said], [p for _, p in said])
     return [result for result in results if result is not None]
 
