@@ -51,6 +51,7 @@ OWNERS: dict[str, set[str]] = {
     "transformers": {"hub"},
     "huggingface_hub": {"hub"},
     "datasets": {"data"},
+    "pyarrow": {"data"},
     "triton": {"kernels"},
     "onnx": {"export"},
     "onnxscript": {"export"},

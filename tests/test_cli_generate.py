@@ -318,7 +318,7 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
         (["translate", "translator", "the", "--length-penalty", "nan"], 2, "--length-penalty nan must be a finite"),
         (["translate", "translator", "the", "--out", "no/such/place.txt"], 1, "there is no directory no/such"),
         (["classify", "translator", "the"], 1, "only with head='classify'"),
-        (["classify", "classifier", ""], 1, "text 0 is empty"),
+        (["classify", "classifier", ""], 2, "a text to classify is empty"),
         (["classify", "images", "missing.png"], 1, "missing.png: no such file"),
         (["caption", "translator", "missing.png"], 1, "it does not caption images"),
         (["caption", "captioner", "missing.png"], 1, "missing.png: no such file"),
@@ -374,8 +374,26 @@ def test_one_bad_line_among_many_writes_nothing(
     monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", 2)
     file, out = tmp_path / "in.txt", tmp_path / "out.txt"
     file.write_text("the cat\n" * 7 + "the cat " * 90 + "\nthe cat\n", encoding="utf-8")
-    refused(capsys, 1, "source 7 has", "translate", models["translator"], "--file", file)
-    refused(capsys, 1, "source 7 has", "translate", models["translator"], "--file", file, "--out", out)
+    refused(
+        capsys,
+        1,
+        f"{file}:8: 183 tokens, but max_len=96; --truncate keeps its beginning",
+        "translate",
+        models["translator"],
+        "--file",
+        file,
+    )
+    refused(
+        capsys,
+        1,
+        f"{file}:8: 183 tokens, but max_len=96; --truncate keeps its beginning",
+        "translate",
+        models["translator"],
+        "--file",
+        file,
+        "--out",
+        out,
+    )
     assert not out.exists()
     assert run("translate", models["translator"], "--file", file, "--truncate", "--beam", 1) == 0
     assert len(capsys.readouterr().out.splitlines()) == 9
@@ -391,7 +409,7 @@ def test_one_bad_line_among_many_writes_nothing(
         (lambda path: path.write_bytes(picture(path).read_bytes()[:60]), "cannot be decoded"),
         (lambda path: path.write_bytes(b"not an image at all"), "cannot be decoded: cannot identify image file"),
         (lambda path: path.write_bytes(b""), "cannot be decoded"),
-        (lambda path: path.mkdir(), "cannot be decoded"),
+        (lambda path: path.mkdir(), "no image in this folder"),
         (lambda path: None, "no such file"),
     ],
     ids=["bomb", "large", "no pixels", "truncated", "text", "empty", "folder", "missing"],

@@ -117,7 +117,7 @@ def test_numeric_labels_sort_as_numbers_and_csv_cells_may_hold_line_ends(tmp_pat
 
 def test_three_unnamed_columns_are_asked_about_and_named_ones_ignored(tmp_path: Path) -> None:
     path = write(tmp_path / "p.tsv", "Go.\t가.\tby CM\nHi.\t안녕.\n")
-    with pytest.raises(ValueError, match="has 3 columns and none is named as expected; say which to take"):
+    with pytest.raises(ValueError, match="has 3 columns without names; say which to take: columns=0,1"):
         open_source(path)
     assert whole(path, columns=(0, 1)) == PAIRS[:2]
     with pytest.raises(ValueError, match=r"columns has 'x', but .* has the columns Go\., 가\., by CM"):
@@ -217,9 +217,7 @@ def test_any_bytes_give_as_many_lines_as_there_are(tmp_path_factory: pytest.Temp
     path = write(tmp_path_factory.getbasetemp() / "any.txt", b"".join(line + b"\n" for line in raw))
     report = ReadReport()
     if raw and raw[0][:2] in (b"\xff\xfe", b"\xfe\xff"):
-        with pytest.raises(BadData, match="UTF-16"):
-            list(read_lines(path, report, DataConfig()))
-        return
+        return  # UTF-16, whose lines end elsewhere
     lines = list(read_lines(path, report, DataConfig()))
     assert [number for number, _ in lines] == list(range(1, len(raw) + 1))
     assert sum(line is None for _, line in lines) == report.n_bad
@@ -267,7 +265,7 @@ def test_an_unknown_label_is_a_bad_line_also_in_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.tsv", b"\xff\xfeG\0o\0", "is UTF-16; UTF-8 is needed"),
+        ("x.tsv", b"\xff\xfeG\0o\0\xff", "is not UTF-16 text"),
         ("x.tsv.gz", gzip.compress(b"a\tb\n" * 1000, mtime=0)[:-9], "is not a whole gzip file"),
         ("x.tsv.gz", b"not gzip", "is not a whole gzip file"),
         ("x.tsv", b"", "has no example to train on"),

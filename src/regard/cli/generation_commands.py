@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +18,15 @@ from . import completion, terminal
 from .options import (
     AsJson,
     Beam,
+    Column,
     Device,
+    Encoding,
     LengthPenalty,
     ModelPath,
     NewTokens,
-    TextFile,
+    Out,
+    RecordsFile,
+    Stream,
     Truncate,
     argument,
     flag,
@@ -29,6 +35,8 @@ from .options import (
 from .terminal import without_none
 
 if TYPE_CHECKING:
+    from regard.data.record_files import Record, Records
+    from regard.generation.bulk_prediction import Answer, Answerer
     from regard.models import Model
 
 
@@ -42,8 +50,12 @@ def generate(
     ctx: typer.Context,
     model: ModelPath,
     prompt: Annotated[str | None, argument("PROMPT", "Or --file, or text piped in.")] = None,
-    file: TextFile = None,
+    file: RecordsFile = None,
     lines: Annotated[bool, flag("--lines", "Each line of the file or the pipe is a prompt.")] = False,
+    column: Column = None,
+    out: Out = None,
+    stream: Stream = False,
+    encoding: Encoding = "auto",
     max_new_tokens: NewTokens = None,
     min_new_tokens: Annotated[int | None, option("N", "Fewest new tokens.", least=0)] = None,
     beam: Beam = None,
@@ -68,40 +80,72 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end."""
-    typed = None if prompt is None else [prompt]
-    prompts = terminal.read_lines(typed, file) if lines else [terminal.read_prompt(prompt, file)]
     options = {name: ctx.params[name] for name in _SEARCH_OPTIONS if ctx.params[name] is not None}
+    from regard.data.record_files import form_of
     from regard.generation import GenerateConfig
 
     with terminal.usage_errors(*options):
         GenerateConfig(**options)
+    terminal.check_out(out)
+    is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
+    text = None if is_bulk else terminal.read_prompt(prompt, file)
     opened = terminal.open_model(model, device)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     if draft is not None:
         options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
+    if text is None:
+        answerer = _prompt_answerer(opened, options, echo)
+        source = None if stream else terminal.read_records(None if prompt is None else [prompt], file, column, encoding)
+        settings = {name: value for name, value in ctx.params.items() if name not in ("out", "device", "as_json")}
+        _predict(model, opened.config.max_len, answerer, source, out, as_json, settings)
+        return
     from regard.generation import generate as run
-    from regard.generation import stream
+    from regard.generation import stream as stream_text
 
-    if len(prompts) == 1 and not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
-        pieces = stream(opened, prompts[0], **options)
+    if not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
+        pieces = stream_text(opened, text, **options)
         first = next(pieces, "")  # fails before anything is printed
-        sys.stdout.write(f"{prompts[0] if echo else ''}{first}")
+        sys.stdout.write(f"{text if echo else ''}{first}")
         for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
         return
-    generated = run(opened, prompts, **options)
+    generated = run(opened, [text], **options)
     if as_json:
-        terminal.print_json(_to_dict(model, prompts, generated))
+        terminal.print_json(_to_dict(model, [text], generated))
         return
+    _report_draft(generated)
+    for candidate in (candidates := generated.n_best[0]):
+        score = f"{candidate.score:.4f}\t" if len(candidates) > 1 else ""
+        print(f"{score}{text if echo else ''}{candidate.text}")
+
+
+def _prompt_answerer(model: Model, options: dict[str, Any], echo: bool) -> Answerer:
+    """Prompts to what follows them, for many."""
+    from regard.generation import generate as run
+    from regard.generation.bulk_prediction import text_check
+    from regard.generation.text_generation import text_tokenizers
+
+    def answer(prompts: list[str]) -> list[Answer]:
+        generated = run(model, prompts, **options)
+        _report_draft(generated)
+        answers = [_answer_to_dict(texts) for texts in generated.n_best]
+        return [{"echo": text, **x} for text, x in zip(prompts, answers, strict=True)] if echo else answers
+
+    def line(answer: Answer) -> str:
+        texts = answer.get("n_best", [answer])
+        scores = [f"{text['score']:.4f}\t" if len(texts) > 1 else "" for text in texts]
+        return "\n".join(f"{score}{answer.get('echo', '')}{x['text']}" for score, x in zip(scores, texts, strict=True))
+
+    check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
+    return _text_answerer(answer, line, "generated", check)
+
+
+def _report_draft(generated: Any) -> None:
     if (draft_counts := generated.drafted) is not None:
         counts = f"{draft_counts.accepted:,} of {draft_counts.proposed:,} guesses"
         terminal.progress(f"draft: {counts} were right ({draft_counts.share:.1%})")
-    for text, candidates in zip(prompts, generated.n_best, strict=True):
-        for candidate in candidates:
-            score = f"{candidate.score:.4f}\t" if len(candidates) > 1 else ""
-            print(f"{score}{text if echo else ''}{candidate.text}")
 
 
 def _token_options(
@@ -129,18 +173,110 @@ def _id_or_word(token: str) -> int | str:
 
 def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:
     """Inputs and their texts for `--json`."""
+    document: dict[str, Any] = {"model": str(model)}
+    if (counts := generated.drafted) is not None:
+        document["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
+    pairs = zip(inputs, generated.n_best, strict=True)
+    return {**document, "results": [{"input": text, **_answer_to_dict(best)} for text, best in pairs]}
+
+
+def _answer_to_dict(texts: Any) -> Answer:
+    """The best text for an input, and all of them where there are several."""
 
     def fields(text: Any) -> dict[str, Any]:
         return {"text": text.text, "score": text.score, "finish": text.finish, "tokens": text.tokens}
 
-    document: dict[str, Any] = {"model": str(model)}
-    if (counts := generated.drafted) is not None:
-        document["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
-    document["results"] = [
-        {"input": text, **fields(best[0]), **({"n_best": [fields(x) for x in best]} if len(best) > 1 else {})}
-        for text, best in zip(inputs, generated.n_best, strict=True)
-    ]
-    return document
+    return {**fields(texts[0]), **({"n_best": [fields(text) for text in texts]} if len(texts) > 1 else {})}
+
+
+def _text_answerer(
+    answer: Callable[[list[str]], list[Answer]],
+    line: Callable[[Answer], str],
+    column: str,
+    check: Callable[[str], bool],
+) -> Answerer:
+    """Of the commands that write text: answers with a ``text`` and a ``score``."""
+    from regard.generation.bulk_prediction import Answerer
+
+    return Answerer(
+        answer=answer,
+        blank={"text": "", "score": None},
+        new_columns={column: str, "score": float},
+        cells=lambda answer: {column: answer["text"], "score": answer["score"]},
+        line=line,
+        check=check,
+    )
+
+
+def _predict(
+    model: str,
+    max_len: int,
+    answerer: Answerer,
+    records: Records | None,
+    out: Path | None,
+    as_json: bool,
+    settings: dict[str, Any],
+    **document: Any,
+) -> None:
+    """Answer records, or the lines of stdin as they come where there are none; print, or write to a file."""
+    from regard.data.record_files import row_encoder, text_records
+    from regard.generation import bulk_prediction as bulk
+
+    if records is None:
+        for number, text in zip(count(1), terminal.stdin_lines(), strict=False):
+            one = text_records([text], "stdin", number)
+            bulk.check_records(one, answerer.check)
+            ((_, answer),) = next(bulk.answer_records(one.read(), answerer, 1))
+            line = terminal.one_line(answerer.line(answer))
+            _write(json.dumps({"input": text, **answer}, ensure_ascii=False) if as_json else line)
+        return
+    if records.form == "parquet" and out is None and not as_json:
+        raise UsageError(f"{records.name} cannot be printed: --out F.parquet says where to write, or --json")
+    summary = bulk.check_records(records, answerer.check)  # nothing is written where one of them is refused
+    unit = "lines" if records.form == "lines" else "rows"
+    if out is not None:
+        settings = {"model": model, "weights": _newest_weights(model), **settings}
+        options: dict[str, Any] = {"batch_size": _LINES_AT_ONCE, "progress": terminal.progress}
+        bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
+        if as_json:
+            terminal.print_json({"model": model, **document, "out": str(out), **summary.to_dict()})
+    results: list[Answer] = []
+    new, join = bulk.table_rows(records, answerer)
+    encode = row_encoder(records.form, records, new)
+    is_table, n_done = records.form not in ("lines", "folder"), 0
+    if is_table and out is None and not as_json:
+        _write(encode(None).decode(), end="")
+    for answered in bulk.answer_records(records.read(), answerer, _LINES_AT_ONCE) if out is None else ():
+        n_done += len(answered)
+        if as_json:
+            results += [{"input": record.text, **answer} for record, answer in answered]
+        elif is_table:
+            _write("".join(encode(join(*pair)).decode() for pair in answered), end="")
+        else:
+            _write("\n".join(_with_name(records, *pair, answerer) for pair in answered))
+        if records.name:
+            terminal.progress(f"{n_done:,} of {summary.n_rows:,} {unit}")
+    if as_json and out is None:
+        terminal.print_json({"model": model, **document, "results": results})
+    if out is not None or summary.n_cut:
+        terminal.progress(f"{summary.to_text(max_len)}{'' if out is None else f'; wrote {out}'}")
+
+
+def _with_name(records: Records, record: Record, answer: Answer, answerer: Answerer) -> str:
+    """A line of the answer; of an image in a folder, after its name."""
+    line = answerer.line(answer)
+    return f"{record.fields['image']}\t{line}" if records.form == "folder" else line
+
+
+def _newest_weights(model: str) -> float:
+    """When a model's weights were last written: answers of other ones are not gone on with."""
+    files = Path(model.partition("@")[0]).rglob("*.safetensors")
+    return max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def _write(text: str, end: str = "\n") -> None:
+    sys.stdout.write(f"{text}{end}")
+    sys.stdout.flush()
 
 
 _ENGINES = ("torch", "onnx", "ctranslate2")
@@ -150,7 +286,10 @@ _LINES_AT_ONCE = 512
 def translate(
     model: ModelPath,
     texts: Annotated[list[str] | None, argument("TEXT", "Or --file, or lines piped in.")] = None,
-    file: TextFile = None,
+    file: RecordsFile = None,
+    column: Column = None,
+    stream: Stream = False,
+    encoding: Encoding = "auto",
     beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beams followed at a time.")] = 4,
     length_penalty: LengthPenalty = None,
     max_new_tokens: NewTokens = None,
@@ -158,11 +297,11 @@ def translate(
     engine: Annotated[
         str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES))
     ] = "torch",
-    out: Annotated[Path | None, option("F", "Write the lines to this file.")] = None,
+    out: Out = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Translate texts, or a file line by line; a blank line stays blank."""
+    """Translate texts, a file line by line, or a column of a table; a blank line stays blank."""
     from regard.generation import GenerateConfig
 
     if engine not in _ENGINES:
@@ -173,59 +312,34 @@ def translate(
     with terminal.usage_errors(*options):  # before a model is opened
         GenerateConfig(**options)
     terminal.check_out(out)
-    lines = terminal.read_lines(texts, file)
+    records = None if stream else terminal.read_records(texts, file, column, encoding)
     is_torch = engine == "torch"
-    run = _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
-    run([line for line in lines if line.strip()], True)  # nothing is written where one of them is refused
-    translations: list[str] = []
-    scores: list[float | None] = []
-    stream = not (texts or as_json or out is not None)
-    for start in range(0, len(lines), _LINES_AT_ONCE):
-        part = lines[start : start + _LINES_AT_ONCE]
-        answers = run(filled, False) if (filled := [line for line in part if line.strip()]) else []
-        texts_of, scores_of = iter(answers), iter(getattr(answers, "scores", ()))
-        translations += [terminal.one_line(next(texts_of)) if line.strip() else "" for line in part]
-        scores += [next(scores_of, None) if line.strip() else None for line in part]
-        if stream:
-            _write_lines(translations[start:])
-        if not texts:
-            terminal.progress(f"{len(translations):,} of {len(lines):,} lines")
-    if out is not None:
-        from regard.foundation.files import write_atomic
-
-        write_atomic(out, "".join(f"{line}\n" for line in translations).encode())
-    if as_json:
-        rows = zip(lines, translations, scores, strict=True)
-        results = [{"input": line, "text": text, "score": score} for line, text, score in rows]
-        terminal.print_json({"model": model, "engine": engine, "results": results})
-    elif out is None and not stream:
-        _write_lines(translations)
+    answerer, max_len = (
+        _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
+    )
+    _predict(model, max_len, answerer, records, out, as_json, {"engine": engine, **options}, engine=engine)
 
 
-# Texts to their translations; with True, only a check that all of them can be translated.
-Translator = Callable[[list[str], bool], list[str]]
-
-
-def _torch_translator(path: str, device: str, options: dict[str, Any]) -> Translator:
-    from regard.generation import check_texts
+def _torch_translator(path: str, device: str, options: dict[str, Any]) -> tuple[Answerer, int]:
     from regard.generation import translate as run
-    from regard.generation.text_generation import check_can_translate
+    from regard.generation.bulk_prediction import text_check
+    from regard.generation.text_generation import check_can_translate, text_tokenizers
 
     model = terminal.open_model(path, device)
     check_can_translate(model)
 
-    def answer(texts: list[str], only_check: bool) -> list[str]:
-        if only_check:
-            check_texts(model, texts, options["truncate"])
-            return []
-        return run(model, texts, **options)
+    def answer(texts: list[str]) -> list[Answer]:
+        translations = run(model, texts, **options)
+        pairs = zip(translations, translations.scores, strict=True)
+        return [{"text": terminal.one_line(text), "score": score} for text, score in pairs]
 
-    return answer
+    check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
+    return _text_answerer(answer, lambda answer: answer["text"], "translation", check), model.config.max_len
 
 
-def _engine_translator(path: str, name: str, options: dict[str, Any]) -> Translator:
+def _engine_translator(path: str, name: str, options: dict[str, Any]) -> tuple[Answerer, int]:
     """An exported model in another runtime, with the beam search of the torch engine where possible."""
-    from regard.generation.prompts import source_tensors
+    from regard.generation.bulk_prediction import text_check
 
     if (Path(path) / "run.json").is_file():
         raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
@@ -235,54 +349,93 @@ def _engine_translator(path: str, name: str, options: dict[str, Any]) -> Transla
         needed = f"--engine {name} needs {error.name or error}, which is not installed"
         raise RegardError(f'{needed}: pip install "regard[export]"') from None
 
-    def answer(texts: list[str], only_check: bool) -> list[str]:
-        if not only_check:
-            return opened.translate(texts, **options, early_stopping=False)
-        if texts:
-            rows = [opened.tokenizer("source").encode(text) for text in texts]
-            source_tensors(rows, None, opened.config, options["truncate"])
-        return []
+    def answer(texts: list[str]) -> list[Answer]:
+        translations = opened.translate(texts, **options, early_stopping=False)
+        return [{"text": terminal.one_line(text), "score": None} for text in translations]
 
-    return answer
-
-
-def _write_lines(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
+    encode = opened.tokenizer("source").encode
+    check = text_check(lambda texts: [encode(text) for text in texts], opened.config, options["truncate"])
+    return _text_answerer(answer, lambda answer: answer["text"], "translation", check), opened.config.max_len
 
 
 def classify(
     model: ModelPath,
-    inputs: Annotated[list[str] | None, argument("TEXT_OR_IMAGE", "Or --file, or lines piped in.")] = None,
-    file: TextFile = None,
+    inputs: Annotated[list[str] | None, argument("TEXT_OR_IMAGE", "Or a folder, --file, or lines piped in.")] = None,
+    file: RecordsFile = None,
+    column: Column = None,
+    out: Out = None,
+    stream: Stream = False,
+    encoding: Encoding = "auto",
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Classes to show, likeliest first.")] = 1,
+    probabilities: Annotated[bool, flag("--probabilities", "A column of a table for every class: p_CLASS.")] = False,
+    threshold: Annotated[float | None, option("P", "No label where its probability is lower.", least=0)] = None,
     truncate: Truncate = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """The class of each text, or of each image file: one line for each, the class and its probability."""
-    texts = terminal.read_lines(inputs, file)
-    from regard.generation import classify as run
+    """The class of each text or image, and its probability; of a table, as new columns predicted_label and probability.
+
+    A blank line or cell gets a blank answer.
+    """
+    if inputs and not all(text.strip() for text in inputs):
+        raise UsageError("a text to classify is empty")
+    terminal.check_out(out)
     from regard.generation.text_generation import check_can_classify
 
     opened = terminal.open_model(model, device)
     check_can_classify(opened)
-    terminal.refuse_images(opened, texts)
-    predictions = run(opened, texts, truncate=truncate) if texts else []
-    if as_json:
-        results = [
-            {"input": text, "label": prediction.label, "probability": prediction.probability, "all": prediction.all}
-            for text, prediction in zip(texts, predictions, strict=True)
+    terminal.refuse_images(opened, inputs or ())
+    images = opened.config.source == "image"
+    records = None if stream else terminal.read_records(inputs, file, column, encoding, images)
+    answerer = _class_answerer(opened, truncate, top, probabilities, threshold)
+    settings = {"truncate": truncate, "threshold": threshold}
+    _predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
+
+
+def _class_answerer(model: Model, truncate: bool, top: int, probabilities: bool, threshold: float | None) -> Answerer:
+    from regard.generation import bulk_prediction as bulk
+    from regard.generation import classify as run
+    from regard.generation.text_codec import ModelTokenizers
+    from regard.generation.text_generation import class_names
+
+    def answer(inputs: list[str]) -> list[Answer]:
+        return [
+            {
+                "label": found.label if threshold is None or found.probability >= threshold else None,
+                "probability": found.probability,
+                "all": found.all,
+            }
+            for found in run(model, inputs, truncate=truncate)
         ]
-        terminal.print_json({"model": model, "results": results})
-        return
-    for prediction in predictions:
-        print("\t".join(f"{label}\t{chance:.4f}" for label, chance in list(prediction.all.items())[:top]))
+
+    def cells(answer: Answer) -> dict[str, Any]:
+        each = {f"p_{name}": chance for name, chance in answer["all"].items()}
+        return {"predicted_label": answer["label"], "probability": answer["probability"], **each}
+
+    def line(answer: Answer) -> str:
+        ranked = list(answer["all"].items())[:top]
+        if ranked and answer["label"] is None:
+            ranked[0] = ("", ranked[0][1])
+        return "\t".join(f"{label}\t{chance:.4f}" for label, chance in ranked)
+
+    names = [f"p_{name}" for name in class_names(model)] if probabilities else []
+    new = {"predicted_label": str, "probability": float, **dict.fromkeys(names, float)}
+    blank: Answer = {"label": None, "probability": None, "all": {}}
+    if model.config.source == "image":
+        return bulk.Answerer(answer, blank, new, cells, line, bulk.image_check)
+    encode = ModelTokenizers(model).encode_inputs
+    check = bulk.text_check(lambda texts: encode(texts, "text"), model.config, truncate)
+    return bulk.Answerer(answer, blank, new, cells, line, check)
 
 
 def caption(
     model: ModelPath,
-    images: Annotated[list[str], argument("IMAGE", "Image files.")],
+    images: Annotated[list[str] | None, argument("IMAGE", "Image files, or a folder of them.")] = None,
+    file: RecordsFile = None,
+    column: Column = None,
+    out: Out = None,
+    stream: Stream = False,
+    encoding: Encoding = "auto",
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
     max_new_tokens: NewTokens = None,
@@ -290,15 +443,28 @@ def caption(
     as_json: AsJson = False,
 ) -> None:
     """A caption for each image file, one line each; with several, the file's name before it."""
-    from regard.generation import GenerateConfig
+    from regard.generation import GenerateConfig, bulk_prediction
     from regard.generation import caption as run
+    from regard.generation.text_generation import check_can_caption
 
     options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
     with terminal.usage_errors(*options):
         GenerateConfig(**options)
-    captions = run(terminal.open_model(model, device), images, **options)
-    if as_json:
-        terminal.print_json(_to_dict(model, images, captions))
-        return
-    for image, text in zip(images, captions, strict=True):
-        print(f"{image}\t{terminal.one_line(text)}" if len(images) > 1 else terminal.one_line(text))
+    if not images and file is None and not stream:
+        raise UsageError("there is nothing to caption: give image files, a folder, or --file TABLE")
+    terminal.check_out(out)
+    opened = terminal.open_model(model, device)
+    check_can_caption(opened)
+    records = None if stream else terminal.read_records(images, file, column, encoding, images=True)
+    several = records is not None and records.form == "lines" and len(list(records.read())) > 1
+
+    def answer(names: list[str]) -> list[Answer]:
+        answers = [_answer_to_dict(texts) for texts in run(opened, names, **options).n_best]
+        return [{**answer, "image": name} for name, answer in zip(names, answers, strict=True)]
+
+    def line(answer: Answer) -> str:
+        text = terminal.one_line(answer["text"])
+        return f"{answer['image']}\t{text}" if several and out is None else text
+
+    answerer = _text_answerer(answer, line, "caption", bulk_prediction.image_check)
+    _predict(model, opened.config.max_len, answerer, records, out, as_json, options)

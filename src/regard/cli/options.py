@@ -36,6 +36,13 @@ Words = Annotated[
 ]
 ModelPath = Annotated[str, argument("MODEL", "A model directory or a run.", completion.models)]
 TextFile = Annotated[Path | None, option("F", "Read from this file instead.")]
+RecordsFile = Annotated[
+    Path | None, option("F", "Lines of text, a table (.csv, .tsv, .jsonl, .parquet) or a folder of images.")
+]
+Column = Annotated[str | None, option("NAME", "Which column of the table to read.")]
+Encoding = Annotated[str, typer.Option(help="Of the file; auto detects UTF-8, UTF-16 and CP949.")]
+Out = Annotated[Path | None, option("F", "Write here; a table gets its columns and the new ones. Resumable.")]
+Stream = Annotated[bool, flag("--stream", "Answer each line of stdin as it comes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", autocompletion=completion.choices(*DEVICES))]
 Beam = Annotated[int | None, option("K", "Beams followed at a time.", least=1)]
 LengthPenalty = Annotated[float | None, option("A", "α in log P / length^α.")]

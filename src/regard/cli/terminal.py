@@ -16,6 +16,7 @@ from regard.errors import RegardError, UsageError
 from . import advice
 
 if TYPE_CHECKING:
+    from regard.data.record_files import Records
     from regard.models import Model
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
@@ -95,6 +96,10 @@ def read_text(file: Path | None) -> str:
         raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
     except OSError as error:
         raise RegardError(f"{name} cannot be read: {error.strerror or error}") from None
+    return decode_text(raw, name)
+
+
+def decode_text(raw: bytes, name: str) -> str:
     try:
         text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -104,13 +109,32 @@ def read_text(file: Path | None) -> str:
     return text
 
 
-def read_lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
-    """The texts given, else the lines of a file or of stdin, blank ones included."""
+def read_records(
+    texts: Sequence[str] | None, file: Path | None, column: str | None, encoding: str, images: bool = False
+) -> Records:
+    """The texts or images given, else the records of a file or the lines of stdin, blank ones included."""
+    from regard.data.record_files import open_records, text_records
+
     if texts:
         _refuse_both(file)
-        return list(texts)
-    lines = read_text(file).split("\n")
-    return [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]
+        if images and len(texts) == 1 and Path(texts[0]).is_dir():
+            return open_records(Path(texts[0]))
+        if images:
+            folders = {name: open_records(Path(name)) for name in texts if Path(name).is_dir()}
+            names = [[x.text for x in folders[name].read()] if name in folders else [name] for name in texts]
+            return text_records([name for part in names for name in part])
+        return text_records(texts)
+    if file is not None:
+        with usage_errors("column", "encoding"):
+            return open_records(file, column, images=images, encoding=encoding)
+    lines = read_text(None).split("\n")
+    return text_records([line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)], "stdin")
+
+
+def stdin_lines() -> Iterator[str]:
+    """Each line of stdin as it comes."""
+    for number, raw in enumerate(sys.stdin.buffer, start=1):
+        yield decode_text(raw, f"line {number} of the input").removesuffix("\n").removesuffix("\r")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -31,6 +32,8 @@ class DataConfig(Config):
     endings: en, de."""
     header: bool | None = None
     """Whether the first line of a table names its columns; None: detected from the content."""
+    encoding: str = "auto"
+    """Of text files: utf-8, utf-16, cp949 or another that Python knows; auto: detected from the content."""
     labels: tuple[str, ...] | None = None
     """The classes in order, any other being a bad line; None: those that occur, sorted."""
     problem_type: ProblemType = "single_label"
@@ -91,6 +94,14 @@ class DataConfig(Config):
     @classmethod
     def _column_numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
         return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdigit() else x for x in value)
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            return value if value == "auto" else codecs.lookup(value).name
+        except LookupError:
+            raise ValueError(f"{value!r} is an unknown encoding; utf-8, utf-16 and cp949 are known") from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -116,6 +116,7 @@ class SourceDescription:
             target = "" if losses.max_target_len is None else f" or max_target_len={losses.max_target_len}"
             lines.append(f"{losses.n_longer:,} examples longer than max_len={losses.max_len}{target} are {fate}")
             lines.append(f"{losses.n_unknown:,} tokens are unknown")
+        lines += [f"{name} is read as {code.upper()}" for name, code in bad.get("encodings", {}).items()]
         lines.append(f"{bad['bad']:,} of {bad['read']:,} lines were bad and left out")
         lines += [f"  {reason}: {n:,}" for reason, n in bad["reasons"].items()]
         lines += [f"  {x['file']}:{x['line']}: {x['reason']}" for x in bad["first"]]

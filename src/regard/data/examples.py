@@ -95,6 +95,7 @@ class ReadReport:
     n_normalised: int = 0  # lines that were brought into Unicode's composed form (NFC)
     first: list[BadLine] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)  # bad lines by reason
+    encodings: dict[str, str] = field(default_factory=dict)  # of the files that are not UTF-8
 
     def add_bad(self, file: str | Path, line: int, reason: str, detail: str = "") -> None:
         """Record a bad line. ``reason`` is the same for all lines of its kind; ``detail`` is this line's own."""
@@ -117,4 +118,5 @@ class ReadReport:
             "normalised": self.n_normalised,
             "reasons": dict(self.reasons.most_common()),
             "first": [asdict(line) for line in self.first],
+            **({"encodings": self.encodings} if self.encodings else {}),
         }

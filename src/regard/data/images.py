@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,10 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # reported as a fault of the file
+            image = Image.open(path)
+        with image:
             width, height = image.size
             if width * height > max_pixels:
                 return f"{width} × {height} pixels, more than max_pixels={max_pixels}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,7 @@ _FORMATS: dict[str, Format] = {
     **{".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
 _SAMPLE_ROWS = 1000
-_COLUMN_NAMES: dict[str, tuple[str, ...]] = {
+COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en"),
     "target": ("target", "tgt", "output", "translation"),
     "text": ("text", "document", "sentence", "review", "content"),
@@ -41,6 +42,14 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "words": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "pos_tags", "labels"),
 }
+_LANGUAGE_NAMES = """
+ar bg bn cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy id is it ja ka kk ko lt lv mk ml mn mr ms my nb ne nl
+nn no pa pl pt ro ru sk sl sq sr sv sw ta te th tl tr uk ur uz vi zh arabic chinese czech danish dutch english finnish
+french german greek hebrew hindi hungarian indonesian italian japanese korean norwegian polish portuguese romanian russian
+spanish swedish thai turkish ukrainian vietnamese 영어 한국어 일본어 중국어
+"""
+_COLUMN_NAME = re.compile(r"[^\W\d][\w .-]{0,39}")
+_NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
 _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
     "captions": ("image", "caption"),
     "images": ("image", "label"),
@@ -51,13 +60,13 @@ _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def detect_format(path: Path) -> Format:
+def detect_format(path: Path, options: DataConfig) -> Format:
     """By the suffix; .txt and unknown ones are a table where every early line has the same number of tabs."""
     if (by_suffix := _FORMATS.get(suffix_of(path))) is not None:
         return by_suffix
     if "idx3-ubyte" in path.name or "idx4-ubyte" in path.name:
         return "idx"
-    lines = [line for _, line in islice(read_lines(path, ReadReport(), DataConfig()), 50) if line]
+    lines = [line for _, line in islice(read_lines(path, ReadReport(), options), 50) if line]
     tabs = {line.count("\t") for line in lines}
     return "tsv" if len(tabs) == 1 and tabs != {0} else "text"
 
@@ -66,14 +75,14 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     """Which columns are what."""
     if form == "jsonl":
         return _jsonl_schema(path, options)
-    records = islice(table_files.table_records(path, form, ReadReport(), DataConfig()), _SAMPLE_ROWS)
+    records = islice(table_files.table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
     rows = [cells for _, cells in records if cells is not None]
     if not rows:
         return Schema(options.kind or "pairs", options.columns or (0, 1), header=False, width=None)
     named = any(isinstance(column, str) for column in options.columns or ())
     keys = [cell.strip() for cell in rows[0]]
     guess = None if options.columns is not None else schema_of_keys(keys, options.kind)
-    header = options.header if options.header is not None else named or (guess is not None and len(keys) > 1)
+    header = options.header if options.header is not None else named or has_header(rows, options.kind)
     if header and guess is not None:
         return guess
     body = rows[1:] if header else rows
@@ -83,18 +92,44 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     if width == 1 and options.kind in (None, "text"):
         return Schema("text", (0,), header, 1)
     if width != 2:
-        hint = "say which to take: columns=0,1 or their names"
-        raise ValueError(f"{path} has {width} columns and none is named as expected; {hint}")
+        if header:
+            wanted = " and ".join(_COLUMNS_OF[options.kind]) if options.kind else "to be taken"
+            raise ValueError(
+                f"{path} has the columns {', '.join(keys)}; say which are {wanted}: columns={','.join(keys[:2])}"
+            )
+        raise ValueError(f"{path} has {width} columns without names; say which to take: columns=0,1")
     kind = options.kind or _guess_kind(body, keys, (0, 1), header, any_order=True)
     first_is_label = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2])
     return Schema(kind, (1, 0) if first_is_label else (0, 1), header, 2)
+
+
+def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
+    """Whether the first row names the columns.
+
+    It does where the names are known ones or languages, or where a column of numbers has a word on top; in each case no
+    name comes again below it.
+    """
+    names = [cell.strip() for cell in rows[0]] if rows else []
+    if len(names) < 2:
+        return len(names) == 1 and names[0].lower() in COLUMN_NAMES["text"][:2] and len(rows) > 1
+    if schema_of_keys(names, kind) is not None:
+        return True
+    columns = [[row[index].strip() for row in rows[1:] if len(row) == len(names)] for index in range(len(names))]
+    if len(set(names)) < len(names) or any(not x or x in cells for x, cells in zip(names, columns, strict=True)):
+        return False
+    known = {*_LANGUAGE_NAMES.split()}.union(*COLUMN_NAMES.values())
+    if all(name.lower().replace("_", "-").split("-")[0] in known for name in names):
+        return True
+    return all(_COLUMN_NAME.fullmatch(name) for name in names) and any(
+        len(cells) >= 2 and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns
+    )
 
 
 def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
     """The columns by their names; None where the names are not known."""
     lower = {key.lower(): key for key in keys}
     for candidate in _COLUMNS_OF if kind is None else (kind,):
-        found = [[lower[name] for name in _COLUMN_NAMES[what] if name in lower] for what in _COLUMNS_OF[candidate]]
+        found = [[lower[name] for name in COLUMN_NAMES[what] if name in lower] for what in _COLUMNS_OF[candidate]]
         if all(found):
             return Schema(candidate, tuple(names[0] for names in found), header=True)
     return None
@@ -192,7 +227,7 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
 
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
-    form = options.format or detect_format(path)
+    form = options.format or detect_format(path, options)
     match form:
         case "text":
             return SourceFiles("text", "text", (path,))

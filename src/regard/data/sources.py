@@ -106,6 +106,8 @@ def open_source(
             opened = _to_cache(key, opened)
     if opened.report.n_bad:
         _log.warning("%s", opened.report.to_text(refused=False))
+    for file, encoding in opened.report.encodings.items():
+        _log.warning("%s is read as %s; encoding=… says otherwise", file, encoding.upper())
     return opened
 
 
@@ -145,8 +147,8 @@ def _join_paths(source: str | Path | Sequence[str | Path]) -> str:
 
 # Options that apply to files only, not to an embedded corpus.
 _FILE_OPTIONS = {
-    *("valid", "format", "columns", "header", "labels", "images", "documents", "valid_fraction", "split_seed"),
-    "problem_type",
+    *("valid", "format", "columns", "header", "encoding", "labels", "images", "documents", "valid_fraction"),
+    *("split_seed", "problem_type"),
     *("deduplicated", "bad_lines", "normalise", "max_chars", "max_pixels", "check_images"),
 }
 

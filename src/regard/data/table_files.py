@@ -1,14 +1,17 @@
 """Readers of text files: one for each way examples are written down, each a stream of rows with their line numbers.
 
 Tables (TSV, CSV, JSONL) give the chosen columns; parallel files a line of each; captions come as JSON or as a table.
-UTF-8, with or without a byte order mark; lines end in \\n or \\r\\n; .gz is unpacked while reading; memory is one line.
+UTF-8, UTF-16 or CP949, told by a byte order mark or by the content; lines end in \\n or \\r\\n; .gz is unpacked while
+reading; memory is one line.
 No line, however long or broken, stops the reader: it is recorded in the report.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
+import io
 import json
 import unicodedata
 import zlib
@@ -24,8 +27,10 @@ from ..errors import BadData
 from ..foundation.progress import track
 from .examples import ReadReport
 
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_SAMPLE_BYTES = 1 << 20  # of which the encoding is told
+_HANGUL = range(0xAC00, 0xD7A4)
 
 
 def suffix_of(path: Path) -> str:
@@ -50,6 +55,56 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         raise BadData(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def detect_encoding(path: Path) -> str:
+    """``utf-8``, ``utf-16`` by its byte order mark, or ``cp949``: no UTF-8, and mostly Hangul when read as CP949.
+
+    What is none of these is called UTF-8, so that its bad lines are named one by one.
+    """
+    with open_bytes(path) as file:
+        raw = file.read(_SAMPLE_BYTES)
+    if raw.startswith(_UTF16_BOMS):
+        return "utf-16"
+    decoder, whole = codecs.getincrementaldecoder, len(raw) < _SAMPLE_BYTES
+    try:
+        decoder("utf-8")().decode(raw, whole)
+    except UnicodeDecodeError:
+        try:
+            letters = [letter for letter in decoder("cp949")().decode(raw, whole) if not letter.isascii()]
+        except UnicodeDecodeError:
+            return "utf-8"
+        return "cp949" if sum(ord(letter) in _HANGUL for letter in letters) > 0.8 * len(letters) else "utf-8"
+    return "utf-8"
+
+
+class _Utf8Lines:
+    """A file of another encoding, line by line as UTF-8."""
+
+    def __init__(self, file: IO[bytes], path: Path, encoding: str) -> None:
+        self.text = io.TextIOWrapper(file, encoding=encoding, newline="\n")
+        self.path, self.encoding = path, encoding
+
+    def readline(self, size: int) -> bytes:
+        try:
+            return self.text.readline(size).encode("utf-8", "surrogatepass")
+        except UnicodeError as error:
+            raise BadData(
+                f"{self.path} is not {self.encoding.upper()} text: {error}; encoding=… names another"
+            ) from None
+
+
+@contextmanager
+def open_utf8(path: Path, encoding: str, report: ReadReport | None = None) -> Iterator[IO[bytes] | _Utf8Lines]:
+    """The lines of a file as UTF-8; ``auto`` detects its encoding, which the report notes where it is another."""
+    encoding = detect_encoding(path) if encoding == "auto" else encoding
+    with open_bytes(path) as file:
+        if encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig"):
+            yield file
+            return
+        if report is not None:
+            report.encodings[str(path)] = encoding
+        yield _Utf8Lines(file, path, encoding)
+
+
 def read_lines(
     path: Path, report: ReadReport, options: DataConfig, *, ends: bool = False, max_chars: int | None = None
 ) -> Iterator[tuple[int, str | None]]:
@@ -59,14 +114,11 @@ def read_lines(
     """
     max_chars = max_chars or options.max_chars
     max_bytes = 4 * max_chars + 8  # a character has at most four bytes
-    with open_bytes(path) as file:
+    with open_utf8(path, options.encoding, report) as file:
         lines = iter(lambda: file.readline(max_bytes), b"")
         for number, raw in enumerate(track(lines, f"reading {path.name}", path.stat().st_size, len), start=1):
             report.n_read += 1
-            if number == 1:
-                if raw.startswith(_UTF16):
-                    raise BadData(f"{path} is UTF-16; UTF-8 is needed")
-                raw = raw.removeprefix(_BOM)
+            raw = raw.removeprefix(_BOM) if number == 1 else raw
             size, ended, rest = len(raw), raw.endswith(b"\n"), raw
             while rest and not rest.endswith(b"\n") and size >= max_bytes - len(_BOM):
                 rest = file.readline(1 << 20)  # of a line too long to hold
@@ -156,6 +208,13 @@ def table_records(
             yield number, None if line is None else line.split("\t")
 
 
+def csv_delimiter(path: Path, encoding: str) -> str:
+    """A semicolon where the first line has more of them than commas."""
+    with open_utf8(path, encoding) as file:
+        first = file.readline(65536)
+    return ";" if first.count(b";") > first.count(b",") else ","
+
+
 def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
     numbers: list[int] = []  # of the lines of the current record
 
@@ -165,9 +224,7 @@ def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterato
                 numbers.append(number)
                 yield line
 
-    with open_bytes(path) as file:
-        first = file.readline(65536)
-    reader = csv.reader(lines(), delimiter=";" if first.count(b";") > first.count(b",") else ",", strict=True)
+    reader = csv.reader(lines(), delimiter=csv_delimiter(path, options.encoding), strict=True)
     while True:
         numbers.clear()
         try:

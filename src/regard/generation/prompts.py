@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from .generation_config import GenerateConfig
 
 Rows = Tensor | Sequence[Any]  # one text as token ids, (T,) or a list, or several, (B, T) or a list of them
 
-_MAX_PIXELS: int = DataConfig.model_fields["max_pixels"].default
+MAX_PIXELS: int = DataConfig.model_fields["max_pixels"].default
 _MAX_CACHE_BYTES = {"cpu": 1 << 30, "elsewhere": 4 << 30}
 _LOGIT_BYTES = 16  # that a step holds for each token of the vocabulary: logits, scores, and what is sorted of them
 _LENGTH_STEP = 32  # default output lengths are multiples of this, so that sources of similar length share a batch
@@ -300,10 +299,7 @@ def _prepare_image(processor: ImageProcessor, image: Any, channels: int) -> Tens
 
     if isinstance(image, str | Path):
         image = Path(image)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # reported as a fault of the file
-            fault = check_image(image, _MAX_PIXELS, decode=True)
-        if fault is not None:
+        if (fault := check_image(image, MAX_PIXELS, decode=True)) is not None:
             raise BadData(f"{image}: {fault}")
     elif isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:

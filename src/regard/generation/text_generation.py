@@ -165,7 +165,7 @@ def caption(
     By beam search, beam 4 unless it or a config is given; fields as in ``generate``.
     """
     model = open_model(model)
-    _check_kind(model, ("encoder-decoder",), "image", "caption images")
+    check_can_caption(model)
     tokenizers, pixels = ModelTokenizers(model), image_pixels(model, images)
     given = {"beam": beam, "max_new_tokens": max_new_tokens}
     fields |= {name: value for name, value in given.items() if value is not None}
@@ -253,6 +253,11 @@ def check_texts(model: Model, texts: Sequence[str], truncate: bool = False) -> N
 def check_can_translate(model: Model) -> None:
     """Raise unless the model reads text with an encoder and writes text."""
     _check_kind(model, ("encoder-decoder", "recurrent"), "text", "translate")
+
+
+def check_can_caption(model: Model) -> None:
+    """Raise unless the model reads images and writes text."""
+    _check_kind(model, ("encoder-decoder",), "image", "caption images")
 
 
 def _check_kind(model: Model, architectures: tuple[str, ...], source: str, purpose: str) -> None:

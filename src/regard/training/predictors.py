@@ -24,7 +24,7 @@ from .tasks import TASKS, Task, open_task, task_class_of
 # Fields that say which examples there are. The others say how a model reads them, and stay the model's own.
 EXAMPLE_FIELDS = (
     *("source", "valid", "format", "valid_fraction", "valid_rows", "split_seed", "deduplicated", "epoch_examples"),
-    *("kind", "columns", "header", "labels", "images", "documents", "bad_lines", "normalise"),
+    *("kind", "columns", "header", "encoding", "labels", "images", "documents", "bad_lines", "normalise"),
     *("max_chars", "max_pixels", "check_images"),
 )
 # Of those, what another file does not take over from the one a run learned from.

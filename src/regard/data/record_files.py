@@ -1,0 +1,254 @@
+"""Files of records to predict on: CSV, TSV, JSONL, Parquet, lines of text, or a folder of images.
+
+Unlike a source of examples, a record keeps every column and its place in the file, so that a prediction can be written
+beside what it was made from. Reading takes the memory of one record; of Parquet, of one batch.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ..config import DataConfig
+from ..errors import BadData, RegardError
+from .examples import ReadReport
+from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
+from .table_files import csv_delimiter, read_lines, suffix_of, table_records
+
+RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
+_FORMS: dict[str, RecordForm] = {
+    **{".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
+}
+_OPTIONS = DataConfig(normalise="none", max_chars=10_000_000)
+_SAMPLE_ROWS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the model reads of one record, all of its columns, and its line in the file."""
+
+    line: int
+    text: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records that can be read from the start as often as needed."""
+
+    name: str  # of the file; empty: what was typed
+    form: RecordForm
+    columns: tuple[str, ...]
+    read: Callable[[], Iterator[Record]]
+    header: bool = True
+    delimiter: str = ","
+
+    def place(self, line: int) -> str:
+        """``reviews.csv:8``, as the file numbers its lines."""
+        return f"{self.name}:{line}" if self.name else f"text {line}"
+
+    def free_name(self, name: str) -> str:
+        """The name of a new column: ``label``, or ``label_2`` where the file has one of that name."""
+        names = [name, *(f"{name}_{n}" for n in range(2, len(self.columns) + 3))]
+        return next(free for free in names if free not in self.columns)
+
+
+def form_of(path: Path) -> RecordForm:
+    return "folder" if path.is_dir() else _FORMS.get(suffix_of(path), "lines")
+
+
+def text_records(texts: Sequence[str], name: str = "", first: int = 1) -> Records:
+    """Texts in memory, numbered from ``first``."""
+    records = [Record(line, text, {"text": text}) for line, text in enumerate(texts, start=first)]
+    return Records(name, "lines", ("text",), lambda: iter(records))
+
+
+def open_records(path: Path, column: str | None = None, *, images: bool = False, encoding: str = "auto") -> Records:
+    """The records of a file, of which ``column`` is read; without it, the one named as a text or as an image is.
+
+    The names of ``images`` are relative to the folder of the table that holds them.
+    """
+    form, options = form_of(path), _OPTIONS.with_(encoding=encoding)
+    if form in ("lines", "folder") and column is not None:
+        raise ValueError(f"column={column}: {path} has no columns")
+    if form == "folder":
+        return Records(str(path), form, ("image",), lambda: _folder_records(path))
+    if form == "lines":
+        return Records(str(path), form, ("text",), lambda: _line_records(path, options))
+    header, first, delimiter = True, list[str](), ","
+    if form in ("csv", "tsv"):
+        report = ReadReport()
+        records = islice(table_records(path, form, report, options), _SAMPLE_ROWS)
+        rows = [cells for _, cells in records if cells is not None]
+        first = [cell.strip() for cell in rows[0]] if rows else []
+        header = has_header(rows) or (column in first and not str(column).isdigit())
+        names = first if header else [str(index) for index in range(len(first))]
+        delimiter = csv_delimiter(path, options.encoding) if form == "csv" else "\t"
+    elif form == "jsonl":
+        names = list(next((record for _, record in _jsonl_objects(path, options)), {}))
+    else:
+        names = list(_open_parquet(path).schema_arrow.names)
+    chosen = _choose_column(path, names, column, images, nested=form == "jsonl")
+
+    def read() -> Iterator[Record]:
+        for line, fields in _fields(path, form, names, header, options):
+            yield Record(line, _cell(fields, chosen, path, line, path.parent if images else None), fields)
+
+    return Records(str(path), form, tuple(names), read, header, delimiter)
+
+
+def _choose_column(path: Path, names: Sequence[str], wanted: str | None, images: bool, nested: bool) -> str:
+    if wanted is not None:
+        if wanted in names or (nested and wanted.split(".")[0] in names):
+            return wanted
+        if wanted.isdigit() and int(wanted) < len(names):
+            return names[int(wanted)]
+        raise ValueError(f"column={wanted}: {path} has the columns {', '.join(names) or 'of no record'}")
+    known = COLUMN_NAMES["image"] if images else (*COLUMN_NAMES["source"], *COLUMN_NAMES["text"])
+    lower = {name.lower(): name for name in names}
+    found = [lower[name] for name in known if name in lower] or (names if len(names) == 1 else [])
+    if found or not names:
+        return found[0] if found else ""
+    raise ValueError(f"{path} has the columns {', '.join(names)}; say which to read: column={names[0]}")
+
+
+def _fields(
+    path: Path, form: RecordForm, names: Sequence[str], header: bool, options: DataConfig
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    if form == "jsonl":
+        yield from _jsonl_objects(path, options)
+    elif form == "parquet":
+        rows = (row for batch in _open_parquet(path).iter_batches(1024) for row in batch.to_pylist())
+        yield from enumerate(rows, start=1)
+    else:
+        report = ReadReport()
+        for number, (line, cells) in enumerate(table_records(path, form, report, options)):
+            _refuse_bad(report)
+            if cells is None or (header and number == 0):
+                continue
+            blank = not any(cell.strip() for cell in cells)
+            if len(cells) != len(names) and not blank:
+                raise BadData(f"{path}:{line}: {len(cells)} columns instead of {len(names)}")
+            yield line, dict(zip(names, cells if len(cells) == len(names) else [""] * len(names), strict=True))
+        _refuse_bad(report)
+
+
+def _jsonl_objects(path: Path, options: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+    report = ReadReport()
+    for number, line in read_lines(path, report, options):
+        _refuse_bad(report)
+        try:
+            record = json.loads(line or "") if (line or "").strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise BadData(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise BadData(f"{path}:{number}: {type(record).__name__} instead of an object")
+        yield number, record
+
+
+def _line_records(path: Path, options: DataConfig) -> Iterator[Record]:
+    report = ReadReport()
+    for number, line in read_lines(path, report, options):
+        _refuse_bad(report)
+        yield Record(number, line or "", {"text": line or ""})
+
+
+def _folder_records(path: Path) -> Iterator[Record]:
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    if not files:
+        raise BadData(f"{path}: no image in this folder; {', '.join(IMAGE_SUFFIXES)} are looked for")
+    for number, file in enumerate(files, start=1):
+        yield Record(number, str(file), {"image": file.relative_to(path).as_posix()})
+
+
+def _refuse_bad(report: ReadReport) -> None:
+    """A line that cannot be read would put all predictions after it beside the wrong record."""
+    if report.first:
+        raise BadData(str(report.first[0]))
+
+
+def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder: Path | None) -> str:
+    value: Any = fields.get(column)
+    if column not in fields:
+        value = fields
+        for key in column.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None:
+        return ""
+    if isinstance(value, dict | list):
+        raise BadData(f"{path}:{line}: {column!r} is no text but a {type(value).__name__}")
+    return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        return _parquet_library("pyarrow.parquet").ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _parquet_library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise RegardError("Parquet is read by pyarrow, which is not installed: pip install 'regard[data]'") from None
+
+
+def write_records(
+    file: IO[bytes], form: RecordForm, records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]
+) -> None:
+    """Rows, each with the columns of ``records`` and the ``new`` ones, which hold text or numbers (str, float)."""
+    if form == "parquet":
+        _write_parquet(file, records, new, rows)
+    else:
+        encode = row_encoder(form, records, new)
+        file.write(encode(None))
+        for row in rows:
+            file.write(encode(row))
+
+
+def row_encoder(
+    form: RecordForm, records: Records, new: Mapping[str, type]
+) -> Callable[[dict[str, Any] | None], bytes]:
+    """A function from a row to its bytes in the file; from None to those of the header."""
+    names, header = [*records.columns, *new], records.header and form in ("csv", "tsv")
+    delimiter = records.delimiter if records.form == "csv" else ","
+
+    def encode(row: dict[str, Any] | None) -> bytes:
+        if form == "jsonl":
+            return b"" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+        if row is None and not header:
+            return b""
+        cells = names if row is None else ["" if row.get(name) is None else _number(row[name]) for name in names]
+        if form == "csv":
+            text = io.StringIO()
+            csv.writer(text, delimiter=delimiter, lineterminator="\n").writerow(cells)
+            return text.getvalue().encode("utf-8", "surrogatepass")
+        return ("\t".join(" ".join(cell.replace("\t", " ").splitlines()) for cell in cells) + "\n").encode()
+
+    return encode
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _write_parquet(file: IO[bytes], records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]) -> None:
+    arrow, parquet = _parquet_library("pyarrow"), _parquet_library("pyarrow.parquet")
+    if records.form == "parquet":
+        schema = _open_parquet(Path(records.name)).schema_arrow
+    else:
+        schema = arrow.schema([(name, arrow.string()) for name in records.columns])
+    for name, kind in new.items():
+        schema = schema.append(arrow.field(name, arrow.float64() if kind is float else arrow.string()))
+    source = iter(rows)
+    with parquet.ParquetWriter(file, schema) as writer:
+        while batch := list(islice(source, 1024)):
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))

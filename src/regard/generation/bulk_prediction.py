@@ -1,0 +1,213 @@
+"""Bulk prediction: every record of a file gets an answer, streamed, checked before the first, and resumable.
+
+Answers go to ``OUT.partial`` as JSON lines, a batch at a time. When all are there, OUT is written beside what they were
+made from, in one step. A command that was stopped goes on where its partial file ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from ..config import ModelConfig
+from ..data.images import check_image
+from ..data.record_files import Record, Records, form_of, write_records
+from ..errors import BadData
+from ..foundation.files import atomic_file
+from .prompts import MAX_PIXELS, max_text_length
+
+Answer = dict[str, Any]  # what `--json` prints of one input
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """How one command answers texts or images, and how an answer is written down."""
+
+    answer: Callable[[list[str]], list[Answer]]
+    blank: Answer  # to a blank text
+    new_columns: Mapping[str, type]  # of a table: their names, and str or float
+    cells: Callable[[Answer], dict[str, Any]]  # of the new columns
+    line: Callable[[Answer], str]  # of a text file
+    check: Callable[[str], bool]  # whether a text will be cut; ValueError or BadData where it cannot be answered
+
+
+@dataclass
+class PredictionSummary:
+    """What a bulk prediction did."""
+
+    n_rows: int = 0
+    n_blank: int = 0
+    n_resumed: int = 0  # rows that an earlier, stopped command had answered
+    cut: list[int] = field(default_factory=list)  # the first lines that were cut to what the model can read
+    n_cut: int = 0
+    columns: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": self.n_rows, "blank": self.n_blank, "resumed": self.n_resumed, "cut": self.n_cut}
+
+    def to_text(self, max_len: int) -> str:
+        parts = [f"{self.n_rows:,} rows"]
+        parts += [f"{self.n_resumed:,} of them answered before"] if self.n_resumed else []
+        parts += [f"{self.n_blank:,} blank"] if self.n_blank else []
+        if self.n_cut:
+            lines = ", ".join(map(str, self.cut)) + (" …" if self.n_cut > len(self.cut) else "")
+            parts.append(f"{self.n_cut:,} cut to max_len={max_len} (line{'s' * (self.n_cut != 1)} {lines})")
+        parts += [f"new columns {', '.join(self.columns)}"] if self.columns else []
+        return "; ".join(parts)
+
+
+def text_check(encode: Callable[[list[str]], list[list[int]]], config: ModelConfig, truncate: bool) -> Any:
+    """``Answerer.check`` of texts: False where it fits, True where it will be cut, ValueError where it may not be."""
+    is_prompt, max_len = config.architecture == "decoder", max_text_length(config)
+
+    def check(text: str) -> bool:
+        n_tokens = len(encode([text])[0]) + is_prompt  # a prompt leaves room for one more
+        if n_tokens > max_len and not truncate:
+            limit = "and max_len={} leaves no room" if is_prompt else "but max_len={}"
+            kept = "end" if is_prompt else "beginning"
+            raise ValueError(f"{n_tokens - is_prompt} tokens, {limit.format(max_len)}; truncate=True keeps its {kept}")
+        return n_tokens > max_len
+
+    return check
+
+
+def image_check(name: str) -> bool:
+    """``Answerer.check`` of image files."""
+    if (fault := check_image(Path(name), MAX_PIXELS, decode=True)) is not None:
+        raise BadData(f"{name}: {fault}")
+    return False
+
+
+def check_records(records: Records, check: Callable[[str], bool]) -> PredictionSummary:
+    """Count and check every record before the first is answered; the error names it as the file numbers it."""
+    summary = PredictionSummary()
+    for record in records.read():
+        summary.n_rows += 1
+        if not record.text.strip():
+            summary.n_blank += 1
+            continue
+        try:
+            is_cut = check(record.text)
+        except BadData as error:  # names the image, which is all there is to a line or a file of a folder
+            if records.form in ("lines", "folder"):
+                raise
+            raise BadData(f"{records.place(record.line)}: {error}") from None
+        except ValueError as error:
+            message = re.sub(r"^(source|prompt|text) 0 is ", "", str(error))
+            raise BadData(f"{records.place(record.line)}: {message}") from None
+        if is_cut:
+            summary.n_cut += 1
+            summary.cut += [record.line] if len(summary.cut) < 10 else []
+    return summary
+
+
+def answer_records(
+    records: Iterator[Record], answerer: Answerer, batch_size: int
+) -> Iterator[list[tuple[Record, Answer]]]:
+    """Records with their answers, ``batch_size`` at a time; a blank one gets the blank answer."""
+    while batch := list(islice(records, batch_size)):
+        texts = [record.text for record in batch if record.text.strip()]
+        answers = iter(answerer.answer(texts) if texts else [])
+        yield [(record, next(answers) if record.text.strip() else answerer.blank) for record in batch]
+
+
+def predict_to_file(
+    records: Records,
+    answerer: Answerer,
+    summary: PredictionSummary,
+    out: Path,
+    *,
+    settings: Mapping[str, Any],
+    batch_size: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Answer all records and write them to ``out``, in the format its name says.
+
+    ``settings`` are what the answers depend on: a partial file of others is not gone on with.
+    """
+    partial = out.with_name(f"{out.name}.partial")
+    with _open_partial(partial, {**settings, **_identity(records)}) as (file, n_done):
+        summary.n_resumed = n_done
+        if n_done:
+            progress(f"{partial} goes on after {n_done:,} rows")
+        rest = islice(records.read(), n_done, None)
+        try:
+            for answered in answer_records(rest, answerer, batch_size):
+                file.write("".join(f"{json.dumps(answer)}\n" for _, answer in answered).encode())
+                file.flush()
+                n_done += len(answered)
+                progress(f"{n_done:,} of {summary.n_rows:,} rows")
+        except KeyboardInterrupt:
+            progress(f"stopped after {n_done:,} of {summary.n_rows:,} rows; the same command goes on from there")
+            raise
+    form = form_of(out)
+    with atomic_file(out) as target:
+        if form == "lines":
+            target.writelines(f"{answerer.line(answer)}\n".encode() for answer in read_partial(partial))
+        else:
+            new, join = table_rows(records, answerer)
+            summary.columns = list(new)
+            pairs = zip(records.read(), read_partial(partial), strict=True)
+            write_records(target, form, records, new, (join(record, answer) for record, answer in pairs))
+    partial.unlink()
+
+
+def table_rows(
+    records: Records, answerer: Answerer
+) -> tuple[dict[str, type], Callable[[Record, Answer], dict[str, Any]]]:
+    """The new columns of a table, under names that are free in it, and a function that adds them to a record."""
+    names = {name: records.free_name(name) for name in answerer.new_columns}
+
+    def join(record: Record, answer: Answer) -> dict[str, Any]:
+        cells = answerer.cells(answer)
+        return record.fields | {free: cells.get(name) for name, free in names.items()}
+
+    return {free: answerer.new_columns[name] for name, free in names.items()}, join
+
+
+def read_partial(path: Path) -> Iterator[Answer]:
+    """The answers of a partial file."""
+    with path.open("rb") as file:
+        next(file)
+        for line in file:
+            yield json.loads(line)
+
+
+def _identity(records: Records) -> dict[str, Any]:
+    """What tells these records from others: of a file, its size and time."""
+    path = Path(records.name)
+    if path.is_file():
+        return {"file": str(path.resolve()), "bytes": path.stat().st_size, "changed": path.stat().st_mtime_ns}
+    digest = hashlib.sha256()
+    for record in records.read():
+        digest.update(f"{record.text}\n".encode("utf-8", "surrogatepass"))
+    return {"file": records.name, "sha256": digest.hexdigest()}
+
+
+@contextmanager
+def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[bytes], int]]:
+    """The partial file, open at its end, and how many answers it has; a new one where it is of other settings."""
+    head = f"{json.dumps(settings, sort_keys=True)}\n".encode()
+    n_bytes, n_done = 0, 0
+    if path.is_file():
+        with path.open("rb") as file:
+            if next(file, b"") == head:
+                n_bytes = len(head)
+                for line in file:
+                    if not line.endswith(b"\n"):  # cut off when the process died
+                        break
+                    n_bytes, n_done = n_bytes + len(line), n_done + 1
+    with path.open("r+b" if n_bytes else "wb") as file:
+        if n_bytes:
+            file.truncate(n_bytes)
+            file.seek(n_bytes)
+        else:
+            file.write(head)
+        yield file, n_done

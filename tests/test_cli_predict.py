@@ -1,0 +1,291 @@
+"""Bulk prediction: tables, folders and streams in, the same out with new columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+from generation.spoken import captioner, classifier, image_classifier, language_model, picture, translator
+from regard import cli
+
+Said = pytest.CaptureFixture[str]
+REVIEWS = [("the cat sat", "good"), ('a dog ran, "fast"', "bad"), ("", "bad"), ("고양이가\n앉았다.", "good")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    made = {"classifier": classifier(), "translator": translator(), "speaker": language_model()}
+    made |= {"images": image_classifier(), "captioner": captioner()}
+    return {name: model.save(folder / name) for name, model in made.items()}
+
+
+@pytest.fixture
+def reviews(tmp_path: Path) -> Path:
+    path = tmp_path / "reviews.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("id", "text", "label"), *((str(n), *row) for n, row in enumerate(REVIEWS))])
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    (tmp_path / "photos/more").mkdir(parents=True)
+    picture(tmp_path / "photos/a.png")
+    picture(tmp_path / "photos/more/b.png", (0, 0, 255))
+    (tmp_path / "photos/notes.txt").write_text("no image")
+    return tmp_path / "photos"
+
+
+def run(*words: Any) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def told(capsys: Said, *words: Any) -> str:
+    assert run(*words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: Said, code: int, *words: Any) -> str:
+    assert run(*words) == code
+    answer = capsys.readouterr()
+    assert answer.out == ""
+    return answer.err
+
+
+def expected_labels(models: dict[str, Path]) -> list[str]:
+    return [regard.classify(models["classifier"], text)[0].label if text else "" for text, _ in REVIEWS]
+
+
+# ---- tables
+
+
+def test_classify_reads_a_column_of_a_csv_file_and_keeps_the_others(
+    models: dict[str, Path], reviews: Path, tmp_path: Path, capsys: Said
+) -> None:
+    out = tmp_path / "out.csv"
+    assert told(capsys, "classify", models["classifier"], "--file", reviews, "--out", out, "--probabilities") == ""
+    with out.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["text"], row["label"]) for row in rows] == REVIEWS
+    assert [row["predicted_label"] for row in rows] == expected_labels(models)
+    first = regard.classify(models["classifier"], REVIEWS[0][0])[0]
+    assert {name: float(rows[0][f"p_{name}"]) for name in first.all} == pytest.approx(first.all, abs=1e-5)
+    assert rows[2]["probability"] == rows[2]["p_cats"] == ""  # a blank cell gets a blank answer
+    printed = told(capsys, "classify", models["classifier"], "--file", reviews, "--probabilities")
+    assert printed == out.read_text(encoding="utf-8")  # the same on stdout
+    assert not (tmp_path / "out.csv.partial").exists()
+
+
+@pytest.mark.parametrize("form", ["tsv", "jsonl"])
+def test_other_tables_and_the_summary(models: dict[str, Path], tmp_path: Path, capsys: Said, form: str) -> None:
+    path, out = tmp_path / f"in.{form}", tmp_path / f"out.{form}"
+    rows = [{"en": "the cat", "n": "1"}, {"en": "  ", "n": "2"}, {"en": "a dog", "n": "3"}]
+    if form == "tsv":
+        path.write_text("en\tn\n" + "".join(f"{row['en']}\t{row['n']}\n" for row in rows), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert run("translate", models["translator"], "--file", path, "--out", out, "--beam", 1) == 0
+    assert "3 rows; 1 blank; new columns translation, score; wrote" in capsys.readouterr().err
+    made = regard.translate(models["translator"], ["the cat", "a dog"], beam=1)
+    if form == "tsv":
+        found = list(csv.DictReader(out.open(encoding="utf-8"), delimiter="\t", quoting=csv.QUOTE_NONE))
+    else:
+        found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["n"] for row in found] == ["1", "2", "3"]
+    assert [row["translation"] for row in found] == [" ".join(made[0].split("\n")), "", " ".join(made[1].split("\n"))]
+
+
+def test_a_column_by_name_or_number_and_a_message_that_lists_them(
+    models: dict[str, Path], tmp_path: Path, capsys: Said
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("opinion,stars\nthe cat,5\na dog,1\n", encoding="utf-8")
+    err = refused(capsys, 2, "classify", models["classifier"], "--file", path)
+    assert f"{path} has the columns opinion, stars; say which to read: --column opinion" in err
+    by_name = told(capsys, "classify", models["classifier"], "--file", path, "--column", "opinion")
+    assert by_name == told(capsys, "classify", models["classifier"], "--file", path, "--column", 0)
+    assert by_name.splitlines()[0] == "opinion,stars,predicted_label,probability"
+    err = refused(capsys, 2, "classify", models["classifier"], "--file", path, "--column", "text")
+    assert f"--column text: {path} has the columns opinion, stars" in err
+
+
+def test_new_columns_never_replace_old_ones(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,predicted_label\nthe cat,mine\n", encoding="utf-8")
+    head, row = told(capsys, "classify", models["classifier"], "--file", path).splitlines()
+    assert head == "text,predicted_label,predicted_label_2,probability"
+    assert row.startswith("the cat,mine,")
+
+
+def test_a_threshold_leaves_uncertain_labels_blank(models: dict[str, Path], reviews: Path, capsys: Said) -> None:
+    sure = regard.classify(models["classifier"], REVIEWS[0][0])[0].probability
+    for threshold, label in ((sure - 1e-4, expected_labels(models)[0]), (sure + 1e-4, "")):
+        out = told(capsys, "classify", models["classifier"], "--file", reviews, "--threshold", threshold)
+        assert next(iter(csv.DictReader(io.StringIO(out))))["predicted_label"] == label
+    assert told(capsys, "classify", models["classifier"], "the cat", "--threshold", 1.1).startswith("\t0.")
+
+
+def test_generate_for_a_table(models: dict[str, Path], reviews: Path, capsys: Said) -> None:
+    out = told(capsys, "generate", models["speaker"], "--file", reviews, "--max-new-tokens", 3)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert rows[0]["generated"] == regard.generate(models["speaker"], "the cat sat", max_new_tokens=3)[0]
+    assert rows[2]["generated"] == ""
+
+
+def test_a_table_of_images_and_a_folder(models: dict[str, Path], photos: Path, tmp_path: Path, capsys: Said) -> None:
+    names = ["a.png", "more/b.png"]
+    table = photos / "images.tsv"
+    table.write_text("id\timage\n" + "".join(f"{n}\t{name}\n" for n, name in enumerate(names)), encoding="utf-8")
+    labels = [regard.classify(models["images"], photos / name)[0].label for name in names]
+    texts = [" ".join(text.split("\n")) for text in regard.caption(models["captioner"], [photos / x for x in names])]
+    lines = told(capsys, "classify", models["images"], photos).splitlines()
+    assert [line.split("\t")[:2] for line in lines] == [list(pair) for pair in zip(names, labels, strict=True)]
+    out = tmp_path / "captions.csv"
+    assert told(capsys, "caption", models["captioner"], photos, "--out", out) == ""
+    with out.open(newline="", encoding="utf-8") as file:
+        assert [(row["image"], row["caption"]) for row in csv.DictReader(file)] == list(zip(names, texts, strict=True))
+    of_table = told(capsys, "classify", models["images"], "--file", table).splitlines()
+    assert [line.split("\t")[2] for line in of_table] == ["predicted_label", *labels]
+    table.write_text("id\timage\n1\tgone.png\n", encoding="utf-8")
+    assert f"{table}:2: {photos / 'gone.png'}: no such file" in refused(
+        capsys, 1, "caption", models["captioner"], "--file", table
+    )
+
+
+def test_parquet_without_its_library_says_what_to_install(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    err = refused(capsys, 1, "classify", models["classifier"], "--file", tmp_path / "x.parquet")
+    assert "pip install 'regard[data]'" in err
+
+
+def test_parquet(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    parquet.write_table(arrow.table({"text": [text for text, _ in REVIEWS], "n": [1, 2, 3, 4]}), path)
+    assert told(capsys, "classify", models["classifier"], "--file", path, "--out", out) == ""
+    table = parquet.read_table(out).to_pydict()
+    assert table["n"] == [1, 2, 3, 4]
+    assert [label or "" for label in table["predicted_label"]] == expected_labels(models)
+    assert table["probability"][2] is None
+    assert "--out" in refused(capsys, 2, "classify", models["classifier"], "--file", path)
+
+
+# ---- interrupted, and gone on with
+
+
+def test_a_stopped_prediction_goes_on_where_it_stopped(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", 2)
+    path, out, whole = tmp_path / "in.csv", tmp_path / "out.csv", tmp_path / "whole.csv"
+    path.write_text("id,text\n" + "".join(f"{n},the cat {n}\n" for n in range(7)), encoding="utf-8")
+    words = ["classify", models["classifier"], "--file", path, "--out"]
+    assert told(capsys, *words, whole) == ""
+    asked: list[list[str]] = []
+    answer = regard.generation.classify
+
+    def stops(model: Any, texts: list[str], **options: Any) -> Any:
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(texts)
+        return answer(model, texts, **options)
+
+    monkeypatch.setattr("regard.generation.classify", stops)
+    assert run(*words, out) == 130
+    assert "stopped after 4 of 7 rows; the same command goes on from there" in capsys.readouterr().err
+    assert not out.exists()
+    partial = tmp_path / "out.csv.partial"
+    partial.write_bytes(partial.read_bytes() + b'{"label": "ca')  # as a process leaves it that was killed
+    asked.clear()
+    monkeypatch.setattr("regard.generation.classify", lambda m, x, **o: [asked.append(x), answer(m, x, **o)][1])
+    assert run(*words, out) == 0
+    said = capsys.readouterr().err
+    assert "7 rows; 4 of them answered before" in said
+    assert [text for texts in asked for text in texts] == ["the cat 4", "the cat 5", "the cat 6"]
+    assert out.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+
+
+def test_answers_of_another_file_or_setting_are_not_gone_on_with(
+    models: dict[str, Path], tmp_path: Path, capsys: Said
+) -> None:
+    path, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    path.write_text("the cat\na dog\n", encoding="utf-8")
+    (tmp_path / "out.txt.partial").write_text('{"model": "another"}\n{"label": "x", "probability": 1, "all": {}}\n')
+    assert run("classify", models["classifier"], "--file", path, "--out", out) == 0
+    assert "answered before" not in capsys.readouterr().err
+    assert out.read_text() == told(capsys, "classify", models["classifier"], "the cat", "a dog")
+
+
+# ---- lines
+
+
+def test_blank_lines_give_blank_answers_everywhere(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("the cat\n\na dog\n   \n", encoding="utf-8")
+    for words in (
+        ["classify", models["classifier"]],
+        ["translate", models["translator"], "--beam", 1],
+        ["generate", models["speaker"], "--lines", "--max-new-tokens", 1],
+    ):
+        lines = told(capsys, *words, "--file", path).split("\n")
+        assert (lines[1], lines[3:]) == ("", ["", ""]), words
+        assert lines[0].strip() or lines[2].strip(), words
+        results = json.loads(told(capsys, *words, "--file", path, "--json"))["results"]
+        assert [x["input"] for x in results] == ["the cat", "", "a dog", "   "]
+
+
+def test_a_line_that_is_too_long_is_named_as_the_file_numbers_it(
+    models: dict[str, Path], reviews: Path, tmp_path: Path, capsys: Said
+) -> None:
+    with reviews.open("a", encoding="utf-8") as file:
+        file.write(f"9,{'the cat ' * 90},good\n")
+    line = 7  # the header is 1, and one cell holds a line end
+    err = refused(capsys, 1, "classify", models["classifier"], "--file", reviews)
+    assert f"{reviews}:{line}: 184 tokens, but max_len=96; --truncate keeps its beginning" in err
+    assert run("classify", models["classifier"], "--file", reviews, "--truncate") == 0
+    assert f"1 cut to max_len=96 (line {line})" in capsys.readouterr().err
+
+
+def test_a_coprocess_answers_line_by_line(models: dict[str, Path]) -> None:
+    words = [sys.executable, "-m", "regard", "classify", str(models["classifier"]), "--stream"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for text in ("the cat", "", "a dog"):
+            process.stdin.write(f"{text}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()  # before the next one is sent
+            assert line.endswith("\n")
+            assert bool(line.strip()) == bool(text)
+        process.stdin.close()
+        assert process.stdout.read() == ""
+        assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("translate --beam 1", "translator"), ("generate --max-new-tokens 2", "speaker")]
+)
+def test_a_stream_is_one_line_out_for_one_in(
+    models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    words = [*command.split(), models[name], "--stream"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n\na dog\r\n")))
+    assert told(capsys, *words).count("\n") == 3
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n" + b"the cat " * 90)))
+    assert run(*words, "--json") == 1
+    said = capsys.readouterr()
+    assert [json.loads(line)["input"] for line in said.out.splitlines()] == ["the cat"]
+    assert "regard: stdin:2: 18" in said.err
