@@ -89,6 +89,8 @@ def run_config(
     sections = {"data": _data_fields(data), "model": model_fields, "train": _fields_of(train)}
     values = {section: check_fields(section, fields) for section, fields in sections.items()}
     given: list[Mapping[str, Any]] = [content, values, parse_overrides(overrides)]
+    if "n_channels" in _given_fields(given, "model"):  # typed, and therefore meant
+        given.insert(0, {"data": {"channels": "model"}})
     fields = _merge_sections([start, *given])
     if (init := fields["train"].get("init")) is not None:
         fields = _merge_with_initial_model(init, task, start, given, tune=preset is None)

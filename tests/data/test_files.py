@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from regard.config import DataConfig
+from regard.data.describe import describe
 from regard.data.examples import ImageExample, Labelled, Pair, ReadReport, Text, key_of
 from regard.data.images import image_batch, pixels_of, read_idx
 from regard.data.sources import Source, open_source
@@ -580,3 +581,57 @@ def test_real_files(name: str, options: dict[str, Any], kind: str, n_train: int 
     assert source.report.n_bad == 0
     if n_train is not None:
         assert (len(source.train), len(source.valid)) == (n_train, n_valid)
+
+
+# ---- encodings, headers and what a table holds
+
+
+@pytest.mark.parametrize("encoding", ["cp949", "utf-16", "utf-16-le-bom", "utf-8-sig"])
+def test_other_encodings_are_detected_and_noted(tmp_path: Path, encoding: str) -> None:
+    text = "".join(f"sentence {n}\t문장 {n}번입니다.\r\n" for n in range(30))
+    raw = b"\xff\xfe" + text.encode("utf-16-le") if encoding == "utf-16-le-bom" else text.encode(encoding)
+    path = write(tmp_path / "pairs.tsv", raw)
+    source = open_source(path, valid_fraction=0.0)
+    assert source.train == [Pair(f"sentence {n}", f"문장 {n}번입니다.") for n in range(30)]
+    noted = {"cp949": "cp949", "utf-8-sig": None}.get(encoding, "utf-16")
+    assert source.report.encodings.get(str(path)) == noted
+    assert "encodings" in source.report.to_dict() or noted is None
+
+
+def test_an_encoding_can_be_named_and_a_wrong_one_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.csv", "".join(f"Straße {n},street {n}\n" for n in range(9)).encode("latin-1"))
+    assert open_source(path, encoding="latin-1", valid_fraction=0.0).train[0] == Pair("Straße 0", "street 0")
+    with pytest.raises(BadData, match="invalid UTF-8"):
+        open_source(path)
+    with pytest.raises(BadData, match=r"is not UTF-16 text"):
+        open_source(path, encoding="utf-16")
+    with pytest.raises(ValueError, match="'klingon' is an unknown encoding"):
+        DataConfig(encoding="klingon")
+
+
+@pytest.mark.parametrize(
+    ("head", "rows", "header"),
+    [
+        ("en,ko", [f"sentence {n},문장 {n}" for n in range(6)], True),
+        ("English,Korean", [f"sentence {n},문장 {n}" for n in range(6)], True),
+        ("review,stars", [f"a film {n},{n % 5 + 1}" for n in range(6)], True),
+        ("opinion,verdict", [f"a film {n},{('good', 'bad')[n % 2]}" for n in range(12)], True),
+        ("Hi,Hallo", [f"sentence {n},Satz {n}" for n in range(6)], False),
+        ("Hello there,good", [f"a film {n},{('good', 'bad')[n % 2]}" for n in range(12)], False),
+        ("en,ko", ["en,ko", "sentence,문장"], False),  # a name that comes again is none
+    ],
+)
+def test_a_header_is_told_from_data(tmp_path: Path, head: str, rows: list[str], header: bool) -> None:
+    source = open_source(write(tmp_path / "t.csv", "\n".join([head, *rows]) + "\n"), valid_fraction=0.0)
+    assert len(source.train) == len(rows) + (not header)
+
+
+def test_same_names_in_different_folders_are_different_images(tmp_path: Path) -> None:
+    for name, colour in (("circle", 10), ("square", 200)):
+        (tmp_path / name).mkdir()
+        for n in range(4):
+            Image.new("L", (4, 4), colour + n).save(tmp_path / name / f"{n:03}.png")
+    (tmp_path / "square/copy.png").write_bytes((tmp_path / "circle/000.png").read_bytes())
+    described = describe(open_source(tmp_path, valid_fraction=0.0))
+    assert (described.duplicates, described.repeated_sources) == (0, 1)
+    assert len(open_source(tmp_path, valid_fraction=0.0, deduplicated="source").train) == 8

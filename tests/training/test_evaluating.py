@@ -660,7 +660,11 @@ def test_weights_that_are_broken(house: House, tmp_path: Path) -> None:
         ("{run}@7", 3, "{run} has no checkpoint of step 7; there are 20, 40, 60"),
         ("{root}@7", 3, "{root}@7: {root} is no run, so it has no step 7"),
         ("{run}/model", 1, "{run}/model is a model directory: data.source=… must say what to evaluate it on"),
-        ("{run} data={root}/text.txt", 1, "{root}/text.txt holds text, but task 'translate' learns from pairs"),
+        (
+            "{run} data={root}/text.txt",
+            1,
+            "{root}/text.txt holds plain text, but task 'translate' learns from pairs of texts",
+        ),
         ("{run} data={root}/none.tsv", 1, "source='{root}/none.tsv': there is no file"),
         ("{run} data.valid_fraction=0", 1, "{root}/pairs.tsv has nothing held out to evaluate on; data.source=FILE"),
         ("{run} --split longer", 1, "split='longer' is none of valid, all, train of {root}/pairs.tsv"),

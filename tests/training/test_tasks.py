@@ -448,7 +448,7 @@ def test_a_limit_of_batches_is_kept(tmp_path: Path) -> None:
 
 def test_a_source_of_another_kind_is_refused(tmp_path: Path) -> None:
     config = config_of("lm", tmp_path, f"data={write_data('translate', tmp_path)}", "data.documents=whole")
-    with pytest.raises(ValueError, match=r"pairs\.tsv holds pairs, but task 'lm' learns from text"):
+    with pytest.raises(ValueError, match=r"pairs\.tsv holds pairs of texts, but task 'lm' learns from plain text"):
         open_task(config, open_source(config.data))
 
 

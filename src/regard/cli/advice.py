@@ -19,6 +19,7 @@ _UNABLE = ("does not translate", "does not caption", "does it know classes", "wr
 _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # of the library: of the command line
     "bad_lines='skip'": "data.bad_lines=skip",
+    ": columns=": ": data.columns=",
     "truncate=True": "--truncate",
     ", with sample=False": "",
     "or sample=True": "or --temperature T",

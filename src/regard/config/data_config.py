@@ -83,6 +83,8 @@ class DataConfig(Config):
     """Share of the tokens that a masked language model must guess."""
     hide_rate: float = 0.0
     """Share of the tokens of a training text to classify, or to translate from, that become <mask> (word dropout)."""
+    channels: Literal["model", "auto"] = "model"
+    """Of images: as many as model.n_channels; auto: 3 where the images to learn from have colours."""
     shift: int = 0
     """Training images are moved by up to so many pixels."""
     flip: bool = False

@@ -11,10 +11,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from .examples import Example, ImageExample, Labelled, Pair, Tagged, Text, key_of, label_text
-from .hashing import stable_key
+from .examples import Example, ImageExample, Labelled, Pair, Tagged, Text, label_text
 from .sources import Source
-from .splits import sha256_of
+from .splits import content_keys
 
 _PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _MAX_EXAMPLES, _MAX_IMAGES = 200_000, 20_000
@@ -146,7 +145,8 @@ def describe(
     cut = too_long == "truncate" or (too_long == "auto" and source.kind != "pairs")
     limits = None if max_len is None else (max_len, max_target_len)
     tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut)
-    keys, wholes = {stable_key(key_of(x)) for x in train}, {sha256_of([x]) for x in train}
+    hashes, held_out = [content_keys(x) for x in train], [content_keys(x) for x in valid]
+    keys, wholes = ({pair[side] for pair in hashes} for side in (0, 1))
     found = (x.tags if isinstance(x, Tagged) else getattr(x, "label", None) for x in train)
     counts = Counter(label for each in found for label in (each if isinstance(each, tuple) else (each,)))
     labels = None if source.labels is None else {name: counts.get(n, 0) for n, name in enumerate(source.labels)}
@@ -162,8 +162,8 @@ def describe(
         tokens=tokens,
         duplicates=n_train - len(wholes),
         repeated_sources=n_train - len(keys),
-        leaked_sources=sum(stable_key(key_of(x)) in keys for x in valid),
-        leaked_examples=sum(sha256_of([x]) in wholes for x in valid),
+        leaked_sources=sum(source in keys for source, _ in held_out),
+        leaked_examples=sum(whole in wholes for _, whole in held_out),
         dropped_duplicates=source.n_duplicates,
         images=_image_sizes(train) if source.kind in ("captions", "images") else None,
         losses=losses,

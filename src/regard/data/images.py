@@ -67,6 +67,14 @@ def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, 
         raise BadData(f"{image} cannot be decoded: {error}") from None
 
 
+def has_colours(image: Path | Image | NDArray[np.uint8]) -> bool:
+    """Whether the channels of an image differ anywhere; a grey picture may be stored as RGB."""
+    if isinstance(image, np.ndarray) and (image.ndim == 2 or image.shape[2] == 1):
+        return False
+    pixels = pixels_of(image)
+    return bool((pixels != pixels[:, :, :1]).any())
+
+
 def _decode(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 

@@ -43,12 +43,12 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "tags": ("tags", "ner_tags", "pos_tags", "labels"),
 }
 _LANGUAGE_NAMES = """
-ar bg bn cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy id is it ja ka kk ko lt lv mk ml mn mr ms my nb ne nl
-nn no pa pl pt ro ru sk sl sq sr sv sw ta te th tl tr uk ur uz vi zh arabic chinese czech danish dutch english finnish
-french german greek hebrew hindi hungarian indonesian italian japanese korean norwegian polish portuguese romanian russian
-spanish swedish thai turkish ukrainian vietnamese 영어 한국어 일본어 중국어
+ar bg bn cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy id is it ja ka kk ko lt lv mk ml mn mr ms my nb ne
+nl nn no pa pl pt ro ru sk sl sq sr sv sw ta te th tl tr uk ur uz vi zh arabic chinese czech danish dutch english
+finnish french german greek hebrew hindi hungarian indonesian italian japanese korean norwegian polish portuguese
+romanian russian spanish swedish thai turkish ukrainian vietnamese 영어 한국어 일본어 중국어
 """
-_COLUMN_NAME = re.compile(r"[^\W\d][\w .-]{0,39}")
+_COLUMN_NAME = re.compile(r"(?=.{1,40}$)[^\W\d][\w-]*([ .][\w-]+)?")
 _NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
 _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
     "captions": ("image", "caption"),
@@ -94,25 +94,26 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     if width != 2:
         if header:
             wanted = " and ".join(_COLUMNS_OF[options.kind]) if options.kind else "to be taken"
-            raise ValueError(
-                f"{path} has the columns {', '.join(keys)}; say which are {wanted}: columns={','.join(keys[:2])}"
-            )
+            hint = f"columns={_suggest_columns(keys, options.kind or 'pairs')}"
+            raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {wanted}: {hint}")
         raise ValueError(f"{path} has {width} columns without names; say which to take: columns=0,1")
     kind = options.kind or _guess_kind(body, keys, (0, 1), header, any_order=True)
     first_is_label = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2])
-    return Schema(kind, (1, 0) if first_is_label else (0, 1), header, 2)
+    return Schema(
+        kind, (1, 0) if first_is_label else (0, 1), header, 2, tuple(keys) if header else (), options.kind is None
+    )
 
 
 def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
     """Whether the first row names the columns.
 
-    It does where the names are known ones or languages, or where a column of numbers has a word on top; in each case no
-    name comes again below it.
+    It does where the names are known ones or languages, or where a column of numbers or classes has another word on
+    top; in each case no name comes again below it.
     """
     names = [cell.strip() for cell in rows[0]] if rows else []
     if len(names) < 2:
         return len(names) == 1 and names[0].lower() in COLUMN_NAMES["text"][:2] and len(rows) > 1
-    if schema_of_keys(names, kind) is not None:
+    if schema_of_keys(names, kind) is not None or schema_of_keys(names, None) is not None:
         return True
     columns = [[row[index].strip() for row in rows[1:] if len(row) == len(names)] for index in range(len(names))]
     if len(set(names)) < len(names) or any(not x or x in cells for x, cells in zip(names, columns, strict=True)):
@@ -121,7 +122,7 @@ def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
     if all(name.lower().replace("_", "-").split("-")[0] in known for name in names):
         return True
     return all(_COLUMN_NAME.fullmatch(name) for name in names) and any(
-        len(cells) >= 2 and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns
+        (len(cells) >= 2 and all(_NUMBER.fullmatch(cell) for cell in cells)) or _are_classes(cells) for cells in columns
     )
 
 
@@ -131,8 +132,18 @@ def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
     for candidate in _COLUMNS_OF if kind is None else (kind,):
         found = [[lower[name] for name in COLUMN_NAMES[what] if name in lower] for what in _COLUMNS_OF[candidate]]
         if all(found):
-            return Schema(candidate, tuple(names[0] for names in found), header=True)
+            # Of a text beside other columns nothing says that the others are not its labels.
+            guessed = kind is None and candidate == "text" and len(keys) > 1
+            columns = tuple(names[0] for names in found)
+            return Schema(candidate, columns, header=True, names=tuple(keys), guessed=guessed)
     return None
+
+
+def _suggest_columns(keys: list[str], kind: Kind) -> str:
+    """Those with known names, and for the others the last ones."""
+    known = [next((key for key in keys if key.lower() in COLUMN_NAMES[what]), None) for what in _COLUMNS_OF[kind]]
+    rest = [key for key in keys if key not in known]
+    return ",".join(key or rest.pop() for key in known)
 
 
 def _jsonl_schema(path: Path, options: DataConfig) -> Schema:

@@ -24,7 +24,7 @@ from .images import IdxImages, check_image
 from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
 from .splits import AT_MOST, MAX_HELD_OUT_ROWS, Split, first_occurrences, held_out_mask, sha256_of, split_tail
-from .table_files import Row, read_documents
+from .table_files import Row, Schema, read_documents
 
 _log = logging.getLogger(__name__)
 _MAX_LABELS = 10_000
@@ -44,6 +44,7 @@ class Source:
     report: ReadReport = field(default_factory=ReadReport)
     n_duplicates: int = 0  # examples left out by the option deduplicated
     others: Mapping[str, Sequence[Example]] = field(default_factory=dict)  # further held-out splits of a corpus
+    schema: Schema | None = None  # of a table
 
     @property
     def sha256(self) -> str:
@@ -138,7 +139,8 @@ def _from_cache(key: str, config: DataConfig, files: SourceFiles) -> Source | No
     about, train, valid, report = found
     labels = None if about["labels"] is None else tuple(about["labels"])
     split = Split(**about["split"])
-    return Source(config.source, files.kind, train, valid, split, labels, report, about["n_duplicates"])
+    n_duplicates = about["n_duplicates"]
+    return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates, schema=files.schema)
 
 
 def _join_paths(source: str | Path | Sequence[str | Path]) -> str:
@@ -208,7 +210,7 @@ def _load_files(config: DataConfig, files: SourceFiles, valid_files: SourceFiles
     else:
         (train, valid), how = parts, "files of their own"
     split = Split(how, sha256_of(train), sha256_of(valid))
-    return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates)
+    return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates, schema=files.schema)
 
 
 def _select(examples: Sequence[Example], indices: NDArray[np.int64]) -> Sequence[Example]:

@@ -95,12 +95,23 @@ def first_occurrences(examples: Sequence[Example], how: str) -> NDArray[np.int64
     """Indices of the examples that repeat no earlier one; with how="source", no earlier source side."""
     keys = np.zeros((len(examples), 2), dtype=np.uint64)  # of 128 bits: a set of Python's would take ten times as much
     for index, example in enumerate(examples):
-        raw = _source_bytes(example) if how == "source" else _serialise(example)
-        keys[index] = np.frombuffer(hashlib.sha256(raw).digest(), dtype=np.uint64, count=2)
+        source, whole = content_keys(example)
+        keys[index] = np.frombuffer(source if how == "source" else whole, dtype=np.uint64, count=2)
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of those alike comes first
     repeats = np.zeros(len(keys), dtype=bool)
     repeats[order[1:]] = np.all(keys[order[1:]] == keys[order[:-1]], axis=1)
     return np.flatnonzero(~repeats)
+
+
+def content_keys(example: Example) -> tuple[bytes, bytes]:
+    """Hashes of the source side and of the whole example; of an image, of its content, whatever its file is called."""
+    content = _source_bytes(example)
+    if isinstance(example, ImageExample) and isinstance(example.image, Path):
+        content = example.image.read_bytes()
+    source, rest = hashlib.sha256(content).digest(), b""
+    if isinstance(example, ImageExample):
+        rest = json.dumps([example.captions, example.label]).encode("utf-8", "surrogatepass")
+    return source, hashlib.sha256(source + rest if rest else _serialise(example)).digest()
 
 
 def sha256_of(examples: Sequence[Example]) -> str:

@@ -168,6 +168,8 @@ class Schema:
     columns: tuple[str | int, ...]
     header: bool = False
     width: int | None = None  # columns that every line must have; None: enough for the chosen ones
+    names: tuple[str, ...] = ()  # of all columns, where the table has a header that says nothing about the kind
+    guessed: bool = False  # whether the kind was told from the content alone
 
 
 def read_table(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:

@@ -83,7 +83,7 @@ def open_run_source(inputs: RunInputs) -> Source:
     if examples is None:
         if data.source == IN_MEMORY:
             raise UsageError("the run was trained on examples in memory: data=… must give them again")
-        return open_source(data)
+        return _open_for_task(data, inputs.task_class)
     if not examples:
         raise BadData("data has no example")
     train: Sequence[Example] = examples
@@ -100,6 +100,16 @@ def open_run_source(inputs: RunInputs) -> Source:
             how = "by hash of the source side"
     split = Split(how, sha256_of(train), sha256_of(valid))
     return Source(IN_MEMORY, inputs.task_class.kinds[0], train, valid, split, inputs.labels)
+
+
+def _open_for_task(data: DataConfig, task_class: type[Task]) -> Source:
+    """A source; where the kind of a table could only be guessed, and wrongly, it is the kind the task learns from."""
+    source = open_source(data)
+    if source.kind in task_class.kinds or source.schema is None or not source.schema.guessed:
+        return source
+    other = open_source(data.with_(kind=task_class.kinds[0]))
+    is_plausible = not task_class.has_labels or len(other.labels or ()) <= min(100, len(other.train) // 2)
+    return other if is_plausible else source
 
 
 def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple[list[Example], tuple[str, ...] | None]:

@@ -109,6 +109,7 @@ def train(
         show_progress(group.is_main and style not in ("quiet", "off")),
     ):
         source, opened = open_run_source(inputs), None
+        run_config = inputs.task_class.complete_config(run_config, source)
         if group.is_main:
             out = run_config.train.out or f"runs/{run_config.task}-{time.strftime('%Y%m%d-%H%M%S')}"
             seed_everything(run_config.train.seed, "weights")

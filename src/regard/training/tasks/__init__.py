@@ -19,6 +19,14 @@ from .translation import Translate
 __all__ = ["TASKS", "ExampleResult", "Scores", "Task", "TextTask", "open_task", "task_class_of"]
 
 _CLASSES = (Translate, LanguageModel, MaskedLanguageModel, Classify, ClassifyImages, Tag, CaptionTask)
+_KIND_NAMES = {
+    "pairs": "pairs of texts",
+    "text": "plain text",
+    "labelled": "labelled texts",
+    "tagged": "texts with labelled tokens",
+    "captions": "images with captions",
+    "images": "labelled images",
+}
 TASKS: Mapping[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 
@@ -28,8 +36,11 @@ def open_task(
     """The task of a run, with the tokenizers of ``processor`` where there is one, else with new ones."""
     task_class = task_class or TASKS[config.task]
     if source.kind not in task_class.kinds:
-        wanted = " or ".join(task_class.kinds)
-        raise ValueError(f"{source.name} holds {source.kind}, but task {config.task!r} learns from {wanted}")
+        wanted = " or ".join(_KIND_NAMES[kind] for kind in task_class.kinds)
+        names = source.schema.names if source.schema is not None else ()
+        columns = f" (its columns are {', '.join(names)}; data.columns=… says which to take)" if names else ""
+        held = _KIND_NAMES[source.kind]
+        raise ValueError(f"{source.name} holds {held}, but task {config.task!r} learns from {wanted}{columns}")
     if not task_class.accepts(config.model):
         raise UsageError(unfit_model(config.task, config.model.model_dump()))
     task_class.check_config(config)

@@ -23,7 +23,7 @@ from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
 from ...data.examples import Example, ImageExample, Labelled, Pair, Tagged, Text
 from ...data.hashing import stable_key, uniform
-from ...data.images import image_batch
+from ...data.images import has_colours, image_batch
 from ...data.packing import IGNORE
 from ...data.source_cache import LARGE
 from ...data.sources import Source
@@ -180,6 +180,11 @@ class Task(ABC):
 
     def valid_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         return (batch for _, batch in self.valid_groups(examples))
+
+    @classmethod
+    def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
+        """The config with what must be known of the data before anything is made from it."""
+        return config
 
     # A model without a run directory.
 
@@ -414,6 +419,17 @@ class ImageTask(Task):
     """A task whose models read images, a patch being a token."""
 
     processor_parts: ClassVar[tuple[str, ...]] = ("image",)
+
+    @classmethod
+    def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
+        """With three channels where data.channels=auto and one of the first images has colours."""
+        if config.data.channels != "auto":
+            return config
+        model, data = config.model, config.data.with_(channels="model")
+        images = (cast(ImageExample, source.train[index]).image for index in range(min(len(source.train), 200)))
+        if model.n_channels < 3 and config.train.init is None and any(map(has_colours, images)):
+            model = model.with_(n_channels=3)
+        return config.with_(model=model, data=data)
 
     def _new_image_processor(self) -> ImageProcessor:
         model, half = self.config.model, (0.5,) * self.config.model.n_channels
