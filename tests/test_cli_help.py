@@ -55,6 +55,22 @@ def test_the_program_itself_has_some_and_every_example_has_a_command(capsys: pyt
     assert set(EXAMPLES) - {"regard"} == set(COMMANDS)
 
 
+def test_commands_are_grouped_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    panels = re.findall(r"─ (Learn|Train|Look|Ship|Research|Commands) ─", said)
+    assert panels == ["Learn", "Train", "Look", "Ship", "Research"]
+    assert "Print the version and exit." in said
+
+
+@pytest.mark.parametrize("name", ["", "data", *COMMANDS])
+def test_flags_show_no_type(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "--help" in said
+    assert "<bool>" not in said
+
+
 @pytest.mark.parametrize("typed", [typed for rows in EXAMPLES.values() for typed, _ in rows])
 def test_every_example_can_be_typed(typed: str) -> None:
     program, *words = shlex.split(typed)
@@ -144,6 +160,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captioner().save(folder / "captioner")
     classifier().save(folder / "judge")
     image_classifier().save(folder / "eye")
+    language_model().save(folder / "runs/lm")
+    (folder / "photos").mkdir()
+    (folder / "captions.tsv").write_text("a.png\ta dog\nb.png\ta cat\n", encoding="utf-8")
     picture(folder / "a.png")
     (folder / "pairs.tsv").write_text("one\teins\ntwo\n", encoding="utf-8")
     (folder / "text.txt").write_text("hello\n", encoding="utf-8")
@@ -167,6 +186,18 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["export", "speaker", "onx", "out"], 2, "there is no kind 'onx'; did you mean onnx?"),
         (["train", "translate", "data.source=pair.tsv"], 1, "did you mean pairs.tsv?"),
         (["train", "translate", "data.source=text.txt"], 1, "regard data describe text.txt shows what was read"),
+        (["train", "translate", "pairs.tsv"], 2, "section.field=value; did you mean data=pairs.tsv?"),
+        (["train", "lm", "gpt2"], 2, "did you mean model=gpt2?"),
+        (["train", "lm", "data=a.png"], 1, "regard: a.png is a PNG image, not a text file\n"),
+        (["data", "describe", "a.png"], 1, "regard: a.png is a PNG image, not a text file\n"),
+        (
+            ["train", "caption", "data=captions.tsv", "data.images=nowhere"],
+            1,
+            "images=nowhere: there is no folder nowhere",
+        ),
+        (["train", "caption", "data=captions.tsv", "data.images=photo"], 1, "; did you mean photos?"),
+        (["generate", "runs/nothing", "hi"], 3, "; the newest here is runs/lm"),
+        (["generate", "runs/lms", "hi"], 3, "did you mean runs/lm?"),
         (["train", "translat"], 2, "did you mean translate?"),
         (["train", "lm", "model=gtp2"], 2, "did you mean gpt2?"),
         (["train", "lm", "train.stps=3"], 2, "did you mean train.steps?"),

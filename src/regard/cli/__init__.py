@@ -11,9 +11,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from regard import __version__
 from regard.errors import RegardError
@@ -58,40 +59,63 @@ def epilog(name: str) -> str | None:
     return "\n".join(lines)
 
 
-def add_examples(app: typer.Typer, path: str = "") -> None:
-    """Give every command of the program its examples."""
+class _PlainFlags:
+    """A flag is on or off: its help shows no type."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of typer's class, which comes next
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
+
+class Command(_PlainFlags, TyperCommand):
+    """A command of the program."""
+
+
+class CommandGroup(_PlainFlags, TyperGroup):
+    """The program, or commands under one name."""
+
+
+def finish_commands(app: typer.Typer, path: str = "") -> None:
+    """Give every command of the program its examples, and its flags no type."""
     for command in app.registered_commands:
         name = f"{path} {command.name}".strip()
-        command.epilog = epilog(name) or command.epilog
+        command.cls, command.epilog = Command, epilog(name) or command.epilog
     for group in app.registered_groups:
+        group.cls = CommandGroup
         if group.typer_instance is not None:
-            add_examples(group.typer_instance, f"{path} {group.name}".strip())
+            finish_commands(group.typer_instance, f"{path} {group.name}".strip())
 
+
+LEARN, TRAIN, LOOK, SHIP, RESEARCH = "Learn", "Train", "Look", "Ship", "Research"  # what commands are for
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Build a Transformer, train it, see inside it, ship it.",
     epilog=epilog("regard"),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo_command.demo)
-app.command("train")(train_commands.train)
-app.command("eval")(train_commands.evaluate)
-app.command("average")(train_commands.average)
-app.command("generate")(generation_commands.generate)
-app.command("translate")(generation_commands.translate)
-app.command("classify")(generation_commands.classify)
-app.command("caption")(generation_commands.caption)
-app.command("look")(look_command.look)
-app.command("ablate")(experiment_commands.ablate)
-app.command("cost")(experiment_commands.cost)
-app.command("export")(export_command.export)
-app.command("serve")(demo_command.serve)
-app.add_typer(data_command.data_app, name="data")
-app.command("info")(data_command.info)
-app.add_typer(experiment_commands.bench_app, name="bench")
-app.command("doctor")(doctor_command.doctor)
-add_examples(app)  # after the last command
+app.command("demo", rich_help_panel=LEARN)(demo_command.demo)
+app.command("doctor", rich_help_panel=LEARN)(doctor_command.doctor)
+app.add_typer(data_command.data_app, name="data", rich_help_panel=TRAIN)
+app.command("train", rich_help_panel=TRAIN)(train_commands.train)
+app.command("eval", rich_help_panel=TRAIN)(train_commands.evaluate)
+app.command("average", rich_help_panel=TRAIN)(train_commands.average)
+app.command("look", rich_help_panel=LOOK)(look_command.look)
+app.command("serve", rich_help_panel=LOOK)(demo_command.serve)
+app.command("info", rich_help_panel=LOOK)(data_command.info)
+app.command("translate", rich_help_panel=SHIP)(generation_commands.translate)
+app.command("generate", rich_help_panel=SHIP)(generation_commands.generate)
+app.command("classify", rich_help_panel=SHIP)(generation_commands.classify)
+app.command("caption", rich_help_panel=SHIP)(generation_commands.caption)
+app.command("export", rich_help_panel=SHIP)(export_command.export)
+app.command("ablate", rich_help_panel=RESEARCH)(experiment_commands.ablate)
+app.command("cost", rich_help_panel=RESEARCH)(experiment_commands.cost)
+app.add_typer(experiment_commands.bench_app, name="bench", rich_help_panel=RESEARCH)
+finish_commands(app)  # after the last command
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from regard.errors import Diverged
-from regard.foundation.checks import did_you_mean
+from regard.foundation.checks import did_you_mean, nearest_name
 
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
 # By task, where the command is not called as the task.
@@ -43,9 +43,11 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
     if match := re.match(r"(.+) has no config\.json, so it is no model directory", message):
         return _nearest_or_newest(match[1], _models_near(match[1])) or "; regard train --list shows how to train one"
     if match := re.search(r"there is no file ([^;]+)", message):
-        folder = Path(match[1]).parent
-        names = [str(folder / entry.name) for entry in list(folder.iterdir())[:_MAX_ENTRIES]] if folder.is_dir() else []
-        return did_you_mean(str(Path(match[1])), names, dotted=False)
+        return _nearest(match[1], _entries(Path(match[1]).parent))
+    if match := re.search(r"there is no folder ([^;]+)", message):
+        return _nearest(match[1], [name for name in _entries(Path(match[1]).parent) if Path(name).is_dir()])
+    if match := re.match(r"'([^']+)' is not of the form section\.field=value", message):
+        return _advise_word(match[1])
     lines = [str(line) for line in getattr(failure, "lines", ())]
     images_given = any("data.images=" in word for word in command_line)
     if lines and all("no such file" in line for line in lines) and not images_given:
@@ -79,8 +81,30 @@ def _advise_directory(path: str, command: str) -> str:
     return hint or "; regard demo makes one, regard train --list shows how to train others"
 
 
+def _advise_word(word: str) -> str:
+    """``train translate pairs.tsv``: what was meant by a word without a sign."""
+    from regard.data.corpora import CORPORA
+    from regard.presets import PRESETS
+
+    if word in PRESETS:
+        return f"; did you mean model={word}?"
+    is_file = Path(word).exists() or Path(word).suffix in (".tsv", ".csv", ".jsonl", ".json", ".txt")
+    return f"; did you mean data={word}?" if is_file or word in CORPORA else ""
+
+
 def _nearest_or_newest(path: str, runs: Sequence[str]) -> str:
-    return did_you_mean(path, runs, dotted=False) or (f"; the newest here is {runs[-1]}" if runs else "")
+    return _nearest(path, runs) or (f"; the newest here is {runs[-1]}" if runs else "")
+
+
+def _nearest(path: str, paths: Sequence[str]) -> str:
+    """``; did you mean runs/demo?`` by the last names, since all paths of a folder begin alike."""
+    by_name = {Path(each).name: each for each in paths}
+    nearest = nearest_name(Path(path).name, by_name, dotted=False)
+    return did_you_mean(path, paths, 0.85, dotted=False) if nearest is None else f"; did you mean {by_name[nearest]}?"
+
+
+def _entries(folder: Path) -> list[str]:
+    return [str(folder / entry.name) for entry in list(folder.iterdir())[:_MAX_ENTRIES]] if folder.is_dir() else []
 
 
 def _models_near(path: str) -> list[str]:

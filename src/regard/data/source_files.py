@@ -257,7 +257,10 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
 
 def _image_folder(path: Path, options: DataConfig) -> Path:
     if options.images is not None:
-        return Path(options.images).expanduser()
+        folder = Path(options.images).expanduser()
+        if not folder.is_dir():
+            raise BadData(f"images={options.images}: there is no folder {folder}")
+        return folder
     return path.parent / "images" if (path.parent / "images").is_dir() else path.parent
 
 

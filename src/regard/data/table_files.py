@@ -30,6 +30,15 @@ from .examples import ReadReport
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _SAMPLE_BYTES = 1 << 20  # of which the encoding is told
+_BINARY = {  # how files begin that are often given by mistake
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
+    b"%PDF": "a PDF document",
+    b"PK\x03\x04": "a zip archive or an Office document",
+    b"\x1f\x8b": "gzip, which must be named .gz",
+    b"PAR1": "a Parquet table",
+}
 _HANGUL = range(0xAC00, 0xD7A4)
 
 
@@ -95,6 +104,10 @@ class _Utf8Lines:
 @contextmanager
 def open_utf8(path: Path, encoding: str, report: ReadReport | None = None) -> Iterator[IO[bytes] | _Utf8Lines]:
     """The lines of a file as UTF-8; ``auto`` detects its encoding, which the report notes where it is another."""
+    with open_bytes(path) as file:
+        raw = file.read(8)
+    if (kind := next((kind for magic, kind in _BINARY.items() if raw.startswith(magic)), None)) is not None:
+        raise BadData(f"{path} is {kind}, not a text file")
     encoding = detect_encoding(path) if encoding == "auto" else encoding
     with open_bytes(path) as file:
         if encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig"):
