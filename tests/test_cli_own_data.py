@@ -62,6 +62,8 @@ def test_a_table_of_other_names_is_what_the_task_learns_from(tmp_path: Path, cap
     words = ["data.tokenizer=chars", "data.valid_fraction=0.2", f"train.out={out}", *SMALL]
     assert run("train", "classify", f"data={path}", *words) == 0, capsys.readouterr().err
     assert regard.load(out).processor.labels == ("1", "2", "3", "4", "5")
+    capsys.readouterr()
+    assert run("eval", out, "--device", "cpu") == 0, capsys.readouterr().err
     path.write_text("\n".join(["id,review,stars", *(f"{n},{row}" for n, row in enumerate(rows))]), encoding="utf-8")
     capsys.readouterr()
     assert run("train", "classify", f"data={path}", *words) == 1

@@ -139,6 +139,10 @@ def test_generate_for_a_table(models: dict[str, Path], reviews: Path, capsys: Sa
     rows = list(csv.DictReader(io.StringIO(out)))
     assert rows[0]["generated"] == regard.generate(models["speaker"], "the cat sat", max_new_tokens=3)[0]
     assert rows[2]["generated"] == ""
+    file = reviews.with_name("generated.csv")
+    assert run("generate", models["speaker"], "--file", reviews, "--max-new-tokens", 3, "--out", file) == 0
+    capsys.readouterr()
+    assert list(csv.DictReader(file.open(newline="", encoding="utf-8"))) == rows
 
 
 def test_a_table_of_images_and_a_folder(models: dict[str, Path], photos: Path, tmp_path: Path, capsys: Said) -> None:
@@ -284,6 +288,7 @@ def test_a_stream_is_one_line_out_for_one_in(
     words = [*command.split(), models[name], "--stream"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n\na dog\r\n")))
     assert told(capsys, *words).count("\n") == 3
+    assert "--stream answers the lines of stdin" in refused(capsys, 2, *words, "--file", "x.txt")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n" + b"the cat " * 90)))
     assert run(*words, "--json") == 1
     said = capsys.readouterr()

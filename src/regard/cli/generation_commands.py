@@ -95,8 +95,11 @@ def generate(
         options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
     if text is None:
         answerer = _prompt_answerer(opened, options, echo)
-        source = None if stream else terminal.read_records(None if prompt is None else [prompt], file, column, encoding)
-        settings = {name: value for name, value in ctx.params.items() if name not in ("out", "device", "as_json")}
+        typed = None if prompt is None else [prompt]
+        source = terminal.read_records(typed, file, column, encoding, stream=stream)
+        settings = {
+            name: value for name, value in ctx.params.items() if name not in ("file", "out", "device", "as_json")
+        }
         _predict(model, opened.config.max_len, answerer, source, out, as_json, settings)
         return
     from regard.generation import generate as run
@@ -223,6 +226,8 @@ def _predict(
     from regard.generation import bulk_prediction as bulk
 
     if records is None:
+        if out is not None:
+            raise UsageError(f"--stream answers on stdout: leave out --out {out}")
         for number, text in zip(count(1), terminal.stdin_lines(), strict=False):
             one = text_records([text], "stdin", number)
             bulk.check_records(one, answerer.check)
@@ -312,7 +317,7 @@ def translate(
     with terminal.usage_errors(*options):  # before a model is opened
         GenerateConfig(**options)
     terminal.check_out(out)
-    records = None if stream else terminal.read_records(texts, file, column, encoding)
+    records = terminal.read_records(texts, file, column, encoding, stream=stream)
     is_torch = engine == "torch"
     answerer, max_len = (
         _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
@@ -386,7 +391,7 @@ def classify(
     check_can_classify(opened)
     terminal.refuse_images(opened, inputs or ())
     images = opened.config.source == "image"
-    records = None if stream else terminal.read_records(inputs, file, column, encoding, images)
+    records = terminal.read_records(inputs, file, column, encoding, stream=stream, images=images)
     answerer = _class_answerer(opened, truncate, top, probabilities, threshold)
     settings = {"truncate": truncate, "threshold": threshold}
     _predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
@@ -455,7 +460,7 @@ def caption(
     terminal.check_out(out)
     opened = terminal.open_model(model, device)
     check_can_caption(opened)
-    records = None if stream else terminal.read_records(images, file, column, encoding, images=True)
+    records = terminal.read_records(images, file, column, encoding, stream=stream, images=True)
     several = records is not None and records.form == "lines" and len(list(records.read())) > 1
 
     def answer(names: list[str]) -> list[Answer]:

@@ -110,11 +110,26 @@ def decode_text(raw: bytes, name: str) -> str:
 
 
 def read_records(
-    texts: Sequence[str] | None, file: Path | None, column: str | None, encoding: str, images: bool = False
-) -> Records:
-    """The texts or images given, else the records of a file or the lines of stdin, blank ones included."""
+    texts: Sequence[str] | None,
+    file: Path | None,
+    column: str | None,
+    encoding: str,
+    *,
+    stream: bool,
+    images: bool = False,
+) -> Records | None:
+    """The texts or images given, else the records of a file or the lines of stdin, blank ones included.
+
+    None with ``stream``: lines are answered as they come.
+    """
     from regard.data.record_files import open_records, text_records
 
+    if stream:
+        if texts or file is not None:
+            raise UsageError("--stream answers the lines of stdin: leave out the texts and --file")
+        return None
+    if column is not None and file is None:
+        raise UsageError(f"--column {column} is one of a table: --file F names it")
     if texts:
         _refuse_both(file)
         if images and len(texts) == 1 and Path(texts[0]).is_dir():

@@ -45,6 +45,7 @@ class Source:
     n_duplicates: int = 0  # examples left out by the option deduplicated
     others: Mapping[str, Sequence[Example]] = field(default_factory=dict)  # further held-out splits of a corpus
     schema: Schema | None = None  # of a table
+    kind_implied: bool = False  # the task said what kind of table this is, not the table
 
     @property
     def sha256(self) -> str:

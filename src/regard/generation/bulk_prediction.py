@@ -194,7 +194,7 @@ def _identity(records: Records) -> dict[str, Any]:
 @contextmanager
 def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[bytes], int]]:
     """The partial file, open at its end, and how many answers it has; a new one where it is of other settings."""
-    head = f"{json.dumps(settings, sort_keys=True)}\n".encode()
+    head = f"{json.dumps(settings, sort_keys=True, default=str)}\n".encode()
     n_bytes, n_done = 0, 0
     if path.is_file():
         with path.open("rb") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,7 +109,7 @@ def _open_for_task(data: DataConfig, task_class: type[Task]) -> Source:
         return source
     other = open_source(data.with_(kind=task_class.kinds[0]))
     is_plausible = not task_class.has_labels or len(other.labels or ()) <= min(100, len(other.train) // 2)
-    return other if is_plausible else source
+    return replace(other, kind_implied=True) if is_plausible else source
 
 
 def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple[list[Example], tuple[str, ...] | None]:

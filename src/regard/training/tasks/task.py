@@ -184,7 +184,7 @@ class Task(ABC):
     @classmethod
     def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
         """The config with what must be known of the data before anything is made from it."""
-        return config
+        return config.with_(data=config.data.with_(kind=source.kind)) if source.kind_implied else config
 
     # A model without a run directory.
 
@@ -423,6 +423,7 @@ class ImageTask(Task):
     @classmethod
     def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
         """With three channels where data.channels=auto and one of the first images has colours."""
+        config = super().complete_config(config, source)
         if config.data.channels != "auto":
             return config
         model, data = config.model, config.data.with_(channels="model")
