@@ -169,6 +169,8 @@ def check_out(out: Path | None) -> None:
     """Refuse a file that cannot be written, before any work is done."""
     if out is None:
         return
+    if out.suffix == ".gz":
+        raise UsageError(f"--out {out}: nothing is packed here; leave out .gz")
     if out.is_dir():
         raise RegardError(f"--out {out} is a directory; a file is needed")
     if not out.parent.is_dir():

@@ -49,6 +49,7 @@ class Records:
     read: Callable[[], Iterator[Record]]
     header: bool = True
     delimiter: str = ","
+    column: str = "text"  # the one that is read
 
     def place(self, line: int) -> str:
         """``reviews.csv:8``, as the file numbers its lines."""
@@ -101,7 +102,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         for line, fields in _fields(path, form, names, header, options):
             yield Record(line, _cell(fields, chosen, path, line, path.parent if images else None), fields)
 
-    return Records(str(path), form, tuple(names), read, header, delimiter)
+    return Records(str(path), form, tuple(names), read, header, delimiter, chosen)
 
 
 def _choose_column(path: Path, names: Sequence[str], wanted: str | None, images: bool, nested: bool) -> str:

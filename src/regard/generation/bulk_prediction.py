@@ -184,7 +184,8 @@ def _identity(records: Records) -> dict[str, Any]:
     """What tells these records from others: of a file, its size and time."""
     path = Path(records.name)
     if path.is_file():
-        return {"file": str(path.resolve()), "bytes": path.stat().st_size, "changed": path.stat().st_mtime_ns}
+        facts = path.stat()
+        return {"file": str(path.resolve()), "column": records.column, "state": [facts.st_size, facts.st_mtime_ns]}
     digest = hashlib.sha256()
     for record in records.read():
         digest.update(f"{record.text}\n".encode("utf-8", "surrogatepass"))
