@@ -161,7 +161,7 @@ const WORDS = {
   "variant.reset": ["Reset", "되돌리기"],
   "variant.edited": ["A head that is switched off hands nothing on, but its map still shows where its q and k look.", "꺼 둔 헤드는 아무 값도 넘기지 않지만, 맵에는 그 헤드의 q와 k가 보는 곳이 그대로 나타납니다."],
   "help.title": ["Keys", "단축키"],
-  "help.arrows": ["move the held cell; without one: head ← →, layer ↑ ↓", "고정한 칸 옮기기. 고정하지 않았으면 ← → 헤드, ↑ ↓ 층"],
+  "help.arrows": ["move the pinned cell; without one: head ← →, layer ↑ ↓", "고정한 칸 옮기기. 고정하지 않았으면 ← → 헤드, ↑ ↓ 층"],
   "help.slash": ["find a token", "토큰 찾기"],
   "help.esc": ["unpin", "고정 해제"],
   "help.mean": ["mean of heads", "헤드 평균"],
