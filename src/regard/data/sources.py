@@ -151,8 +151,8 @@ def _join_paths(source: str | Path | Sequence[str | Path]) -> str:
 # Options that apply to files only, not to an embedded corpus.
 _FILE_OPTIONS = {
     *("valid", "format", "columns", "header", "encoding", "labels", "images", "documents", "valid_fraction"),
-    *("split_seed", "problem_type"),
-    *("deduplicated", "bad_lines", "normalise", "max_chars", "max_pixels", "check_images"),
+    *("split_seed", "problem_type", "deduplicated", "bad_lines", "normalise", "max_chars", "max_pixels"),
+    "check_images",
 }
 
 
