@@ -7,8 +7,8 @@ the parametrised tests. ``choose`` picks the fastest capable backend, ``run`` ex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,7 +103,16 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
     return next(b for b in by_speed if b in capable)
 
 
-@torch.compiler.assume_constant_result  # traced, each entry of the table is compared before every call: 4 ms on a CPU
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _constant_in_graphs(function: F) -> F:
+    """As torch.compiler.assume_constant_result, which imports the whole compiler where it is used."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_graphs  # traced, each entry of the table is compared before every call: 4 ms on a CPU
 def missing_features(backend: str, kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The features a backend lacks for this kind of mechanism on this device, in the table's order."""
     device = device if device in DEVICES else OTHER_DEVICE
@@ -111,7 +120,7 @@ def missing_features(backend: str, kind: str, device: str, direction: str, featu
     return [f for f in asked if Capability(backend, kind, device, direction, f) not in CAPABILITIES]
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def capable_backends(kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The backends that have all of the features."""
     return [b for b in BACKENDS if not missing_features(b, kind, device, direction, features | {"plain"})]
