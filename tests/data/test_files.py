@@ -592,7 +592,7 @@ def test_other_encodings_are_detected_and_noted(tmp_path: Path, encoding: str) -
     raw = b"\xff\xfe" + text.encode("utf-16-le") if encoding == "utf-16-le-bom" else text.encode(encoding)
     path = write(tmp_path / "pairs.tsv", raw)
     source = open_source(path, valid_fraction=0.0)
-    assert source.train == [Pair(f"sentence {n}", f"문장 {n}번입니다.") for n in range(30)]
+    assert list(source.train) == [Pair(f"sentence {n}", f"문장 {n}번입니다.") for n in range(30)]
     noted = {"cp949": "cp949", "utf-8-sig": None}.get(encoding, "utf-16")
     assert source.report.encodings.get(str(path)) == noted
     assert "encodings" in source.report.to_dict() or noted is None
