@@ -212,13 +212,15 @@ def _same_translations_check(model: TorchEngine, lines: list[str], beam: int) ->
 def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
     labels = None if model.processor is None else model.processor.labels
     options: dict[str, Any] = {} if labels is None else {"labels": labels}
+    if model.config.problem_type != "single_label":
+        raise BadData(f"{path}: only a classifier of one class for each text is checked with a file")
     opened = open_source(path, valid_fraction=0.0, **options)
     examples = [example for example in opened.train if isinstance(example, Labelled)]
     if opened.kind != "labelled":
         raise BadData(f"{path} holds {opened.kind}; a classifier is checked with texts and their labels")
 
     def score(engine: Engine) -> Score:
-        guesses = classify(engine, [example.text for example in examples])
+        guesses = classify(engine, [(x.text, x.second) for x in examples])
         hits = sum(guess == example.label for guess, example in zip(guesses, examples, strict=True))
         return 100 * hits / len(examples), None
 
@@ -226,10 +228,11 @@ def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
 
 
 @torch.no_grad()
-def classify(engine: Engine, texts: list[str]) -> list[int]:
-    """The index of each text's likeliest class."""
+def classify(engine: Engine, texts: list[tuple[str, str | None]]) -> list[int]:
+    """The index of the likeliest class of each text, or of two."""
     tokenizer, max_len = engine.tokenizer("source"), engine.config.max_len
-    rows = [torch.tensor(tokenizer.encode(text)[:max_len]) for text in texts]
+    each = (tokenizer.encode(x) if y is None else next(tokenizer.encode_pairs([(x, y)])) for x, y in texts)
+    rows = [torch.tensor(ids[:max_len]) for ids in each]
     out: list[int] = []
     for start in range(0, len(rows), BATCH):
         group = rows[start : start + BATCH]

@@ -139,7 +139,7 @@ class LayerPrediction:
 
 def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPrediction]:
     """Final norm and head applied after each layer (nostalgebraist 2020), at one position: the next token, a masked
-    one, or (of the whole input) the class.
+    one, the tag of a word, or (of the whole input) the class.
 
     The model runs again as it is now: inside a ``with`` block of an intervention, with that.
     """
@@ -157,10 +157,10 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
 
     def predict(x: Tensor) -> Tensor:
         """Called on the stack's input and on each layer's output, in this order."""
-        states = x if classifier is not None else x[:, index : index + 1]
+        states = x if model.config.head == "classify" else x[:, index : index + 1]
         states = states if stack.norm is None else stack.norm(states)
-        logits = classifier(states) if classifier is not None else head(states, model.output_table)[:, 0]
-        probabilities = logits[0].float().cpu().softmax(-1)
+        logits = head(states, model.output_table) if classifier is None else classifier(states)
+        probabilities = logits.flatten(0, -2)[0].float().cpu().softmax(-1)
         best = probabilities.topk(min(k, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         entropy = float(-torch.xlogy(probabilities, probabilities).sum())

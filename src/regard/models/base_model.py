@@ -16,7 +16,7 @@ from ..config import ModelConfig
 from ..layers import TokenEmbedding
 from . import components
 from .block import Stack
-from .components import ClassHead, TokenHead
+from .components import ClassHead, TagHead, TokenHead
 
 
 class DecoderShape(NamedTuple):
@@ -106,7 +106,7 @@ class Model(nn.Module):
         return DecoderShape.of(self.config)
 
     @property
-    def class_head(self) -> ClassHead | None:
+    def class_head(self) -> ClassHead | TagHead | None:
         return getattr(self, "classifier", None)
 
     def hidden(self, *inputs: Any, **options: Any) -> Tensor:
