@@ -206,14 +206,17 @@ def test_a_stopped_prediction_goes_on_where_it_stopped(
         asked.append(texts)
         return answer(model, texts, **options)
 
-    monkeypatch.setattr("regard.generation.classify", stops)
+    patched = "regard.generation.label_answers.classify"
+    monkeypatch.setattr(patched, stops)
     assert run(*words, out) == 130
     assert "stopped after 4 of 7 rows; the same command goes on from there" in capsys.readouterr().err
     assert not out.exists()
     partial = tmp_path / "out.csv.partial"
     partial.write_bytes(partial.read_bytes() + b'{"label": "ca')  # as a process leaves it that was killed
     asked.clear()
-    monkeypatch.setattr("regard.generation.classify", lambda m, x, **o: [asked.append(x), answer(m, x, **o)][1])
+    monkeypatch.setattr(
+        "regard.generation.label_answers.classify", lambda m, x, **o: [asked.append(x), answer(m, x, **o)][1]
+    )
     assert run(*words, out) == 0
     said = capsys.readouterr().err
     assert "7 rows; 4 of them answered before" in said

@@ -366,6 +366,7 @@ def _engine_translator(path: str, name: str, options: dict[str, Any]) -> tuple[A
 def classify(
     model: ModelPath,
     inputs: Annotated[list[str] | None, argument("TEXT_OR_IMAGE", "Or a folder, --file, or lines piped in.")] = None,
+    second: Annotated[str | None, option("TEXT", "The second text of a pair; of a table, --column A,B.")] = None,
     file: RecordsFile = None,
     column: Column = None,
     out: Out = None,
@@ -373,64 +374,36 @@ def classify(
     encoding: Encoding = "auto",
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Classes to show, likeliest first.")] = 1,
     probabilities: Annotated[bool, flag("--probabilities", "A column of a table for every class: p_CLASS.")] = False,
-    threshold: Annotated[float | None, option("P", "No label where its probability is lower.", least=0)] = None,
+    threshold: Annotated[float | None, option("P", "No label below this probability.", least=0)] = None,
     truncate: Truncate = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """The class of each text or image, and its probability; of a table, as new columns predicted_label and probability.
 
-    A blank line or cell gets a blank answer.
+    Of other models the labels that hold, the number, or the tag of every word. A blank line gets a blank answer.
     """
     if inputs and not all(text.strip() for text in inputs):
         raise UsageError("a text to classify is empty")
+    if second is not None:
+        if len(inputs or ()) != 1:
+            raise UsageError("--second goes with one text; pairs of a table are --file F --column A,B")
+        inputs = [f"{text}\t{second}" for text in inputs or ()]
     terminal.check_out(out)
+    from regard.generation.label_answers import label_answerer
     from regard.generation.text_generation import check_can_classify
 
     opened = terminal.open_model(model, device)
-    check_can_classify(opened)
+    if opened.config.head != "tag":
+        check_can_classify(opened)
     terminal.refuse_images(opened, inputs or ())
     images = opened.config.source == "image"
     records = terminal.read_records(inputs, file, column, encoding, stream=stream, images=images)
-    answerer = _class_answerer(opened, truncate, top, probabilities, threshold)
+    has_pairs = second is not None or (records is not None and records.has_pairs)
+    options = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
+    answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
     settings = {"truncate": truncate, "threshold": threshold}
     _predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
-
-
-def _class_answerer(model: Model, truncate: bool, top: int, probabilities: bool, threshold: float | None) -> Answerer:
-    from regard.generation import bulk_prediction as bulk
-    from regard.generation import classify as run
-    from regard.generation.text_codec import ModelTokenizers
-    from regard.generation.text_generation import class_names
-
-    def answer(inputs: list[str]) -> list[Answer]:
-        return [
-            {
-                "label": found.label if threshold is None or found.probability >= threshold else None,
-                "probability": found.probability,
-                "all": found.all,
-            }
-            for found in run(model, inputs, truncate=truncate)
-        ]
-
-    def cells(answer: Answer) -> dict[str, Any]:
-        each = {f"p_{name}": chance for name, chance in answer["all"].items()}
-        return {"predicted_label": answer["label"], "probability": answer["probability"], **each}
-
-    def line(answer: Answer) -> str:
-        ranked = list(answer["all"].items())[:top]
-        if ranked and answer["label"] is None:
-            ranked[0] = ("", ranked[0][1])
-        return "\t".join(f"{label}\t{chance:.4f}" for label, chance in ranked)
-
-    names = [f"p_{name}" for name in class_names(model)] if probabilities else []
-    new = {"predicted_label": str, "probability": float, **dict.fromkeys(names, float)}
-    blank: Answer = {"label": None, "probability": None, "all": {}}
-    if model.config.source == "image":
-        return bulk.Answerer(answer, blank, new, cells, line, bulk.image_check)
-    encode = ModelTokenizers(model).encode_inputs
-    check = bulk.text_check(lambda texts: encode(texts, "text"), model.config, truncate)
-    return bulk.Answerer(answer, blank, new, cells, line, check)
 
 
 def caption(

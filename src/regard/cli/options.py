@@ -39,7 +39,7 @@ TextFile = Annotated[Path | None, option("F", "Read from this file instead.")]
 RecordsFile = Annotated[
     Path | None, option("F", "Lines of text, a table (.csv, .tsv, .jsonl, .parquet) or a folder of images.")
 ]
-Column = Annotated[str | None, option("NAME", "Which column of the table to read.")]
+Column = Annotated[str | None, option("NAME", "Which column of the table to read; two of pairs: A,B.")]
 Encoding = Annotated[str, typer.Option(help="Of the file; auto detects UTF-8, UTF-16 and CP949.")]
 Out = Annotated[Path | None, option("F", "Write here; a table gets its columns and the new ones. Resumable.")]
 Stream = Annotated[bool, flag("--stream", "Answer each line of stdin as it comes.")]

@@ -49,7 +49,8 @@ class Records:
     read: Callable[[], Iterator[Record]]
     header: bool = True
     delimiter: str = ","
-    column: str = "text"  # the one that is read
+    column: str = "text"  # the one that is read, or two: a,b
+    has_pairs: bool = False  # two columns are read: a text is two with a tab between them
 
     def place(self, line: int) -> str:
         """``reviews.csv:8``, as the file numbers its lines."""
@@ -72,7 +73,7 @@ def text_records(texts: Sequence[str], name: str = "", first: int = 1) -> Record
 
 
 def open_records(path: Path, column: str | None = None, *, images: bool = False, encoding: str = "auto") -> Records:
-    """The records of a file, of which ``column`` is read; without it, the one named as a text or as an image is.
+    """The records of a file, of which ``column`` (or two: a,b) is read; else the one named as a text or as an image.
 
     The names of ``images`` are relative to the folder of the table that holds them.
     """
@@ -96,13 +97,17 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         names = list(next((record for _, record in _jsonl_objects(path, options)), {}))
     else:
         names = list(_open_parquet(path).schema_arrow.names)
-    chosen = _choose_column(path, names, column, images, nested=form == "jsonl")
+    wanted = [column] if column is None or column in names else column.split(",")
+    chosen = [_choose_column(path, names, each, images, nested=form == "jsonl") for each in wanted]
+    folder, has_pairs = path.parent if images else None, len(chosen) > 1
 
     def read() -> Iterator[Record]:
         for line, fields in _fields(path, form, names, header, options):
-            yield Record(line, _cell(fields, chosen, path, line, path.parent if images else None), fields)
+            cells = [_cell(fields, each, path, line, folder) for each in chosen]
+            text = "\t".join(cell.replace("\t", " ") for cell in cells) if has_pairs else cells[0]
+            yield Record(line, text, fields)
 
-    return Records(str(path), form, tuple(names), read, header, delimiter, chosen)
+    return Records(str(path), form, tuple(names), read, header, delimiter, ",".join(chosen), has_pairs)
 
 
 def _choose_column(path: Path, names: Sequence[str], wanted: str | None, images: bool, nested: bool) -> str:

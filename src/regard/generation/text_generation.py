@@ -340,10 +340,11 @@ class Classified:
     value: float | None = None
 
 
-def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list[Classified]:
+def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False, threshold: float = 0.5) -> list[Classified]:
     """The classes of a text or an image, or of several: text or token ids, or what ``caption`` takes.
 
-    A list of tuples holds pairs of texts. ``truncate`` cuts too long a text short, which is otherwise an error.
+    A list of tuples holds pairs of texts. ``truncate`` cuts too long a text short, which is otherwise an error. Where
+    several labels may hold, those do whose probability is above ``threshold``.
     """
     model = open_model(model)
     check_can_classify(model)
@@ -359,7 +360,7 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False) -> list
                 padded = pad_sources([sources[index] for index in batch], model)
                 options = {} if separator is None else {"segments": pair_segments(padded.values, separator)}
                 logits[batch] = model(padded.values, padding_mask=padded.padding_mask, **options).float().cpu()
-    return rank_classes(model, logits)
+    return rank_classes(model, logits, threshold)
 
 
 def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int | None]:

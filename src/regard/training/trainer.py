@@ -437,7 +437,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
             model.save(run.model_folder)
         _save_adapter(run, model)
-    command = f"regard {loop.task.command} {shlex.quote(str(run.root))} {shlex.quote(loop.task.example_input())}"
+    command = shlex.join(["regard", loop.task.command, str(run.root), *loop.task.example_words()])
     result = TrainResult(
         run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command
     )

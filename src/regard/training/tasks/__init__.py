@@ -23,7 +23,7 @@ _KIND_NAMES = {
     "pairs": "pairs of texts",
     "text": "plain text",
     "labelled": "labelled texts",
-    "tagged": "texts with labelled tokens",
+    "tagged": "sentences with tags",
     "captions": "images with captions",
     "images": "labelled images",
 }

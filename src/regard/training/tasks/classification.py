@@ -225,6 +225,10 @@ class Classify(ClassificationTask):
     def _has_pairs(self) -> bool:
         return cast(Labelled, (self.source.train or self.source.valid)[0]).second is not None
 
+    def example_words(self) -> list[str]:
+        example = cast(Labelled, (self.source.valid or self.source.train)[0])
+        return [example.text] if example.second is None else [example.text, "--second", example.second]
+
     @cached_property
     def _separator(self) -> int | None:
         """The token between the texts of a pair."""

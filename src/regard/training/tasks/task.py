@@ -321,6 +321,10 @@ class Task(ABC):
             raise ValueError(f"split={split!r} is none of {', '.join(sets)}")
         return self.first(sets[split], n)
 
+    def example_words(self) -> list[str]:
+        """A held-out example as the words that come after ``command`` and the run."""
+        return [self.example_input()]
+
     def example_input(self) -> str:
         """A held-out example as one would type it for ``command``: a text, or an image file."""
         example = next(iter(self.first(self.source.valid or self.source.train, 1)))

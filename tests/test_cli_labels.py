@@ -1,0 +1,97 @@
+"""`regard classify` of models whose answer is not one class of one text: pairs, several labels, numbers, tags."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+from regard import cli
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
+
+TEXTS = ["Anna lives in Paris .", "a man plays", "somebody sleeps"]
+SIZES: dict[str, Any] = {"d_model": 16, "n_heads": 2, "d_ff": 16, "n_layers": 1, "max_len": 32, "vocab_size": 300}
+LABELS = {"single_label": ("no", "yes"), "multi_label": ("love", "war"), "regression": None}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A directory of an untrained model of each kind."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer(TEXTS, "bpe", 300, "bos-eos")
+    for kind, labels in LABELS.items():
+        fields = {"problem_type": kind, "n_classes": len(labels or "x"), "head": "classify"}
+        model = regard.build("bert-base", **SIZES, **fields, n_segments=2)
+        model.processor = Processor(source=tokenizer, labels=labels)
+        model.save(folder / kind)
+    model = regard.build("bert-base", **SIZES, head="tag", n_classes=3)
+    model.processor = Processor(source=tokenizer, labels=("O", "B-PER", "B-LOC"))
+    model.save(folder / "tag")
+    return {kind: str(folder / kind) for kind in (*LABELS, "tag")}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["classify", *words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_pairs_are_typed_or_two_columns(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = models["single_label"]
+    (expected,) = regard.classify(model, [("a man plays", "somebody sleeps")])
+    label, chance = said(capsys, model, "a man plays", "--second", "somebody sleeps").split()
+    assert (label, float(chance)) == (expected.label, pytest.approx(expected.probability, abs=1e-4))
+    (tmp_path / "claims.csv").write_text(
+        "id,premise,hypothesis\n7,a man plays,somebody sleeps\n8,,\n", encoding="utf-8"
+    )
+    words = ("--file", f"{tmp_path}/claims.csv", "--column", "premise,hypothesis", "--out", f"{tmp_path}/o.csv")
+    said(capsys, model, *words)
+    first, blank = csv.DictReader((tmp_path / "o.csv").open(encoding="utf-8"))
+    assert first["predicted_label"] == expected.label
+    assert float(first["probability"]) == pytest.approx(expected.probability, abs=1e-4)
+    assert blank["predicted_label"] == ""
+    assert cli.main(["classify", model, "a", "b", "--second", "c"]) == 2
+
+
+def test_several_labels(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = models["multi_label"]
+    (expected,) = regard.classify(model, "a man plays", threshold=0.0)
+    assert expected.labels == ("love", "war")
+    line = said(capsys, model, "a man plays", "--threshold", "0").rstrip("\n")
+    assert line.split("\t")[0] == "love;war"
+    document = json.loads(said(capsys, model, "a man plays", "--threshold", "1", "--json"))
+    assert document["results"][0]["labels"] == []
+    (tmp_path / "t.jsonl").write_text('{"text": "a man plays"}\n', encoding="utf-8")
+    words = ("--file", str(tmp_path / "t.jsonl"), "--probabilities", "--threshold", "0")
+    row = json.loads(said(capsys, model, *words))
+    assert row["predicted_labels"] == "love;war"
+    assert row["p_war"] == pytest.approx(expected.all["war"], abs=1e-4)
+
+
+def test_numbers(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = models["regression"]
+    (expected,) = regard.classify(model, "a man plays")
+    assert float(said(capsys, model, "a man plays")) == pytest.approx(expected.value, rel=1e-3)
+    (result,) = json.loads(said(capsys, model, "a man plays", "--json"))["results"]
+    assert result["value"] == pytest.approx(expected.value)
+    (tmp_path / "t.csv").write_text("text\na man plays\n", encoding="utf-8")
+    table = said(capsys, model, "--file", str(tmp_path / "t.csv"), "--column", "text", "--probabilities")
+    assert table.splitlines()[0] == "text,predicted_value"
+
+
+def test_tags(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = models["tag"]
+    (expected,) = regard.tag(model, "Anna lives in Paris .")
+    assert said(capsys, model, "Anna lives in Paris .").rstrip() == str(expected)
+    (result,) = json.loads(said(capsys, model, "Anna lives in Paris .", "--json"))["results"]
+    assert result["tags"] == expected.tags
+    assert [entity["text"] for entity in result["entities"]] == [entity.text for entity in expected.entities]
+    (tmp_path / "t.txt").write_text("Anna lives\n\nParis\n", encoding="utf-8")
+    lines = said(capsys, model, "--file", str(tmp_path / "t.txt")).split("\n")
+    assert [len(line.split()) for line in lines[:3]] == [2, 0, 1]
