@@ -14,7 +14,13 @@ from regard.foundation.checks import did_you_mean, nearest_name
 
 _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
 # By task, where the command is not called as the task.
-_COMMAND_OF_TASK = {"lm": "generate", "classify-images": "classify", "mlm": "look", "features": "look"}
+_COMMAND_OF_TASK = {
+    "lm": "generate",
+    "classify-images": "classify",
+    "tag": "classify",
+    "mlm": "look",
+    "features": "look",
+}
 _UNABLE = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
 _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # of the library: of the command line

@@ -20,7 +20,7 @@ Style = Literal["auto", "json", "quiet"]
 def train(
     ctx: typer.Context,
     task: Annotated[
-        str | None, argument("TASK", "translate, lm, mlm, classify, classify-images or caption.", completion.tasks)
+        str | None, argument("TASK", "translate, lm, mlm, classify, classify-images, tag or caption.", completion.tasks)
     ] = None,
     words: Words = None,
     preset: Annotated[
