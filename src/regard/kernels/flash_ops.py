@@ -1,0 +1,340 @@
+"""Flash attention as torch operators: ``torch.ops.regard.flash_forward`` and its backward, which torch.compile keeps.
+
+The kernels are in ``flash_attention``; here their tile sizes are chosen and their many arguments put in order.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import flash_attention as kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLAN_BLOCK = 32 if INTERPRETED else 64  # queries and keys in a block of a sparse plan
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is added to scaled dot products and which pairs are seen; None or -1: nothing, no limit."""
+
+    scale: float
+    offset: int  # query t stands at key t + offset
+    left: int = -1  # keys before the query's own that it sees
+    right: int = -1  # keys after it
+    lengths: Tensor | None = None  # (B,) keys of each sequence
+    q_docs: Tensor | None = None  # (B, T) int32 documents
+    k_docs: Tensor | None = None  # (B, S); -1: seen by no query
+    row_plan: Tensor | None = None  # (B or 1, H or 1, T blocks, 1 + 2n) int32: a count, then (block of keys, tile of bits)
+    column_plan: Tensor | None = None  # (B or 1, H or 1, S blocks, 1 + 2n): a count, then (block of queries, tile of bits)
+    bits: Tensor | None = None  # (tiles, block, block / 32) int32
+    slopes: Tensor | None = None  # (H,) of ALiBi
+    table: Tensor | None = None  # (H, 2 · reach + 1) bias of the distances -reach … reach; clipped beyond
+    dense: Tensor | None = None  # (B or 1, H or 1, T, S), any strides
+    seed: Tensor | None = None  # of the dropout
+    dropout: float = 0.0
+    cap: float = 0.0  # soft cap of the scores; 0: none
+    first_row: int = 0  # of q in the whole, for the dropout
+    first_key: int = 0
+
+
+# (kernel, widest head) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; measured on an H200.
+TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("forward", 64): (128, 64, 4, 3),
+    ("forward", 128): (128, 64, 8, 3),
+    ("forward", 256): (64, 64, 4, 2),
+    ("queries", 64): (128, 64, 8, 3),
+    ("queries", 128): (128, 64, 8, 2),
+    ("queries", 256): (64, 32, 4, 2),
+    ("keys", 64): (64, 128, 8, 3),
+    ("keys", 128): (64, 64, 4, 2),
+    ("keys", 256): (32, 64, 4, 2),
+}
+
+
+def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages) of a kernel: "forward", "queries" or "keys"."""
+    if INTERPRETED:
+        return 32, 32, 4, 1
+    width = max(q.shape[-1], v.shape[-1])
+    if q.element_size() > 2:
+        block, warps, stages = (32, 4, 1) if width > 128 else (64, 4, 1) if width > 64 else (64, 4, 2)
+        sizes = block, 32, warps, stages
+    else:
+        sizes = TILES[kernel, 64 if width <= 64 else 128 if width <= 128 else 256]
+    if o.row_plan is not None:
+        return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
+    return sizes
+
+
+def _strides(x: Tensor | None, n: int) -> tuple[int, ...]:
+    """Strides of the first n axes; 0 where an axis is shared, or for None."""
+    return (0,) * n if x is None else tuple(0 if x.shape[i] == 1 else x.stride(i) for i in range(n))
+
+
+def _plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
+    """Lines from one batch row and head to the next, and the numbers in a line."""
+    if plan is None:
+        return 0, 0, 0
+    n_batch, n_heads, n_blocks, width = plan.shape
+    return n_heads * n_blocks if n_batch > 1 else 0, n_blocks if n_heads > 1 else 0, width
+
+
+def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
+    """First and last + 1 phase of a walk over keys (``flash_attention.key_phases``)."""
+    if o.row_plan is not None or o.q_docs is not None:
+        return 0, 1
+    first, even = 1 if o.left < 0 else 0, o.lengths is None and n_keys % block_n == 0
+    if o.table is not None and o.right < 0:
+        return first, 4 if even else 5
+    return first, 2 if even and o.right < 0 and o.table is None else 3
+
+
+def _row_phases(o: Options, n_rows: int, n_keys: int, block_m: int, block_n: int) -> tuple[int, int]:
+    """First and last + 1 phase of a walk over queries (``flash_attention.row_phases``)."""
+    if o.row_plan is not None or o.q_docs is not None:
+        return 1, 2
+    first = 0 if o.table is not None and o.right < 0 else 1
+    if o.table is None and o.right < 0 and o.lengths is None and n_keys % block_n == 0:
+        first = 2
+    return first, 4 if o.left >= 0 or n_rows % block_m else 3
+
+
+def _flags(o: Options) -> dict[str, bool]:
+    return {
+        "LENGTHS": o.lengths is not None, "DOCS": o.q_docs is not None, "PLAN": o.row_plan is not None,
+        "LEFT": o.left >= 0, "RIGHT": o.right >= 0, "CAP": o.cap != 0, "SLOPE": o.slopes is not None,
+        "TABLE": o.table is not None, "DENSE": o.dense is not None, "DROPOUT": o.dropout > 0,
+    }  # fmt: skip
+
+
+def _tensors(o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None) -> tuple[Tensor, ...]:
+    """The pointers that all kernels take, q standing in for what is absent."""
+    given = (o.lengths, o.q_docs, o.k_docs, ranges, plan, o.bits, o.slopes, o.table, o.dense, o.seed)
+    return tuple(q if x is None else x for x in given)
+
+
+def _numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
+    """The scalars that all kernels take."""
+    reach = 0 if o.table is None else o.table.shape[1] // 2
+    threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
+    return (
+        n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, threshold, keep_factor, o.first_row,
+        o.first_key
+    )  # fmt: skip
+
+
+_ranges: Any = WeakTensorKeyDictionary()  # documents → ranges; every layer of a model asks for the same
+
+
+def document_ranges(own: Tensor, other: Tensor, block: int, other_block: int) -> Tensor:
+    """(B, blocks, 2) int32: first and last + 1 block of ``other`` that may share a document with each block of ``own``."""
+    key = (block, other_block, other.data_ptr(), own._version, other._version, other.shape)
+    held = _ranges.setdefault(own, {})
+    if key not in held:
+        low, high = _block_extremes(own, block)
+        other_low, other_high = _block_extremes(other, other_block)
+        meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
+        number = torch.arange(meets.shape[2], device=own.device, dtype=torch.int32)
+        first = torch.where(meets, number, meets.shape[2]).amin(-1)
+        last = torch.where(meets, number + 1, 0).amax(-1)
+        held[key] = torch.stack([first, last], -1).to(torch.int32).contiguous()
+    return held[key]
+
+
+def _block_extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest document in each block of (B, T)."""
+    n = -(-documents.shape[1] // block) * block
+    blocks = documents[:, torch.arange(n, device=documents.device).clamp(max=documents.shape[1] - 1)]
+    return blocks.view(len(documents), -1, block).aminmax(dim=-1)  # type: ignore[return-value]  # a named tuple
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty (B, H, T, width) with the axes in memory in x's order: (B, T, H, D) stays so."""
+    b, h, t, _ = x.shape
+    dtype = x.dtype if dtype is None else dtype
+    if x.stride(1) < x.stride(2):
+        return torch.empty(b, t, h, width, dtype=dtype, device=x.device).transpose(1, 2)
+    return torch.empty(b, h, t, width, dtype=dtype, device=x.device)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, DV) and lse (B, H, T)."""
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    (n_batch, n_heads, n_rows, d), n_keys, dv = q.shape, k.shape[2], v.shape[3]
+    block_m, block_n, warps, stages = tile_sizes("forward", q, v, o)
+    out, lse = _like(q, dv), torch.empty(n_batch, n_heads, n_rows, dtype=torch.float32, device=q.device)
+    ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
+    first, last = _key_phases(o, n_keys, block_n)
+    kernels.forward[(n_batch * n_heads, triton.cdiv(n_rows, block_m))](
+        q, k, v, out, lse, *_tensors(o, q, ranges, o.row_plan), *_numbers(o, n_rows, n_keys), *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_strides(o.dense, 4), *_plan_strides(o.row_plan),
+        N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
+        num_warps=warps, num_stages=stages
+    )  # fmt: skip
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where the backward kernels write; the biases' only where wanted."""
+
+    d_q: Tensor
+    d_k: Tensor
+    d_v: Tensor
+    d_dense: Tensor | None = None  # zeros; (B or 1, H or 1, T, S), any strides; fp32 where it is shared
+    table: bool = False  # whether the table's gradient is wanted
+    add: bool = False  # add to d_k and d_v
+
+
+def launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, o: Options, to: Gradients
+) -> Tensor | None:
+    """Fill ``to``; returns the table's gradient (H, 2 · reach + 1) in fp32 where it is wanted."""
+    q, k, v, d_out = (_rows_contiguous(x) for x in (q, k, v, d_out))
+    (n_batch, n_heads, n_rows, d), (n_groups, n_keys), dv = q.shape, k.shape[1:3], v.shape[3]
+    row_dot, rep = torch.empty_like(lse), n_heads // n_groups
+    block_m, block_n, warps, stages = tile_sizes("queries", q, v, o)
+    ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
+    first, last = _key_phases(o, n_keys, block_n)
+    band, d_far = _table_buffers(o, lse) if to.table else (row_dot, row_dot)
+    kernels.backward_queries[(n_batch * n_heads, triton.cdiv(n_rows, block_m))](
+        q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
+        *_tensors(o, q, ranges, o.row_plan), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
+        *_strides(o.dense, 4), *_strides(to.d_dense, 4), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep, D=d,
+        DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
+        num_warps=warps, num_stages=stages
+    )  # fmt: skip
+    block_m, block_n, warps, stages = tile_sizes("keys", q, v, o)
+    ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.k_docs, o.q_docs, block_n, block_m)
+    first, last = _row_phases(o, n_rows, n_keys, block_m, block_n)
+    kernels.backward_keys[(n_batch * n_groups, triton.cdiv(n_keys, block_n))](
+        q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *_tensors(o, q, ranges, o.column_plan),
+        *_numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
+        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_strides(o.dense, 4), *_plan_strides(o.column_plan),
+        N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **_flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
+        num_warps=warps, num_stages=stages
+    )  # fmt: skip
+    return _table_gradient(o, band, d_far) if to.table else None
+
+
+def _sharing(d_dense: Tensor | None, q: Tensor) -> int:
+    """D_DENSE: 0 not wanted, 1 each pair has its own number, 2 heads or batch share it."""
+    return 0 if d_dense is None else 1 if d_dense.shape[:2] == q.shape[:2] else 2
+
+
+def _table_buffers(o: Options, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """dS by distance within the table's reach (B, H, T, distances), and its sum beyond on either side (B, H, T, 2)."""
+    assert o.table is not None
+    reach = o.table.shape[1] // 2
+    width = reach + min(reach - 1, o.right) if o.right >= 0 else 2 * reach - 1
+    return lse.new_zeros(*lse.shape, max(width, 1)), lse.new_empty(*lse.shape, 2)
+
+
+def _table_gradient(o: Options, band: Tensor, d_far: Tensor) -> Tensor:
+    assert o.table is not None
+    d_table = torch.zeros(o.table.shape, dtype=torch.float32, device=o.table.device)
+    d_table[:, 1 : 1 + band.shape[-1]] = band.sum((0, 2))
+    far = d_far.sum((0, 2))
+    d_table[:, 0], d_table[:, -1] = far[:, 0], far[:, 1]
+    return d_table
+
+
+@torch.library.custom_op("regard::flash_forward", mutates_args=())
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, q_docs: Tensor | None, k_docs: Tensor | None,
+    row_plan: Tensor | None, column_plan: Tensor | None, bits: Tensor | None, slopes: Tensor | None,
+    table: Tensor | None, dense: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int, scale: float,
+    dropout: float, cap: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (B, H, T, DV) and lse (B, H, T); the arguments after v are those of ``Options``."""
+    o = Options(
+        scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
+        dropout, cap
+    )  # fmt: skip
+    return launch_forward(q, k, v, o)
+
+
+@flash_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("regard::flash_backward", mutates_args=())
+def flash_backward(
+    d_out: Tensor, out: Tensor, lse: Tensor, d_table: bool, d_dense: bool,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, q_docs: Tensor | None, k_docs: Tensor | None,
+    row_plan: Tensor | None, column_plan: Tensor | None, bits: Tensor | None, slopes: Tensor | None,
+    table: Tensor | None, dense: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int, scale: float,
+    dropout: float, cap: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, table and dense; those not wanted are empty."""
+    o = Options(
+        scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
+        dropout, cap
+    )  # fmt: skip
+    of_dense = None
+    if d_dense:
+        assert dense is not None
+        shared = dense.shape[:2] != q.shape[:2]
+        of_dense = torch.zeros(dense.shape, dtype=torch.float32 if shared else dense.dtype, device=q.device)
+    to = Gradients(_like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), of_dense, d_table)
+    of_table = launch_backward(q, k, v, out, lse, d_out, o, to)
+    return (
+        to.d_q, to.d_k, to.d_v, lse.new_empty(0) if of_table is None or table is None else of_table.to(table.dtype),
+        lse.new_empty(0) if of_dense is None or dense is None else of_dense.to(dense.dtype)
+    )  # fmt: skip
+
+
+@flash_backward.register_fake
+def _(
+    d_out: Tensor, out: Tensor, lse: Tensor, d_table: bool, d_dense: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    table, dense = rest[7], rest[8]
+    none = torch.empty(0, dtype=torch.float32, device=q.device)
+    return (
+        _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]),
+        torch.empty(table.shape, dtype=table.dtype, device=q.device) if d_table else none,
+        torch.empty(dense.shape, dtype=dense.dtype, device=q.device) if d_dense else none
+    )  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    out, lse = output
+    ctx.save_for_backward(out, lse, *inputs[:13])
+    ctx.mark_non_differentiable(lse)
+    ctx.numbers = inputs[13:]
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    d_table, d_dense = (tensors[i] is not None and ctx.needs_input_grad[i] for i in (10, 11))
+    d_q, d_k, d_v, of_table, of_dense = flash_backward(d_out, out, lse, d_table, d_dense, *tensors, *ctx.numbers)
+    of_biases = of_table if d_table else None, of_dense if d_dense else None
+    return d_q, d_k, d_v, *(None,) * 7, *of_biases, *(None,) * 7
+
+
+flash_forward.register_autograd(_backward, setup_context=_setup)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    """Attention of q (B, H, T, D) over k (B, G, S, D) and v (B, G, S, DV), differentiable in q, k, v, table and dense."""
+    out, _ = flash_forward(
+        q, k, v, o.lengths, o.q_docs, o.k_docs, o.row_plan, o.column_plan, o.bits, o.slopes, o.table, o.dense, o.seed,
+        o.offset, o.left, o.right, o.scale, o.dropout, o.cap
+    )  # fmt: skip
+    return out
