@@ -21,6 +21,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Finite, so that a row that has seen nothing gives exp2(-inf - m) = 0 and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
+STRIP_ROWS: tl.constexpr = tl.constexpr(128)  # the largest block of queries or keys with a table
 
 
 @triton.jit
@@ -74,8 +75,30 @@ def visible_tile(
 
 
 @triton.jit
+def strip_width(reach):
+    return (reach + 15) // 16 * 32 + 3 * STRIP_ROWS + 16
+
+
+@triton.jit
+def table_strip(table, strip, reach, offset, BLOCK: tl.constexpr):
+    """Program (row a, h): strip[h, a, x] = table[h, clip(x - a - start, ±reach)] in units of ln 2.
+
+    A tile of a bias by distance is a rectangle of it, so that kernels read it as they read any matrix. It begins
+    ``start`` = reach + STRIP_ROWS before the block of keys that stands where the block of queries does; what makes the
+    offset and the reach no multiple of 16 is part of the strip, so that rectangles begin at aligned addresses.
+    """
+    a, h, width = tl.program_id(0), tl.program_id(1), strip_width(reach)
+    start = (reach + 15) // 16 * 16 + STRIP_ROWS + (offset - (offset >> 4) * 16)
+    for x0 in range(0, width, BLOCK):
+        x = x0 + tl.arange(0, BLOCK)
+        distance = tl.minimum(tl.maximum(x - a - start, -reach), reach)
+        value = tl.load(table + h * (2 * reach + 1) + reach + distance).to(tl.float32) * _LOG2_E
+        tl.store(strip + (h * STRIP_ROWS + a).to(tl.int64) * width + x, value, mask=x < width)
+
+
+@triton.jit
 def score_tile(
-    dots, t, j, offset, scale, cap, slope, table, reach, far, dense, dense_t, dense_j, inside,
+    dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_t, dense_j, inside,
     CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
     """Scores in units of ln 2 (for exp2), and the derivative of the soft cap."""
@@ -88,11 +111,13 @@ def score_tile(
     if SLOPE:
         scores -= tl.abs(j - t - offset).to(tl.float32) * (slope * _LOG2_E)
     if TABLE:
-        if NEAR:
-            distance = tl.minimum(tl.maximum(j - t - offset, -reach), reach)
-            scores += tl.load(table + reach + distance).to(tl.float32) * _LOG2_E
+        if NEAR:  # the strip holds the tile of any two blocks; those out of reach have all the same
+            start = (reach + 15) // 16 * 16 + STRIP_ROWS
+            between = tl.maximum(n0 - m0 - (offset >> 4) * 16, -start)
+            between = tl.multiple_of(tl.minimum(between, start + 16), 16)
+            scores += tl.load(strip + (t - m0) * strip_width(reach) + (between + start) + (j - n0))
         else:
-            scores += far * _LOG2_E
+            scores += far
     if DENSE:
         at = dense + t.to(tl.int64) * dense_t + j * dense_j
         scores += tl.load(at, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
@@ -158,7 +183,7 @@ def row_phases(
 
 @triton.jit
 def forward(
-    q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, table, dense, seed,
+    q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_t, dense_j, plan_b, plan_h,
     plan_width, N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
@@ -179,12 +204,13 @@ def forward(
     key_end = n_keys
     if LENGTHS:
         key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
-    slope, far_left, far_right, table_at, dense_at = 0.0, 0.0, 0.0, table, dense
+    slope, far_left, far_right, strip_at, dense_at = 0.0, 0.0, 0.0, strip, dense
     if SLOPE:
         slope = tl.load(slopes + h).to(tl.float32)
     if TABLE:
-        table_at = table + h * (2 * reach + 1)
-        far_left, far_right = tl.load(table_at).to(tl.float32), tl.load(table_at + 2 * reach).to(tl.float32)
+        width = strip_width(reach)
+        strip_at = strip + h.to(tl.int64) * STRIP_ROWS * width
+        far_left, far_right = tl.load(strip_at), tl.load(strip_at + width - 1)
     if DENSE:
         dense_at = dense + b64 * dense_b + h.to(tl.int64) * dense_h
     lo, edge_1, edge_2, edge_3, edge_4, hi = key_phases(
@@ -226,8 +252,8 @@ def forward(
             )
             dots = tl.dot(queries, keys, input_precision="ieee")
             scores, _ = score_tile(
-                dots, t[:, None], j[None, :], offset, scale, cap, slope, table_at, reach, far, dense_at, dense_t, dense_j,
-                (t < n_rows)[:, None] & (j < n_keys)[None, :], CAP, SLOPE, TABLE, DENSE, check
+                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_t,
+                dense_j, (t < n_rows)[:, None] & (j < n_keys)[None, :], CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             if check:
                 seen = visible_tile(
@@ -259,7 +285,7 @@ def forward(
 @triton.jit
 def backward_queries(
     q, k, v, out, lse, d_out, row_dot, d_q, d_dense, band, d_far,
-    lengths, q_docs, k_docs, ranges, plan, bits, slopes, table, dense, seed,
+    lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, band_width,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     dense_b, dense_h, dense_t, dense_j, dd_b, dd_h, dd_t, dd_j, plan_b, plan_h, plan_width,
@@ -292,12 +318,13 @@ def backward_queries(
     key_end = n_keys
     if LENGTHS:
         key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
-    slope, far_left, far_right, table_at, dense_at, d_dense_at = 0.0, 0.0, 0.0, table, dense, d_dense
+    slope, far_left, far_right, strip_at, dense_at, d_dense_at = 0.0, 0.0, 0.0, strip, dense, d_dense
     if SLOPE:
         slope = tl.load(slopes + h).to(tl.float32)
     if TABLE:
-        table_at = table + h * (2 * reach + 1)
-        far_left, far_right = tl.load(table_at).to(tl.float32), tl.load(table_at + 2 * reach).to(tl.float32)
+        width = strip_width(reach)
+        strip_at = strip + h.to(tl.int64) * STRIP_ROWS * width
+        far_left, far_right = tl.load(strip_at), tl.load(strip_at + width - 1)
     if DENSE:
         dense_at = dense + b64 * dense_b + h64 * dense_h
     if D_DENSE:
@@ -343,8 +370,8 @@ def backward_queries(
             )
             dots = tl.dot(queries, keys, input_precision="ieee")
             scores, slack = score_tile(
-                dots, t[:, None], j[None, :], offset, scale, cap, slope, table_at, reach, far, dense_at, dense_t, dense_j,
-                rows & (j < n_keys)[None, :], CAP, SLOPE, TABLE, DENSE, check
+                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_t,
+                dense_j, rows & (j < n_keys)[None, :], CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             weights = tl.exp2(scores - norm[:, None])
             d_weights = tl.dot(grads, values, input_precision="ieee")
@@ -392,7 +419,7 @@ def backward_queries(
 @triton.jit
 def backward_keys(
     q, k, v, lse, d_out, row_dot, d_k, d_v,
-    lengths, q_docs, k_docs, ranges, plan, bits, slopes, table, dense, seed,
+    lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     dense_b, dense_h, dense_t, dense_j, plan_b, plan_h, plan_width,
@@ -430,12 +457,13 @@ def backward_keys(
         q_at = q + b64 * q_b + h64 * q_h + e[:, None]
         g_at = d_out + b64 * g_b + h64 * g_h + f[None, :]
         line_at = (b64 * N_GROUPS * REP + h) * n_rows
-        slope, far_left, far_right, table_at, dense_at, plan_at = 0.0, 0.0, 0.0, table, dense, plan
+        slope, far_left, far_right, strip_at, dense_at, plan_at = 0.0, 0.0, 0.0, strip, dense, plan
         if SLOPE:
             slope = tl.load(slopes + h).to(tl.float32)
         if TABLE:
-            table_at = table + h * (2 * reach + 1)
-            far_left, far_right = tl.load(table_at).to(tl.float32), tl.load(table_at + 2 * reach).to(tl.float32)
+            width = strip_width(reach)
+            strip_at = strip + h.to(tl.int64) * STRIP_ROWS * width
+            far_left, far_right = tl.load(strip_at), tl.load(strip_at + width - 1)
         if DENSE:
             dense_at = dense + b64 * dense_b + h64 * dense_h
         if PLAN:
@@ -471,8 +499,8 @@ def backward_keys(
                 dots_o = tl.load(row_dot + line_at + t, mask=rows, other=0.0)
                 dots = tl.dot(keys, queries, input_precision="ieee")
                 scores, slack = score_tile(
-                    dots, t[None, :], j[:, None], offset, scale, cap, slope, table_at, reach, far, dense_at, dense_t,
-                    dense_j, rows[None, :] & (j < n_keys)[:, None], CAP, SLOPE, TABLE, DENSE, check
+                    dots, t[None, :], j[:, None], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
+                    dense_t, dense_j, rows[None, :] & (j < n_keys)[:, None], CAP, SLOPE, TABLE, DENSE, check
                 )  # fmt: skip
                 weights = tl.exp2(scores - norm[None, :])
                 if check:

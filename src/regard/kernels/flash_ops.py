@@ -46,13 +46,13 @@ class Options:
 
 # (kernel, widest head) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; measured on an H200.
 TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("forward", 64): (128, 64, 4, 3),
+    ("forward", 64): (128, 64, 8, 3),
     ("forward", 128): (128, 64, 8, 3),
     ("forward", 256): (64, 64, 4, 2),
-    ("queries", 64): (128, 64, 8, 3),
+    ("queries", 64): (64, 64, 4, 3),
     ("queries", 128): (128, 64, 8, 2),
     ("queries", 256): (64, 32, 4, 2),
-    ("keys", 64): (64, 128, 8, 3),
+    ("keys", 64): (32, 128, 4, 3),
     ("keys", 128): (64, 64, 4, 2),
     ("keys", 256): (32, 64, 4, 2),
 }
@@ -114,9 +114,9 @@ def _flags(o: Options) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def _tensors(o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None) -> tuple[Tensor, ...]:
+def _tensors(o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None, strip: Tensor | None) -> tuple[Tensor, ...]:
     """The pointers that all kernels take, q standing in for what is absent."""
-    given = (o.lengths, o.q_docs, o.k_docs, ranges, plan, o.bits, o.slopes, o.table, o.dense, o.seed)
+    given = (o.lengths, o.q_docs, o.k_docs, ranges, plan, o.bits, o.slopes, strip, o.dense, o.seed)
     return tuple(q if x is None else x for x in given)
 
 
@@ -128,6 +128,17 @@ def _numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
         n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, threshold, keep_factor, o.first_row,
         o.first_key
     )  # fmt: skip
+
+
+def _strip(o: Options) -> Tensor | None:
+    """The table laid out as the tiles read it (``flash_attention.table_strip``), (H, 128, reach · 2 + 400) fp32."""
+    if o.table is None:
+        return None
+    table, rows = o.table.contiguous(), kernels.STRIP_ROWS.value
+    n_heads, reach = len(table), table.shape[1] // 2
+    strip = torch.empty(n_heads, rows, (reach + 15) // 16 * 32 + 3 * rows + 16, dtype=torch.float32, device=table.device)
+    kernels.table_strip[(rows, n_heads)](table, strip, reach, o.offset, BLOCK=1024, num_warps=4)
+    return strip
 
 
 _ranges: Any = WeakTensorKeyDictionary()  # documents → ranges; every layer of a model asks for the same
@@ -176,8 +187,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor,
     out, lse = _like(q, dv), torch.empty(n_batch, n_heads, n_rows, dtype=torch.float32, device=q.device)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
     first, last = _key_phases(o, n_keys, block_n)
+    strip = _strip(o)
     kernels.forward[(n_batch * n_heads, triton.cdiv(n_rows, block_m))](
-        q, k, v, out, lse, *_tensors(o, q, ranges, o.row_plan), *_numbers(o, n_rows, n_keys), *q.stride()[:3],
+        q, k, v, out, lse, *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_strides(o.dense, 4), *_plan_strides(o.row_plan),
         N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
@@ -204,14 +216,14 @@ def launch_backward(
     """Fill ``to``; returns the table's gradient (H, 2 · reach + 1) in fp32 where it is wanted."""
     q, k, v, d_out = (_rows_contiguous(x) for x in (q, k, v, d_out))
     (n_batch, n_heads, n_rows, d), (n_groups, n_keys), dv = q.shape, k.shape[1:3], v.shape[3]
-    row_dot, rep = torch.empty_like(lse), n_heads // n_groups
+    row_dot, rep, strip = torch.empty_like(lse), n_heads // n_groups, _strip(o)
     block_m, block_n, warps, stages = tile_sizes("queries", q, v, o)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
     first, last = _key_phases(o, n_keys, block_n)
     band, d_far = _table_buffers(o, lse) if to.table else (row_dot, row_dot)
     kernels.backward_queries[(n_batch * n_heads, triton.cdiv(n_rows, block_m))](
         q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
-        *_tensors(o, q, ranges, o.row_plan), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
+        *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
         *_strides(o.dense, 4), *_strides(to.d_dense, 4), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep, D=d,
         DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last, BLOCK_M=block_m,
@@ -222,7 +234,7 @@ def launch_backward(
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.k_docs, o.q_docs, block_n, block_m)
     first, last = _row_phases(o, n_rows, n_keys, block_m, block_n)
     kernels.backward_keys[(n_batch * n_groups, triton.cdiv(n_keys, block_n))](
-        q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *_tensors(o, q, ranges, o.column_plan),
+        q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *_tensors(o, q, ranges, o.column_plan, strip),
         *_numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
         *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_strides(o.dense, 4), *_plan_strides(o.column_plan),
         N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **_flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,

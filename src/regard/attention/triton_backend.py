@@ -1,0 +1,335 @@
+"""The backend "triton": an attention call as arguments of the kernels in ``kernels``.
+
+Causal masks, windows, lengths and documents are evaluated inside the kernels. Any other mask becomes a sparse plan: the
+blocks its ``bounds`` do not prove empty, each with a tile of bits from the mask's own ``tile``. Equal tiles are stored
+once, and plans are kept by what the mask is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelative
+from .frame import ALL, Frame
+from .mask import EMPTY, FULL, And, Mask, plan
+from .masks import Causal, Dense, Document, Everything, Lengths, Packed, ValidKeys, Window
+from .mechanisms import Additive, Dot
+from .reference import draw_seed
+from .score_matrix import AttentionCall
+
+if TYPE_CHECKING:
+    from ..kernels.flash_ops import Options
+
+_WIDEST, _LONGEST_TRAINED_TABLE = 256, 1024
+_HIDDEN = -(1 << 31)  # the document of a key that no query sees
+
+
+@functools.cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def triton_fits(call: AttentionCall) -> bool:
+    """Whether the kernels take this call: widths, positions in steps of one, and the biases they know."""
+    return triton_obstacle(call) is None
+
+
+def triton_obstacle(call: AttentionCall) -> str | None:
+    """What the kernels cannot do in a call; None: nothing."""
+    if not has_triton():
+        return "triton is not installed"
+    if call.q.dtype == torch.float64:
+        return "float64"
+    if max(call.q.shape[-1], call.v.shape[-1]) > _WIDEST:
+        return f"heads wider than {_WIDEST}"
+    if call.frame.may_have_gaps:
+        return "positions that are not consecutive"
+    parts = _bias_parts(call.bias)
+    kinds = [_bias_kind(part) for part in parts]
+    if "unknown" in kinds or len(set(kinds)) < len(kinds) or ("xl" in kinds and len(kinds) > 1):
+        return "this bias"
+    only_masks = "xl" in kinds or not _is_dot(call)
+    if only_masks and _split(call.mask)[1]:
+        return "a block-sparse mask with this bias or mechanism"
+    if not _is_dot(call) and (parts or type(call.mechanism).tile is not Additive.tile):
+        return "this mechanism"
+    for part in parts:
+        if isinstance(part, RelativeBias) and part.trainable and _reach(part, call.frame) > _LONGEST_TRAINED_TABLE:
+            return f"a trained bias that reaches over {_LONGEST_TRAINED_TABLE} positions"
+        if isinstance(part, XLRelative) and (not _is_dot(call) or part.scale != _scale(call)):
+            return "a Transformer-XL bias with another scale than the scores"
+    return None
+
+
+def _is_dot(call: AttentionCall) -> bool:
+    return call.mechanism.kind == "dot"
+
+
+def _scale(call: AttentionCall) -> float:
+    assert isinstance(call.mechanism, Dot)
+    return call.mechanism.factor(call.q.shape[-1])
+
+
+def _bias_parts(bias: Bias | None) -> list[Bias]:
+    if isinstance(bias, Sum):
+        return [part for each in bias._parts for part in _bias_parts(each)]
+    return [] if bias is None else [bias]
+
+
+def _bias_kind(bias: Bias) -> str:
+    if isinstance(bias, Alibi):
+        return "alibi"
+    if isinstance(bias, RelativeBias):
+        return "table"
+    return "dense" if isinstance(bias, DenseBias) else "xl" if isinstance(bias, XLRelative) else "unknown"
+
+
+def triton(call: AttentionCall) -> Tensor:
+    """The output (B, H, T, D) of a softmax attention."""
+    from ..kernels.flash_ops import flash_attention
+
+    if not _is_dot(call):
+        from ..kernels.additive_attention import additive_attention
+
+        return additive_attention(call.q, call.k, call.v, call.mechanism.operands(call.frame)[0], options(call))
+    if isinstance(call.bias, XLRelative):
+        from ..kernels.xl_attention import xl_attention
+
+        (r, u, v), low = call.bias.operands(call.frame), call.frame.reach()[0]
+        heads = (x.to(call.q.dtype) for x in (r, u, v))
+        return xl_attention(call.q, call.k, call.v, *heads, low, options(call))
+    return flash_attention(call.q, call.k, call.v, options(call))
+
+
+def options(call: AttentionCall) -> Options:
+    """A call's mask, bias and dropout as the kernels take them."""
+    from ..kernels.flash_ops import Options
+
+    assert call.frame.steady is not None
+    seed = draw_seed(call.q.device) if call.dropout > 0 and call.seed is None else call.seed
+    made = Options(
+        scale=_scale(call) if _is_dot(call) else 1.0,
+        offset=call.frame.steady[0] - call.frame.steady[1],
+        seed=seed if call.dropout > 0 else None,
+        dropout=call.dropout,
+    )
+    return replace(made, **_mask_options(call.mask, call.frame), **_bias_options(call.bias, call.frame))
+
+
+def _bias_options(bias: Bias | None, frame: Frame) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for part in _bias_parts(bias):
+        if isinstance(part, Alibi):
+            made["slopes"] = part.slopes[frame.heads]
+        elif isinstance(part, RelativeBias):
+            reach = _reach(part, frame)
+            made["table"] = part.at(torch.arange(-reach, reach + 1, device=frame.device))[frame.heads]
+        elif isinstance(part, DenseBias):
+            made["dense"] = part.operands(frame)[0]
+    return made
+
+
+def _reach(bias: RelativeBias, frame: Frame) -> int:
+    """The distance from which on a bias stays the same, or the longest there is."""
+    longest = max(1, *(abs(d) for d in frame.reach()))
+    return min(longest, bias.max_distance) if isinstance(bias, T5Bias) else longest
+
+
+# ---- masks
+
+
+def _split(mask: Mask | None) -> tuple[list[Mask], list[Mask]]:
+    """The parts of a conjunction that the kernels evaluate, and the others."""
+    parts = list(_conjuncts(mask))
+    known = [part for part in parts if isinstance(part, Causal | Window | Lengths | Packed | Document | ValidKeys)]
+    of_documents = [part for part in known if isinstance(part, Packed | Document)]
+    others = [part for part in parts if part not in known and not isinstance(part, Everything)] + of_documents[1:]
+    return [part for part in known if part not in of_documents[1:]], others
+
+
+def _conjuncts(mask: Mask | None) -> Iterator[Mask]:
+    if isinstance(mask, And):
+        yield from _conjuncts(mask.a)
+        yield from _conjuncts(mask.b)
+    elif mask is not None:
+        yield mask
+
+
+def _mask_options(mask: Mask | None, frame: Frame) -> dict[str, Any]:
+    known, others = _split(mask)
+    made: dict[str, Any] = {}
+    near = [part for part in known if isinstance(part, Causal | Window)]
+    if others:
+        made.update(_sparse_options([*near, *others], frame))
+    else:
+        ahead = [part.ahead if isinstance(part, Window) else 0 for part in near]
+        back = [part.size - 1 for part in near if isinstance(part, Window)]
+        made.update({"right": min(ahead)} if ahead else {}, **({"left": min(back)} if back else {}))
+    batch = slice(frame.first_batch, frame.first_batch + frame.n_batch)
+    valid = None
+    for part in known:
+        if isinstance(part, Lengths):
+            lengths = part.lengths[batch] - _first_key(frame)
+            made["lengths"] = lengths if "lengths" not in made else torch.minimum(lengths, made["lengths"])
+        elif isinstance(part, ValidKeys):
+            valid = part.valid[batch] if valid is None else valid & part.valid[batch]
+        elif isinstance(part, Packed):
+            made["q_docs"] = made["k_docs"] = _as_int32(part.documents)[batch]
+        elif isinstance(part, Document):
+            assert frame.q_doc is not None and frame.k_doc is not None
+            sizes = (frame.n_batch, -1)
+            made["q_docs"] = _as_int32(frame.q_doc).expand(sizes).contiguous()
+            made["k_docs"] = _as_int32(frame.k_doc).expand(sizes).contiguous()
+    if valid is not None:
+        made.update(_hide_keys(valid, made, frame))
+    return made
+
+
+def _first_key(frame: Frame) -> int:
+    assert frame.steady is not None
+    return frame.steady[1]
+
+
+def _hide_keys(valid: Tensor, made: dict[str, Any], frame: Frame) -> dict[str, Tensor]:
+    """Documents in which the keys that are not valid belong to none; kept, as every layer asks for the same."""
+    if "k_docs" in made:
+        return {"k_docs": torch.where(valid, made["k_docs"], _HIDDEN)}
+    held = _documents_of.get(valid)
+    key = (valid._version, frame.n_queries)
+    if held is None or held[0] != key:
+        q_docs = torch.zeros(frame.n_batch, frame.n_queries, dtype=torch.int32, device=valid.device)
+        held = _documents_of[valid] = (key, q_docs, torch.where(valid, 0, _HIDDEN).to(torch.int32))
+    return {"q_docs": held[1], "k_docs": held[2]}
+
+
+_documents_of: Any = WeakTensorKeyDictionary()
+
+
+def _as_int32(documents: Tensor) -> Tensor:
+    """A copy in 32 bits, kept as long as the original."""
+    if documents.dtype == torch.int32:
+        return documents.contiguous()
+    held = _documents_of.get(documents)
+    if held is None or held[0] != documents._version:
+        held = _documents_of[documents] = (documents._version, documents.to(torch.int32).contiguous())
+    return held[1]
+
+
+# ---- sparse plans
+
+
+@dataclass(frozen=True)
+class _Plan:
+    rows: Tensor  # (B or 1, H or 1, blocks of queries, 1 + 2n): a count, then (block of keys, tile)
+    columns: Tensor  # the same by blocks of keys
+    bits: Tensor  # (tiles, block, block / 32); tile 0 is full
+    mask: Mask  # kept, as the key may hold the identity of its tensors
+
+
+_plans: OrderedDict[Any, _Plan] = OrderedDict()
+_MOST_PLANS = 32
+
+
+def _sparse_options(parts: list[Mask], frame: Frame) -> dict[str, Any]:
+    from ..kernels.flash_ops import PLAN_BLOCK
+
+    mask = functools.reduce(And, parts)
+    sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, frame.first_batch, frame.first_head)
+    key = (_identity(mask), sizes, frame.steady, frame.device, PLAN_BLOCK, _tensor_key(frame.q_doc), _tensor_key(frame.k_doc))
+    made = _plans.get(key)
+    if made is None:
+        with torch.no_grad():
+            made = _plans[key] = sparse_plan(mask, frame, PLAN_BLOCK)
+        if len(_plans) > _MOST_PLANS:
+            _plans.popitem(last=False)
+    return {"row_plan": made.rows, "column_plan": made.columns, "bits": made.bits}
+
+
+def _identity(mask: Mask) -> Any:
+    """What a mask is: its type and fields, tensors by identity and version."""
+    if not is_dataclass(mask):
+        return id(mask)
+    values = (getattr(mask, field.name) for field in fields(mask))
+    return type(mask), *(
+        _identity(x) if isinstance(x, Mask) else _tensor_key(x) if isinstance(x, Tensor) else x for x in values
+    )
+
+
+def _tensor_key(x: Tensor | None) -> Any:
+    return None if x is None else (id(x), x.data_ptr(), x._version)
+
+
+def sparse_plan(mask: Mask, frame: Frame, block: int) -> _Plan:
+    """The blocks of queries and keys to compute, with the bits of the mask in each; one stripe of queries at a time."""
+    known_kinds = not any(isinstance(part, Dense) for part in _leaves(mask))  # its bounds cost more than its tiles
+    n_rows, n_cols = -(-frame.n_queries // block), -(-frame.n_keys // block)
+    kinds = plan(mask, frame, (block, block)).kinds if known_kinds else torch.ones(n_rows, n_cols, dtype=torch.long)
+    tiles: dict[bytes, int] = {b"\xff" * (block * block // 8): 0}
+    entries: list[list[list[tuple[int, int]]]] = []  # by (batch and head), block of queries
+    shape = (1, 1)
+    for a, line in enumerate(kinds.tolist()):
+        open_blocks = [c for c, kind in enumerate(line) if kind != EMPTY]
+        partial = [c for c in open_blocks if line[c] != FULL or (c + 1) * block > frame.n_keys]
+        words, shape = _stripe_bits(mask, frame, a, partial, block)
+        entries = entries or [[] for _ in range(shape[0] * shape[1])]
+        for which, of_blocks in enumerate(words):
+            numbers = dict.fromkeys(open_blocks, 0)
+            for c, bits in zip(partial, of_blocks, strict=True):
+                numbers[c] = -1 if not any(bits) else tiles.setdefault(bits, len(tiles))
+            entries[which].append([(c, number) for c, number in numbers.items() if number >= 0])
+    by_column = [_transposed(lines, n_cols) for lines in entries]
+    bits = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
+    rows, columns = (_as_tensor(lists, shape).to(frame.device) for lists in (entries, by_column))
+    return _Plan(rows, columns, bits.to(frame.device), mask)
+
+
+def _leaves(mask: Mask) -> Iterator[Mask]:
+    inner = [getattr(mask, field.name) for field in fields(mask)] if is_dataclass(mask) else []
+    yield mask
+    for x in inner:
+        if isinstance(x, Mask):
+            yield from _leaves(x)
+
+
+def _stripe_bits(
+    mask: Mask, frame: Frame, a: int, partial: list[int], block: int
+) -> tuple[list[list[bytes]], tuple[int, int]]:
+    """The bits of some blocks of keys against block a of queries, for each (batch, head) the mask tells apart."""
+    rows = slice(a * block, min((a + 1) * block, frame.n_queries))
+    device = frame.device
+    cols = (torch.tensor(partial or [0], device=device)[:, None] * block + torch.arange(block, device=device)).flatten()
+    seen = mask.tile(rows, cols.clamp(max=frame.n_keys - 1), frame) & (cols < frame.n_keys)
+    b, h, n_rows, _ = seen.shape
+    padded = seen.new_zeros(b * h, block, len(cols))
+    padded[:, :n_rows] = seen.flatten(0, 1).expand(-1, n_rows, -1)
+    bits = padded.view(b * h, block, -1, block // 8, 8).transpose(1, 2)
+    octets = (bits.to(torch.uint8) << torch.arange(8, device=device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    data, size = octets.cpu().numpy().tobytes(), block * block // 8
+    n = len(partial)
+    return [[data[(w * max(n, 1) + i) * size :][:size] for i in range(n)] for w in range(b * h)], (b, h)
+
+
+def _transposed(lines: list[list[tuple[int, int]]], n_columns: int) -> list[list[tuple[int, int]]]:
+    columns: list[list[tuple[int, int]]] = [[] for _ in range(n_columns)]
+    for a, line in enumerate(lines):
+        for c, number in line:
+            columns[c].append((a, number))
+    return columns
+
+
+def _as_tensor(lists: list[list[list[tuple[int, int]]]], shape: tuple[int, int]) -> Tensor:
+    """Lists by (batch and head), block → (B, H, blocks, 1 + 2n) int32: a count, then the pairs."""
+    longest = max(len(line) for lines in lists for line in lines)
+    rows = [
+        [len(line), *(x for pair in line for x in pair), *[0] * (2 * (longest - len(line)))] for lines in lists for line in lines
+    ]
+    return torch.tensor(rows, dtype=torch.int32).view(*shape, -1, 1 + 2 * longest)
