@@ -47,14 +47,14 @@ class Options:
 # (kernel, widest head) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; measured on an H200.
 TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("forward", 64): (128, 64, 8, 3),
-    ("forward", 128): (128, 64, 8, 3),
-    ("forward", 256): (64, 64, 4, 2),
-    ("queries", 64): (64, 64, 4, 3),
-    ("queries", 128): (128, 64, 8, 2),
+    ("forward", 128): (64, 64, 4, 3),
+    ("forward", 256): (128, 64, 8, 2),
+    ("queries", 64): (64, 32, 4, 4),
+    ("queries", 128): (64, 32, 4, 3),
     ("queries", 256): (64, 32, 4, 2),
-    ("keys", 64): (32, 128, 4, 3),
+    ("keys", 64): (32, 128, 4, 4),
     ("keys", 128): (64, 64, 4, 2),
-    ("keys", 256): (32, 64, 4, 2),
+    ("keys", 256): (32, 64, 8, 2),
 }
 
 

@@ -141,7 +141,7 @@ def xl_backward(
         d_qv[:, :, rows] = d_rows.view(len(d_rows), -1, chunk.n_rows, d_rows.shape[-1]).transpose(0, 1)
         d_near = torch.bmm(d_position.mT, _by_head(q_v[:, :, rows]))
         d_r[:, chunk.distances].add_(d_near, alpha=scale)
-    return d_qu, d_qv, d_k.to(k.dtype), d_v.to(v.dtype), d_r[:, : r.shape[1]].to(r.dtype)
+    return d_qu, d_qv, d_k.to(k.dtype), d_v.to(v.dtype), d_r[:, : r.shape[1]].to(r.dtype).contiguous()
 
 
 @xl_backward.register_fake
