@@ -96,7 +96,7 @@ def measure(step: Step, runs: int = 20) -> tuple[float, float, float]:
     for _ in range(runs):
         cache.zero_()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)  # so that launches are queued and not part of the time
+        torch.cuda._sleep(20_000_000)  # so that launches are queued and not part of the time
         start.record()
         step()
         stop.record()

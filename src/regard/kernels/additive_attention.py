@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .flash_attention import _LN_2, _LOG2_E, _LOWEST, keep_tile, key_phases, tanh, visible_tile
-from .flash_ops import INTERPRETED, Options
+from .flash_ops import INTERPRETED, Options, padded_width
 
 _BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
 
@@ -166,7 +166,7 @@ def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:
         "N_HEADS": q.shape[1], "REP": q.shape[1] // v.shape[1], "E": q.shape[3], "DV": v.shape[3],
         "LENGTHS": o.lengths is not None, "DOCS": o.q_docs is not None, "LEFT": o.left >= 0, "RIGHT": o.right >= 0,
         "DROPOUT": o.dropout > 0, "FAST": q.element_size() == 2 and not INTERPRETED, "BLOCK": _BLOCK,
-        "BLOCK_V": max(16, triton.next_power_of_2(v.shape[3])), "num_warps": _WARPS,
+        "BLOCK_V": padded_width(v.shape[3]), "num_warps": _WARPS,
     }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def additive_forward(
     v = v if v.stride(-1) == 1 else v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _forward[(q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], _BLOCK))](
+    _forward[(q.shape[0] * q.shape[1], -(-q.shape[2] // _BLOCK))](
         q.mT.contiguous(), k.mT.contiguous(), v, w.contiguous(), out, lse, *_shared_arguments(q, k, o), *v.stride()[:3],
         **_flags(q, v, o)
     )  # fmt: skip
@@ -203,7 +203,7 @@ def additive_backward(
     v, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (v, d_out))
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q.mT, k.mT, v))
     d_w, row_dot = torch.zeros_like(d_q), (out.float() * d_out).sum(-1)
-    _backward[(q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], _BLOCK))](
+    _backward[(q.shape[0] * q.shape[1], -(-q.shape[2] // _BLOCK))](
         q.mT.contiguous(), k.mT.contiguous(), v, w.contiguous(), lse, row_dot, d_out, d_q, d_k, d_v, d_w,
         *_shared_arguments(q, k, o), *v.stride()[:3], *d_out.stride()[:3], **_flags(q, v, o)
     )  # fmt: skip

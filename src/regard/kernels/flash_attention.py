@@ -98,7 +98,7 @@ def table_strip(table, strip, reach, offset, BLOCK: tl.constexpr):
 
 @triton.jit
 def score_tile(
-    dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_t, dense_j, inside,
+    dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_g, dense_t, dense_j, inside,
     CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
     """Scores in units of ln 2 (for exp2), and the derivative of the soft cap."""
@@ -119,7 +119,7 @@ def score_tile(
         else:
             scores += far
     if DENSE:
-        at = dense + t.to(tl.int64) * dense_t + j * dense_j
+        at = dense + (t // 8).to(tl.int64) * dense_g + (t % 8).to(tl.int64) * dense_t + j * dense_j
         scores += tl.load(at, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
     return scores, slack
 
@@ -181,11 +181,14 @@ def row_phases(
     return lo, c, a, b, hi
 
 
-@triton.jit
+_LENGTHS = ["n_rows", "n_keys", "offset", "left", "right", "reach", "threshold", "first_row", "first_key"]
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
 def forward(
     q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_t, dense_j, plan_b, plan_h,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h,
     plan_width, N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
@@ -251,9 +254,12 @@ def forward(
                 k_at + j[None, :].to(tl.int64) * k_s, (j < n_keys)[None, :] & (e < D)[:, None], check or D != BLOCK_D
             )
             dots = tl.dot(queries, keys, input_precision="ieee")
+            inside = (t < n_rows)[:, None]  # not of j where it need not be: a mask along a row keeps loads narrow
+            if check:
+                inside = inside & (j < n_keys)[None, :]
             scores, _ = score_tile(
-                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_t,
-                dense_j, (t < n_rows)[:, None] & (j < n_keys)[None, :], CAP, SLOPE, TABLE, DENSE, check
+                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_g,
+                dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             if check:
                 seen = visible_tile(
@@ -282,13 +288,13 @@ def forward(
     tl.store(lse + tl.program_id(0).to(tl.int64) * n_rows + t, norm, mask=t < n_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_LENGTHS, "band_width"])
 def backward_queries(
     q, k, v, out, lse, d_out, row_dot, d_q, d_dense, band, d_far,
     lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, band_width,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
-    dense_b, dense_h, dense_t, dense_j, dd_b, dd_h, dd_t, dd_j, plan_b, plan_h, plan_width,
+    dense_b, dense_h, dense_g, dense_t, dense_j, dd_b, dd_h, dd_g, dd_t, dd_j, plan_b, plan_h, plan_width,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, D_TABLE: tl.constexpr,
@@ -369,9 +375,12 @@ def backward_queries(
                 v_at + j[None, :].to(tl.int64) * v_s, (j < n_keys)[None, :] & (f < DV)[:, None], check or DV != BLOCK_V
             )
             dots = tl.dot(queries, keys, input_precision="ieee")
+            inside = rows
+            if check:
+                inside = rows & (j < n_keys)[None, :]
             scores, slack = score_tile(
-                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_t,
-                dense_j, rows & (j < n_keys)[None, :], CAP, SLOPE, TABLE, DENSE, check
+                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_g,
+                dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             weights = tl.exp2(scores - norm[:, None])
             d_weights = tl.dot(grads, values, input_precision="ieee")
@@ -398,10 +407,10 @@ def backward_queries(
                 else:
                     right_sum += tl.sum(d_scores, 1)
             if D_DENSE:
-                at_dense = d_dense_at + t64 * dd_t + j[None, :] * dd_j
-                written = rows & (j < key_end)[None, :]
+                at_dense = d_dense_at + (t64 // 8) * dd_g + (t64 % 8) * dd_t + j[None, :] * dd_j
+                written = rows
                 if check:
-                    written = written & seen
+                    written = seen
                 if D_DENSE == 1:
                     tl.store(at_dense, d_scores.to(d_dense.dtype.element_ty), mask=written)
                 else:
@@ -416,13 +425,13 @@ def backward_queries(
         tl.store(d_far + line_at * 2 + 1, right_sum, mask=t < n_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS)
 def backward_keys(
     q, k, v, lse, d_out, row_dot, d_k, d_v,
     lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
-    dense_b, dense_h, dense_t, dense_j, plan_b, plan_h, plan_width,
+    dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width,
     N_GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
@@ -498,9 +507,12 @@ def backward_keys(
                 norm = tl.load(lse + line_at + t, mask=rows, other=float("inf")) * _LOG2_E
                 dots_o = tl.load(row_dot + line_at + t, mask=rows, other=0.0)
                 dots = tl.dot(keys, queries, input_precision="ieee")
+                inside = rows[None, :]
+                if check:
+                    inside = inside & (j < n_keys)[:, None]
                 scores, slack = score_tile(
                     dots, t[None, :], j[:, None], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
-                    dense_t, dense_j, rows[None, :] & (j < n_keys)[:, None], CAP, SLOPE, TABLE, DENSE, check
+                    dense_g, dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
                 )  # fmt: skip
                 weights = tl.exp2(scores - norm[None, :])
                 if check:

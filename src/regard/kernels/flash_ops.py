@@ -6,12 +6,12 @@ The kernels are in ``flash_attention``; here their tile sizes are chosen and the
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import flash_attention as kernels
@@ -36,7 +36,7 @@ class Options:
     bits: Tensor | None = None  # (tiles, block, block / 32) int32
     slopes: Tensor | None = None  # (H,) of ALiBi
     table: Tensor | None = None  # (H, 2 · reach + 1) bias of the distances -reach … reach; clipped beyond
-    dense: Tensor | None = None  # (B or 1, H or 1, T, S), any strides
+    dense: Tensor | None = None  # (B or 1, H or 1, T, S) or (…, T / 8, 8, S), any strides
     seed: Tensor | None = None  # of the dropout
     dropout: float = 0.0
     cap: float = 0.0  # soft cap of the scores; 0: none
@@ -51,7 +51,7 @@ TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("forward", 256): (128, 64, 8, 2),
     ("queries", 64): (64, 32, 4, 4),
     ("queries", 128): (64, 32, 4, 3),
-    ("queries", 256): (64, 32, 4, 2),
+    ("queries", 256): (128, 64, 8, 1),
     ("keys", 64): (32, 128, 4, 4),
     ("keys", 128): (64, 64, 4, 2),
     ("keys", 256): (32, 64, 8, 2),
@@ -70,12 +70,27 @@ def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int,
         sizes = TILES[kernel, 64 if width <= 64 else 128 if width <= 128 else 256]
     if o.row_plan is not None:
         return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
+    if kernel == "keys" and width <= 64 and (o.q_docs is not None or o.table is not None or o.dense is not None):
+        return 64, 64, 4, 2  # a tile that is masked or biased needs more registers
     return sizes
 
 
-def _strides(x: Tensor | None, n: int) -> tuple[int, ...]:
-    """Strides of the first n axes; 0 where an axis is shared, or for None."""
-    return (0,) * n if x is None else tuple(0 if x.shape[i] == 1 else x.stride(i) for i in range(n))
+def padded_width(width: int) -> int:
+    """The next power of two, at least 16, as the matrix units want it."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _dense_strides(x: Tensor | None) -> tuple[int, ...]:
+    """From one batch row, head, eight queries, query and key to the next; 0 where batch or heads share.
+
+    (B, H, T, S), or (B, H, T / 8, 8, S), whose queries need not follow one another in even steps.
+    """
+    if x is None:
+        return (0,) * 5
+    b, h = (0 if x.shape[axis] == 1 else x.stride(axis) for axis in (0, 1))
+    if x.dim() == 5:
+        return b, h, x.stride(2), x.stride(3), x.stride(4)
+    return b, h, 8 * x.stride(2), x.stride(2), x.stride(3)
 
 
 def _plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
@@ -179,20 +194,23 @@ def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(b, h, t, width, dtype=dtype, device=x.device)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
-    """Output (B, H, T, DV) and lse (B, H, T)."""
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, DV), where given into ``out``, and lse (B, H, T)."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     (n_batch, n_heads, n_rows, d), n_keys, dv = q.shape, k.shape[2], v.shape[3]
     block_m, block_n, warps, stages = tile_sizes("forward", q, v, o)
-    out, lse = _like(q, dv), torch.empty(n_batch, n_heads, n_rows, dtype=torch.float32, device=q.device)
+    out = _like(q, dv) if out is None else out
+    lse = torch.empty(n_batch, n_heads, n_rows, dtype=torch.float32, device=q.device)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
     first, last = _key_phases(o, n_keys, block_n)
     strip = _strip(o)
-    kernels.forward[(n_batch * n_heads, triton.cdiv(n_rows, block_m))](
+    kernels.forward[(n_batch * n_heads, -(-n_rows // block_m))](
         q, k, v, out, lse, *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_strides(o.dense, 4), *_plan_strides(o.row_plan),
+        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_dense_strides(o.dense), *_plan_strides(o.row_plan),
         N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
+        BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
     return out, lse
@@ -221,24 +239,24 @@ def launch_backward(
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
     first, last = _key_phases(o, n_keys, block_n)
     band, d_far = _table_buffers(o, lse) if to.table else (row_dot, row_dot)
-    kernels.backward_queries[(n_batch * n_heads, triton.cdiv(n_rows, block_m))](
+    kernels.backward_queries[(n_batch * n_heads, -(-n_rows // block_m))](
         q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
         *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
-        *_strides(o.dense, 4), *_strides(to.d_dense, 4), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep, D=d,
+        *_dense_strides(o.dense), *_dense_strides(to.d_dense), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep, D=d,
         DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
+        BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
     block_m, block_n, warps, stages = tile_sizes("keys", q, v, o)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.k_docs, o.q_docs, block_n, block_m)
     first, last = _row_phases(o, n_rows, n_keys, block_m, block_n)
-    kernels.backward_keys[(n_batch * n_groups, triton.cdiv(n_keys, block_n))](
+    kernels.backward_keys[(n_batch * n_groups, -(-n_keys // block_n))](
         q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *_tensors(o, q, ranges, o.column_plan, strip),
         *_numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
-        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_strides(o.dense, 4), *_plan_strides(o.column_plan),
+        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_dense_strides(o.dense), *_plan_strides(o.column_plan),
         N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **_flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(dv)),
+        BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
     return _table_gradient(o, band, d_far) if to.table else None
@@ -299,17 +317,26 @@ def flash_backward(
         scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
         dropout, cap
     )  # fmt: skip
+    *grads, of_table, of_dense = _all_gradients(d_out, out, lse, d_table, d_dense, q, k, v, o)
+    d_q, d_k, d_v = grads
+    none = lse.new_empty(0)
+    return d_q, d_k, d_v, none if of_table is None else of_table, none if of_dense is None else of_dense
+
+
+def _all_gradients(
+    d_out: Tensor, out: Tensor, lse: Tensor, d_table: bool, d_dense: bool, q: Tensor, k: Tensor, v: Tensor, o: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, table and dense; None for those not wanted."""
     of_dense = None
     if d_dense:
-        assert dense is not None
-        shared = dense.shape[:2] != q.shape[:2]
-        of_dense = torch.zeros(dense.shape, dtype=torch.float32 if shared else dense.dtype, device=q.device)
+        assert o.dense is not None
+        shared = o.dense.shape[:2] != q.shape[:2]
+        of_dense = torch.zeros(o.dense.shape, dtype=torch.float32 if shared else o.dense.dtype, device=q.device)
     to = Gradients(_like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), of_dense, d_table)
     of_table = launch_backward(q, k, v, out, lse, d_out, o, to)
-    return (
-        to.d_q, to.d_k, to.d_v, lse.new_empty(0) if of_table is None or table is None else of_table.to(table.dtype),
-        lse.new_empty(0) if of_dense is None or dense is None else of_dense.to(dense.dtype)
-    )  # fmt: skip
+    of_table = None if of_table is None or o.table is None else of_table.to(o.table.dtype)
+    of_dense = None if of_dense is None or o.dense is None else of_dense.to(o.dense.dtype)
+    return to.d_q, to.d_k, to.d_v, of_table, of_dense
 
 
 @flash_backward.register_fake
@@ -343,8 +370,32 @@ def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
 flash_forward.register_autograd(_backward, setup_context=_setup)
 
 
+class _Flash(torch.autograd.Function):
+    """``flash_forward`` without the dispatcher, which costs ten times as much as a launch; for eager code."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, o: Options, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, dense: Tensor | None
+    ) -> Tensor:
+        out, lse = launch_forward(q, k, v, o)
+        ctx.save_for_backward(q, k, v, out, lse, table, dense)
+        ctx.options = replace(o, table=None, dense=None)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        q, k, v, out, lse, table, dense = ctx.saved_tensors
+        o = replace(ctx.options, table=table, dense=dense)
+        d_table, d_dense = ctx.needs_input_grad[4:]
+        return None, *_all_gradients(d_out, out, lse, d_table, d_dense, q, k, v, o)
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
     """Attention of q (B, H, T, D) over k (B, G, S, D) and v (B, G, S, DV), differentiable in q, k, v, table and dense."""
+    if not torch.compiler.is_compiling():
+        out: Tensor = _Flash.apply(o, q, k, v, o.table, o.dense)
+        return out
     out, _ = flash_forward(
         q, k, v, o.lengths, o.q_docs, o.k_docs, o.row_plan, o.column_plan, o.bits, o.slopes, o.table, o.dense, o.seed,
         o.offset, o.left, o.right, o.scale, o.dropout, o.cap

@@ -2,10 +2,12 @@
 
     s_ij = scale · ((q_i + u) · k_j + (q_i + v) · r_{j-i})
 
-The second product depends on query and distance. For a chunk of C queries it is one matrix product, (q + v) rᵀ, of shape
-(C, distances); the same memory read with rows one number shorter is its tile (C, S) by key (the paper's appendix B), which
-the flash kernels take as a dense bias. Backward they write dS the same way, so that dr and its part of dq are two products
-with the matrix of distances. Chunks keep it within ``_MOST_BYTES``.
+The second product depends on query and distance. For a chunk of queries it is one matrix product, (q + v) rᵀ, by query and
+distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the flash
+kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two products.
+
+Shifts by one would make every load unaligned. So row t = 8g + c is multiplied with r shifted by c already, and the rest of
+its shift, 8g, keeps rows aligned: a batch of 8 · H products, of the rows with equal c. Chunks bound the memory.
 """
 
 from __future__ import annotations
@@ -17,29 +19,46 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .flash_ops import INTERPRETED, Gradients, Options, launch_backward, launch_forward
 
 _MOST_BYTES = 1 << 29
 _MOST_ROWS = 32 if INTERPRETED else 1024
-_PAD = 8  # distances are padded to a multiple, for aligned products
+_FRONT, _BACK = 32, 48  # zeros around r, so that shifted and padded reads stay inside
 
 
 class _Chunk(NamedTuple):
     rows: slice
     keys: slice  # those that some row may see
-    distances: slice  # of r
+    first: int  # column 0 of the products stands at this place of the shifted r
+    width: int  # columns of the products
     options: Options
 
     @property
-    def n_rows(self) -> int:
-        return self.rows.stop - self.rows.start
+    def n_groups(self) -> int:
+        """Groups of eight rows; an even number, for alignment."""
+        return -(-(self.rows.stop - self.rows.start) // 16) * 2
 
-    def by_key(self, by_distance: Tensor) -> Tensor:
-        """(H, B, C, distances) → the view (B, H, C, keys): entry (t, j) stands at distance j - t + C - 1 of row t."""
-        h, b, c, w = by_distance.shape
-        shape = (b, h, c, self.keys.stop - self.keys.start)
-        return by_distance.as_strided(shape, (c * w, b * c * w, w - 1, 1), by_distance.storage_offset() + c - 1)
+    def by_key(self, products: Tensor, n_batch: int) -> Tensor:
+        """(8 · H, B · groups, width) → the view (B, H, groups, 8, keys): key j stands in column j - 8g + 8 · groups."""
+        steps, n = products.shape[2], self.n_groups
+        of_batch, of_shift, n_heads = n * steps, n_batch * n * steps, len(products) // 8
+        shape = (n_batch, n_heads, n, 8, self.keys.stop - self.keys.start)
+        return products.as_strided(shape, (of_batch, 8 * of_shift, steps - 8, of_shift, 1), 8 * n)
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """(B, H, T, D) → the rows of the chunk as (8 · H, B · groups, D), those with equal t mod 8 together."""
+        b, h, _, d = x.shape
+        x = x[:, :, self.rows]
+        x = F.pad(x, (0, 0, 0, 8 * self.n_groups - x.shape[2])).view(b, h, self.n_groups, 8, d)
+        return x.permute(1, 3, 0, 2, 4).reshape(8 * h, b * self.n_groups, d)
+
+    def scatter_rows(self, x: Tensor, to: Tensor) -> None:
+        """The inverse of ``gather_rows``, into the rows of ``to``."""
+        b, h, _, d = to.shape
+        whole = x.view(h, 8, b, self.n_groups, d).permute(2, 0, 3, 1, 4).reshape(b, h, -1, d)
+        to[:, :, self.rows] = whole[:, :, : self.rows.stop - self.rows.start]
 
 
 def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
@@ -49,39 +68,38 @@ def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
     size = max(min(_MOST_BYTES // per_row // 128 * 128, _MOST_ROWS), min(128, _MOST_ROWS))
     for start in range(0, n_rows, size):
         stop = min(start + size, n_rows)
-        first = 0 if o.left < 0 else max(0, start + o.offset - o.left)
+        first = 0 if o.left < 0 else max(0, start + o.offset - o.left) // 16 * 16
         last = n_keys if o.right < 0 else min(n_keys, stop + o.offset + o.right)
-        offset = start + o.offset - first
-        nearest = -(stop - 1 - start + offset)  # smallest distance
-        farthest = last - first - 1 - offset if o.right < 0 else min(o.right, last - first - 1 - offset)
-        if last <= first or farthest < nearest:
+        if last <= first:
             continue
-        width = -(-(farthest - nearest + 1) // _PAD) * _PAD
         piece = replace(
-            o, offset=offset, first_row=start, first_key=first,
+            o, offset=start + o.offset - first, first_row=start, first_key=first,
             lengths=None if o.lengths is None else (o.lengths - first).clamp(min=0),
             q_docs=None if o.q_docs is None else o.q_docs[:, start:stop].contiguous(),
             k_docs=None if o.k_docs is None else o.k_docs[:, first:last].contiguous(),
         )  # fmt: skip
-        yield _Chunk(slice(start, stop), slice(first, last), slice(nearest - low, nearest - low + width), piece)
+        padded = -(-(stop - start) // 16) * 16
+        last_column = padded + (last - first - 1 if o.right < 0 else min(last - first - 1, piece.offset + o.right + 7))
+        width = -(-(last_column + 9) // 16) * 16 + 8  # an odd number of eights: rows shifted by 8 stay aligned
+        yield _Chunk(slice(start, stop), slice(first, last), _FRONT - 8 - piece.offset - padded - low, width, piece)
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """(B, H, C, D) → (H, B · C, D)."""
-    b, h, c, d = x.shape
-    return x.transpose(0, 1).reshape(h, b * c, d)
+def _shifted(r: Tensor) -> Tensor:
+    """(H, distances, D) → (H, 8, distances + …, D) with out[h, c, z] = r[h, z + 8 - c - _FRONT], 0 outside."""
+    padded = F.pad(r, (0, 0, _FRONT, _BACK))
+    n = padded.shape[1] - 8
+    return torch.stack([padded[:, 8 - c : 8 - c + n] for c in range(8)], 1)
 
 
-def _position_scores(chunk: _Chunk, q_v: Tensor, r: Tensor, scale: float) -> Tensor:
-    """scale · (q + v) rᵀ of a chunk, (H, B, C, distances)."""
-    rows, near = _by_head(q_v[:, :, chunk.rows]), r[:, chunk.distances]
-    scores = rows.new_empty(len(rows), rows.shape[1], near.shape[1])
-    torch.baddbmm(scores, rows, near.mT, beta=0, alpha=scale, out=scores)
-    return scores.view(len(rows), q_v.shape[0], chunk.n_rows, near.shape[1])
+def _near(chunk: _Chunk, shifted: Tensor) -> Tensor:
+    """The part of the shifted r that a chunk needs, (8 · H, width, D)."""
+    return shifted[:, :, chunk.first : chunk.first + chunk.width].flatten(0, 1)
 
 
-def _pad_distances(r: Tensor) -> Tensor:
-    return F.pad(r, (0, 0, 0, _PAD))
+def _position_scores(chunk: _Chunk, rows: Tensor, near: Tensor, scale: float) -> Tensor:
+    """scale · (q + v) rᵀ of a chunk, (8 · H, B · groups, width)."""
+    scores = rows.new_empty(len(rows), rows.shape[1], chunk.width)
+    return torch.baddbmm(scores, rows, near.mT, beta=0, alpha=scale, out=scores)
 
 
 @torch.library.custom_op("regard::xl_forward", mutates_args=())
@@ -92,15 +110,21 @@ def xl_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, DV) and lse (B, H, T); r (H, distances, D) begins at distance ``low``."""
     o = Options(scale, offset, left, right, lengths, q_docs, k_docs, seed=seed, dropout=dropout)
+    return _forward(q_u, q_v, k, v, r, o, low)
+
+
+def _forward(
+    q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Options, low: int
+) -> tuple[Tensor, Tensor]:
     out = q_u.new_zeros(*q_u.shape[:3], v.shape[3])
     lse = torch.full(q_u.shape[:3], float("inf"), dtype=torch.float32, device=q_u.device)
-    r = _pad_distances(r)
+    shifted = _shifted(r)
     for chunk in _chunks(q_u, k, o, low):
         rows, keys = chunk.rows, chunk.keys
-        dense = chunk.by_key(_position_scores(chunk, q_v, r, scale))
-        piece = replace(chunk.options, dense=dense)
-        part = launch_forward(q_u[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
-        out[:, :, rows], lse[:, :, rows] = part
+        products = _position_scores(chunk, chunk.gather_rows(q_v), _near(chunk, shifted), o.scale)
+        piece = replace(chunk.options, dense=chunk.by_key(products, len(q_u)))
+        part = launch_forward(q_u[:, :, rows], k[:, :, keys], v[:, :, keys], piece, out[:, :, rows])
+        lse[:, :, rows] = part[1]
     return out, lse
 
 
@@ -117,31 +141,47 @@ def xl_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q + u, q + v, k, v and r."""
     o = Options(scale, offset, left, right, lengths, q_docs, k_docs, seed=seed, dropout=dropout)
+    return _gradients(d_out, out, lse, q_u, q_v, k, v, r, o, low)
+
+
+def _gradients(
+    d_out: Tensor, out: Tensor, lse: Tensor, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Options,
+    low: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_qu, d_qv = torch.zeros_like(q_u), torch.zeros_like(q_v)
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    padded = _pad_distances(r)
-    d_r = torch.zeros(padded.shape, dtype=torch.float32, device=r.device)
+    shifted = _shifted(r)
+    d_r = torch.zeros(r.shape[0], r.shape[1] + _FRONT + _BACK, r.shape[2], dtype=torch.float32, device=r.device)
     for chunk in _chunks(q_u, k, o, low):
-        rows, keys = chunk.rows, chunk.keys
-        by_distance = _position_scores(chunk, q_v, padded, scale)
-        d_by_distance = torch.empty_like(by_distance)
-        # What the kernel does not write: before the first key, and, under other masks, anywhere.
-        partly = o.left < 0 and lengths is None and q_docs is None and o.right == 0
-        (d_by_distance[..., : chunk.n_rows] if partly else d_by_distance).zero_()
-        d_by_distance[..., by_distance.shape[-1] - _PAD :].zero_()
-        heads = d_qu[:, :, rows], d_k[:, :, keys], d_v[:, :, keys]
+        rows, keys, near = chunk.rows, chunk.keys, _near(chunk, shifted)
+        of_rows = chunk.gather_rows(q_v)
+        products = _position_scores(chunk, of_rows, near, o.scale)
+        d_products = _unwritten_zero(chunk, products, o)
         launch_backward(
             q_u[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows].contiguous(),
-            d_out[:, :, rows], replace(chunk.options, dense=chunk.by_key(by_distance)),
-            Gradients(*heads, d_dense=chunk.by_key(d_by_distance), add=True)
+            d_out[:, :, rows], replace(chunk.options, dense=chunk.by_key(products, len(q_u))),
+            Gradients(
+                d_qu[:, :, rows], d_k[:, :, keys], d_v[:, :, keys], d_dense=chunk.by_key(d_products, len(q_u)), add=True
+            )
         )  # fmt: skip
-        d_position = d_by_distance.flatten(1, 2)  # (H, B · C, distances)
-        near = padded[:, chunk.distances]
-        d_rows = torch.bmm(d_position, near).mul_(scale)
-        d_qv[:, :, rows] = d_rows.view(len(d_rows), -1, chunk.n_rows, d_rows.shape[-1]).transpose(0, 1)
-        d_near = torch.bmm(d_position.mT, _by_head(q_v[:, :, rows]))
-        d_r[:, chunk.distances].add_(d_near, alpha=scale)
-    return d_qu, d_qv, d_k.to(k.dtype), d_v.to(v.dtype), d_r[:, : r.shape[1]].to(r.dtype).contiguous()
+        chunk.scatter_rows(torch.bmm(d_products, near).mul_(o.scale), d_qv)
+        d_near = torch.bmm(d_products.mT, of_rows)  # (8 · H, width, D): column y of shift c is the distance y - c
+        n, (width, d) = chunk.width - 7, d_near.shape[1:]
+        by_distance = d_near.as_strided((len(r), 8, n, d), (8 * width * d, width * d + d, d, 1))
+        d_r[:, chunk.first + 8 : chunk.first + 8 + n].add_(by_distance.sum(1, dtype=torch.float32), alpha=o.scale)
+    d_r = d_r[:, _FRONT : _FRONT + r.shape[1]].to(r.dtype).contiguous()
+    return d_qu, d_qv, d_k.to(k.dtype), d_v.to(v.dtype), d_r
+
+
+def _unwritten_zero(chunk: _Chunk, products: Tensor, o: Options) -> Tensor:
+    """A buffer for dS, zero where the kernel writes nothing."""
+    only_causal = o.left < 0 and o.right == 0 and o.lengths is None and o.q_docs is None
+    if not only_causal or 8 * chunk.n_groups > chunk.rows.stop - chunk.rows.start:
+        return torch.zeros_like(products)
+    made = torch.empty_like(products)
+    made[..., : 8 * chunk.n_groups + 8].zero_()  # before the first key
+    made[..., chunk.width - 40 :].zero_()  # after the query's own
+    return made
 
 
 @xl_backward.register_fake
@@ -165,9 +205,30 @@ def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
 xl_forward.register_autograd(_backward, setup_context=_setup)
 
 
+class _XL(torch.autograd.Function):
+    """``xl_forward`` without the dispatcher, for eager code."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, o: Options, low: int, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor
+    ) -> Tensor:
+        out, lse = _forward(q_u, q_v, k, v, r, o, low)
+        ctx.save_for_backward(out, lse, q_u, q_v, k, v, r)
+        ctx.options, ctx.low = o, low
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        return None, None, *_gradients(d_out, *ctx.saved_tensors, ctx.options, ctx.low)
+
+
 def xl_attention(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, v_bias: Tensor, low: int, o: Options) -> Tensor:
     """Attention with u, v_bias (H, D) and r (H, distances from ``low``, D); differentiable in all of them."""
     q_u, q_v = q + u[:, None], q + v_bias[:, None]
+    if not torch.compiler.is_compiling():
+        out: Tensor = _XL.apply(o, low, q_u, q_v, k, v, r)
+        return out
     masks = o.lengths, o.q_docs, o.k_docs, o.seed
     out, _ = xl_forward(q_u, q_v, k, v, r, *masks, o.offset, o.left, o.right, o.scale, o.dropout, low)
     return out
