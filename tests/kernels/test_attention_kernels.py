@@ -1,6 +1,6 @@
 """The attention kernels against the formula: outputs and every gradient, on a GPU or in Triton's interpreter.
 
-    TRITON_INTERPRET=1 pytest tests/kernels          # without a GPU, where triton is installed
+TRITON_INTERPRET=1 pytest tests/kernels          # without a GPU, where triton is installed
 """
 
 from __future__ import annotations

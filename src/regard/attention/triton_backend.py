@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelative
-from .frame import ALL, Frame
+from .frame import Frame
 from .mask import EMPTY, FULL, And, Mask, plan
 from .masks import Causal, Dense, Document, Everything, Lengths, Packed, ValidKeys, Window
 from .mechanisms import Additive, Dot
@@ -174,16 +174,17 @@ def _mask_options(mask: Mask | None, frame: Frame) -> dict[str, Any]:
         ahead = [part.ahead if isinstance(part, Window) else 0 for part in near]
         back = [part.size - 1 for part in near if isinstance(part, Window)]
         made.update({"right": min(ahead)} if ahead else {}, **({"left": min(back)} if back else {}))
-    batch = slice(frame.first_batch, frame.first_batch + frame.n_batch)
     valid = None
     for part in known:
         if isinstance(part, Lengths):
-            lengths = part.lengths[batch] - _first_key(frame)
+            lengths = _of_batch(part.lengths, frame)
+            lengths = lengths - _first_key(frame) if _first_key(frame) else lengths
             made["lengths"] = lengths if "lengths" not in made else torch.minimum(lengths, made["lengths"])
         elif isinstance(part, ValidKeys):
-            valid = part.valid[batch] if valid is None else valid & part.valid[batch]
+            real = _of_batch(part.valid, frame)
+            valid = real if valid is None else valid & real
         elif isinstance(part, Packed):
-            made["q_docs"] = made["k_docs"] = _as_int32(part.documents)[batch]
+            made["q_docs"] = made["k_docs"] = _of_batch(_as_int32(part.documents), frame)
         elif isinstance(part, Document):
             assert frame.q_doc is not None and frame.k_doc is not None
             sizes = (frame.n_batch, -1)
@@ -192,6 +193,11 @@ def _mask_options(mask: Mask | None, frame: Frame) -> dict[str, Any]:
     if valid is not None:
         made.update(_hide_keys(valid, made, frame))
     return made
+
+
+def _of_batch(x: Tensor, frame: Frame) -> Tensor:
+    """The rows of a frame that is part of a larger one; else the tensor itself, as caches know it by identity."""
+    return x if len(x) == frame.n_batch else x[frame.first_batch : frame.first_batch + frame.n_batch]
 
 
 def _first_key(frame: Frame) -> int:
@@ -244,7 +250,8 @@ def _sparse_options(parts: list[Mask], frame: Frame) -> dict[str, Any]:
 
     mask = functools.reduce(And, parts)
     sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, frame.first_batch, frame.first_head)
-    key = (_identity(mask), sizes, frame.steady, frame.device, PLAN_BLOCK, _tensor_key(frame.q_doc), _tensor_key(frame.k_doc))
+    documents = _tensor_key(frame.q_doc), _tensor_key(frame.k_doc)
+    key = (_identity(mask), sizes, frame.steady, frame.device, PLAN_BLOCK, documents)
     made = _plans.get(key)
     if made is None:
         with torch.no_grad():
@@ -329,7 +336,6 @@ def _transposed(lines: list[list[tuple[int, int]]], n_columns: int) -> list[list
 def _as_tensor(lists: list[list[list[tuple[int, int]]]], shape: tuple[int, int]) -> Tensor:
     """Lists by (batch and head), block → (B, H, blocks, 1 + 2n) int32: a count, then the pairs."""
     longest = max(len(line) for lines in lists for line in lines)
-    rows = [
-        [len(line), *(x for pair in line for x in pair), *[0] * (2 * (longest - len(line)))] for lines in lists for line in lines
-    ]
+    every_line = [line for lines in lists for line in lines]
+    rows = [[len(line), *(x for pair in line for x in pair), *[0] * 2 * (longest - len(line))] for line in every_line]
     return torch.tensor(rows, dtype=torch.int32).view(*shape, -1, 1 + 2 * longest)

@@ -5,8 +5,8 @@
 
     dq_i = Σ_j dS_ij w (1 - tanh²)    dk_j = Σ_i dS_ij w (1 - tanh²)    dw = Σ_ij dS_ij tanh
 
-A tile of queries × keys is summed over E one hidden unit at a time, so that nothing of size T · S · E exists; q and k are
-read transposed, (B, H, E, T). The bound is the tanh unit: one tanh a number forward, two backward.
+A tile of queries × keys is summed over E one hidden unit at a time, so that nothing of size T · S · E exists; q and k
+are read transposed, (B, H, E, T). The bound is the tanh unit: one tanh a number forward, two backward.
 ``attention.mechanisms.Additive`` is the readable form.
 """
 
@@ -29,9 +29,7 @@ _BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
 def _tanh(x, FAST: tl.constexpr):
     """FAST: the hardware's, with a relative error of 2⁻¹¹, below half precision's."""
     if FAST:
-        y = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         y = tanh(x)
     return y
@@ -230,7 +228,7 @@ additive_forward.register_autograd(_backward_of_op, setup_context=_setup)
 
 
 def additive_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor, o: Options) -> Tensor:
-    """Attention with scores w · tanh(q + k) of q (B, H, T, E), k (B, H, S, E) over v (B, G, S, DV); masks of ``o`` only."""
+    """Attention with scores w · tanh(q + k) of q (B, H, T, E), k (B, H, S, E) over v (B, G, S, DV); only masks of o."""
     masks = o.lengths, o.q_docs, o.k_docs, o.seed
     out, _ = additive_forward(q, k, v, w, *masks, o.offset, o.left, o.right, o.dropout)
     return out

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of flash attention, forward and backward: exact softmax attention in O(T) memory.
 
-Forward (Dao et al. 2022, algorithm 1): a program owns BLOCK_M queries of one head and walks over the blocks of keys with
-a running maximum and sum of each row. Backward (algorithm 4): one kernel owns queries (dQ and the gradients of biases),
+Forward (Dao et al. 2022, algorithm 1): a program owns BLOCK_M queries of one head and walks over the blocks of keys
+with a running maximum and sum of each row. Backward (algorithm 4): one kernel owns queries (dQ and the gradients of biases),
 one owns keys (dK, dV). ``attention.tiled`` is the same algorithm in plain torch.
 
     s = cap · tanh(scale · q kᵀ / cap) + bias        bias = -slope |d| + table[clip(d, ±reach)] + dense,   d = j - i
@@ -40,7 +40,7 @@ def _mix(x):
 
 @triton.jit
 def keep_tile(seed, b, h, t, j, threshold):
-    """Which weights dropout keeps; the function of (seed, b, h, row, column) of ``attention.reference.dropout_tile``."""
+    """Which weights dropout keeps: the function of (seed, b, h, row, column) in ``attention.reference.dropout_tile``."""
     start = (tl.load(seed) & 0x7FFFFFFF).to(tl.uint32)
     head = _mix(_mix(start + b.to(tl.uint32)) + h.to(tl.uint32))
     return _mix(_mix(head + t.to(tl.uint32)) ^ _mix(j.to(tl.uint32) + 0x3C6EF372)) >= threshold.to(tl.uint32)
@@ -49,10 +49,8 @@ def keep_tile(seed, b, h, t, j, threshold):
 @triton.jit
 def load_tile(at, mask, CHECK: tl.constexpr):
     if CHECK:
-        tile = tl.load(at, mask=mask, other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile
+        return tl.load(at, mask=mask, other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
@@ -67,7 +65,8 @@ def visible_tile(
     if RIGHT:
         seen = seen & (j <= t + offset + right)
     if DOCS:
-        seen = seen & (tl.load(q_docs + t, mask=t < n_rows, other=-1) == tl.load(k_docs + j, mask=j < key_end, other=-2))
+        of_q, of_k = tl.load(q_docs + t, mask=t < n_rows, other=-1), tl.load(k_docs + j, mask=j < key_end, other=-2)
+        seen = seen & (of_q == of_k)
     if BITS:
         words = tl.load(bits + (t - m0) * (BLOCK_N // 32) + (j - n0) // 32)
         seen = seen & (((words >> ((j - n0) % 32)) & 1) != 0)
@@ -109,7 +108,7 @@ def score_tile(
     else:
         scores = dots * (scale * _LOG2_E)
     if SLOPE:
-        scores -= tl.abs(j - t - offset).to(tl.float32) * (slope * _LOG2_E)
+        scores -= tl.abs(j.to(tl.float32) - (t + offset).to(tl.float32)) * (slope * _LOG2_E)
     if TABLE:
         if NEAR:  # the strip holds the tile of any two blocks; those out of reach have all the same
             start = (reach + 15) // 16 * 16 + STRIP_ROWS
@@ -181,10 +180,10 @@ def row_phases(
     return lo, c, a, b, hi
 
 
-_LENGTHS = ["n_rows", "n_keys", "offset", "left", "right", "reach", "threshold", "first_row", "first_key"]
+_VARYING = ["threshold", "first_row", "first_key"]  # no kernel of its own for each multiple of 16 of these
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_VARYING)
 def forward(
     q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
@@ -194,7 +193,7 @@ def forward(
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Program (b · H + h, block of queries from the last): output and lse = log Σ exp(s), +inf where nothing is seen."""
+    """Program (b · H + h, block of queries from the last): output and lse = log Σ exp(s), +inf where a row is blind."""
     b, h = tl.program_id(0) // N_HEADS, tl.program_id(0) % N_HEADS
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     m0, b64, g = block * BLOCK_M, b.to(tl.int64), h // REP
@@ -272,9 +271,8 @@ def forward(
             rescale = tl.exp2(top - higher)
             total = total * rescale + tl.sum(weights, 1)
             if DROPOUT:
-                weights = tl.where(
-                    keep_tile(seed, b, h, (first_row + t)[:, None], (first_key + j)[None, :], threshold), weights * keep_factor, 0.0
-                )
+                kept = keep_tile(seed, b, h, (first_row + t)[:, None], (first_key + j)[None, :], threshold)
+                weights = tl.where(kept, weights * keep_factor, 0.0)
             values = load_tile(
                 v_at + j[:, None].to(tl.int64) * v_s, (j < n_keys)[:, None] & (f < DV)[None, :], check or DV != BLOCK_V
             )
@@ -288,7 +286,7 @@ def forward(
     tl.store(lse + tl.program_id(0).to(tl.int64) * n_rows + t, norm, mask=t < n_rows)
 
 
-@triton.jit(do_not_specialize=[*_LENGTHS, "band_width"])
+@triton.jit(do_not_specialize=_VARYING)
 def backward_queries(
     q, k, v, out, lse, d_out, row_dot, d_q, d_dense, band, d_far,
     lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
@@ -425,7 +423,7 @@ def backward_queries(
         tl.store(d_far + line_at * 2 + 1, right_sum, mask=t < n_rows)
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_VARYING)
 def backward_keys(
     q, k, v, lse, d_out, row_dot, d_k, d_v,
     lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
@@ -446,7 +444,8 @@ def backward_keys(
     n0, b64, g64 = block * BLOCK_N, b.to(tl.int64), g.to(tl.int64)
     j = n0 + tl.arange(0, BLOCK_N)
     e, f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    j64, of_d, of_v = j[:, None].to(tl.int64), (j < n_keys)[:, None] & (e < D)[None, :], (j < n_keys)[:, None] & (f < DV)[None, :]
+    j64, there = j[:, None].to(tl.int64), (j < n_keys)[:, None]
+    of_d, of_v = there & (e < D)[None, :], there & (f < DV)[None, :]
     keys = tl.load(k + b64 * k_b + g64 * k_h + j64 * k_s + e[None, :], mask=of_d, other=0.0)
     values = tl.load(v + b64 * v_b + g64 * v_h + j64 * v_s + f[None, :], mask=of_v, other=0.0)
     key_end = n_keys

@@ -31,8 +31,10 @@ class Options:
     lengths: Tensor | None = None  # (B,) keys of each sequence
     q_docs: Tensor | None = None  # (B, T) int32 documents
     k_docs: Tensor | None = None  # (B, S); -1: seen by no query
-    row_plan: Tensor | None = None  # (B or 1, H or 1, T blocks, 1 + 2n) int32: a count, then (block of keys, tile of bits)
-    column_plan: Tensor | None = None  # (B or 1, H or 1, S blocks, 1 + 2n): a count, then (block of queries, tile of bits)
+    row_plan: Tensor | None = (
+        None  # (B or 1, H or 1, blocks of T, 1 + 2n) int32: n, then n × (block of S, tile of bits)
+    )
+    column_plan: Tensor | None = None  # (B or 1, H or 1, blocks of S, 1 + 2n): n, then n × (block of T, tile of bits)
     bits: Tensor | None = None  # (tiles, block, block / 32) int32
     slopes: Tensor | None = None  # (H,) of ALiBi
     table: Tensor | None = None  # (H, 2 · reach + 1) bias of the distances -reach … reach; clipped beyond
@@ -70,8 +72,11 @@ def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int,
         sizes = TILES[kernel, 64 if width <= 64 else 128 if width <= 128 else 256]
     if o.row_plan is not None:
         return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
-    if kernel == "keys" and width <= 64 and (o.q_docs is not None or o.table is not None or o.dense is not None):
-        return 64, 64, 4, 2  # a tile that is masked or biased needs more registers
+    if kernel == "keys" and width <= 64 and sizes[1] == 128 and q.element_size() == 2:
+        if o.q_docs is not None or o.table is not None:
+            return 64, 64, 4, 2  # a tile that is masked or biased needs more registers
+        if o.dense is not None:
+            return 64, 128, 8, 3
     return sizes
 
 
@@ -129,7 +134,9 @@ def _flags(o: Options) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def _tensors(o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None, strip: Tensor | None) -> tuple[Tensor, ...]:
+def _tensors(
+    o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None, strip: Tensor | None
+) -> tuple[Tensor, ...]:
     """The pointers that all kernels take, q standing in for what is absent."""
     given = (o.lengths, o.q_docs, o.k_docs, ranges, plan, o.bits, o.slopes, strip, o.dense, o.seed)
     return tuple(q if x is None else x for x in given)
@@ -151,7 +158,8 @@ def _strip(o: Options) -> Tensor | None:
         return None
     table, rows = o.table.contiguous(), kernels.STRIP_ROWS.value
     n_heads, reach = len(table), table.shape[1] // 2
-    strip = torch.empty(n_heads, rows, (reach + 15) // 16 * 32 + 3 * rows + 16, dtype=torch.float32, device=table.device)
+    width = (reach + 15) // 16 * 32 + 3 * rows + 16
+    strip = torch.empty(n_heads, rows, width, dtype=torch.float32, device=table.device)
     kernels.table_strip[(rows, n_heads)](table, strip, reach, o.offset, BLOCK=1024, num_warps=4)
     return strip
 
@@ -160,7 +168,7 @@ _ranges: Any = WeakTensorKeyDictionary()  # documents → ranges; every layer of
 
 
 def document_ranges(own: Tensor, other: Tensor, block: int, other_block: int) -> Tensor:
-    """(B, blocks, 2) int32: first and last + 1 block of ``other`` that may share a document with each block of ``own``."""
+    """(B, blocks, 2) int32: first and last + 1 block of ``other`` that may share a document with a block of ``own``."""
     key = (block, other_block, other.data_ptr(), own._version, other._version, other.shape)
     held = _ranges.setdefault(own, {})
     if key not in held:
@@ -194,9 +202,7 @@ def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(b, h, t, width, dtype=dtype, device=x.device)
 
 
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Output (B, H, T, DV), where given into ``out``, and lse (B, H, T)."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     (n_batch, n_heads, n_rows, d), n_keys, dv = q.shape, k.shape[2], v.shape[3]
@@ -244,8 +250,8 @@ def launch_backward(
         *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
         *_dense_strides(o.dense), *_dense_strides(to.d_dense), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep, D=d,
-        DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
+        DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
     block_m, block_n, warps, stages = tile_sizes("keys", q, v, o)
@@ -317,10 +323,9 @@ def flash_backward(
         scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
         dropout, cap
     )  # fmt: skip
-    *grads, of_table, of_dense = _all_gradients(d_out, out, lse, d_table, d_dense, q, k, v, o)
-    d_q, d_k, d_v = grads
-    none = lse.new_empty(0)
-    return d_q, d_k, d_v, none if of_table is None else of_table, none if of_dense is None else of_dense
+    d_q, d_k, d_v, *of_biases = _all_gradients(d_out, out, lse, d_table, d_dense, q, k, v, o)
+    of_table, of_dense = (lse.new_empty(0) if x is None else x for x in of_biases)
+    return d_q, d_k, d_v, of_table, of_dense
 
 
 def _all_gradients(
@@ -344,12 +349,11 @@ def _(
     d_out: Tensor, out: Tensor, lse: Tensor, d_table: bool, d_dense: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     table, dense = rest[7], rest[8]
-    none = torch.empty(0, dtype=torch.float32, device=q.device)
-    return (
-        _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]),
-        torch.empty(table.shape, dtype=table.dtype, device=q.device) if d_table else none,
-        torch.empty(dense.shape, dtype=dense.dtype, device=q.device) if d_dense else none
-    )  # fmt: skip
+    of_biases = (
+        torch.empty(x.shape, dtype=x.dtype, device=q.device) if wanted else lse.new_empty(0)
+        for x, wanted in ((table, d_table), (dense, d_dense))
+    )
+    return _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), *of_biases
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -392,7 +396,7 @@ class _Flash(torch.autograd.Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    """Attention of q (B, H, T, D) over k (B, G, S, D) and v (B, G, S, DV), differentiable in q, k, v, table and dense."""
+    """Attention of q (B, H, T, D) over k (B, G, S, D), v (B, G, S, DV); differentiable in q, k, v, table and dense."""
     if not torch.compiler.is_compiling():
         out: Tensor = _Flash.apply(o, q, k, v, o.table, o.dense)
         return out

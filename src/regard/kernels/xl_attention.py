@@ -2,12 +2,12 @@
 
     s_ij = scale · ((q_i + u) · k_j + (q_i + v) · r_{j-i})
 
-The second product depends on query and distance. For a chunk of queries it is one matrix product, (q + v) rᵀ, by query and
-distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the flash
+The second product depends on query and distance. For a chunk of queries it is one matrix product, (q + v) rᵀ, by query
+and distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the flash
 kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two products.
 
-Shifts by one would make every load unaligned. So row t = 8g + c is multiplied with r shifted by c already, and the rest of
-its shift, 8g, keeps rows aligned: a batch of 8 · H products, of the rows with equal c. Chunks bound the memory.
+Shifts by one would make every load unaligned. So row t = 8g + c is multiplied with r shifted by c already, and the rest
+of its shift, 8g, keeps rows aligned: a batch of 8 · H products, of the rows with equal c. Chunks bound the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from .flash_ops import INTERPRETED, Gradients, Options, launch_backward, launch_forward
 
-_MOST_BYTES = 1 << 29
+_MOST_BYTES = 1 << 28
 _MOST_ROWS = 32 if INTERPRETED else 1024
 _FRONT, _BACK = 32, 48  # zeros around r, so that shifted and padded reads stay inside
 
@@ -51,14 +51,18 @@ class _Chunk(NamedTuple):
         """(B, H, T, D) → the rows of the chunk as (8 · H, B · groups, D), those with equal t mod 8 together."""
         b, h, _, d = x.shape
         x = x[:, :, self.rows]
-        x = F.pad(x, (0, 0, 0, 8 * self.n_groups - x.shape[2])).view(b, h, self.n_groups, 8, d)
-        return x.permute(1, 3, 0, 2, 4).reshape(8 * h, b * self.n_groups, d)
+        missing = 8 * self.n_groups - x.shape[2]
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
+        return x.unflatten(2, (self.n_groups, 8)).permute(1, 3, 0, 2, 4).reshape(8 * h, b * self.n_groups, d)
 
     def scatter_rows(self, x: Tensor, to: Tensor) -> None:
         """The inverse of ``gather_rows``, into the rows of ``to``."""
         b, h, _, d = to.shape
-        whole = x.view(h, 8, b, self.n_groups, d).permute(2, 0, 3, 1, 4).reshape(b, h, -1, d)
-        to[:, :, self.rows] = whole[:, :, : self.rows.stop - self.rows.start]
+        by_group, n_rows = x.view(h, 8, b, self.n_groups, d).permute(2, 0, 3, 1, 4), self.rows.stop - self.rows.start
+        if n_rows == 8 * self.n_groups:
+            to[:, :, self.rows].unflatten(2, (self.n_groups, 8)).copy_(by_group)
+        else:
+            to[:, :, self.rows] = by_group.flatten(2, 3)[:, :, :n_rows]
 
 
 def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
@@ -87,8 +91,8 @@ def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
 def _shifted(r: Tensor) -> Tensor:
     """(H, distances, D) → (H, 8, distances + …, D) with out[h, c, z] = r[h, z + 8 - c - _FRONT], 0 outside."""
     padded = F.pad(r, (0, 0, _FRONT, _BACK))
-    n = padded.shape[1] - 8
-    return torch.stack([padded[:, 8 - c : 8 - c + n] for c in range(8)], 1)
+    h, n, d = padded.shape
+    return padded.as_strided((h, 8, n - 8, d), (n * d, d, d, 1), d).flip(1)  # one copy; c counts backwards before it
 
 
 def _near(chunk: _Chunk, shifted: Tensor) -> Tensor:
@@ -113,9 +117,7 @@ def xl_forward(
     return _forward(q_u, q_v, k, v, r, o, low)
 
 
-def _forward(
-    q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Options, low: int
-) -> tuple[Tensor, Tensor]:
+def _forward(q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Options, low: int) -> tuple[Tensor, Tensor]:
     out = q_u.new_zeros(*q_u.shape[:3], v.shape[3])
     lse = torch.full(q_u.shape[:3], float("inf"), dtype=torch.float32, device=q_u.device)
     shifted = _shifted(r)
@@ -164,7 +166,7 @@ def _gradients(
                 d_qu[:, :, rows], d_k[:, :, keys], d_v[:, :, keys], d_dense=chunk.by_key(d_products, len(q_u)), add=True
             )
         )  # fmt: skip
-        chunk.scatter_rows(torch.bmm(d_products, near).mul_(o.scale), d_qv)
+        chunk.scatter_rows(torch.baddbmm(of_rows, d_products, near, beta=0, alpha=o.scale), d_qv)
         d_near = torch.bmm(d_products.mT, of_rows)  # (8 · H, width, D): column y of shift c is the distance y - c
         n, (width, d) = chunk.width - 7, d_near.shape[1:]
         by_distance = d_near.as_strided((len(r), 8, n, d), (8 * width * d, width * d + d, d, 1))
@@ -209,9 +211,7 @@ class _XL(torch.autograd.Function):
     """``xl_forward`` without the dispatcher, for eager code."""
 
     @staticmethod
-    def forward(
-        ctx: Any, o: Options, low: int, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, o: Options, low: int, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
         out, lse = _forward(q_u, q_v, k, v, r, o, low)
         ctx.save_for_backward(out, lse, q_u, q_v, k, v, r)
         ctx.options, ctx.low = o, low
