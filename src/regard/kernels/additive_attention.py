@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_attention import _LN_2, _LOG2_E, _LOWEST, keep_tile, key_phases, tanh, visible_tile
+from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
 from .flash_ops import INTERPRETED, Options, padded_width
 
 _BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
@@ -63,13 +63,13 @@ def _forward(
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     q_at, k_at, w_at = q + head * E * n_rows, k + head * E * n_keys, w + h * E
     v_at = v + b * v_b + (h // REP) * v_h + f[None, :]
-    top = tl.full([BLOCK], _LOWEST, tl.float32)
+    top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK, BLOCK_V], tl.float32)
     for at in range(lo, hi):
         n0 = at * BLOCK
         j = n0 + tl.arange(0, BLOCK)
-        scores = _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E, FAST, BLOCK) * _LOG2_E
+        scores = _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E, FAST, BLOCK) * LOG2_E
         seen = visible_tile(
             t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs + b * n_rows, k_docs + b * n_keys, lse,
             m0, n0, LEFT, RIGHT, DOCS, False, BLOCK
@@ -89,7 +89,7 @@ def _forward(
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
     o_at = out + (head * n_rows + t[:, None]) * DV + f[None, :]
     tl.store(o_at, mixed.to(out.dtype.element_ty), mask=(t < n_rows)[:, None] & (f < DV)[None, :])
-    norm = tl.where(blind, float("inf"), (top + tl.log2(tl.where(blind, 1.0, total))) * _LN_2)
+    norm = tl.where(blind, float("inf"), (top + tl.log2(tl.where(blind, 1.0, total))) * LN_2)
     tl.store(lse + head * n_rows + t, norm, mask=t < n_rows)
 
 
@@ -118,14 +118,14 @@ def _backward(
     dv_at = d_v + (b * (N_HEADS // REP) + h // REP) * n_keys * DV + f[None, :]
     g_at = d_out + b * g_b + h * g_h + t[:, None].to(tl.int64) * g_t + f[None, :]
     grads = tl.load(g_at, mask=rows[:, None] & of_v, other=0.0)
-    norm = tl.load(lse + head * n_rows + t, mask=rows, other=float("inf")) * _LOG2_E
+    norm = tl.load(lse + head * n_rows + t, mask=rows, other=float("inf")) * LOG2_E
     dots_o = tl.load(row_dot + head * n_rows + t, mask=rows, other=0.0)
     for at in range(lo, hi):
         n0 = at * BLOCK
         j = n0 + tl.arange(0, BLOCK)
         in_keys = (j < n_keys)[:, None] & of_v
         values = tl.load(v_at + j[:, None].to(tl.int64) * v_s, mask=in_keys, other=0.0)
-        scores = _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E, FAST, BLOCK) * _LOG2_E
+        scores = _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E, FAST, BLOCK) * LOG2_E
         seen = visible_tile(
             t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs + b * n_rows, k_docs + b * n_keys, lse,
             m0, n0, LEFT, RIGHT, DOCS, False, BLOCK

@@ -2,14 +2,10 @@
 """Triton kernels of flash attention, forward and backward: exact softmax attention in O(T) memory.
 
 Forward (Dao et al. 2022, algorithm 1): a program owns BLOCK_M queries of one head and walks over the blocks of keys
-with a running maximum and sum of each row. Backward (algorithm 4): one kernel owns queries (dQ and the gradients of biases),
-one owns keys (dK, dV). ``attention.tiled`` is the same algorithm in plain torch.
+with a running maximum and sum of each row. Backward (algorithm 4): one kernel owns queries (dQ and the gradients of
+biases), one owns keys (dK, dV). ``attention.tiled`` is the same algorithm in plain torch.
 
-    s = cap · tanh(scale · q kᵀ / cap) + bias        bias = -slope |d| + table[clip(d, ±reach)] + dense,   d = j - i
-
-A walk has phases, so that only blocks at the edge of the mask evaluate it: "clear" blocks are seen whole and, with a
-table, lie beyond its reach, where its value is one number. Row t stands at key position t + offset, and sees keys
-t + offset - left … t + offset + right, before ``lengths[b]``, of its own document, in the tiles of a sparse plan.
+    s = cap · tanh(scale · q kᵀ / cap) + bias      bias = -slope |d| + table[clip(d, ±reach)] + dense,   d = j - i
 """
 
 from __future__ import annotations
@@ -17,168 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Finite, so that a row that has seen nothing gives exp2(-inf - m) = 0 and not NaN.
-_LOWEST: tl.constexpr = tl.constexpr(-1e30)
-STRIP_ROWS: tl.constexpr = tl.constexpr(128)  # the largest block of queries or keys with a table
-
-
-@triton.jit
-def tanh(x):
-    """1 - 2 / (1 + e^2x), which saturates without overflow."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2_E)))
-
-
-@triton.jit
-def _mix(x):
-    """``attention.reference._mix`` in 32 bits: only the low 31 are kept."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0x7FFFFFFF
-    x = ((x ^ (x >> 15)) * 0x6C8E9CF5) & 0x7FFFFFFF
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def keep_tile(seed, b, h, t, j, threshold):
-    """Which weights dropout keeps: the function of (seed, b, h, row, column) in ``attention.reference.dropout_tile``."""
-    start = (tl.load(seed) & 0x7FFFFFFF).to(tl.uint32)
-    head = _mix(_mix(start + b.to(tl.uint32)) + h.to(tl.uint32))
-    return _mix(_mix(head + t.to(tl.uint32)) ^ _mix(j.to(tl.uint32) + 0x3C6EF372)) >= threshold.to(tl.uint32)
-
-
-@triton.jit
-def load_tile(at, mask, CHECK: tl.constexpr):
-    if CHECK:
-        return tl.load(at, mask=mask, other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
-def visible_tile(
-    t, j, offset, left, right, n_rows, key_end, q_docs, k_docs, bits, m0, n0, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    DOCS: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Which pairs of rows t and keys j may look, for t and j that broadcast to a tile."""
-    seen = (j < key_end) & (t < n_rows)
-    if LEFT:
-        seen = seen & (j >= t + offset - left)
-    if RIGHT:
-        seen = seen & (j <= t + offset + right)
-    if DOCS:
-        of_q, of_k = tl.load(q_docs + t, mask=t < n_rows, other=-1), tl.load(k_docs + j, mask=j < key_end, other=-2)
-        seen = seen & (of_q == of_k)
-    if BITS:
-        words = tl.load(bits + (t - m0) * (BLOCK_N // 32) + (j - n0) // 32)
-        seen = seen & (((words >> ((j - n0) % 32)) & 1) != 0)
-    return seen
-
-
-@triton.jit
-def strip_width(reach):
-    return (reach + 15) // 16 * 32 + 3 * STRIP_ROWS + 16
-
-
-@triton.jit
-def table_strip(table, strip, reach, offset, BLOCK: tl.constexpr):
-    """Program (row a, h): strip[h, a, x] = table[h, clip(x - a - start, ±reach)] in units of ln 2.
-
-    A tile of a bias by distance is a rectangle of it, so that kernels read it as they read any matrix. It begins
-    ``start`` = reach + STRIP_ROWS before the block of keys that stands where the block of queries does; what makes the
-    offset and the reach no multiple of 16 is part of the strip, so that rectangles begin at aligned addresses.
-    """
-    a, h, width = tl.program_id(0), tl.program_id(1), strip_width(reach)
-    start = (reach + 15) // 16 * 16 + STRIP_ROWS + (offset - (offset >> 4) * 16)
-    for x0 in range(0, width, BLOCK):
-        x = x0 + tl.arange(0, BLOCK)
-        distance = tl.minimum(tl.maximum(x - a - start, -reach), reach)
-        value = tl.load(table + h * (2 * reach + 1) + reach + distance).to(tl.float32) * _LOG2_E
-        tl.store(strip + (h * STRIP_ROWS + a).to(tl.int64) * width + x, value, mask=x < width)
-
-
-@triton.jit
-def score_tile(
-    dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_g, dense_t, dense_j, inside,
-    CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
-):  # fmt: skip
-    """Scores in units of ln 2 (for exp2), and the derivative of the soft cap."""
-    slack = 1.0
-    if CAP:
-        ratio = tanh(dots * (scale / cap))
-        scores, slack = ratio * (cap * _LOG2_E), 1.0 - ratio * ratio
-    else:
-        scores = dots * (scale * _LOG2_E)
-    if SLOPE:
-        scores -= tl.abs(j.to(tl.float32) - (t + offset).to(tl.float32)) * (slope * _LOG2_E)
-    if TABLE:
-        if NEAR:  # the strip holds the tile of any two blocks; those out of reach have all the same
-            start = (reach + 15) // 16 * 16 + STRIP_ROWS
-            between = tl.maximum(n0 - m0 - (offset >> 4) * 16, -start)
-            between = tl.multiple_of(tl.minimum(between, start + 16), 16)
-            scores += tl.load(strip + (t - m0) * strip_width(reach) + (between + start) + (j - n0))
-        else:
-            scores += far
-    if DENSE:
-        at = dense + (t // 8).to(tl.int64) * dense_g + (t % 8).to(tl.int64) * dense_t + j * dense_j
-        scores += tl.load(at, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
-    return scores, slack
-
-
-@triton.jit
-def key_phases(
-    m0, offset, left, right, reach, n_rows, key_end, LEFT: tl.constexpr, RIGHT: tl.constexpr, TABLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Block numbers lo ≤ a ≤ b ≤ c ≤ d ≤ hi of a row's walk: edge, clear, edge, clear beyond the reach, edge."""
-    first, last = m0 + offset, tl.minimum(m0 + BLOCK_M, n_rows) - 1 + offset
-    lo, hi, clear = 0, key_end, key_end
-    if RIGHT:
-        hi = tl.minimum(hi, last + right + 1)
-        clear = tl.minimum(clear, first + right + 1)
-    if TABLE:
-        clear = tl.minimum(clear, first - reach + 1)
-    hi = (tl.maximum(hi, 0) + BLOCK_N - 1) // BLOCK_N
-    a = 0
-    if LEFT:
-        lo = tl.maximum(first - left, 0) // BLOCK_N
-        a = (tl.maximum(last - left, 0) + BLOCK_N - 1) // BLOCK_N
-    a = tl.minimum(tl.maximum(a, lo), hi)
-    b = tl.maximum(tl.minimum(tl.maximum(clear, 0) // BLOCK_N, hi), a)
-    c, d = hi, hi
-    if TABLE and not RIGHT:
-        c = tl.minimum(tl.maximum((tl.maximum(last + reach, 0) + BLOCK_N - 1) // BLOCK_N, b), hi)
-        d = tl.maximum(tl.minimum(key_end // BLOCK_N, hi), c)
-    return lo, a, b, c, d, hi
-
-
-@triton.jit
-def row_phases(
-    n0, offset, left, right, reach, n_rows, key_end, LEFT: tl.constexpr, RIGHT: tl.constexpr, TABLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Block numbers lo ≤ c ≤ a ≤ b ≤ hi of a column's walk: clear beyond the reach, edge, clear, edge."""
-    end = n0 + BLOCK_N
-    lo, a, c = 0, 0, 0
-    hi, b = n_rows, n_rows
-    if LEFT:
-        hi = tl.minimum(hi, tl.minimum(end, key_end) - offset + left)
-        b = tl.minimum(b, n0 - offset + left + 1)
-    if RIGHT:
-        lo = tl.maximum(n0 - right - offset, 0) // BLOCK_M
-        a = tl.maximum(end - 1 - right - offset, 0)
-    if TABLE:
-        a = tl.maximum(a, end - 1 + reach - offset)
-        if not RIGHT:
-            c = tl.maximum(n0 - reach - offset + 1, 0) // BLOCK_M
-    hi = (tl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M
-    hi = tl.where(n0 < key_end, hi, 0)
-    a = (a + BLOCK_M - 1) // BLOCK_M
-    a = tl.minimum(tl.maximum(a, lo), hi)
-    b = tl.maximum(tl.minimum(tl.maximum(b, 0) // BLOCK_M, hi), a)
-    a = tl.where(end > key_end, hi, a)
-    b = tl.where(end > key_end, hi, b)
-    c = tl.where(end > key_end, lo, tl.minimum(tl.maximum(c, lo), a))
-    return lo, c, a, b, hi
-
+from .attention_tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    STRIP_ROWS,
+    keep_tile,
+    key_phases,
+    load_tile,
+    row_phases,
+    score_tile,
+    strip_width,
+    visible_tile,
+)
 
 _VARYING = ["threshold", "first_row", "first_key"]  # no kernel of its own for each multiple of 16 of these
 
@@ -187,8 +34,8 @@ _VARYING = ["threshold", "first_row", "first_key"]  # no kernel of its own for e
 def forward(
     q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h,
-    plan_width, N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b,
+    plan_h, plan_width, N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr
@@ -225,7 +72,7 @@ def forward(
     if PLAN:
         plan_at = plan + (b * plan_b + h * plan_h + block).to(tl.int64) * plan_width
         lo, hi = 0, tl.load(plan_at)
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for PHASE in tl.static_range(FIRST, LAST):
@@ -257,8 +104,8 @@ def forward(
             if check:
                 inside = inside & (j < n_keys)[None, :]
             scores, _ = score_tile(
-                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_g,
-                dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
+                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
+                dense_g, dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             if check:
                 seen = visible_tile(
@@ -282,7 +129,7 @@ def forward(
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
     o_at = out + b64 * o_b + h.to(tl.int64) * o_h + t[:, None].to(tl.int64) * o_t + f[None, :]
     tl.store(o_at, mixed.to(out.dtype.element_ty), mask=(t < n_rows)[:, None] & (f < DV)[None, :])
-    norm = tl.where(blind, float("inf"), (top + tl.log2(tl.where(blind, 1.0, total))) * _LN_2)
+    norm = tl.where(blind, float("inf"), (top + tl.log2(tl.where(blind, 1.0, total))) * LN_2)
     tl.store(lse + tl.program_id(0).to(tl.int64) * n_rows + t, norm, mask=t < n_rows)
 
 
@@ -318,7 +165,7 @@ def backward_queries(
     dots_o = tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)
     line_at = tl.program_id(0).to(tl.int64) * n_rows + t
     tl.store(row_dot + line_at, dots_o, mask=t < n_rows)
-    norm = tl.load(lse + line_at, mask=t < n_rows, other=float("inf")) * _LOG2_E
+    norm = tl.load(lse + line_at, mask=t < n_rows, other=float("inf")) * LOG2_E
     key_end = n_keys
     if LENGTHS:
         key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
@@ -377,8 +224,8 @@ def backward_queries(
             if check:
                 inside = rows & (j < n_keys)[None, :]
             scores, slack = score_tile(
-                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at, dense_g,
-                dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
+                dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
+                dense_g, dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             weights = tl.exp2(scores - norm[:, None])
             d_weights = tl.dot(grads, values, input_precision="ieee")
@@ -503,7 +350,7 @@ def backward_keys(
                 grads = load_tile(
                     g_at + t[:, None].to(tl.int64) * g_t, rows[:, None] & (f < DV)[None, :], check or DV != BLOCK_V
                 )
-                norm = tl.load(lse + line_at + t, mask=rows, other=float("inf")) * _LOG2_E
+                norm = tl.load(lse + line_at + t, mask=rows, other=float("inf")) * LOG2_E
                 dots_o = tl.load(row_dot + line_at + t, mask=rows, other=0.0)
                 dots = tl.dot(keys, queries, input_precision="ieee")
                 inside = rows[None, :]

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import flash_attention as kernels
+from .attention_tiles import STRIP_ROWS, table_strip
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLAN_BLOCK = 32 if INTERPRETED else 64  # queries and keys in a block of a sparse plan
@@ -107,7 +108,7 @@ def _plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
 
 
 def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
-    """First and last + 1 phase of a walk over keys (``flash_attention.key_phases``)."""
+    """First and last + 1 phase of a walk over keys (``attention_tiles.key_phases``)."""
     if o.row_plan is not None or o.q_docs is not None:
         return 0, 1
     first, even = 1 if o.left < 0 else 0, o.lengths is None and n_keys % block_n == 0
@@ -117,7 +118,7 @@ def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
 
 
 def _row_phases(o: Options, n_rows: int, n_keys: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """First and last + 1 phase of a walk over queries (``flash_attention.row_phases``)."""
+    """First and last + 1 phase of a walk over queries (``attention_tiles.row_phases``)."""
     if o.row_plan is not None or o.q_docs is not None:
         return 1, 2
     first = 0 if o.table is not None and o.right < 0 else 1
@@ -153,14 +154,14 @@ def _numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
 
 
 def _strip(o: Options) -> Tensor | None:
-    """The table laid out as the tiles read it (``flash_attention.table_strip``), (H, 128, reach · 2 + 400) fp32."""
+    """The table laid out as the tiles read it (``attention_tiles.table_strip``), (H, 128, reach · 2 + 400) fp32."""
     if o.table is None:
         return None
-    table, rows = o.table.contiguous(), kernels.STRIP_ROWS.value
+    table, rows = o.table.contiguous(), STRIP_ROWS.value
     n_heads, reach = len(table), table.shape[1] // 2
     width = (reach + 15) // 16 * 32 + 3 * rows + 16
     strip = torch.empty(n_heads, rows, width, dtype=torch.float32, device=table.device)
-    kernels.table_strip[(rows, n_heads)](table, strip, reach, o.offset, BLOCK=1024, num_warps=4)
+    table_strip[(rows, n_heads)](table, strip, reach, o.offset, BLOCK=1024, num_warps=4)
     return strip
 
 
@@ -249,8 +250,8 @@ def launch_backward(
         q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
         *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
-        *_dense_strides(o.dense), *_dense_strides(to.d_dense), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep, D=d,
-        DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last,
+        *_dense_strides(o.dense), *_dense_strides(to.d_dense), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep,
+        D=d, DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip

@@ -3,8 +3,8 @@
     s_ij = scale · ((q_i + u) · k_j + (q_i + v) · r_{j-i})
 
 The second product depends on query and distance. For a chunk of queries it is one matrix product, (q + v) rᵀ, by query
-and distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the flash
-kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two products.
+and distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the
+flash kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two products.
 
 Shifts by one would make every load unaligned. So row t = 8g + c is multiplied with r shifted by c already, and the rest
 of its shift, 8g, keeps rows aligned: a batch of 8 · H products, of the rows with equal c. Chunks bound the memory.
