@@ -104,9 +104,8 @@ def triton(call: AttentionCall) -> Tensor:
     if isinstance(call.bias, XLRelative):
         from ..kernels.xl_attention import xl_attention
 
-        (r, u, v), low = call.bias.operands(call.frame), call.frame.reach()[0]
-        heads = (x.to(call.q.dtype) for x in (r, u, v))
-        return xl_attention(call.q, call.k, call.v, *heads, low, options(call))
+        r, u, v = (x.to(call.q.dtype) for x in call.bias.operands(call.frame))
+        return xl_attention(call.q, call.k, call.v, r, u, v, call.frame.reach()[0], options(call))
     return flash_attention(call.q, call.k, call.v, options(call))
 
 
@@ -294,15 +293,14 @@ def sparse_plan(mask: Mask, frame: Frame, block: int) -> _Plan:
                 numbers[c] = -1 if not any(bits) else tiles.setdefault(bits, len(tiles))
             entries[which].append([(c, number) for c, number in numbers.items() if number >= 0])
     by_column = [_transposed(lines, n_cols) for lines in entries]
-    bits = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
+    words = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
     rows, columns = (_as_tensor(lists, shape).to(frame.device) for lists in (entries, by_column))
-    return _Plan(rows, columns, bits.to(frame.device), mask)
+    return _Plan(rows, columns, words.to(frame.device), mask)
 
 
 def _leaves(mask: Mask) -> Iterator[Mask]:
-    inner = [getattr(mask, field.name) for field in fields(mask)] if is_dataclass(mask) else []
     yield mask
-    for x in inner:
+    for x in vars(mask).values():
         if isinstance(x, Mask):
             yield from _leaves(x)
 

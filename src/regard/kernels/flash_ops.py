@@ -187,7 +187,7 @@ def _block_extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest document in each block of (B, T)."""
     n = -(-documents.shape[1] // block) * block
     blocks = documents[:, torch.arange(n, device=documents.device).clamp(max=documents.shape[1] - 1)]
-    return blocks.view(len(documents), -1, block).aminmax(dim=-1)  # type: ignore[return-value]  # a named tuple
+    return blocks.view(len(documents), -1, block).aminmax(dim=-1)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

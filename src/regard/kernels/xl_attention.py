@@ -4,7 +4,8 @@
 
 The second product depends on query and distance. For a chunk of queries it is one matrix product, (q + v) rᵀ, by query
 and distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the
-flash kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two products.
+flash kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two
+products.
 
 Shifts by one would make every load unaligned. So row t = 8g + c is multiplied with r shifted by c already, and the rest
 of its shift, 8g, keeps rows aligned: a batch of 8 · H products, of the rows with equal c. Chunks bound the memory.
@@ -220,7 +221,8 @@ class _XL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        return None, None, *_gradients(d_out, *ctx.saved_tensors, ctx.options, ctx.low)
+        out, lse, q_u, q_v, k, v, r = ctx.saved_tensors
+        return None, None, *_gradients(d_out, out, lse, q_u, q_v, k, v, r, ctx.options, ctx.low)
 
 
 def xl_attention(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, v_bias: Tensor, low: int, o: Options) -> Tensor:
