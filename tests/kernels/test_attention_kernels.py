@@ -134,6 +134,7 @@ CASES = {
     "additive padded": Case(
         lambda c: padding(_lengths(c, 0.0, 0.8)), mechanism=lambda c: Additive(H, c.d), t=40, s=40, d=6, dropout=0.2
     ),
+    "additive strided": Case(lambda c: strided(7), mechanism=lambda c: Additive(H, c.d), t=50, s=50, d=6),
     "general": Case(lambda c: causal(), mechanism=lambda c: General(H, c.d)),
     "dropout": Case(lambda c: causal(), dropout=0.3),
 }

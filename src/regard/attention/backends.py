@@ -21,14 +21,15 @@ from .masks import Causal, Padding
 from .reference import reference
 from .score_matrix import AttentionCall
 from .tiled import tiled
+from .triton_backend import triton, triton_is_fast, triton_obstacle
 
 MASKS = ("causal", "padding", "mask")  # "mask": any other mask
 BIASES = ("bias", "trainable bias", "content bias")  # "content bias" reads q and k
 DROPOUT = ("dropout", "seed")  # "seed": the dropout mask is fixed by a given seed
 FEATURES = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT, "weights")  # "weights": returns the weights
-# Values of ``Mechanism.kind``: dot products · other scores under a softmax · products of feature maps · other positive
-# scores divided by their sum · dot products with a summary of the keys.
-KINDS = ("dot", "scores", "kernel", "shares", "summary")
+# Values of ``Mechanism.kind``: dot products · v · tanh(q + k) · other scores under a softmax · products of feature maps
+# · other positive scores divided by their sum · dot products with a summary of the keys.
+KINDS = ("dot", "additive", "scores", "kernel", "shares", "summary")
 DEVICES = ("cpu", "cuda", "mps")
 OTHER_DEVICE = "mps"  # unlisted devices (meta, xpu …) have torch's own operations, like this one
 DIRECTIONS = ("forward", "backward")
@@ -45,20 +46,22 @@ class Capability(NamedTuple):
 
 _FUSED = ("plain", *MASKS, "bias", "trainable bias", "gqa")
 _TABLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    ("reference", ("dot", "scores"), DEVICES, DIRECTIONS, FEATURES),
+    ("reference", ("dot", "additive", "scores"), DEVICES, DIRECTIONS, FEATURES),
     ("reference", ("kernel", "shares"), DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT, "weights")),
     ("reference", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT, "weights")),
-    ("tiled", ("dot", "scores"), DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
+    ("tiled", ("dot", "additive", "scores"), DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
     ("tiled", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT)),
     ("sdpa", ("dot",), DEVICES, DIRECTIONS, (*_FUSED, "dropout")),
     ("sdpa", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
+    ("triton", ("dot",), ("cuda",), DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
+    ("triton", ("additive",), ("cuda",), DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT)),
     ("flex", ("dot",), ("cuda",), DIRECTIONS, _FUSED),
     ("flex", ("dot",), ("cpu",), ("forward",), _FUSED),
     ("linear", ("kernel",), DEVICES, DIRECTIONS, ("plain", "causal", "padding", "gqa")),
 )
 CAPABILITIES = frozenset(Capability(backend, *rest) for backend, *axes in _TABLE for rest in itertools.product(*axes))
 BACKENDS = tuple(dict.fromkeys(row[0] for row in _TABLE))
-_RUN = {"sdpa": sdpa, "flex": flex, "tiled": tiled, "linear": linear}
+_RUN = {"sdpa": sdpa, "flex": flex, "tiled": tiled, "linear": linear, "triton": triton}
 
 
 class Attended(NamedTuple):
@@ -78,6 +81,8 @@ def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> At
     if missing := missing_features(name, kind, device, direction, features):
         capable = ", ".join(capable_backends(kind, device, direction, features)) or "none"
         raise ValueError(f"backend={name!r} cannot do {_describe(call, missing, device)}; these can: {capable}")
+    if name == "triton" and (obstacle := triton_obstacle(call)):
+        raise ValueError(f"backend='triton' cannot do {obstacle}; 'auto' chooses a backend that can")
     if name == "reference":
         output, matrix = reference(call)
         return Attended(output, matrix if weights else None)
@@ -95,6 +100,8 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
     fused = call.bias is None and (sees_everything(call.mask, call.frame) or is_square_causal(call.mask, call.frame))
     if "sdpa" in capable and (fused or call.frame.n_queries * call.frame.n_keys <= SMALL_MASK):
         return "sdpa"
+    if "triton" in capable and triton_is_fast(call):
+        return "triton"
     if torch.compiler.is_compiling():  # tiled loops over a plan and flex compiles a kernel: neither can be traced
         return next(b for b in ("sdpa", "reference") if b in capable)
     if "flex" in capable and device == "cuda" and flex_fits(call):

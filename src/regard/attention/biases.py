@@ -338,10 +338,14 @@ class XLRelative(DistanceBias):
         angle = -distance[:, None].to(rate.dtype) * rate
         return torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.d_model]
 
+    def at(self, distance: Tensor) -> Tensor:
+        """r (H, distances, D) for distances key position - query position."""
+        r = self.encodings(distance).to(self.w_r.dtype) @ self.w_r.T
+        return r.unflatten(-1, (self.n_heads, self.d_head)).transpose(0, 1)
+
     def operands(self, frame: Frame) -> Operands:
         low, high = frame.reach()
-        table = self.encodings(torch.arange(low, high + 1, device=frame.device)).to(self.w_r.dtype)
-        r = (table @ self.w_r.T).unflatten(-1, (self.n_heads, self.d_head)).transpose(0, 1)  # (H, distances, D)
+        r = self.at(torch.arange(low, high + 1, device=frame.device))
         return r[frame.heads], self.u[frame.heads], self.v[frame.heads]
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:

@@ -172,6 +172,7 @@ class Additive(nn.Module, Mechanism):
     """Bahdanau et al. 2015, eq. 6: s_ij = v · tanh(W_q q_i + W_k k_j)."""
 
     name = "additive"
+    kind = "additive"
     largest_tile = 1 << 14  # a tile holds D numbers per pair before the sum
 
     def __init__(self, n_heads: int, d_query: int, d_key: int | None = None, d_hidden: int | None = None) -> None:

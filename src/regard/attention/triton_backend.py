@@ -22,7 +22,7 @@ from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelativ
 from .frame import Frame
 from .mask import EMPTY, FULL, And, Mask, plan
 from .masks import Causal, Dense, Document, Everything, Lengths, Packed, ValidKeys, Window
-from .mechanisms import Additive, Dot
+from .mechanisms import Dot
 from .reference import draw_seed
 from .score_matrix import AttentionCall
 
@@ -38,9 +38,13 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def triton_fits(call: AttentionCall) -> bool:
-    """Whether the kernels take this call: widths, positions in steps of one, and the biases they know."""
-    return triton_obstacle(call) is None
+def triton_is_fast(call: AttentionCall) -> bool:
+    """Whether the kernels take this call and are the fastest: in half precision, or where only tiles compete."""
+    if triton_obstacle(call) is not None:
+        return False
+    if torch.compiler.is_compiling() and _split(call.mask)[1]:  # a sparse plan is made outside the graph
+        return False
+    return call.q.element_size() == 2 or call.mechanism.kind == "additive" or isinstance(call.bias, XLRelative)
 
 
 def triton_obstacle(call: AttentionCall) -> str | None:
@@ -57,11 +61,10 @@ def triton_obstacle(call: AttentionCall) -> str | None:
     kinds = [_bias_kind(part) for part in parts]
     if "unknown" in kinds or len(set(kinds)) < len(kinds) or ("xl" in kinds and len(kinds) > 1):
         return "this bias"
-    only_masks = "xl" in kinds or not _is_dot(call)
-    if only_masks and _split(call.mask)[1]:
-        return "a block-sparse mask with this bias or mechanism"
-    if not _is_dot(call) and (parts or type(call.mechanism).tile is not Additive.tile):
-        return "this mechanism"
+    if "xl" in kinds and _split(call.mask)[1]:
+        return "a block-sparse mask with a Transformer-XL bias"
+    if parts and not _is_dot(call):
+        return "a bias with this mechanism"
     for part in parts:
         if isinstance(part, RelativeBias) and part.trainable and _reach(part, call.frame) > _LONGEST_TRAINED_TABLE:
             return f"a trained bias that reaches over {_LONGEST_TRAINED_TABLE} positions"
@@ -104,8 +107,10 @@ def triton(call: AttentionCall) -> Tensor:
     if isinstance(call.bias, XLRelative):
         from ..kernels.xl_attention import xl_attention
 
-        r, u, v = (x.to(call.q.dtype) for x in call.bias.operands(call.frame))
-        return xl_attention(call.q, call.k, call.v, r, u, v, call.frame.reach()[0], options(call))
+        made, (low, high) = options(call), call.frame.reach()
+        distances = torch.arange(low, (high if made.right < 0 else min(high, made.right)) + 1, device=call.q.device)
+        r, u, v = (x[call.frame.heads].to(call.q.dtype) for x in (call.bias.at(distances), call.bias.u, call.bias.v))
+        return xl_attention(call.q, call.k, call.v, r, u, v, low, made)
     return flash_attention(call.q, call.k, call.v, options(call))
 
 
@@ -293,9 +298,9 @@ def sparse_plan(mask: Mask, frame: Frame, block: int) -> _Plan:
                 numbers[c] = -1 if not any(bits) else tiles.setdefault(bits, len(tiles))
             entries[which].append([(c, number) for c, number in numbers.items() if number >= 0])
     by_column = [_transposed(lines, n_cols) for lines in entries]
-    words = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
+    bits_of_tiles = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
     rows, columns = (_as_tensor(lists, shape).to(frame.device) for lists in (entries, by_column))
-    return _Plan(rows, columns, words.to(frame.device), mask)
+    return _Plan(rows, columns, bits_of_tiles.to(frame.device), mask)
 
 
 def _leaves(mask: Mask) -> Iterator[Mask]:

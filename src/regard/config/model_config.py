@@ -19,7 +19,7 @@ Source = Literal["text", "image", "regions"]
 Head = Literal["none", "lm", "masked-lm", "classify", "tag"]
 Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"]
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu")
-Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "linear"]
+Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "triton", "linear"]
 Sparsity = Literal["none", "strided", "bigbird"]
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
-from .flash_ops import INTERPRETED, Options, padded_width
+from .flash_ops import INTERPRETED, Options, padded_width, plan_strides
 
 _BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
 
@@ -48,10 +48,10 @@ def _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E: tl.constexpr, FAST: t
 
 @triton.jit
 def _forward(
-    q, k, v, w, out, lse, lengths, q_docs, k_docs, seed, n_rows, n_keys, offset, left, right, threshold, keep_factor,
-    v_b, v_h, v_s, N_HEADS: tl.constexpr, REP: tl.constexpr, E: tl.constexpr, DV: tl.constexpr,
-    LENGTHS: tl.constexpr, DOCS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    FAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr
+    q, k, v, w, out, lse, lengths, q_docs, k_docs, plan, bits, seed, n_rows, n_keys, offset, left, right, threshold,
+    keep_factor, plan_b, plan_h, plan_width, v_b, v_h, v_s, N_HEADS: tl.constexpr, REP: tl.constexpr, E: tl.constexpr,
+    DV: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Program (b · H + h, block of queries from the last)."""
     head, block = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -61,18 +61,25 @@ def _forward(
     if LENGTHS:
         key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
+    plan_at = plan
+    if PLAN:
+        plan_at = plan + (b * plan_b + h * plan_h + block) * plan_width
+        lo, hi = 0, tl.load(plan_at)
     q_at, k_at, w_at = q + head * E * n_rows, k + head * E * n_keys, w + h * E
     v_at = v + b * v_b + (h // REP) * v_h + f[None, :]
     top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK, BLOCK_V], tl.float32)
     for at in range(lo, hi):
-        n0 = at * BLOCK
+        n0, tile_bits = at * BLOCK, bits
+        if PLAN:
+            n0 = tl.load(plan_at + 2 * at + 1) * BLOCK
+            tile_bits = bits + tl.load(plan_at + 2 * at + 2).to(tl.int64) * (BLOCK * BLOCK // 32)
         j = n0 + tl.arange(0, BLOCK)
         scores = _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E, FAST, BLOCK) * LOG2_E
         seen = visible_tile(
-            t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs + b * n_rows, k_docs + b * n_keys, lse,
-            m0, n0, LEFT, RIGHT, DOCS, False, BLOCK
+            t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs + b * n_rows, k_docs + b * n_keys,
+            tile_bits, m0, n0, LEFT, RIGHT, DOCS, PLAN, BLOCK
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -95,10 +102,11 @@ def _forward(
 
 @triton.jit
 def _backward(
-    q, k, v, w, lse, row_dot, d_out, d_q, d_k, d_v, d_w, lengths, q_docs, k_docs, seed, n_rows, n_keys, offset, left,
-    right, threshold, keep_factor, v_b, v_h, v_s, g_b, g_h, g_t, N_HEADS: tl.constexpr, REP: tl.constexpr,
-    E: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr
+    q, k, v, w, lse, row_dot, d_out, d_q, d_k, d_v, d_w, lengths, q_docs, k_docs, plan, bits, seed, n_rows, n_keys,
+    offset, left, right, threshold, keep_factor, plan_b, plan_h, plan_width, v_b, v_h, v_s, g_b, g_h, g_t,
+    N_HEADS: tl.constexpr, REP: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
+    DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
+    FAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Program (b · H + h, block of queries from the last): all gradients, added to fp32 buffers.
 
@@ -112,6 +120,10 @@ def _backward(
     if LENGTHS:
         key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
+    plan_at = plan
+    if PLAN:
+        plan_at = plan + (b * plan_b + h * plan_h + block) * plan_width
+        lo, hi = 0, tl.load(plan_at)
     q_at, k_at, w_at = q + head * E * n_rows, k + head * E * n_keys, w + h * E
     dq_at, dw_at, dk_at = d_q + head * E * n_rows + t, d_w + head * E * n_rows + t, d_k + head * E * n_keys
     v_at = v + b * v_b + (h // REP) * v_h + f[None, :]
@@ -121,14 +133,17 @@ def _backward(
     norm = tl.load(lse + head * n_rows + t, mask=rows, other=float("inf")) * LOG2_E
     dots_o = tl.load(row_dot + head * n_rows + t, mask=rows, other=0.0)
     for at in range(lo, hi):
-        n0 = at * BLOCK
+        n0, tile_bits = at * BLOCK, bits
+        if PLAN:
+            n0 = tl.load(plan_at + 2 * at + 1) * BLOCK
+            tile_bits = bits + tl.load(plan_at + 2 * at + 2).to(tl.int64) * (BLOCK * BLOCK // 32)
         j = n0 + tl.arange(0, BLOCK)
         in_keys = (j < n_keys)[:, None] & of_v
         values = tl.load(v_at + j[:, None].to(tl.int64) * v_s, mask=in_keys, other=0.0)
         scores = _score_tile(q_at, k_at, w_at, t, j, n_rows, n_keys, E, FAST, BLOCK) * LOG2_E
         seen = visible_tile(
-            t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs + b * n_rows, k_docs + b * n_keys, lse,
-            m0, n0, LEFT, RIGHT, DOCS, False, BLOCK
+            t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs + b * n_rows, k_docs + b * n_keys,
+            tile_bits, m0, n0, LEFT, RIGHT, DOCS, PLAN, BLOCK
         )  # fmt: skip
         weights = tl.where(seen, tl.exp2(scores - norm[:, None]), 0.0)
         d_weights = tl.dot(grads, tl.trans(values), input_precision="ieee")
@@ -154,15 +169,26 @@ def _backward(
 
 
 def _shared_arguments(q: Tensor, k: Tensor, o: Options) -> tuple[Any, ...]:
-    tensors = (q if x is None else x for x in (o.lengths, o.q_docs, o.k_docs, o.seed))
+    tensors = (q if x is None else x for x in (o.lengths, o.q_docs, o.k_docs, o.row_plan, o.bits, o.seed))
     threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
-    return (*tensors, q.shape[2], k.shape[2], o.offset, o.left, o.right, threshold, keep_factor)
+    return (
+        *tensors,
+        q.shape[2],
+        k.shape[2],
+        o.offset,
+        o.left,
+        o.right,
+        threshold,
+        keep_factor,
+        *plan_strides(o.row_plan),
+    )
 
 
 def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:
     return {
         "N_HEADS": q.shape[1], "REP": q.shape[1] // v.shape[1], "E": q.shape[3], "DV": v.shape[3],
-        "LENGTHS": o.lengths is not None, "DOCS": o.q_docs is not None, "LEFT": o.left >= 0, "RIGHT": o.right >= 0,
+        "LENGTHS": o.lengths is not None, "DOCS": o.q_docs is not None, "PLAN": o.row_plan is not None,
+        "LEFT": o.left >= 0, "RIGHT": o.right >= 0,
         "DROPOUT": o.dropout > 0, "FAST": q.element_size() == 2 and not INTERPRETED, "BLOCK": _BLOCK,
         "BLOCK_V": padded_width(v.shape[3]), "num_warps": _WARPS,
     }  # fmt: skip
@@ -171,10 +197,11 @@ def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:
 @torch.library.custom_op("regard::additive_forward", mutates_args=())
 def additive_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, lengths: Tensor | None, q_docs: Tensor | None, k_docs: Tensor | None,
-    seed: Tensor | None, offset: int, left: int, right: int, dropout: float
+    row_plan: Tensor | None, bits: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int,
+    dropout: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, DV) and lse (B, H, T)."""
-    o = Options(1.0, offset, left, right, lengths, q_docs, k_docs, seed=seed, dropout=dropout)
+    o = Options(1.0, offset, left, right, lengths, q_docs, k_docs, row_plan, None, bits, seed=seed, dropout=dropout)
     v = v if v.stride(-1) == 1 else v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -193,11 +220,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("regard::additive_backward", mutates_args=())
 def additive_backward(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, lengths: Tensor | None,
-    q_docs: Tensor | None, k_docs: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int,
-    dropout: float
+    q_docs: Tensor | None, k_docs: Tensor | None, row_plan: Tensor | None, bits: Tensor | None, seed: Tensor | None,
+    offset: int, left: int, right: int, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and w."""
-    o = Options(1.0, offset, left, right, lengths, q_docs, k_docs, seed=seed, dropout=dropout)
+    o = Options(1.0, offset, left, right, lengths, q_docs, k_docs, row_plan, None, bits, seed=seed, dropout=dropout)
     v, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (v, d_out))
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q.mT, k.mT, v))
     d_w, row_dot = torch.zeros_like(d_q), (out.float() * d_out).sum(-1)
@@ -215,13 +242,13 @@ def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:8])
+    ctx.save_for_backward(*output, *inputs[:10])
     ctx.mark_non_differentiable(output[1])
-    ctx.numbers = inputs[8:]
+    ctx.numbers = inputs[10:]
 
 
 def _backward_of_op(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
-    return *additive_backward(d_out, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8
+    return *additive_backward(d_out, *ctx.saved_tensors, *ctx.numbers), *(None,) * 10
 
 
 additive_forward.register_autograd(_backward_of_op, setup_context=_setup)
@@ -229,6 +256,6 @@ additive_forward.register_autograd(_backward_of_op, setup_context=_setup)
 
 def additive_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor, o: Options) -> Tensor:
     """Attention with scores w · tanh(q + k) of q (B, H, T, E), k (B, H, S, E) over v (B, G, S, DV); only masks of o."""
-    masks = o.lengths, o.q_docs, o.k_docs, o.seed
+    masks = o.lengths, o.q_docs, o.k_docs, o.row_plan, o.bits, o.seed
     out, _ = additive_forward(q, k, v, w, *masks, o.offset, o.left, o.right, o.dropout)
     return out

@@ -32,10 +32,10 @@ _VARYING = ["threshold", "first_row", "first_key"]  # no kernel of its own for e
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward(
-    q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
-    n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j,
-    plan_b, plan_h, plan_width, N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
+    q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows, n_keys, offset,
+    left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, q_b, q_h, q_t, k_b, k_h, k_s, v_b,
+    v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width,
+    N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr

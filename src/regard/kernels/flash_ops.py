@@ -99,7 +99,7 @@ def _dense_strides(x: Tensor | None) -> tuple[int, ...]:
     return b, h, 8 * x.stride(2), x.stride(2), x.stride(3)
 
 
-def _plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
+def plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
     """Lines from one batch row and head to the next, and the numbers in a line."""
     if plan is None:
         return 0, 0, 0
@@ -215,7 +215,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | No
     strip = _strip(o)
     kernels.forward[(n_batch * n_heads, -(-n_rows // block_m))](
         q, k, v, out, lse, *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_dense_strides(o.dense), *_plan_strides(o.row_plan),
+        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_dense_strides(o.dense), *plan_strides(o.row_plan),
         N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
@@ -250,7 +250,7 @@ def launch_backward(
         q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
         *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
-        *_dense_strides(o.dense), *_dense_strides(to.d_dense), *_plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep,
+        *_dense_strides(o.dense), *_dense_strides(to.d_dense), *plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep,
         D=d, DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
@@ -261,7 +261,7 @@ def launch_backward(
     kernels.backward_keys[(n_batch * n_groups, -(-n_keys // block_n))](
         q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *_tensors(o, q, ranges, o.column_plan, strip),
         *_numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
-        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_dense_strides(o.dense), *_plan_strides(o.column_plan),
+        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_dense_strides(o.dense), *plan_strides(o.column_plan),
         N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **_flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
