@@ -120,7 +120,8 @@ def sizes_for(backend: str, device: str, **changes: int) -> Sizes:
 
 def dtype_for(backend: str, device: str) -> torch.dtype:
     """Double wherever it exists, so that the tolerance can be tight."""
-    return torch.float32 if device == "mps" or (backend, device) == ("flex", "cuda") else torch.float64
+    in_single = device == "mps" or (device == "cuda" and backend in ("flex", "triton"))
+    return torch.float32 if in_single else torch.float64
 
 
 def problem_for(mechanism: str, device: str, dtype: torch.dtype, sizes: Sizes, *features: str) -> Problem:
@@ -298,7 +299,7 @@ UNDECLARED = sorted(
 def expected_on_cpu(kind: str, direction: str, feature: str) -> list[str]:
     """The backends that compute a feature on a CPU, written down without the capability table."""
     masked = feature in ("plain", "causal", "padding", "mask", "gqa")
-    softmax, biased = kind in ("dot", "scores"), feature in ("bias", "trainable bias")
+    softmax, biased = kind in ("dot", "additive", "scores"), feature in ("bias", "trainable bias")
     padded = feature in ("plain", "padding", "gqa")
     dropped = feature in ("dropout", "seed")
     fits_summary = kind == "summary" and (padded or dropped)

@@ -229,6 +229,17 @@ def test_empty_rows_are_zero_with_zero_gradients() -> None:
     assert d_q[:, :, :50].eq(0).all()
 
 
+def test_heads_and_rows_of_transformer_xl_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory: few rows at a time, and few heads at a time."""
+    from regard.kernels import xl_attention
+
+    case = replace(CASES["xl padded"], t=40, s=40, groups=4)
+    whole = compute(triton, case, torch.float32)
+    monkeypatch.setattr(xl_attention, "_MOST_BYTES", 1)
+    for ours, wanted in zip(compute(triton, case, torch.float32), whole, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_plan_keeps_equal_tiles_once() -> None:
     frame = Frame.aligned(1, 1, 512, 512, DEVICE)
     made = sparse_plan(strided(32), frame, 64)

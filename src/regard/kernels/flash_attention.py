@@ -27,14 +27,19 @@ from .attention_tiles import (
     visible_tile,
 )
 
-_VARYING = ["threshold", "first_row", "first_key"]  # no kernel of its own for each multiple of 16 of these
+_VARYING = [
+    "threshold",
+    "first_row",
+    "first_key",
+    "first_head",
+]  # no kernel of its own for each multiple of 16 of these
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward(
     q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows, n_keys, offset,
-    left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, q_b, q_h, q_t, k_b, k_h, k_s, v_b,
-    v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width,
+    left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head, q_b, q_h, q_t, k_b, k_h,
+    k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
@@ -118,7 +123,7 @@ def forward(
             rescale = tl.exp2(top - higher)
             total = total * rescale + tl.sum(weights, 1)
             if DROPOUT:
-                kept = keep_tile(seed, b, h, (first_row + t)[:, None], (first_key + j)[None, :], threshold)
+                kept = keep_tile(seed, b, first_head + h, (first_row + t)[:, None], (first_key + j)[None, :], threshold)
                 weights = tl.where(kept, weights * keep_factor, 0.0)
             values = load_tile(
                 v_at + j[:, None].to(tl.int64) * v_s, (j < n_keys)[:, None] & (f < DV)[None, :], check or DV != BLOCK_V
@@ -135,11 +140,10 @@ def forward(
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_queries(
-    q, k, v, out, lse, d_out, row_dot, d_q, d_dense, band, d_far,
-    lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
-    n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, band_width,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
-    dense_b, dense_h, dense_g, dense_t, dense_j, dd_b, dd_h, dd_g, dd_t, dd_j, plan_b, plan_h, plan_width,
+    q, k, v, out, lse, d_out, row_dot, d_q, d_dense, band, d_far, lengths, q_docs, k_docs, ranges, plan, bits, slopes,
+    strip, dense, seed, n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row,
+    first_key, first_head, band_width, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, dq_b,
+    dq_h, dq_t, dense_b, dense_h, dense_g, dense_t, dense_j, dd_b, dd_h, dd_g, dd_t, dd_j, plan_b, plan_h, plan_width,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, D_TABLE: tl.constexpr,
@@ -230,7 +234,7 @@ def backward_queries(
             weights = tl.exp2(scores - norm[:, None])
             d_weights = tl.dot(grads, values, input_precision="ieee")
             if DROPOUT:
-                kept = keep_tile(seed, b, h, (first_row + t)[:, None], (first_key + j)[None, :], threshold)
+                kept = keep_tile(seed, b, first_head + h, (first_row + t)[:, None], (first_key + j)[None, :], threshold)
                 d_weights = tl.where(kept, d_weights * keep_factor, 0.0)
             d_scores, seen = weights * (d_weights - dots_o[:, None]), rows
             if check:
@@ -272,16 +276,14 @@ def backward_queries(
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_keys(
-    q, k, v, lse, d_out, row_dot, d_k, d_v,
-    lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
-    n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
-    dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width,
-    N_GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
-    DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
-    SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr
+    q, k, v, lse, d_out, row_dot, d_k, d_v, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
+    n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, dense_b, dense_h,
+    dense_g, dense_t, dense_j, plan_b, plan_h, plan_width, N_GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr,
+    DROPOUT: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Program (b · G + g, block of keys): dK = scale · dSᵀ Q and dV = Aᵀ dO over the query heads that share the keys.
 
@@ -370,7 +372,9 @@ def backward_keys(
                 d_weights = tl.dot(values, tl.trans(grads), input_precision="ieee")
                 applied = weights
                 if DROPOUT:
-                    kept = keep_tile(seed, b, h, (first_row + t)[None, :], (first_key + j)[:, None], threshold)
+                    kept = keep_tile(
+                        seed, b, first_head + h, (first_row + t)[None, :], (first_key + j)[:, None], threshold
+                    )
                     applied = tl.where(kept, weights * keep_factor, 0.0)
                     d_weights = tl.where(kept, d_weights * keep_factor, 0.0)
                 d_values = tl.dot(applied.to(grads.dtype), grads, d_values, input_precision="ieee")

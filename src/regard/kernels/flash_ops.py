@@ -45,6 +45,7 @@ class Options:
     cap: float = 0.0  # soft cap of the scores; 0: none
     first_row: int = 0  # of q in the whole, for the dropout
     first_key: int = 0
+    first_head: int = 0
 
 
 # (kernel, widest head) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; measured on an H200.
@@ -73,11 +74,9 @@ def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int,
         sizes = TILES[kernel, 64 if width <= 64 else 128 if width <= 128 else 256]
     if o.row_plan is not None:
         return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
-    if kernel == "keys" and width <= 64 and sizes[1] == 128 and q.element_size() == 2:
-        if o.q_docs is not None or o.table is not None:
-            return 64, 64, 4, 2  # a tile that is masked or biased needs more registers
-        if o.dense is not None:
-            return 64, 128, 8, 3
+    walks_edges = o.left >= 0 or o.q_docs is not None or o.table is not None or o.dense is not None
+    if walks_edges and width <= 64 and q.element_size() == 2:  # tiles that are masked or biased need more registers
+        return (32, 64, 4, 3) if kernel == "keys" and o.table is None else (64, 64, 4, 3)
     return sizes
 
 
@@ -149,7 +148,7 @@ def _numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
     threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
     return (
         n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, threshold, keep_factor, o.first_row,
-        o.first_key
+        o.first_key, o.first_head
     )  # fmt: skip
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Transformer-XL attention (Dai et al. 2019, §3.3) on the flash kernels, in memory that does not grow with T · S.
 
     s_ij = scale · ((q_i + u) · k_j + (q_i + v) · r_{j-i})
@@ -19,14 +20,44 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .flash_ops import INTERPRETED, Gradients, Options, launch_backward, launch_forward
+from .flash_ops import INTERPRETED, Gradients, Options, launch_backward, launch_forward, padded_width
 
-_MOST_BYTES = 1 << 28
-_MOST_ROWS = 32 if INTERPRETED else 1024
+_MOST_BYTES = 448 << 20  # of the matrix of distances of a chunk; backward there are two
+_LEAST_ROWS, _MOST_ROWS = (16, 32) if INTERPRETED else (512, 1024)
 _FRONT, _BACK = 32, 48  # zeros around r, so that shifted and padded reads stay inside
+
+
+@triton.jit
+def _shift(
+    r, out, n_distances, n_out, D: tl.constexpr, FRONT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Program (block of z, c, h): out[h, c, z] = r[h, z + 8 - c - FRONT], 0 outside."""
+    z, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    c, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    x = z + 8 - c - FRONT
+    inside = ((x >= 0) & (x < n_distances))[:, None] & (d < D)[None, :]
+    rows = tl.load(r + (h * n_distances + x)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    tl.store(
+        out + ((h * 8 + c) * n_out + z)[:, None] * D + d[None, :], rows, mask=(z < n_out)[:, None] & (d < D)[None, :]
+    )
+
+
+@triton.jit
+def _clear(products, n_groups, width, last, BLOCK: tl.constexpr):
+    """Program (row (c, b, g) of a head, h): zeros in the columns before key 0 and from ``last`` + c on."""
+    row, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = products + (h * tl.num_programs(0) + row) * width
+    first, y = 8 * (n_groups - row % n_groups), tl.arange(0, BLOCK)
+    for start in range(0, first, BLOCK):
+        tl.store(at + start + y, tl.zeros([BLOCK], products.dtype.element_ty), mask=start + y < first)
+    c = row // (tl.num_programs(0) // 8)
+    for start in range(last + c, width, BLOCK):
+        tl.store(at + start + y, tl.zeros([BLOCK], products.dtype.element_ty), mask=start + y < width)
 
 
 class _Chunk(NamedTuple):
@@ -41,6 +72,10 @@ class _Chunk(NamedTuple):
         """Groups of eight rows; an even number, for alignment."""
         return -(-(self.rows.stop - self.rows.start) // 16) * 2
 
+    def of(self, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The chunk's rows of queries, keys and values, or of their gradients."""
+        return q_u[:, :, self.rows], q_v[:, :, self.rows], k[:, :, self.keys], v[:, :, self.keys]
+
     def by_key(self, products: Tensor, n_batch: int) -> Tensor:
         """(8 · H, B · groups, width) → the view (B, H, groups, 8, keys): key j stands in column j - 8g + 8 · groups."""
         steps, n = products.shape[2], self.n_groups
@@ -49,28 +84,39 @@ class _Chunk(NamedTuple):
         return products.as_strided(shape, (of_batch, 8 * of_shift, steps - 8, of_shift, 1), 8 * n)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """(B, H, T, D) → the rows of the chunk as (8 · H, B · groups, D), those with equal t mod 8 together."""
+        """(B, H, C, D) → (8 · H, B · groups, D), the rows with equal t mod 8 together."""
         b, h, _, d = x.shape
-        x = x[:, :, self.rows]
         missing = 8 * self.n_groups - x.shape[2]
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         return x.unflatten(2, (self.n_groups, 8)).permute(1, 3, 0, 2, 4).reshape(8 * h, b * self.n_groups, d)
 
     def scatter_rows(self, x: Tensor, to: Tensor) -> None:
-        """The inverse of ``gather_rows``, into the rows of ``to``."""
+        """The inverse of ``gather_rows``, into ``to``."""
         b, h, _, d = to.shape
         by_group, n_rows = x.view(h, 8, b, self.n_groups, d).permute(2, 0, 3, 1, 4), self.rows.stop - self.rows.start
         if n_rows == 8 * self.n_groups:
-            to[:, :, self.rows].unflatten(2, (self.n_groups, 8)).copy_(by_group)
+            to.unflatten(2, (self.n_groups, 8)).copy_(by_group)
         else:
-            to[:, :, self.rows] = by_group.flatten(2, 3)[:, :, :n_rows]
+            to.copy_(by_group.flatten(2, 3)[:, :, :n_rows])
+
+
+def _bytes_per_row(q: Tensor, k: Tensor) -> int:
+    return q.shape[0] * q.shape[1] * (k.shape[2] + _MOST_ROWS) * q.element_size()
+
+
+def _head_parts(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Query heads and the key heads they share, in as few parts as leave room for enough rows in a chunk."""
+    rep, n_groups, least = q.shape[1] // k.shape[1], k.shape[1], _LEAST_ROWS * _bytes_per_row(q, k)
+    parts = next(n for n in range(1, n_groups + 1) if n_groups % n == 0 and (least <= n * _MOST_BYTES or n == n_groups))
+    size = n_groups // parts
+    for g in range(0, n_groups, size):
+        yield slice(g * rep, (g + size) * rep), slice(g, g + size)
 
 
 def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
     """Pieces of the queries whose matrix of distances stays small."""
-    (b, h, n_rows, _), n_keys = q.shape, k.shape[2]
-    per_row = b * h * (n_keys + _MOST_ROWS) * q.element_size()
-    size = max(min(_MOST_BYTES // per_row // 128 * 128, _MOST_ROWS), min(128, _MOST_ROWS))
+    n_rows, n_keys = q.shape[2], k.shape[2]
+    size = max(min(_MOST_BYTES // _bytes_per_row(q, k) // 128 * 128, _MOST_ROWS), min(128, _MOST_ROWS))
     for start in range(0, n_rows, size):
         stop = min(start + size, n_rows)
         first = 0 if o.left < 0 else max(0, start + o.offset - o.left) // 16 * 16
@@ -91,9 +137,11 @@ def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
 
 def _shifted(r: Tensor) -> Tensor:
     """(H, distances, D) → (H, 8, distances + …, D) with out[h, c, z] = r[h, z + 8 - c - _FRONT], 0 outside."""
-    padded = F.pad(r, (0, 0, _FRONT, _BACK))
-    h, n, d = padded.shape
-    return padded.as_strided((h, 8, n - 8, d), (n * d, d, d, 1), d).flip(1)  # one copy; c counts backwards before it
+    (h, n, d), r = r.shape, r.contiguous()
+    out = r.new_empty(h, 8, n + _FRONT + _BACK - 8, d)
+    grid = (-(-out.shape[2] // 64), 8, h)
+    _shift[grid](r, out, n, out.shape[2], D=d, FRONT=_FRONT, BLOCK=64, BLOCK_D=padded_width(d), num_warps=4)
+    return out
 
 
 def _near(chunk: _Chunk, shifted: Tensor) -> Tensor:
@@ -121,13 +169,14 @@ def xl_forward(
 def _forward(q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Options, low: int) -> tuple[Tensor, Tensor]:
     out = q_u.new_zeros(*q_u.shape[:3], v.shape[3])
     lse = torch.full(q_u.shape[:3], float("inf"), dtype=torch.float32, device=q_u.device)
-    shifted = _shifted(r)
-    for chunk in _chunks(q_u, k, o, low):
-        rows, keys = chunk.rows, chunk.keys
-        products = _position_scores(chunk, chunk.gather_rows(q_v), _near(chunk, shifted), o.scale)
-        piece = replace(chunk.options, dense=chunk.by_key(products, len(q_u)))
-        part = launch_forward(q_u[:, :, rows], k[:, :, keys], v[:, :, keys], piece, out[:, :, rows])
-        lse[:, :, rows] = part[1]
+    for heads, groups in _head_parts(q_u, k):
+        shifted = _shifted(r[heads])
+        parts = q_u[:, heads], q_v[:, heads], k[:, groups], v[:, groups]
+        for chunk in _chunks(parts[0], k, o, low):
+            of_u, of_v, of_k, of_values = chunk.of(*parts)
+            products = _position_scores(chunk, chunk.gather_rows(of_v), _near(chunk, shifted), o.scale)
+            piece = replace(chunk.options, dense=chunk.by_key(products, len(q_u)), first_head=heads.start)
+            _, lse[:, heads, chunk.rows] = launch_forward(of_u, of_k, of_values, piece, out[:, heads, chunk.rows])
     return out, lse
 
 
@@ -153,25 +202,29 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_qu, d_qv = torch.zeros_like(q_u), torch.zeros_like(q_v)
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    shifted = _shifted(r)
     d_r = torch.zeros(r.shape[0], r.shape[1] + _FRONT + _BACK, r.shape[2], dtype=torch.float32, device=r.device)
-    for chunk in _chunks(q_u, k, o, low):
-        rows, keys, near = chunk.rows, chunk.keys, _near(chunk, shifted)
-        of_rows = chunk.gather_rows(q_v)
-        products = _position_scores(chunk, of_rows, near, o.scale)
-        d_products = _unwritten_zero(chunk, products, o)
-        launch_backward(
-            q_u[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows].contiguous(),
-            d_out[:, :, rows], replace(chunk.options, dense=chunk.by_key(products, len(q_u))),
-            Gradients(
-                d_qu[:, :, rows], d_k[:, :, keys], d_v[:, :, keys], d_dense=chunk.by_key(d_products, len(q_u)), add=True
-            )
-        )  # fmt: skip
-        chunk.scatter_rows(torch.baddbmm(of_rows, d_products, near, beta=0, alpha=o.scale), d_qv)
-        d_near = torch.bmm(d_products.mT, of_rows)  # (8 · H, width, D): column y of shift c is the distance y - c
-        n, (width, d) = chunk.width - 7, d_near.shape[1:]
-        by_distance = d_near.as_strided((len(r), 8, n, d), (8 * width * d, width * d + d, d, 1))
-        d_r[:, chunk.first + 8 : chunk.first + 8 + n].add_(by_distance.sum(1, dtype=torch.float32), alpha=o.scale)
+    for heads, groups in _head_parts(q_u, k):
+        shifted = _shifted(r[heads])
+        parts = q_u[:, heads], q_v[:, heads], k[:, groups], v[:, groups]
+        grads = d_qu[:, heads], d_qv[:, heads], d_k[:, groups], d_v[:, groups]
+        for chunk in _chunks(parts[0], k, o, low):
+            of_u, of_v, of_k, of_values = chunk.of(*parts)
+            to_u, to_v, to_k, to_values = chunk.of(*grads)
+            near, of_rows = _near(chunk, shifted), chunk.gather_rows(of_v)
+            products = _position_scores(chunk, of_rows, near, o.scale)
+            d_products = _unwritten_zero(chunk, products, o)
+            launch_backward(
+                of_u, of_k, of_values, out[:, heads, chunk.rows], lse[:, heads, chunk.rows].contiguous(),
+                d_out[:, heads, chunk.rows],
+                replace(chunk.options, dense=chunk.by_key(products, len(q_u)), first_head=heads.start),
+                Gradients(to_u, to_k, to_values, d_dense=chunk.by_key(d_products, len(q_u)), add=True)
+            )  # fmt: skip
+            chunk.scatter_rows(torch.baddbmm(of_rows, d_products, near, beta=0, alpha=o.scale), to_v)
+            d_near = torch.bmm(d_products.mT, of_rows)  # (8 · H, width, D): column y of shift c is distance y - c
+            n, (width, d) = chunk.width - 7, d_near.shape[1:]
+            by_distance = d_near.as_strided((len(shifted), 8, n, d), (8 * width * d, width * d + d, d, 1))
+            total = by_distance.sum(1, dtype=torch.float32)
+            d_r[heads, chunk.first + 8 : chunk.first + 8 + n].add_(total, alpha=o.scale)
     d_r = d_r[:, _FRONT : _FRONT + r.shape[1]].to(r.dtype).contiguous()
     return d_qu, d_qv, d_k.to(k.dtype), d_v.to(v.dtype), d_r
 
@@ -181,9 +234,9 @@ def _unwritten_zero(chunk: _Chunk, products: Tensor, o: Options) -> Tensor:
     only_causal = o.left < 0 and o.right == 0 and o.lengths is None and o.q_docs is None
     if not only_causal or 8 * chunk.n_groups > chunk.rows.stop - chunk.rows.start:
         return torch.zeros_like(products)
-    made = torch.empty_like(products)
-    made[..., : 8 * chunk.n_groups + 8].zero_()  # before the first key
-    made[..., chunk.width - 40 :].zero_()  # after the query's own
+    made, last = torch.empty_like(products), chunk.options.offset + 8 * chunk.n_groups + 1
+    n_rows = 8 * products.shape[1]
+    _clear[(n_rows, len(products) // 8)](made, chunk.n_groups, chunk.width, last, BLOCK=256, num_warps=1)
     return made
 
 
