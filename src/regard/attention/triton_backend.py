@@ -68,8 +68,8 @@ def triton_obstacle(call: AttentionCall) -> str | None:
     for part in parts:
         if isinstance(part, RelativeBias) and part.trainable and _reach(part, call.frame) > _LONGEST_TRAINED_TABLE:
             return f"a trained bias that reaches over {_LONGEST_TRAINED_TABLE} positions"
-        if isinstance(part, XLRelative) and (not _is_dot(call) or part.scale != _scale(call)):
-            return "a Transformer-XL bias with another scale than the scores"
+        if isinstance(part, XLRelative) and _scale(call) == 0:
+            return "a Transformer-XL bias with scale 0"
     return None
 
 
@@ -110,6 +110,8 @@ def triton(call: AttentionCall) -> Tensor:
         made, (low, high) = options(call), call.frame.reach()
         distances = torch.arange(low, (high if made.right < 0 else min(high, made.right)) + 1, device=call.q.device)
         r, u, v = (x[call.frame.heads].to(call.q.dtype) for x in (call.bias.at(distances), call.bias.u, call.bias.v))
+        if (ratio := call.bias.scale / made.scale) != 1:  # the kernel has one scale
+            r, u = r * ratio, u * ratio
         return xl_attention(call.q, call.k, call.v, r, u, v, low, made)
     return flash_attention(call.q, call.k, call.v, options(call))
 

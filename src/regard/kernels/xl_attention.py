@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .flash_ops import INTERPRETED, Gradients, Options, launch_backward, launch_forward, padded_width
 
-_MOST_BYTES = 448 << 20  # of the matrix of distances of a chunk; backward there are two
+_MOST_BYTES = 384 << 20  # of the matrix of distances of a chunk; backward there are two
 _LEAST_ROWS, _MOST_ROWS = (16, 32) if INTERPRETED else (512, 1024)
 _FRONT, _BACK = 32, 48  # zeros around r, so that shifted and padded reads stay inside
 
