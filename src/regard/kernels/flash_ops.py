@@ -75,6 +75,8 @@ def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int,
     if o.row_plan is not None:
         return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
     walks_edges = o.left >= 0 or o.q_docs is not None or o.table is not None or o.dense is not None
+    if walks_edges and width > 128 and q.element_size() == 2:  # biases share the memory that holds keys and values
+        return {"forward": (64, 64, 4, 1), "queries": (64, 32, 4, 1), "keys": (32, 64, 8, 1)}[kernel]
     if walks_edges and width <= 64 and q.element_size() == 2:  # tiles that are masked or biased need more registers
         return (32, 64, 4, 3) if kernel == "keys" and o.table is None else (64, 64, 4, 3)
     return sizes
