@@ -230,6 +230,19 @@ def test_empty_rows_are_zero_with_zero_gradients() -> None:
     assert d_q[:, :, :50].eq(0).all()
 
 
+def test_soft_cap() -> None:
+    """s = cap · tanh(q · k / cap), with its gradient."""
+    from regard.kernels.flash_ops import Options, flash_attention
+
+    q, k, v, d_out = (torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True) for _ in range(4))
+    hidden = torch.ones(40, 40, dtype=torch.bool, device=DEVICE).triu(1)
+    wanted = torch.softmax((2 * torch.tanh(q @ k.mT / 2)).masked_fill(hidden, float("-inf")), -1) @ v
+    found = flash_attention(q, k, v, Options(scale=1.0, offset=0, right=0, cap=2.0))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(*(torch.autograd.grad(x, (q, k, v), d_out) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_heads_and_rows_of_transformer_xl_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory: few rows at a time, and few heads at a time."""
     from regard.kernels import xl_attention
