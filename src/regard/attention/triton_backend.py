@@ -30,12 +30,8 @@ if TYPE_CHECKING:
     from ..kernels.flash_ops import Options
 
 _WIDEST, _LONGEST_TRAINED_TABLE = 256, 1024
+HAS_TRITON = find_spec("triton") is not None
 _HIDDEN = -(1 << 31)  # the document of a key that no query sees
-
-
-@functools.cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def triton_is_fast(call: AttentionCall) -> bool:
@@ -49,7 +45,7 @@ def triton_is_fast(call: AttentionCall) -> bool:
 
 def triton_obstacle(call: AttentionCall) -> str | None:
     """What the kernels cannot do in a call; None: nothing."""
-    if not has_triton():
+    if not HAS_TRITON:
         return "triton is not installed"
     if call.q.dtype == torch.float64:
         return "float64"
