@@ -345,12 +345,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "unknown backend": (
         ask(backend="tiledd"),
         ValueError,
-        "backend='tiledd' is none of reference, tiled, sdpa, flex, linear, auto; did you mean 'tiled'?",
+        "backend='tiledd' is none of reference, tiled, sdpa, triton, flex, linear, auto; did you mean 'tiled'?",
     ),
     "unlike any backend": (
         ask(backend="xyz"),
         ValueError,
-        "backend='xyz' is none of reference, tiled, sdpa, flex, linear, auto",
+        "backend='xyz' is none of reference, tiled, sdpa, triton, flex, linear, auto",
     ),
     "weights from a backend that cannot": (
         ask(weights=True, backend="sdpa"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -211,12 +211,13 @@ def _hide_keys(valid: Tensor, made: dict[str, Any], frame: Frame) -> dict[str, T
     """Documents in which the keys that are not valid belong to none; kept, as every layer asks for the same."""
     if "k_docs" in made:
         return {"k_docs": torch.where(valid, made["k_docs"], _HIDDEN)}
-    held = _documents_of.get(valid)
-    key = (valid._version, frame.n_queries)
-    if held is None or held[0] != key:
+
+    def make() -> tuple[Tensor, Tensor]:
         q_docs = torch.zeros(frame.n_batch, frame.n_queries, dtype=torch.int32, device=valid.device)
-        held = _documents_of[valid] = (key, q_docs, torch.where(valid, 0, _HIDDEN).to(torch.int32))
-    return {"q_docs": held[1], "k_docs": held[2]}
+        return q_docs, torch.where(valid, 0, _HIDDEN).to(torch.int32)
+
+    q_docs, k_docs = _keep(valid, frame.n_queries, make)
+    return {"q_docs": q_docs, "k_docs": k_docs}
 
 
 _documents_of: Any = WeakTensorKeyDictionary()
@@ -226,9 +227,17 @@ def _as_int32(documents: Tensor) -> Tensor:
     """A copy in 32 bits, kept as long as the original."""
     if documents.dtype == torch.int32:
         return documents.contiguous()
-    held = _documents_of.get(documents)
-    if held is None or held[0] != documents._version:
-        held = _documents_of[documents] = (documents._version, documents.to(torch.int32).contiguous())
+    made: Tensor = _keep(documents, None, lambda: documents.to(torch.int32).contiguous())
+    return made
+
+
+def _keep(source: Tensor, key: int | None, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, kept as long as ``source`` lives unchanged; a compiled graph keeps its own."""
+    if torch.compiler.is_compiling():
+        return make()
+    held = _documents_of.get(source)
+    if held is None or held[0] != (source._version, key):
+        held = _documents_of[source] = ((source._version, key), make())
     return held[1]
 
 

@@ -225,7 +225,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | No
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientBuffers:
     """Where the backward kernels write; the biases' only where wanted."""
 
     d_q: Tensor
@@ -237,7 +237,7 @@ class Gradients:
 
 
 def launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, o: Options, to: Gradients
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, o: Options, to: GradientBuffers
 ) -> Tensor | None:
     """Fill ``to``; returns the table's gradient (H, 2 · reach + 1) in fp32 where it is wanted."""
     q, k, v, d_out = (_rows_contiguous(x) for x in (q, k, v, d_out))
@@ -339,7 +339,7 @@ def _all_gradients(
         assert o.dense is not None
         shared = o.dense.shape[:2] != q.shape[:2]
         of_dense = torch.zeros(o.dense.shape, dtype=torch.float32 if shared else o.dense.dtype, device=q.device)
-    to = Gradients(_like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), of_dense, d_table)
+    to = GradientBuffers(_like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), of_dense, d_table)
     of_table = launch_backward(q, k, v, out, lse, d_out, o, to)
     of_table = None if of_table is None or o.table is None else of_table.to(o.table.dtype)
     of_dense = None if of_dense is None or o.dense is None else of_dense.to(o.dense.dtype)

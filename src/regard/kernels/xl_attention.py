@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .flash_ops import INTERPRETED, Gradients, Options, launch_backward, launch_forward, padded_width
+from .flash_ops import INTERPRETED, GradientBuffers, Options, launch_backward, launch_forward, padded_width
 
 _MOST_BYTES = 384 << 20  # of the matrix of distances of a chunk; backward there are two
 _LEAST_ROWS, _MOST_ROWS = (16, 32) if INTERPRETED else (512, 1024)
@@ -217,7 +217,7 @@ def _gradients(
                 of_u, of_k, of_values, out[:, heads, chunk.rows], lse[:, heads, chunk.rows].contiguous(),
                 d_out[:, heads, chunk.rows],
                 replace(chunk.options, dense=chunk.by_key(products, len(q_u)), first_head=heads.start),
-                Gradients(to_u, to_k, to_values, d_dense=chunk.by_key(d_products, len(q_u)), add=True)
+                GradientBuffers(to_u, to_k, to_values, d_dense=chunk.by_key(d_products, len(q_u)), add=True)
             )  # fmt: skip
             chunk.scatter_rows(torch.baddbmm(of_rows, d_products, near, beta=0, alpha=o.scale), to_v)
             d_near = torch.bmm(d_products.mT, of_rows)  # (8 · H, width, D): column y of shift c is distance y - c
