@@ -56,12 +56,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(("task", "most_mib"), [("lm", 200), ("translate", 120)])
+@pytest.mark.parametrize(("task", "most_mib"), [("lm", 150), ("translate", 85)])
 def test_memory_does_not_grow_with_the_file(task: str, most_mib: int, tmp_path: Path) -> None:
-    """Python's strings and lists of ids took 600 MiB for these 7 MB of text, 190 for these 100,000 pairs."""
+    """Python's strings and lists of ids took 644 MiB for these 4 MB of text and 137 for these 60,000 pairs, not 75 and
+    58."""
     lines, tokenizer, source = sentences(10_000), tmp_path / "tokenizer.json", tmp_path / "large"
     train_tokenizer(lines[:1000], "bpe", 600, "eos").save(tokenizer)
-    rows = [f"{line} {number}" for number in range(20) for line in lines]
+    rows = [f"{line} {number}" for number in range(12) for line in lines]
     if task == "translate":
         rows = [f"{a} {number}\t{b}" for number, (a, b) in enumerate(zip(rows[::2], rows[1::2], strict=True))]
     source.write_text("\n".join(rows) + "\n", encoding="utf-8")
