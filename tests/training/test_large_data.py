@@ -45,6 +45,7 @@ def test_a_run_on_a_large_file_is_the_run_on_a_small_one(
     # What comes now is read from the cache: nothing is encoded but held-out texts.
     monkeypatch.setattr("regard.data.sources._load_files", lambda *_: pytest.fail("the file was read before"))
     monkeypatch.setattr("regard.data.token_files.write_tokens", lambda *_: pytest.fail("it was tokenised before"))
+    monkeypatch.setattr("regard.text.tokenizer_training.train_tokenizer", lambda *_: pytest.fail("there is one"))
     resume(tmp_path / "cut")
     assert losses(tmp_path / "cut") == losses(tmp_path / "small")
     train(task, tmp_path / "again", data, *words)

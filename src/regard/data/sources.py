@@ -120,7 +120,11 @@ def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles 
         return None
     if config.problem_type != "single_label":
         return None
-    reading = {name: getattr(config, name) for name in (*_FILE_OPTIONS, "kind", "valid_rows") if name != "valid"}
+    defaults = DataConfig()  # what is not set need not be named: another version may have more options
+    names = [
+        name for name in (*_FILE_OPTIONS, "kind", "valid_rows") if getattr(config, name) != getattr(defaults, name)
+    ]
+    reading: dict[str, Any] = {name: getattr(config, name) for name in names if name != "valid"}
     reading["files"] = [(part.form, part.kind, str(part.schema)) for part in parts]
     return content_key([path for part in parts for path in part.paths], reading)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config.data_config import TokenizerKind
+from ..errors import BadData
+from ..foundation.files import cache_folder
 from .tokenizer import BOS, BYTE_OF_LETTER, EOS, SPACE, SPECIAL, UNK, Tokenizer, cut_text, replace_surrogates
 from .unigram import train_unigram
 
@@ -62,6 +67,33 @@ def _set_template(backend: Backend, template: Template) -> None:
     special: list[Any] = [("<bos>", BOS), ("<eos>", EOS)]
     processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     backend.post_processor = None if template == "none" else processor
+
+
+def first_texts(texts: Iterable[str], most: int, most_characters: int) -> Iterator[str]:
+    """As many of the texts as a tokenizer is to be trained on."""
+    n_characters = 0
+    for text in islice(texts, most):
+        yield text
+        n_characters += len(text)
+        if n_characters > most_characters:
+            return
+
+
+def cached_tokenizer(
+    texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None, template: Template
+) -> Tokenizer:
+    """As ``train_tokenizer``; what an earlier process has learned from the same texts is read from the cache folder."""
+    texts, key = list(texts), hashlib.sha256(f"{version('tokenizers')} {kind} {vocab_size} {template}".encode())
+    for text in texts:
+        key.update(text.encode("utf-8", "surrogatepass") + b"\xff")
+    path = cache_folder() / "tokenizers" / f"{key.hexdigest()[:32]}.json"
+    with suppress(OSError, BadData):
+        return Tokenizer.read_native(path.read_bytes(), "tokenizer.json")
+    tokenizer = train_tokenizer(texts, kind, vocab_size, template)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(path)
+    return tokenizer
 
 
 def train_pair(

@@ -36,7 +36,7 @@ from ...models import Model
 from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
 from ...text.tokenizer import PAD, Tokenizer
-from ...text.tokenizer_training import TOKENIZER_KINDS, Template, train_tokenizer
+from ...text.tokenizer_training import TOKENIZER_KINDS, Template, cached_tokenizer, first_texts, train_tokenizer
 from ..loss import Batch, batch_loss, token_losses
 from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
@@ -352,7 +352,9 @@ class Task(ABC):
         kind = self.tokenizer_kind if data.tokenizer == "auto" else data.tokenizer
         if kind in TOKENIZER_KINDS:
             size = data.vocab_size if kind in ("bpe", "unigram") else None
-            return train_tokenizer(_enough(texts), cast(TokenizerKind, kind), size, self.template)
+            train = cached_tokenizer if self._is_large else train_tokenizer
+            some = first_texts(texts, MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS)
+            return train(some, cast(TokenizerKind, kind), size, self.template)
         if not kind.endswith(".json"):
             raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json")
         return Tokenizer.load(kind)
@@ -364,11 +366,16 @@ class Task(ABC):
             size = max(size, self.config.model.vocab_size)
         return {"vocab_size": size, "pad_id": ids.get("pad", PAD), "bos_id": ids.get("bos"), "eos_id": ids.get("eos")}
 
+    @property
+    def _is_large(self) -> bool:
+        """Whether what is made of the training texts is stored for all runs."""
+        return isinstance(self.source.train, ExampleFile) and self.source.train.n_bytes > LARGE
+
     def _tokens(self, what: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
         """The tokens of the training texts, ``make``: in memory, or in a folder of this run, or, where they are many,
         in one that all runs share. ``what`` tells them from others of the same data and tokenizer."""
-        train, about = self.source.train, f"{self.source.split.train_sha256} {what}"
-        if isinstance(train, ExampleFile) and train.n_bytes > LARGE:
+        about = f"{self.source.split.train_sha256} {what}"
+        if self._is_large:
             shared = cache_folder() / "tokens"
             return cached_tokens(shared, about, tokenizer.sha256, tokenizer.size, make, older=folder)
         if folder is None:
@@ -461,16 +468,6 @@ class ImageTask(Task):
             seed=self.config.train.seed,
             epoch=epoch or 0,
         )
-
-
-def _enough(texts: Iterable[str]) -> Iterator[str]:
-    """As many of the texts as a tokenizer is trained on."""
-    n_characters = 0
-    for text in itertools.islice(texts, MAX_TOKENIZER_TEXTS):
-        yield text
-        n_characters += len(text)
-        if n_characters > MAX_TOKENIZER_CHARACTERS:
-            return
 
 
 def image_name(example: ImageExample) -> str:
