@@ -158,6 +158,14 @@ def test_pairs_are_one_row_with_segments_where_the_model_has_them(tmp_path: Path
     assert "segments" not in open_task(plain, open_source(plain.data)).batch(0).options
 
 
+@pytest.mark.parametrize("names", ["premise,hypothesis,label", "id,Sentence1,Sentence2,Label"])
+def test_pairs_are_found_by_the_usual_names(names: str, tmp_path: Path) -> None:
+    cells = "7,a,b,yes" if "id" in names else "a,b,yes"
+    (tmp_path / "pairs.csv").write_text(f"{names}\n{cells}\n", encoding="utf-8")
+    source = open_source(tmp_path / "pairs.csv", valid_fraction=0.0)
+    assert list(source.train) == [Labelled("a", 0, "b")]
+
+
 def test_the_longer_text_of_a_pair_is_cut_first() -> None:
     tokenizer = train_tokenizer(["a b c d e f"], "words", template="bos-eos")
     whole, other = tokenizer.encode_pairs([("a b c d e f", "a b"), ("a b", "a b c d e f")])

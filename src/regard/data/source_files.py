@@ -50,6 +50,10 @@ romanian russian spanish swedish thai turkish ukrainian vietnamese 영어 한국
 """
 _COLUMN_NAME = re.compile(r"(?=.{1,40}$)[^\W\d][\w-]*([ .][\w-]+)?")
 _NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
+_PAIR_NAMES = (  # of two texts with one label, as the usual data sets call them
+    *(("premise", "hypothesis"), ("sentence1", "sentence2"), ("text1", "text2"), ("question1", "question2")),
+    ("text_a", "text_b"),
+)
 _COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
     "captions": ("image", "caption"),
     "images": ("image", "label"),
@@ -129,6 +133,10 @@ def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
 def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
     """The columns by their names; None where the names are not known."""
     lower = {key.lower(): key for key in keys}
+    label = next((lower[name] for name in COLUMN_NAMES["label"] if name in lower), None)
+    pair = next(([lower[name] for name in names] for names in _PAIR_NAMES if lower.keys() >= set(names)), None)
+    if label is not None and pair is not None and kind in (None, "labelled"):
+        return Schema("labelled", (*pair, label), header=True, names=tuple(keys))
     for candidate in _COLUMNS_OF if kind is None else (kind,):
         found = [[lower[name] for name in COLUMN_NAMES[what] if name in lower] for what in _COLUMNS_OF[candidate]]
         if all(found):
