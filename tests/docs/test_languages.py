@@ -15,7 +15,7 @@ from regard.cli import app
 from . import markdown
 
 ROOT = markdown.ROOT
-ENGLISH = [ROOT / "README.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
+ENGLISH = [ROOT / "README.md", ROOT / "docs" / "labels.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 PAGES = [pytest.param(file, id=markdown.name_of(file)) for file in markdown.documents()]
 
 

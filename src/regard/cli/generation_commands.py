@@ -400,7 +400,7 @@ def classify(
     images = opened.config.source == "image"
     records = terminal.read_records(inputs, file, column, encoding, stream=stream, images=images)
     has_pairs = second is not None or (records is not None and records.has_pairs)
-    options = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
+    options: dict[str, Any] = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
     answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
     settings = {"truncate": truncate, "threshold": threshold}
     _predict(model, opened.config.max_len, answerer, records, out, as_json, settings)

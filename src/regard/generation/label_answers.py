@@ -38,7 +38,7 @@ def label_answerer(
     is_number = model.config.problem_type == "regression"
     write, own_cells, line, new = _SHAPES[model.config.problem_type](threshold, top)
     new |= dict.fromkeys([f"p_{name}" for name in class_names(model)] if probabilities and not is_number else [], float)
-    blank = {"value": None} if is_number else {"label": None, "labels": [], "probability": None, "all": {}}
+    blank: Answer = {"value": None} if is_number else {"label": None, "labels": [], "probability": None, "all": {}}
     return Answerer(answer, blank, new, cells, line, _check(model, truncate, has_pairs))
 
 
