@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,21 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "mine"
     with pytest.raises(FileExistsError, match="is a file"):
         export(small("gpt2"), "safetensors", tmp_path / "thesis.txt", **QUICK)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere there is no umask")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_every_file_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        saved = small("gpt2").save(tmp_path / "saved")
+        exported = export(small("gpt2"), ("onnx", "ctranslate2"), tmp_path / "out", n_shapes=1, compiled=False)
+        int8 = export(small("gpt2"), "int8", tmp_path / "int8", n_shapes=1, compiled=False)
+    finally:
+        os.umask(before)
+    files = [file for folder in (saved, exported, int8) for file in folder.rglob("*") if file.is_file()]
+    assert {"model.safetensors", "decoder.onnx", "model.bin"} <= {file.name for file in files}
+    assert {(file.name, oct(file.stat().st_mode & 0o777)) for file in files} == {(f.name, oct(mode)) for f in files}
 
 
 def test_half_precision_is_compared_in_float32(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def replace_directory(target: Path) -> Iterator[Path]:
     new, lock = _new_directory(target)
     try:
         yield new
+        _apply_umask(new)
         fsync(new)
         old = _swap(new, target)
         fsync(target.parent)
@@ -104,6 +105,17 @@ def replace_directory(target: Path) -> Iterator[Path]:
         if lock is not None:
             os.close(lock)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _apply_umask(folder: Path) -> None:
+    """Give every file the mode that ``open`` would: safetensors writes 0600, which no other user could read.
+
+    ``mkdir`` has applied the umask to the folder itself, which spares changing it, for all threads, to read it.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
 def previous_version(target: Path) -> Path:
