@@ -120,9 +120,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "mask from_dense(...) of shape (3, 1, 5, 7) does not fit (batch, heads, queries, keys) = (2, 4, 5, 7)",
     ),
     "mask of numbers": (
-        ask(mask=torch.zeros(T, S)),
+        ask(mask=torch.ones(T, S, dtype=torch.long)),
         ValueError,
-        "from_dense wants booleans (True = may look), got torch.float32",
+        "from_dense wants booleans (True = may look), got torch.int64",
     ),
     "mask of too many dimensions": (
         ask(mask=torch.ones(1, 1, 1, T, S, dtype=torch.bool)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -417,3 +418,33 @@ def test_a_new_mask_is_its_predicate() -> None:
     torch.testing.assert_close(attend(q, k, v, mask=Even(), backend="tiled").output, wanted)
     with pytest.raises(NotImplementedError):
         Mask().dense(2)
+
+
+SDPA_SHAPES = [(3, 4), (1, 4), (3, 1), (2, 1, 1, 4), (1, 1, 1, 4), (1, 5, 3, 4), (2, 1, 3, 4), (2, 5, 1, 4), (2, 1, 3, 1)]
+
+
+@pytest.mark.parametrize("kind", ["booleans", "numbers", "numbers and -inf"])
+@pytest.mark.parametrize("shape", SDPA_SHAPES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "tiled", "auto"])
+def test_attend_takes_the_masks_of_sdpa(shape: tuple[int, ...], kind: str, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 5, n, 6, generator=generator, dtype=torch.float64) for n in (3, 4, 4))
+    may_look = torch.rand(shape, generator=generator) > 0.4
+    may_look[..., 0] = True  # SDPA's rows without keys are not ours
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+    both = numbers.masked_fill(~may_look, -torch.inf)
+    mask = {"booleans": may_look, "numbers": numbers, "numbers and -inf": both}[kind]
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(attend(q, k, v, mask=mask, backend=backend).output, wanted)
+
+
+def test_a_float_mask_keeps_its_gradient_adds_to_a_bias_and_gives_no_nan() -> None:
+    q, k, v = (torch.randn(2, 5, n, 6, dtype=torch.float64) for n in (3, 4, 4))
+    numbers = torch.randn(2, 1, 1, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, 4, dtype=torch.float64)
+    both = attend(q, k, v, mask=numbers, bias=bias).output
+    torch.testing.assert_close(both, attend(q, k, v, bias=(numbers + bias).expand(2, 5, 3, 4)).output)
+    (gradient,) = torch.autograd.grad(both.sum(), numbers)
+    assert gradient.abs().sum() > 0
+    nothing = attend(q, k, v, mask=torch.full((3, 4), -torch.inf, dtype=torch.float64)).output
+    assert torch.equal(nothing, torch.zeros_like(nothing))

@@ -299,6 +299,21 @@ def test_the_command(tmp_path: Path, check: Path) -> None:
     assert "broken: ctranslate2" in broken.stderr
 
 
+def test_int8_is_held_to_the_bound_on_texts_that_was_asked_for_and_to_no_other(tmp_path: Path) -> None:
+    translator().save(tmp_path / "model")  # random weights: rounding changes some of its texts
+    words = (tmp_path / "model", "int8", tmp_path / "out", "--shapes", 12, "--no-compile")
+    shown = command(*words)
+    assert shown.exit_code == 0, shown.output
+    row = rows_of(certificate(tmp_path / "out"))["int8"]
+    assert row["same_text"] < 0.99, "or this test shows nothing"
+    assert "every bound holds" not in shown.stdout
+    assert "int8 was measured, not held to a bound: --same-text 0.9 or --check FILE sets one" in shown.stdout
+    held = command(*words, "--same-text", 0.99)
+    assert isinstance(held.exception, BoundBroken)
+    assert f"int8: same_text={row['same_text']:g} is less than the bound 0.99" in str(held.exception)
+    assert "every bound holds" in command(*words, "--same-text", 0).stdout
+
+
 @pytest.mark.slow
 def test_the_compiled_graph_is_among_them(tmp_path: Path) -> None:
     path = export(small("transformer-tiny", n_layers=1), "safetensors", tmp_path / "out", n_shapes=12)

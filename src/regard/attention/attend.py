@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..foundation.checks import check_probability
 from .backends import Attended, run
-from .biases import Bias, DenseBias
+from .biases import Bias, DenseBias, Sum
 from .frame import Frame, check_heads
 from .mask import Mask
-from .masks import from_dense
+from .masks import from_dense, valid_keys
 from .mechanisms import Dot, Mechanism
 from .reference import Steps, compute_steps
 from .score_matrix import AttentionCall
@@ -38,6 +38,9 @@ def attend(
 ) -> Attended:
     """Attention of q (B, H, T, D) over k and v (B, G, S, D): softmax(scale · q kᵀ + bias) v under a mask.
 
+    A mask given as a tensor means what it means to torch's scaled_dot_product_attention: booleans, True = may look, or
+    numbers added to the scores, -inf = may not. Its shape is (T, S), (B, T, S) for all heads, or four axes that broadcast,
+    such as the padding mask (B, 1, 1, S).
     ``mechanism`` replaces the scaled dot product; ``frame`` gives the positions (default: the last query at the last
     key); ``seed`` fixes the dropout; ``check`` refuses NaN and infinity in the inputs.
     """
@@ -86,8 +89,11 @@ def prepare(
             raise ValueError(f"{name} holds {count} values that are not finite, the first, {x[first]}, at {first}")
     check_probability(dropout=dropout)
     frame = Frame.of(q, k) if frame is None else frame
-    mask = from_dense(mask) if isinstance(mask, Tensor) else mask
-    bias = DenseBias(bias) if isinstance(bias, Tensor) else bias
+    if isinstance(bias, Tensor):
+        bias = DenseBias(_expand(bias, frame))
+    if isinstance(mask, Tensor):
+        mask, added = _read_mask(mask, frame)
+        bias = added if bias is None else bias if added is None else Sum(bias, added)
     frame.check(q, k)
     _check_device("mechanism", mechanism, q)
     if mask is not None:
@@ -98,6 +104,25 @@ def prepare(
     ready = mechanism.prepare(q, k, v, mask, frame)
     seed = None if seed is None or dropout == 0 else torch.as_tensor(seed, device=q.device)
     return AttentionCall(ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, seed)
+
+
+def _read_mask(mask: Tensor, frame: Frame) -> tuple[Mask, Bias | None]:
+    """A mask of torch's scaled_dot_product_attention as ours, and what it adds to the scores."""
+    if mask.dim() == 3:
+        mask = mask[:, None]  # (B, T, S), the same for all heads
+    if mask.is_floating_point():
+        may_look = mask != -torch.inf  # apart from the numbers, so that a row without keys gives 0 and not NaN
+        return from_dense(_expand(may_look, frame)), DenseBias(_expand(mask.masked_fill(~may_look, 0.0), frame))
+    if mask.dtype == torch.bool and mask.shape[1:] == (1, 1, frame.n_keys) and mask.shape[0] in (1, frame.n_batch):
+        return valid_keys(mask[:, 0, 0].expand(frame.n_batch, -1)), None
+    return from_dense(_expand(mask, frame)), None
+
+
+def _expand(x: Tensor, frame: Frame) -> Tensor:
+    """A view with all queries and keys where those axes have one entry; what does not fit is left to be named later."""
+    sizes = (frame.n_queries, frame.n_keys)
+    fits = 2 <= x.dim() <= 4 and all(n in (1, wanted) for n, wanted in zip(x.shape[-2:], sizes, strict=True))
+    return x.expand(*x.shape[:-2], *sizes) if fits else x
 
 
 def _check_types(**arguments: Any) -> None:

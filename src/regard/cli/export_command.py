@@ -29,8 +29,14 @@ def export(
     check: Annotated[Path | None, option("FILE", "Compare the metric on pairs, texts or labelled texts.")] = None,
     bound: Annotated[float, typer.Option(min=0.0, help="Largest difference of a logit that is allowed.")] = 1e-4,
     same_text: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Least share of greedy texts that must be the same.")
-    ] = 0.99,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Least share of greedy texts that must be the same: 0.99 unless given, and of int8 none unless given.",
+            show_default=False,
+        ),
+    ] = None,
     delta: Annotated[float, typer.Option(min=0.0, help="Largest loss of the metric on FILE, in its points.")] = 0.2,
     shapes: Annotated[int, typer.Option(min=1, help="Random shapes to compare on.")] = 200,
     seed: Annotated[int, typer.Option(help="Which random shapes.")] = 0,
@@ -54,7 +60,8 @@ def export(
     from regard.export import export as run
     from regard.io import load
 
-    limits = Bounds(max_abs=bound, same_text=same_text, delta=delta)
+    text_bounds = {} if same_text is None else {"same_text": same_text, "int8_same_text": same_text}
+    limits = Bounds(max_abs=bound, delta=delta, **text_bounds)
     opened = load(model)
     terminal.progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:
