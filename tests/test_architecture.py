@@ -42,8 +42,11 @@ LEFT_OF: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # The steps to the right: model.save() delegates to io.save when it is called, train.init reads the config and loads the
-# weights of what a run starts from, and a run notes the version.
-LAZY_STEPS_RIGHT = {("models", "io"), ("recipes", "training"), ("training", "io"), ("training", "__init__")}
+# weights of what a run starts from, train.ship_to asks whether the model can be exported, and a run notes the version.
+LAZY_STEPS_RIGHT = {
+    *(("models", "io"), ("recipes", "training"), ("training", "io")),
+    *(("training", "export"), ("training", "__init__")),
+}
 # The front door exports from every room, but only when a name is asked for.
 FRONT_DOOR = "__init__"
 # Which rooms may import an optional or slow library, and then only inside a function.

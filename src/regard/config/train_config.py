@@ -125,6 +125,8 @@ class TrainConfig(Config):
     stop_at: int | None = None
     """Stop after this step as if interrupted."""
 
+    ship_to: tuple[Literal["onnx", "hf", "ctranslate2", "int8"], ...] = ()
+    """Kinds of export the model is meant for: what it cannot be exported as is refused before training."""
     init: str | None = None
     """Start from a run or a Hugging Face directory: its architecture, weights and tokenizers; typed fields override."""
     init_partial: bool = False
@@ -138,7 +140,7 @@ class TrainConfig(Config):
     lora_targets: tuple[str, ...] = ("w_qkv", "w_q", "w_kv", "w_o")
     """Which linear layers get them, by the last part of their names."""
 
-    _split = field_validator("freeze", "lora_targets", "betas", mode="before")(split_commas)
+    _split = field_validator("freeze", "lora_targets", "betas", "ship_to", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

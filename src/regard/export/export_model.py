@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 
 from .. import hub
+from ..config import ModelConfig
 from ..errors import silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json
@@ -55,7 +56,11 @@ def export(
     """
     kinds = _parse_kinds(kind)
     target = Path(path)
-    _check_exportable(model, kinds)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: it has no numbers to export")
+    if "ctranslate2" in kinds:
+        require_ctranslate2()
+    check_exportable(model.config, kinds)
     check_replaceable(target, "exporting")
     own = model
     if model.training or {(p.dtype, p.device.type) for p in model.parameters()} != {(torch.float32, "cpu")}:
@@ -95,18 +100,14 @@ def _parse_kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
     return chosen
 
 
-def _check_exportable(model: Model, kinds: tuple[Kind, ...]) -> None:
-    """Raise before anything is written where the model has no such form."""
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
-    if "hf" in kinds and (reasons := hub.write_config(model.config).obstacles):
+def check_exportable(config: ModelConfig, kinds: Sequence[str]) -> None:
+    """Raise where a model of this config has no such form."""
+    if "hf" in kinds and (reasons := hub.write_config(config).obstacles):
         others = "what is trained with model=transformer-tiny, gpt2 or bert-base has a twin"
         why = f"{'; '.join(reasons)}; onnx and int8 take every model, and {others}"
         raise ValueError(f"transformers has no twin of this model: {why}")
-    if "ctranslate2" in kinds:
-        require_ctranslate2()
-        if fields := obstacles(model.config):
-            raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
+    if "ctranslate2" in kinds and (fields := obstacles(config)):
+        raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
 
 
 def _save(model: Model, folder: Path) -> None:

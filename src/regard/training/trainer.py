@@ -116,6 +116,7 @@ def train(
             opened = _open_new_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
+            _check_shippable(run_config)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
         run_config = group.broadcast_object(run_config)
         assert run_config.train.out is not None
@@ -210,6 +211,17 @@ def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str |
 def _progress(style: Style, group: Group) -> AbstractContextManager[None]:
     """Inside, reading and tokenising show how far they have come, on one process and unless it is to be quiet."""
     return show_progress(group.is_main and style not in ("quiet", "off"))
+
+
+def _check_shippable(config: RunConfig) -> None:
+    """Refuse before training what train.ship_to could not be given after it."""
+    if config.train.ship_to:
+        from ..export.export_model import check_exportable
+
+        try:
+            check_exportable(config.model, config.train.ship_to)
+        except ValueError as error:
+            raise UsageError(f"train.ship_to={','.join(config.train.ship_to)}: {error}") from None
 
 
 def _open_group(recipe: TrainConfig) -> Group:
