@@ -69,6 +69,8 @@ OWNERS: dict[str, set[str]] = {
     "sacrebleu": {"training"},
     "tensorboard": {"training"},
     "torch.utils.tensorboard": {"training"},
+    "wandb": {"training"},
+    "mlflow": {"training"},
 }
 # Kernels are written in triton's own language and routes in FastAPI's: at home these stand at the top of the file, and
 # the file itself is imported inside a function.

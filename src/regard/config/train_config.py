@@ -33,7 +33,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, str, str], ...]] = {
 RESUMABLE = (
     *("steps", "stop_at", "eval_every", "eval_batches", "eval_examples", "save_every", "log_every", "samples", "keep"),
     *("patience", "average", "beam", "length_penalty", "lr", "muon_lr", "betas", "eps", "weight_decay", "schedule"),
-    *("warmup", "floor", "clip", "label_smoothing", "device", "checkpointing", "parallel"),
+    *("warmup", "floor", "clip", "label_smoothing", "device", "checkpointing", "parallel", "loggers"),
 )
 
 
@@ -116,6 +116,8 @@ class TrainConfig(Config):
     """Stop after so many evaluations without a better one."""
     log_every: int = 20
     """Steps between lines of metrics.jsonl."""
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Who gets the numbers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow."""
     samples: int = 3
     """Examples shown with each evaluation."""
     beam: int = 1
@@ -140,7 +142,7 @@ class TrainConfig(Config):
     lora_targets: tuple[str, ...] = ("w_qkv", "w_q", "w_kv", "w_o")
     """Which linear layers get them, by the last part of their names."""
 
-    _split = field_validator("freeze", "lora_targets", "betas", "ship_to", mode="before")(split_commas)
+    _split = field_validator("freeze", "lora_targets", "betas", "ship_to", "loggers", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

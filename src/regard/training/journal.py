@@ -1,4 +1,4 @@
-"""What a run writes as it goes: metrics.jsonl, TensorBoard events, curves.png. A failure in them never stops a run."""
+"""What a run writes as it goes: metrics.jsonl and curves.png. A failure in them never stops a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_jsonable
 from ..foundation.plotting import INK, SOFT, fonts_for, new_figure, style_panel
 from .console_display import format_count, format_duration
+from .loggers import Note
 
-Note = Callable[[str], None]
 TIMINGS = ("seconds", "train_seconds", "tokens_per_s", "mfu", "memory_mib")
 # Okabe and Ito's colours, which stay apart for every kind of colour vision.
 TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
@@ -94,48 +94,6 @@ def read_line(line: bytes | str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-class TensorBoard:
-    """The same numbers as TensorBoard events. Without the library, or with a full disk, it says so once."""
-
-    def __init__(self, folder: Path, start_step: int, note: Note) -> None:
-        self._note = note
-        self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # Events of steps that will be made again are hidden, not shown twice.
-            purge = start_step + 1 if folder.exists() else None
-            self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=30)
-        except ImportError:
-            note("tensorboard is not installed: no events are written")
-        except OSError as failure:
-            self._give_up(failure)
-
-    def scalars(self, step: int, values: dict[str, Any]) -> None:
-        """Numbers by their names, such as ``train/loss``; whatever is not a finite number is left out."""
-        for name, value in values.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                self._call("add_scalar", name, value, step)
-
-    def text(self, step: int, name: str, markdown: str) -> None:
-        self._call("add_text", name, markdown, step)
-
-    def close(self) -> None:
-        self._call("close")
-        self._writer = None
-
-    def _call(self, method: str, *args: Any) -> None:
-        if self._writer is not None:
-            try:
-                getattr(self._writer, method)(*args)
-            except OSError as failure:
-                self._give_up(failure)
-
-    def _give_up(self, failure: OSError) -> None:
-        self._writer = None
-        self._note(f"TensorBoard events cannot be written: {failure.strerror or failure}")
 
 
 def draw_curves(metrics_jsonl: Path, png: Path) -> None:

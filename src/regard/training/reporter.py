@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,8 @@ from torch import Tensor
 from ..foundation.checks import check_positive
 from ..foundation.jsonio import to_jsonable
 from .console_display import GAP, RunStatus, Style, format_pairs, format_rows, format_value, make_console, printable
-from .journal import TIMINGS, MetricsFile, TensorBoard, draw_curves
+from .journal import TIMINGS, MetricsFile, draw_curves
+from .loggers import LOGGERS, MetricLogger, TensorBoard
 
 SHARE_FOR_CURVES = 0.02  # of the time of a run; the last drawing is always made
 
@@ -104,7 +105,8 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     A line is due at the first step, every ``log_every`` steps, and the last. ``flops_per_token`` (of training) and
     ``peak_flops`` (of all devices together) give the utilisation. To go on after ``start_step``, ``restore`` what
-    ``state`` gave there: the files then come out as if the run had never stopped, apart from timings.
+    ``state`` gave there: the files then come out as if the run had never stopped, apart from timings. ``loggers`` names
+    those that get the numbers too, and ``settings`` is what they show as the run's config.
 
     style: ``auto`` live on a terminal, else plain · ``json`` plain · ``quiet`` files alone · ``off`` nothing at all
     (all processes but the first). Whatever is said goes to stderr.
@@ -120,6 +122,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         start_step: int = 0,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
+        loggers: Sequence[str] = (TensorBoard.name,),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         check_positive(log_every=log_every)
         self.out, self._start_step, self._log_every = Path(out), start_step, log_every
@@ -132,10 +136,10 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._drawn_at, self._drawing_s = 0.0, 1.0  # a guess, until one has been drawn
         self._pace = Pace()
         self._file: MetricsFile | None = None
-        self._tensorboard: TensorBoard | None = None
+        self._loggers: list[MetricLogger] = []
         if self._active:
             self._file = MetricsFile(self.out / "metrics.jsonl", start_step, self.note)
-            self._tensorboard = TensorBoard(self.out / "tensorboard", start_step, self.note)
+            self._loggers = [LOGGERS[name](self.out, start_step, settings or {}, self.note) for name in loggers]
         self.restore({} if self._file is None else self._file.last)
 
     # ------------------------------------------------------------------------------------ going on where it stopped
@@ -221,9 +225,10 @@ class Reporter(AbstractContextManager["Reporter"]):
         now.loss, now.lr, now.grad_norm, now.memory_mib = losses[-1], numbers["lr"], numbers["grad_norm"], mib
 
     def _store(self, record: dict[str, Any], scalars: dict[str, Any]) -> None:
-        if self._file is not None and self._tensorboard is not None:
+        if self._file is not None:
             self._file.write(record)
-            self._tensorboard.scalars(record["step"], scalars)
+        for logger in self._loggers:
+            logger.scalars(record["step"], scalars)
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         if not tokens_per_s or not self._flops_per_token or not self._peak_flops:
@@ -263,12 +268,14 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Examples as the model does them now, e.g. {"source": …, "target": …, "output": …}."""
-        if self._tensorboard is not None and rows:
+        if self._active and rows:
             self._console.say_all(format_rows(rows, self._console.width))
             names = list(dict.fromkeys(name for row in rows for name in row))
             cells = [[format_value(row.get(name, "")).replace("|", "\\|") for name in names] for row in rows]
             table = (f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells))
-            self._tensorboard.text(step, "samples", "\n".join(table))
+            text = "\n".join(table)
+            for logger in self._loggers:
+                logger.text(step, "samples", text)
 
     def note(self, text: str) -> None:
         self._console.say(printable(text), "yellow")
@@ -290,10 +297,10 @@ class Reporter(AbstractContextManager["Reporter"]):
     def close(self) -> None:
         """Leave terminal and files in order; may be called twice."""
         self._console.close()
-        for sink in (self._tensorboard, self._file):
+        for sink in (*self._loggers, self._file):
             if sink is not None:
                 sink.close()
-        self._tensorboard = self._file = None
+        self._loggers, self._file = [], None
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -34,6 +34,7 @@ from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
 from .finetuning import add_lora, freeze, low_rank_additions, start_from
 from .initial_model import initial_processor
+from .loggers import check_loggers
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
@@ -116,6 +117,7 @@ def train(
             opened = _open_new_task(run_config, source, processor or inputs.processor, inputs.task_class)
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
+            check_loggers(run_config.train.loggers)
             _check_shippable(run_config)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
         run_config = group.broadcast_object(run_config)
@@ -283,6 +285,8 @@ def _run(
         start_step=0 if checkpoint is None else checkpoint.step,
         flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
         peak_flops=None if peak is None else peak * group.world,
+        loggers=config.train.loggers,
+        settings=_flat_fields(config),
     )
     loop = Loop(
         train=config.train,
@@ -385,6 +389,13 @@ def _choose_precision(config: RunConfig, task: Task, objective: Objective, group
         write_atomic(path, to_json(asdict(choice)))
     group.barrier()
     return choice
+
+
+def _flat_fields(config: RunConfig) -> dict[str, Any]:
+    """Every field by the name it is typed with, such as train.lr."""
+    sections = config.model_dump(mode="json")
+    fields = {f"{section}.{name}": x for section in ("data", "model", "train") for name, x in sections[section].items()}
+    return {"task": config.task, **fields}
 
 
 def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
