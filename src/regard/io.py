@@ -75,6 +75,7 @@ def load(
             processor = files.processor()
             model = hub.fill(files.fitting, files.resolved.steps, files.weights, device, float_type)
         model.processor, model.provenance = processor, files.provenance
+        model.training_record = files.directory.training_record
         return model
 
     return _retry_if_replaced(path, read)
@@ -109,6 +110,7 @@ class Description:
     dtypes: tuple[str, ...]
     files: dict[str, int]  # every file and its size
     processor: Processor | None
+    training_record: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         labels = None if self.processor is None else self.processor.labels
@@ -124,6 +126,7 @@ class Description:
             "config": hub.changed_fields(self.config),
             "tokens": None if self.processor is None else self.processor.sizes(),
             "labels": None if labels is None else list(labels),
+            "training": self.training_record,
             "files": self.files,
         }
 
@@ -138,6 +141,7 @@ class Description:
             f"  {self.provenance.model_type}: {config.architecture}, reads {config.source}, head {config.head}",
             f"  {self.n_parameters:,} parameters, {', '.join(self.dtypes)}",
             *(f"  {name} tokenizer, {size:,} tokens" for name, size in sizes.items()),
+            *([] if self.training_record is None else [f"  trained: {hub.training_summary(self.training_record)}"]),
             f"  {checked[self.provenance.verified]}",
             "config, where it differs from the defaults",
             *(f"  {name} = {value!r}" for name, value in hub.changed_fields(config).items()),
@@ -162,7 +166,8 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
     if is_quantised(path):
         int8 = check_int8(path, verify=verify)
         model, dtypes, sizes = int8.model, _dtypes(int8.weights), int8.directory.files()
-        return Description(model.provenance, model.config, int8.n_parameters, dtypes, sizes, model.processor)
+        facts = (model.provenance, model.config, int8.n_parameters, dtypes, sizes, model.processor)
+        return Description(*facts, int8.directory.training_record)
 
     def read() -> Description:
         files = _check_directory(path, allow_pickle, verify)
@@ -170,7 +175,8 @@ def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = Tru
             processor = files.processor()
         n_parameters, sizes = files.fitting.model.n_parameters, files.directory.files()
         config, dtypes = files.resolved.config, _dtypes(files.weights)
-        return Description(files.provenance, config, n_parameters, dtypes, sizes, processor)
+        record = files.directory.training_record
+        return Description(files.provenance, config, n_parameters, dtypes, sizes, processor, record)
 
     return _retry_if_replaced(path, read)
 
@@ -213,7 +219,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         files["README.md"] = hub.model_card(model, written).encode()
         for name, content in files.items():
             write_atomic(folder / name, content)
-        hub.Manifest.of(folder).write(folder)
+        hub.Manifest.of(folder, model.training_record).write(folder)
     return target
 
 

@@ -420,7 +420,17 @@ def test_a_new_mask_is_its_predicate() -> None:
         Mask().dense(2)
 
 
-SDPA_SHAPES = [(3, 4), (1, 4), (3, 1), (2, 1, 1, 4), (1, 1, 1, 4), (1, 5, 3, 4), (2, 1, 3, 4), (2, 5, 1, 4), (2, 1, 3, 1)]
+SDPA_SHAPES = [
+    (3, 4),
+    (1, 4),
+    (3, 1),
+    (2, 1, 1, 4),
+    (1, 1, 1, 4),
+    (1, 5, 3, 4),
+    (2, 1, 3, 4),
+    (2, 5, 1, 4),
+    (2, 1, 3, 1),
+]
 
 
 @pytest.mark.parametrize("kind", ["booleans", "numbers", "numbers and -inf"])

@@ -1,13 +1,29 @@
-"""From a run to what others open: the target is checked before training, and what is shipped says where it came from."""
+"""From a run to what others open: the target is checked before training, and what is shipped says what it came from."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import regard
 from regard import cli
 from training.runs import words_of, write_data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A translator, trained by the command line."""
+    folder = tmp_path_factory.mktemp("shipping")
+    words = words_of("translate", write_data("translate", folder), "train.steps=4", "train.save_every=2")
+    assert cli.main(["train", "translate", *words, f"train.out={folder / 'run'}", "train.seed=1", "--quiet"]) == 0
+    return folder / "run"
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 
 
 def test_a_target_that_the_model_cannot_have_is_refused_before_training(
@@ -31,3 +47,47 @@ def test_the_document_sends_translators_only_to_servers_that_exist() -> None:
     assert "its own server" not in text
     assert "vLLM runs no encoder-decoder" in text
     assert "through it vLLM" not in text
+
+
+def test_what_is_shipped_names_run_step_data_metrics_command_and_versions(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ("--shapes", "2", "--no-compile")
+    for kind in ("safetensors", "int8"):
+        assert cli.main(["export", str(run), kind, str(tmp_path / kind), *quick]) == 0
+    again = regard.export(regard.load(tmp_path / "safetensors"), "onnx", tmp_path / "again", n_shapes=2, compiled=False)
+    evaluation = json.loads((run / "evaluation.json").read_bytes())
+    facts = json.loads((run / "provenance.json").read_bytes())
+    for folder in (run / "model", tmp_path / "safetensors", tmp_path / "int8", again):
+        record = manifest(folder)["training"]
+        assert (record["run"], record["task"], record["step"]) == (
+            "run",
+            "translate",
+            int(evaluation["weights"].split()[1].strip(",")),
+        )
+        assert record["data"] == {"source": facts["data"]["source"], "sha256": facts["data"]["sha256"]}
+        assert record["metrics"] == evaluation["metrics"]
+        assert record["command"][:3] == ["regard", "train", "translate"]
+        assert record["versions"]["regard"] == regard.__version__
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        for fact in (
+            f"run: {evaluation['weights']}",
+            facts["data"]["sha256"],
+            "train.seed=1",
+            f"regard {regard.__version__}",
+        ):
+            assert fact in card
+        assert f"| valid_loss | {evaluation['metrics']['valid_loss']:.5g} |" in card
+    capsys.readouterr()
+    assert cli.main(["info", str(tmp_path / "int8")]) == 0
+    assert "trained: run, step" in capsys.readouterr().out
+
+
+def test_a_step_says_its_own_metrics_and_an_altered_record_is_noticed(run: Path, tmp_path: Path) -> None:
+    saved = regard.load(f"{run}@2").save(tmp_path / "two")
+    record = manifest(saved)["training"]
+    assert (record["step"], record["weights"]) == (2, "step 2")
+    text = (saved / "manifest.json").read_text(encoding="utf-8")
+    (saved / "manifest.json").write_text(text.replace('"weights": "step 2"', '"weights": 2'), encoding="utf-8")
+    with pytest.raises(regard.errors.BadModelFile, match="is not a manifest"):
+        regard.load(saved)

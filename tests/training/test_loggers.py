@@ -1,4 +1,4 @@
-"""The numbers of a run reach Weights & Biases and MLflow as they reach TensorBoard, and no failure there stops a run."""
+"""The numbers of a run reach wandb and MLflow as they reach TensorBoard, and no failure there stops a run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_a_run_tells_wandb_and_mlflow_what_it_writes(tmp_path: Path, calls: list
     assert init["config"]["task"] == "translate"
     written = {row["step"]: row["loss"] for row in metrics(out) if "loss_mean" in row}
     for name in ("wandb.log", "mlflow.log_metrics"):
-        logged = {options["step"]: values["train/loss"] for values, options in of(calls, name) if "train/loss" in values}
+        logged = {
+            options["step"]: values["train/loss"] for values, options in of(calls, name) if "train/loss" in values
+        }
         assert logged == written
         assert any("valid/loss" in values for values, _ in of(calls, name))
     assert any("samples" in values for values, _ in of(calls, "wandb.log"))
@@ -74,7 +76,9 @@ def test_a_run_tells_wandb_and_mlflow_what_it_writes(tmp_path: Path, calls: list
 
 def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     for start_step in (0, 2):
-        with Reporter(tmp_path, steps=4, log_every=1, style="quiet", start_step=start_step, loggers=("wandb", "mlflow")):
+        with Reporter(
+            tmp_path, steps=4, log_every=1, style="quiet", start_step=start_step, loggers=("wandb", "mlflow")
+        ):
             pass
     assert [options["id"] for (options,) in of(calls, "wandb.init")] == [None, "w-1"]
     assert [options["run_id"] for (options,) in of(calls, "mlflow.start_run")] == [None, "m-1"]

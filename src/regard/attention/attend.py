@@ -39,8 +39,9 @@ def attend(
     """Attention of q (B, H, T, D) over k and v (B, G, S, D): softmax(scale · q kᵀ + bias) v under a mask.
 
     A mask given as a tensor means what it means to torch's scaled_dot_product_attention: booleans, True = may look, or
-    numbers added to the scores, -inf = may not. Its shape is (T, S), (B, T, S) for all heads, or four axes that broadcast,
-    such as the padding mask (B, 1, 1, S).
+    numbers added to the scores, -inf = may not. Its shape is (T, S), (B, T, S) for all heads, or four axes that
+    broadcast, such as the padding mask (B, 1, 1, S).
+
     ``mechanism`` replaces the scaled dot product; ``frame`` gives the positions (default: the last query at the last
     key); ``seed`` fixes the dropout; ``check`` refuses NaN and infinity in the inputs.
     """

@@ -82,7 +82,7 @@ def export(
         if not document["passes"]:
             raise BoundBroken(document)
         write_atomic(folder / CERTIFICATE, to_json({"kinds": list(kinds), **document}))
-        hub.Manifest.of(folder).write(folder)
+        hub.Manifest.of(folder, model.training_record).write(folder)
     return target
 
 

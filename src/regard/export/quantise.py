@@ -78,6 +78,7 @@ def open_int8(path: str | Path, *, verify: bool = True) -> Model:
     fitting = hub.Fitting(described, {name: name for name in weights.layout})
     model = hub.fill(fitting, (), weights, torch.device("cpu"), None).requires_grad_(False)
     model.processor, model.provenance = described.processor, described.provenance
+    model.training_record = described.training_record
     return model
 
 
@@ -99,6 +100,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     _check_tensors(directory.root, model, weights)
     model.processor = read_processor(directory, fields, config)
     model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)
+    model.training_record = directory.training_record
     return Int8Directory(directory, weights, model, n_parameters)
 
 

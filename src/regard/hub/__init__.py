@@ -11,6 +11,7 @@ from .hf_config import (
     read_config,
     restore_token_ids,
     token_ids,
+    training_summary,
     write_config,
 )
 from .hf_directory import Directory, Provenance, Weights, write_safetensors
@@ -42,6 +43,7 @@ __all__ = [
     "to_ours",
     "to_theirs",
     "token_ids",
+    "training_summary",
     "write_adapter",
     "write_config",
     "write_safetensors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -181,6 +182,7 @@ from transformers import {name}
 model = {name}.from_pretrained("path/to/this/directory")
 ```"""
     rows = "\n".join(f"| {field} | {value} |" for field, value in changed_fields(config).items())
+    training = "" if model.training_record is None else _training_section(model.training_record)
     return f"""---
 library_name: {"regard" if written.obstacles else "transformers"}
 tags:
@@ -202,7 +204,7 @@ model = regard.load("path/to/this/directory")
 
 `manifest.json` holds the SHA-256 of every file here; `regard.load` checks them before it reads anything.
 
-## Config
+{training}## Config
 
 Fields that differ from regard's defaults; config.json has all of them.
 
@@ -210,3 +212,23 @@ Fields that differ from regard's defaults; config.json has all of them.
 |---|---|
 {rows}
 """
+
+
+def training_summary(record: Mapping[str, Any]) -> str:
+    """Which run, weights and data a model came from, in a line."""
+    data = record["data"]
+    return f"{record['run']}, {record['weights']}, on {data['source']} (SHA-256 {data['sha256'][:12]}…)"
+
+
+def _training_section(record: Mapping[str, Any]) -> str:
+    """The card's table of where the weights came from."""
+    data, versions = record["data"], record["versions"]
+    facts = {
+        "run": f"{record['run']}: {record['weights']}",
+        "data": f"{data['source']}, SHA-256 {data['sha256']}",
+        **{name: f"{x:.5g}" if isinstance(x, float) else x for name, x in record["metrics"].items()},
+        "command": f"`{shlex.join(record['command'])}`" if record["command"] else "from Python",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    rows = "\n".join(f"| {name} | {str(fact).replace('|', '&#124;')} |" for name, fact in facts.items())
+    return f"## Training\n\n| | |\n|---|---|\n{rows}\n\n"

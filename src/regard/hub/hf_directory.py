@@ -172,10 +172,12 @@ class Directory:
             raise BadModelFile(f"{root} has no config.json, so it is no model directory")
         self.root = root
         self._listed: Mapping[str, Entry] | None = None
+        self.training_record: dict[str, Any] | None = None  # of the manifest
         manifest = Manifest.read(self.root) if verify else None
         if manifest is not None:
             manifest.check(self.root)
             self._listed = manifest.files
+            self.training_record = None if manifest.training is None else dict(manifest.training)
 
     @property
     def verified(self) -> Verified:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import BadModelFile
 from ..foundation.files import resolve_inside, write_atomic
@@ -27,14 +28,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a directory and what each must be; by name, "/" between folders."""
+    """The files of a directory and what each must be; by name, "/" between folders.
+
+    ``training``: which run and step the weights are of, its data, metrics, command and versions; None where unknown.
+    """
 
     files: Mapping[str, Entry]
+    training: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, root: Path) -> Manifest:
+    def of(cls, root: Path, training: Mapping[str, Any] | None = None) -> Manifest:
         """Read every file there is and take its checksum."""
-        return cls({name: _entry(root / name) for name in sorted(file_names(root)) if name != NAME})
+        return cls({name: _entry(root / name) for name in sorted(file_names(root)) if name != NAME}, training)
 
     @classmethod
     def read(cls, root: Path) -> Manifest | None:
@@ -43,8 +48,10 @@ class Manifest:
             return None
         text = resolve_inside(root, NAME).read_bytes()
         match parse_json(text, root / NAME):
-            case {"regard_manifest": 1, "files": dict(files)} if all(map(_is_entry, files.values())):
-                manifest = cls({name: Entry(**entry) for name, entry in files.items()})
+            case {"regard_manifest": 1, "files": dict(files), **rest} if all(
+                map(_is_entry, files.values())
+            ) and _is_training_record(rest.get("training")):
+                manifest = cls({name: Entry(**entry) for name, entry in files.items()}, rest.get("training"))
             case _:
                 raise BadModelFile(f"{root / NAME} is not a manifest of regard's")
         if manifest.text() != text:  # so that not a bit of it can change unseen
@@ -53,7 +60,8 @@ class Manifest:
 
     def text(self) -> bytes:
         files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
-        return to_json({"regard_manifest": _VERSION, "files": files})
+        training = {} if self.training is None else {"training": self.training}
+        return to_json({"regard_manifest": _VERSION, **training, "files": files})
 
     def write(self, root: Path) -> None:
         write_atomic(root / NAME, self.text())
@@ -102,6 +110,20 @@ def _is_entry(value: object) -> bool:
         case {"size": int(), "sha256": str(digest), **rest}:
             return not rest and _SHA256.fullmatch(digest) is not None
     return False
+
+
+def _is_training_record(value: object) -> bool:
+    match value:
+        case {
+            "run": str(),
+            "weights": str(),
+            "data": dict(data),
+            "metrics": dict(),
+            "command": list(),
+            "versions": dict(),
+        }:
+            return all(isinstance(data.get(name), str) for name in ("source", "sha256"))
+    return value is None
 
 
 def _entry(path: Path) -> Entry:

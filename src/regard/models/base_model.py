@@ -67,6 +67,7 @@ class Model(nn.Module):
         self.config = config
         self.processor: Any = None
         self.provenance: Any = None  # where it was loaded from, and whether its manifest matched
+        self.training_record: dict[str, Any] | None = None  # run, step, data, metrics, command and versions, if known
 
     def _initialise(self) -> None:
         """Called at the end of each constructor: with ``init_std``, normal weights of that spread.

@@ -38,6 +38,7 @@ from ..text.processor import Processor, read_processor
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .finetuning import add_lora, merge
+from .journal import TIMINGS, is_evaluation, read_line
 from .parallel import Group
 
 RUN_FILE = "run.json"
@@ -165,24 +166,40 @@ class RunDirectory:
             last = steps[-train.average :]
             found = [checkpoints.at(each) for each in last]
             name = f"the average of steps {', '.join(map(str, last))}"
-            return self._model_with(average(_weights(x, has_ema) for x in found), merged), name
+            return self._model_with(average(_weights(x, has_ema) for x in found), last[-1], name, merged), name
         latest = checkpoints.latest()
         assert latest is not None
         chosen, note = latest if step is None else checkpoints.at(step), ", averaged as it went" if has_ema else ""
         best = latest.state["at"]["best_step"]
         if step is None and not has_ema and best in steps:
             chosen, note = checkpoints.at(best), ", the best"
-        return self._model_with(_weights(chosen, has_ema), merged), f"step {chosen.step}{note}"
+        name = f"step {chosen.step}{note}"
+        return self._model_with(_weights(chosen, has_ema), chosen.step, name, merged), name
 
-    def _model_with(self, weights: dict[str, torch.Tensor], merged: bool) -> Model:
+    def _model_with(self, weights: dict[str, torch.Tensor], step: int, name: str, merged: bool) -> Model:
         train, model = self.config.train, build(self.config.model)
         if train.lora is not None:
             add_lora(model, train.lora, train.lora_alpha, train.lora_targets)
         model.load_state_dict(weights)
         if train.lora is not None and merged:
             merge(model)
-        model.processor = self.processor
+        model.processor, model.training_record = self.processor, self._training_record(step, name)
         return model.eval()
+
+    def _training_record(self, step: int, weights: str) -> dict[str, Any] | None:
+        """What a shipped model says about its training; ``metrics`` are those of the step, where it was evaluated."""
+        if not (self.root / "provenance.json").exists():
+            return None
+        facts, path, metrics = self.facts, self.root / "metrics.jsonl", {}
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            record = read_line(line)
+            if record is not None and record["step"] == step and is_evaluation(record):
+                metrics = {name: x for name, x in record.items() if name not in ("step", "loss", "tokens", *TIMINGS)}
+        return {
+            **{"run": self.root.resolve().name, "task": self.config.task, "step": step, "weights": weights},
+            "data": {name: facts["data"][name] for name in ("source", "sha256")},
+            **{"metrics": metrics, "command": facts["command"], "versions": facts["versions"], "git": facts["git"]},
+        }
 
 
 def _paths(data: DataConfig) -> dict[str, list[str]]:

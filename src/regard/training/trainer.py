@@ -22,7 +22,7 @@ from ..data.sources import Source
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
 from ..foundation.files import replace_directory, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import parse_json, to_json, to_jsonable
 from ..foundation.progress import show_progress
 from ..hub.hf_directory import INDEX
 from ..models import Model
@@ -457,6 +457,8 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
                 return objective(batch.to(loop.group.device))
 
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
+        if model.training_record is not None:
+            model.training_record["metrics"] = to_jsonable(metrics)
         with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
             model.save(run.model_folder)
         _save_adapter(run, model)
