@@ -201,31 +201,80 @@ def test_other_engines_are_asked_as_they_are_named(
             return Engine()
 
     monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", lambda name: Engines)
-    words = ["translate", "somewhere", "the cat", "--engine", "onnx", "--length-penalty", 0.6]
+    words = ["translate", "somewhere", "the cat", "--engine", "ctranslate2", "--length-penalty", 0.6]
     assert told(capsys, *words) == "THE CAT\n"
     options = {"beam": 4, "length_penalty": 0.6, "truncate": False, "early_stopping": False}
-    assert asked == [("somewhere", "onnx"), (["the cat"], options)]
+    assert asked == [("somewhere", "ctranslate2"), (["the cat"], options)]
     found = document(capsys, *words)
     assert found == {
         "model": "somewhere",
-        "engine": "onnx",
+        "engine": "ctranslate2",
         "results": [{"input": "the cat", "text": "THE CAT", "score": None}],
     }
     asked.clear()
     refused(capsys, 1, "but max_len=96", *words, "the cat " * 60)
-    assert [entry[1] for entry in asked] == ["onnx", "onnx"]  # opened, and never asked
+    assert [entry[1] for entry in asked] == ["ctranslate2", "ctranslate2"]  # opened, and never asked
 
 
 def test_an_engine_that_is_not_installed_is_named(
     models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
+        raise ModuleNotFoundError("No module named 'ctranslate2'", name="ctranslate2")
 
     monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", missing)
-    assert run("translate", models["translator"], "the cat", "--engine", "onnx") == 1
-    said = 'regard: --engine onnx needs onnxruntime, which is not installed: pip install "regard[export]"\n'
+    assert run("translate", models["translator"], "the cat", "--engine", "ctranslate2") == 1
+    said = 'regard: --engine ctranslate2 needs ctranslate2, which is not installed: pip install "regard[export]"\n'
     assert capsys.readouterr().err == said
+
+
+def test_n_best_and_a_prefix(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    path, texts = models["translator"], ["the cat", "a dog ran"]
+    made = regard.translate(path, texts, beam=3, n_best=2, prefix="the mat", max_new_tokens=12)
+    words = ["translate", path, "--beam", 3, "--n-best", 2, "--prefix", "the mat", "--max-new-tokens", 12]
+    flat = [[" ".join(x.text.splitlines()) for x in best] for best in made.n_best]
+    assert all(text.startswith("the mat") for best in flat for text in best)
+    found = document(capsys, *words, *texts)["results"]
+    assert [[x["text"] for x in result["n_best"]] for result in found] == flat
+    assert [result["text"] for result in found] == [best[0] for best in flat]
+    (tmp_path / "in.txt").write_text("the cat\n\na dog ran\n", encoding="utf-8")
+    lines = told(capsys, *words, "--file", tmp_path / "in.txt").splitlines()
+    assert [line.partition("\t")[2] for line in lines] == [*flat[0], "", *flat[1]]
+    assert float(lines[0].partition("\t")[0]) == pytest.approx(made.n_best[0][0].score, abs=1e-4)
+    refused(capsys, 2, "--n-best is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
+    refused(capsys, 2, "--n-best 3 texts need --beam 3 or more", "translate", path, "the cat", "--beam", 2, "--n-best", 3)
+
+
+# ---- ONNX Runtime in place of torch
+
+
+@pytest.fixture(scope="module")
+def exports(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same models with their ONNX graphs."""
+    folder, quick = tmp_path_factory.mktemp("exports"), {"n_shapes": 1, "compiled": False}
+    names = ("speaker", "translator", "captioner", "classifier", "images")
+    return {name: regard.export(regard.load(models[name]), "onnx", folder / name, **quick) for name in names}
+
+
+def test_onnx_answers_every_task_as_torch_does(exports: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    image = picture(tmp_path / "one.png")
+    for words in (
+        ["generate", exports["speaker"], "the cat", "--max-new-tokens", 6],
+        ["generate", exports["speaker"], "the cat", "--max-new-tokens", 6, "--beam", 2, "--n-best", 2],
+        ["translate", exports["translator"], "the cat", "a dog", "--max-new-tokens", 6],
+        ["translate", exports["translator"], "the cat", "--n-best", 2, "--prefix", "the", "--max-new-tokens", 6],
+        ["classify", exports["classifier"], "the cat", "what light", "--top", 2],
+        ["classify", exports["images"], image],
+        ["caption", exports["captioner"], image, "--max-new-tokens", 5],
+    ):
+        assert told(capsys, *words, "--engine", "onnx") == told(capsys, *words), words
+
+
+def test_a_model_without_graphs_says_how_to_make_them(models: dict[str, Path], capsys: Said) -> None:
+    for words in (["generate", models["speaker"], "the"], ["classify", models["classifier"], "the"]):
+        said = f"was not exported as onnx; regard export {words[1]} onnx shipped makes one"
+        refused(capsys, 3, said, *words, "--engine", "onnx")
+    refused(capsys, 2, "--engine ctranslate2 is none of torch, onnx", *words, "--engine", "ctranslate2")
 
 
 # ---- classify and caption

@@ -116,6 +116,27 @@ def test_int8_drift_is_a_number_and_its_bleu_is_held(tmp_path: Path, check: Path
     assert open_engine(path).translate([pairs()[0][0]]) == [pairs()[0][1]]
 
 
+def test_int8_graphs_are_small_near_and_open_in_plain_onnxruntime(tmp_path: Path, check: Path) -> None:
+    import onnxruntime
+
+    path = export(learned(), "onnx-int8", tmp_path / "out", check=check, **QUICK)
+    plain = export(learned(), "onnx", tmp_path / "plain", **QUICK)
+    assert engines_in(path) == ["torch", "onnx"]
+    row = rows_of(certificate(path))["onnx int8"]
+    assert 1e-4 < row["max_abs"] < 5
+    assert row["bounds"] == {"max_abs": None, "same_text": None}
+    assert {x["name"]: x["bound"] for x in certificate(path)["file"]["engines"]} == {"read back": 0.2, "onnx int8": 0.2}
+    for name in ("encoder.onnx", "decoder.onnx"):
+        assert (path / "onnx" / name).stat().st_size < 0.6 * (plain / "onnx" / name).stat().st_size
+        session = onnxruntime.InferenceSession(path / "onnx" / name, providers=["CPUExecutionProvider"])
+        assert {x.name for x in session.get_outputs()} >= set(
+            json.loads((path / "onnx" / "onnx.json").read_text())["graphs"][name.removesuffix(".onnx")]["outputs"]
+        )
+    assert open_engine(path, "onnx").translate([pairs()[0][0]]) == [pairs()[0][1]]
+    with pytest.raises(ValueError, match="kind onnx and kind onnx-int8 both are the directory's graphs"):
+        export(learned(), ("onnx", "onnx-int8"), tmp_path / "both", **QUICK)
+
+
 def test_the_same_document_every_time(tmp_path: Path) -> None:
     model = small("gpt2")
     path = export(model, ["ctranslate2"], tmp_path / "out", **QUICK)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,12 @@ import pytest
 
 import regard
 from regard import cli
+from regard.export import export
 from training.runs import words_of, write_data
+
+from .translators import learned, pairs, translator
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "onnx"
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +101,45 @@ def test_a_step_says_its_own_metrics_and_an_altered_record_is_noticed(run: Path,
     (saved / "manifest.json").write_text(text.replace('"weights": "step 2"', '"weights": 2'), encoding="utf-8")
     with pytest.raises(regard.errors.BadModelFile, match="is not a manifest"):
         regard.load(saved)
+
+
+# ------------------------------------------------------------------------------------- ONNX without regard
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tokenizer or two, float32 or int8."""
+    folder, quick = tmp_path_factory.mktemp("graphs"), {"n_shapes": 1, "compiled": False}
+    return {
+        "float32": export(learned(), "onnx", folder / "float32", **quick),
+        "int8": export(learned(), "onnx-int8", folder / "int8", **quick),
+        "two tokenizers": export(translator(joint=False, n_layers=1, max_len=24), "onnx", folder / "two", **quick),
+    }
+
+
+def run_script(*words: object) -> str:
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=300, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rstrip("\n")
+
+
+def test_plain_onnxruntime_translates_as_regard_does(graphs: dict[str, Path]) -> None:
+    script = SCRIPTS / "translate.py"
+    code = script.read_text(encoding="utf-8")
+    assert len(code.splitlines()) <= 48
+    assert not re.search(r"^(import|from) (regard|torch)", code, re.MULTILINE)
+    text = pairs()[0][0]
+    for name in ("float32", "int8"):
+        assert run_script(sys.executable, script, graphs[name], text) == pairs()[0][1], name
+    wanted = regard.translate(graphs["two tokenizers"], text, beam=1, max_new_tokens=23)[0]
+    assert run_script(sys.executable, script, graphs["two tokenizers"], text) == wanted
+
+
+def test_javascript_translates_as_regard_does(graphs: dict[str, Path], tmp_path: Path) -> None:
+    node, modules = shutil.which("node"), Path(os.environ.get("NODE_PATH", SCRIPTS / "node_modules"))
+    if node is None or not (modules / "onnxruntime-web").is_dir():
+        pytest.skip("needs node, and onnxruntime-web and @huggingface/tokenizers in NODE_PATH")
+    shutil.copy(SCRIPTS / "translate.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(modules, target_is_directory=True)
+    for name in ("float32", "int8"):
+        assert run_script(node, tmp_path / "translate.mjs", graphs[name], pairs()[0][0]) == pairs()[0][1], name

@@ -14,7 +14,7 @@ from . import completion, terminal
 from .options import AsJson, argument, flag, option
 from .terminal import split_commas
 
-KINDS = ("onnx", "hf", "ctranslate2", "int8", "safetensors")
+KINDS = ("onnx", "onnx-int8", "hf", "ctranslate2", "int8", "safetensors")
 
 
 def export(
@@ -22,7 +22,9 @@ def export(
     kind: Annotated[
         str,
         argument(
-            "KIND", "onnx, hf, ctranslate2, int8, safetensors; several with commas between.", completion.choices(*KINDS)
+            "KIND",
+            "onnx, onnx-int8, hf, ctranslate2, int8, safetensors; several with commas between.",
+            completion.choices(*KINDS),
         ),
     ],
     path: Annotated[Path, argument("PATH", "The directory to write; whole or not at all.")],

@@ -22,6 +22,7 @@ from .options import (
     Device,
     Encoding,
     LengthPenalty,
+    ModelEngine,
     ModelPath,
     NewTokens,
     Out,
@@ -76,6 +77,7 @@ def generate(
     draft: Annotated[str | None, option("MODEL", "A small model that guesses ahead.")] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens it guesses at a time.")] = 4,
     echo: Annotated[bool, flag("--echo", "Print the prompt before the text.")] = False,
+    engine: ModelEngine = "torch",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -89,7 +91,7 @@ def generate(
     terminal.check_out(out)
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
     text = None if is_bulk else terminal.read_prompt(prompt, file)
-    opened = terminal.open_model(model, device)
+    opened = terminal.open_model(model, device, engine)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     if draft is not None:
         options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
@@ -119,9 +121,7 @@ def generate(
         terminal.print_json(_to_dict(model, [text], generated))
         return
     _report_draft(generated)
-    for candidate in (candidates := generated.n_best[0]):
-        score = f"{candidate.score:.4f}\t" if len(candidates) > 1 else ""
-        print(f"{score}{text if echo else ''}{candidate.text}")
+    print(_text_lines({**_answer_to_dict(generated.n_best[0]), **({"echo": text} if echo else {})}))
 
 
 def _prompt_answerer(model: Model, options: dict[str, Any], echo: bool) -> Answerer:
@@ -136,13 +136,8 @@ def _prompt_answerer(model: Model, options: dict[str, Any], echo: bool) -> Answe
         answers = [_answer_to_dict(texts) for texts in generated.n_best]
         return [{"echo": text, **x} for text, x in zip(prompts, answers, strict=True)] if echo else answers
 
-    def line(answer: Answer) -> str:
-        texts = answer.get("n_best", [answer])
-        scores = [f"{text['score']:.4f}\t" if len(texts) > 1 else "" for text in texts]
-        return "\n".join(f"{score}{answer.get('echo', '')}{x['text']}" for score, x in zip(scores, texts, strict=True))
-
     check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
-    return _text_answerer(answer, line, "generated", check)
+    return _text_answerer(answer, "generated", check, n_best=options.get("n_best", 1))
 
 
 def _report_draft(generated: Any) -> None:
@@ -184,31 +179,40 @@ def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:
 
 
 def _answer_to_dict(texts: Any) -> Answer:
+    fields = ("text", "score", "finish", "tokens")
+    return _join_texts([{name: getattr(text, name) for name in fields} for text in texts])
+
+
+def _join_texts(texts: list[Answer]) -> Answer:
     """The best text for an input, and all of them where there are several."""
+    return {**texts[0], **({"n_best": texts} if len(texts) > 1 else {})}
 
-    def fields(text: Any) -> dict[str, Any]:
-        return {"text": text.text, "score": text.score, "finish": text.finish, "tokens": text.tokens}
 
-    return {**fields(texts[0]), **({"n_best": [fields(text) for text in texts]} if len(texts) > 1 else {})}
+def _text_lines(answer: Answer) -> str:
+    """A line for each text; where there are several for one input, after its score."""
+    texts, echo = answer.get("n_best", [answer]), answer.get("echo", "")
+    return "\n".join(f"{x['score']:.4f}\t{echo}{x['text']}" if len(texts) > 1 else f"{echo}{x['text']}" for x in texts)
 
 
 def _text_answerer(
     answer: Callable[[list[str]], list[Answer]],
-    line: Callable[[Answer], str],
     column: str,
     check: Callable[[str], bool],
+    *,
+    line: Callable[[Answer], str] = _text_lines,
+    n_best: int = 1,
 ) -> Answerer:
-    """Of the commands that write text: answers with a ``text`` and a ``score``."""
+    """Of the commands that write text: answers with a ``text`` and a ``score``; of a table, columns for each of n."""
     from regard.generation.bulk_prediction import Answerer
 
-    return Answerer(
-        answer=answer,
-        blank={"text": "", "score": None},
-        new_columns={column: str, "score": float},
-        cells=lambda answer: {column: answer["text"], "score": answer["score"]},
-        line=line,
-        check=check,
-    )
+    suffixes = ["", *(f"_{n}" for n in range(2, n_best + 1))]
+
+    def cells(answer: Answer) -> dict[str, Any]:
+        texts = zip(suffixes, answer.get("n_best", [answer]), strict=False)
+        return {f"{name}{n}": x[key] for n, x in texts for name, key in ((column, "text"), ("score", "score"))}
+
+    new_columns = {f"{name}{n}": kind for n in suffixes for name, kind in ((column, str), ("score", float))}
+    return Answerer(answer, {"text": "", "score": None}, new_columns, cells, line, check)
 
 
 def _predict(
@@ -297,6 +301,10 @@ def translate(
     encoding: Encoding = "auto",
     beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beams followed at a time.")] = 4,
     length_penalty: LengthPenalty = None,
+    n_best: Annotated[
+        int | None, option("N", "Translations of each text, best first, each after its score.", least=1)
+    ] = None,
+    prefix: Annotated[str | None, option("TEXT", "What every translation starts with.")] = None,
     max_new_tokens: NewTokens = None,
     truncate: Truncate = False,
     engine: Annotated[
@@ -313,45 +321,49 @@ def translate(
         raise UsageError(f"--engine {engine} is none of {', '.join(_ENGINES)}")
     if texts and not all(text.strip() for text in texts):
         raise UsageError("a text to translate is empty")
-    options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens, truncate=truncate)
+    options = without_none(
+        beam=beam, length_penalty=length_penalty, n_best=n_best, max_new_tokens=max_new_tokens, truncate=truncate
+    )
     with terminal.usage_errors(*options):  # before a model is opened
         GenerateConfig(**options)
     terminal.check_out(out)
+    options |= without_none(prefix=prefix)
     records = terminal.read_records(texts, file, column, encoding, stream=stream)
-    is_torch = engine == "torch"
-    answerer, max_len = (
-        _torch_translator(model, device, options) if is_torch else _engine_translator(model, engine, options)
-    )
+    if engine == "ctranslate2":
+        for name, value in (("--n-best", n_best), ("--prefix", prefix)):
+            if value is not None:
+                raise UsageError(f"{name} is not for --engine ctranslate2; torch and onnx have it")
+        answerer, max_len = _ctranslate2_translator(model, options)
+    else:
+        opened = terminal.open_model(model, device, engine)
+        answerer, max_len = _model_translator(opened, options), opened.config.max_len
     _predict(model, max_len, answerer, records, out, as_json, {"engine": engine, **options}, engine=engine)
 
 
-def _torch_translator(path: str, device: str, options: dict[str, Any]) -> tuple[Answerer, int]:
+def _model_translator(model: Model, options: dict[str, Any]) -> Answerer:
     from regard.generation import translate as run
     from regard.generation.bulk_prediction import text_check
     from regard.generation.text_generation import check_can_translate, text_tokenizers
 
-    model = terminal.open_model(path, device)
     check_can_translate(model)
 
     def answer(texts: list[str]) -> list[Answer]:
-        translations = run(model, texts, **options)
-        pairs = zip(translations, translations.scores, strict=True)
-        return [{"text": terminal.one_line(text), "score": score} for text, score in pairs]
+        found = run(model, texts, **options).n_best
+        return [_join_texts([{"text": terminal.one_line(x.text), "score": x.score} for x in best]) for best in found]
 
     check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
-    return _text_answerer(answer, lambda answer: answer["text"], "translation", check), model.config.max_len
+    return _text_answerer(answer, "translation", check, n_best=options.get("n_best", 1))
 
 
-def _engine_translator(path: str, name: str, options: dict[str, Any]) -> tuple[Answerer, int]:
-    """An exported model in another runtime, with the beam search of the torch engine where possible."""
+def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answerer, int]:
+    """An exported model in a runtime with a beam search of its own, and the longest text it reads."""
     from regard.generation.bulk_prediction import text_check
 
-    if (Path(path) / "run.json").is_file():
-        raise RegardError(f"{path} is a run, not an export; regard export {path} {name} shipped makes one")
+    terminal.check_export(path, "ctranslate2")
     try:
-        opened = importlib.import_module("regard.export.engines").open_engine(path, name)
+        opened = importlib.import_module("regard.export.engines").open_engine(path, "ctranslate2")
     except ImportError as error:
-        needed = f"--engine {name} needs {error.name or error}, which is not installed"
+        needed = f"--engine ctranslate2 needs {error.name or error}, which is not installed"
         raise RegardError(f'{needed}: pip install "regard[export]"') from None
 
     def answer(texts: list[str]) -> list[Answer]:
@@ -360,7 +372,7 @@ def _engine_translator(path: str, name: str, options: dict[str, Any]) -> tuple[A
 
     encode = opened.tokenizer("source").encode
     check = text_check(lambda texts: [encode(text) for text in texts], opened.config, options["truncate"])
-    return _text_answerer(answer, lambda answer: answer["text"], "translation", check), opened.config.max_len
+    return _text_answerer(answer, "translation", check), opened.config.max_len
 
 
 def classify(
@@ -376,6 +388,7 @@ def classify(
     probabilities: Annotated[bool, flag("--probabilities", "A column of a table for every class: p_CLASS.")] = False,
     threshold: Annotated[float | None, option("P", "No label below this probability.", least=0)] = None,
     truncate: Truncate = False,
+    engine: ModelEngine = "torch",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -393,7 +406,7 @@ def classify(
     from regard.generation.label_answers import label_answerer
     from regard.generation.text_generation import check_can_classify
 
-    opened = terminal.open_model(model, device)
+    opened = terminal.open_model(model, device, engine)
     if opened.config.head != "tag":
         check_can_classify(opened)
     terminal.refuse_images(opened, inputs or ())
@@ -402,7 +415,7 @@ def classify(
     has_pairs = second is not None or (records is not None and records.has_pairs)
     options: dict[str, Any] = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
     answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
-    settings = {"truncate": truncate, "threshold": threshold}
+    settings = {"engine": engine, "truncate": truncate, "threshold": threshold}
     _predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
 
 
@@ -417,6 +430,7 @@ def caption(
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
     max_new_tokens: NewTokens = None,
+    engine: ModelEngine = "torch",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -431,7 +445,7 @@ def caption(
     if not images and file is None and not stream:
         raise UsageError("there is nothing to caption: give image files, a folder, or --file TABLE")
     terminal.check_out(out)
-    opened = terminal.open_model(model, device)
+    opened = terminal.open_model(model, device, engine)
     check_can_caption(opened)
     records = terminal.read_records(images, file, column, encoding, stream=stream, images=True)
     several = records is not None and records.form == "lines" and len(list(records.read())) > 1
@@ -444,5 +458,5 @@ def caption(
         text = terminal.one_line(answer["text"])
         return f"{answer['image']}\t{text}" if several and out is None else text
 
-    answerer = _text_answerer(answer, line, "caption", bulk_prediction.image_check)
-    _predict(model, opened.config.max_len, answerer, records, out, as_json, options)
+    answerer = _text_answerer(answer, "caption", bulk_prediction.image_check, line=line)
+    _predict(model, opened.config.max_len, answerer, records, out, as_json, {"engine": engine, **options})

@@ -44,6 +44,9 @@ Encoding = Annotated[str, typer.Option(help="Of the file; auto detects UTF-8, UT
 Out = Annotated[Path | None, option("F", "Write here; a table gets its columns and the new ones. Resumable.")]
 Stream = Annotated[bool, flag("--stream", "Answer each line of stdin as it comes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", autocompletion=completion.choices(*DEVICES))]
+ModelEngine = Annotated[
+    str, typer.Option(help="Who computes: torch, onnx.", autocompletion=completion.choices("torch", "onnx"))
+]
 Beam = Annotated[int | None, option("K", "Beams followed at a time.", least=1)]
 LengthPenalty = Annotated[float | None, option("A", "α in log P / length^α.")]
 NewTokens = Annotated[int | None, option("N", "Most new tokens.", least=1)]

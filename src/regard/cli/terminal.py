@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.errors import RegardError, UsageError
+from regard.errors import BadModelFile, RegardError, UsageError
 
 from . import advice
 
@@ -80,11 +80,27 @@ def device_name(name: str) -> str:
         raise UsageError(str(error).replace("--device=", "--device ").replace("; use ", "; ")) from None
 
 
-def open_model(path: str | Path, device: str = "auto") -> Model:
+def open_model(path: str | Path, device: str = "auto", engine: str = "torch") -> Model:
+    """The model at a path, computed by torch or by ONNX Runtime."""
     device = device_name(device)
+    if engine == "onnx":
+        check_export(path, "onnx")
+        if (Path(path) / "config.json").is_file() and not (Path(path) / "onnx").is_dir():
+            raise BadModelFile(f"{path} was not exported as onnx; regard export {path} onnx shipped makes one")
+        from regard.export.onnx_export import open_onnx
+
+        return open_onnx(path)
+    if engine != "torch":
+        raise UsageError(f"--engine {engine} is none of torch, onnx")
     from regard.io import load
 
     return load(path, device=device)
+
+
+def check_export(path: str | Path, engine: str) -> None:
+    """Refuse a run, which another engine than torch cannot read."""
+    if (Path(path) / "run.json").is_file():
+        raise RegardError(f"{path} is a run, not an export; regard export {path} {engine} shipped makes one")
 
 
 def read_text(file: Path | None) -> str:

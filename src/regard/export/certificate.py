@@ -23,6 +23,7 @@ from ..generation import GenerateConfig
 from ..generation.generate import inference
 from ..models import Model
 from .engines import Ct2Engine, Engine, TorchEngine, engines_in, open_engine, open_model
+from .onnx_export import has_int8_weights
 from .parity_cases import BATCH, ParityCase, check_file, largest_sizes, make_cases, task_name
 from .quantise import is_quantised
 
@@ -151,9 +152,11 @@ def _without_bounds(document: Mapping[str, Any]) -> list[str]:
 
 
 def _passing_line(document: Mapping[str, Any]) -> str:
-    if "int8" not in _without_bounds(document) or document.get("file"):
+    free = [name for name in _without_bounds(document) if name in ("int8", "onnx int8")]
+    if not free or document.get("file"):
         return "every bound holds"
-    return "int8 was measured, not held to a bound: --same-text 0.9 or --check FILE sets one; the others hold"
+    said = f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"
+    return f"{said}: --same-text 0.9 or --check FILE sets one; the others hold"
 
 
 def full_logits(model: Model, case: ParityCase) -> Tensor:
@@ -252,16 +255,18 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]]:
     """Every engine of a directory with its name and bounds; CTranslate2 also with int8 weights, without bounds."""
+    # The metric of int8 must hold; logits may differ, and tokens unless a bound was given for them.
+    int8_bounds = replace(bounds, max_abs=None, same_text=bounds.int8_same_text)
     engines: list[tuple[str, Engine, Bounds]] = []
     for name in engines_in(root):
-        if name != "torch":
+        if name == "onnx" and has_int8_weights(root):
+            engines.append(("onnx int8", open_engine(root, name), int8_bounds))
+        elif name != "torch":
             engines.append((name, open_engine(root, name), bounds))
         else:
             engine = TorchEngine(open_model(root).float())  # whatever precision it is used in later
-            # The metric of int8 must hold; logits may differ, and tokens unless a bound was given for them.
             is_int8 = is_quantised(root)
-            limits = replace(bounds, max_abs=None, same_text=bounds.int8_same_text) if is_int8 else bounds
-            engines.append(("int8" if is_int8 else "read back", engine, limits))
+            engines.append(("int8" if is_int8 else "read back", engine, int8_bounds if is_int8 else bounds))
         if name == "ctranslate2":
             engines.append(("ctranslate2 int8", open_engine(root, name, compute_type="int8"), Bounds(None, None, None)))
     return engines

@@ -30,7 +30,7 @@ from .ctranslate2_export import FOLDER as CT2_FOLDER
 from .ctranslate2_export import export_ctranslate2, obstacles, require_ctranslate2
 from .quantise import quantise, write_int8
 
-Kind = Literal["onnx", "hf", "ctranslate2", "int8", "safetensors"]
+Kind = Literal["onnx", "onnx-int8", "hf", "ctranslate2", "int8", "safetensors"]
 
 
 def export(
@@ -51,6 +51,7 @@ def export(
     hf           the same, refused where transformers has no twin of the model
     int8         linear maps with int8 weights instead of those (regard.load, the torch engine)
     onnx, ctranslate2  beside them, for those engines; refused where they cannot run the model
+    onnx-int8    ONNX graphs whose matrices are int8, which every ONNX runtime opens
     check        a file the metric is compared on too: pairs, texts, or labelled texts
     The directory appears whole or not at all. A bound that is broken is a BoundBroken, and nothing is left at ``path``.
     """
@@ -70,10 +71,10 @@ def export(
             write_int8(quantise(own), folder)
         else:
             _save(model, folder)
-        if "onnx" in kinds:
+        if "onnx" in kinds or "onnx-int8" in kinds:
             from .onnx_export import export_onnx
 
-            export_onnx(own, folder)
+            export_onnx(own, folder, int8="onnx-int8" in kinds)
         if "ctranslate2" in kinds:
             export_ctranslate2(own, folder / CT2_FOLDER)
         document = certify(
@@ -97,6 +98,8 @@ def _parse_kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:
     other = next((one for one in ("hf", "safetensors") if one in chosen), None)
     if "int8" in chosen and other is not None:
         raise ValueError(f"kind int8 and kind {other} both are the directory's weights; export them to two directories")
+    if "onnx" in chosen and "onnx-int8" in chosen:
+        raise ValueError("kind onnx and kind onnx-int8 both are the directory's graphs; export them to two directories")
     return chosen
 
 

@@ -43,11 +43,11 @@ _KINDS: dict[str, type[Any]] = {
 }
 
 
-def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path:
+def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: bool = False) -> Path:
     """Write the graphs of a model to ``folder/onnx``, which appears whole or not at all; returns that path.
 
-    Weights are written as float32. ``maps`` adds queries and keys as outputs, from which every attention weight can be
-    computed (``open_onnx(folder).maps``).
+    Weights are written as float32, with ``int8`` those of matrix products as int8. ``maps`` adds queries and keys as
+    outputs, from which every attention weight can be computed (``open_onnx(folder).maps``).
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
     if not isinstance(model, Model):
@@ -58,7 +58,10 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path
     with replace_directory(target) as new:
         graphs = {}
         for name, graph in graphs_of(model, maps).items():
-            graphs[name] = {"inputs": _describe_inputs(graph), "outputs": write_graph(graph, new / f"{name}.onnx")}
+            path = new / f"{name}.onnx"
+            graphs[name] = {"inputs": _describe_inputs(graph), "outputs": write_graph(graph, path)}
+            if int8:
+                round_weights(path)
         tensors = {
             f"{module_name}.{name}": x.detach().cpu().float().contiguous()
             for module_name, module in score_modules(model)
@@ -70,6 +73,7 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False) -> Path
         description = {
             "regard_onnx": _VERSION,
             "opset": OPSET,
+            "weights": "int8" if int8 else "float32",
             "architecture": config.architecture,
             "tokens": {"pad": config.pad_id, "bos": config.bos_id, "eos": config.eos_id},
             "longest": {"source": config.max_len, "target": config.max_target_len or config.max_len},
@@ -170,6 +174,36 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
     n_bytes = sum(p.numel() * p.element_size() for p in graph.parameters())
     program.save(path, external_data=n_bytes > _MAX_INLINE_BYTES)
     return outputs
+
+
+def round_weights(path: Path) -> None:
+    """Round the constant matrices of a graph to int8, one scale for each column; inputs are rounded as they come.
+
+    The graph then has DynamicQuantizeLinear and MatMulInteger, which are operations of ONNX itself.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    graph = onnx.load(path)
+    del graph.graph.value_info[:]  # shapes from before the exporter folded transposed matrices, which would be refused
+    external = path.with_name(f"{path.name}.data")
+    is_large = external.exists()
+    external.unlink(missing_ok=True)
+    with silence_warnings("root"):  # which recommends folding constants first; the exporter has done that
+        quantize_dynamic(
+            graph,
+            path,
+            op_types_to_quantize=["MatMul", "Gemm"],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=is_large,
+        )
+
+
+def has_int8_weights(root: Path) -> bool:
+    """Whether an exported directory's ONNX graphs were written with int8 weights."""
+    path = root / FOLDER / DESCRIPTION
+    return path.is_file() and parse_json(path.read_bytes(), path).get("weights") == "int8"
 
 
 def _translations() -> dict[Any, Any]:
