@@ -23,7 +23,6 @@ from ..generation import GenerateConfig
 from ..generation.generate import inference
 from ..models import Model
 from .engines import Ct2Engine, Engine, TorchEngine, engines_in, open_engine, open_model
-from .onnx_export import has_int8_weights
 from .parity_cases import BATCH, ParityCase, check_file, largest_sizes, make_cases, task_name
 from .quantise import is_quantised
 
@@ -255,6 +254,8 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]]:
     """Every engine of a directory with its name and bounds; CTranslate2 also with int8 weights, without bounds."""
+    from .onnx_export import has_int8_weights
+
     # The metric of int8 must hold; logits may differ, and tokens unless a bound was given for them.
     int8_bounds = replace(bounds, max_abs=None, same_text=bounds.int8_same_text)
     engines: list[tuple[str, Engine, Bounds]] = []
