@@ -242,7 +242,7 @@ def test_n_best_and_a_prefix(models: dict[str, Path], tmp_path: Path, capsys: Sa
     assert [line.partition("\t")[2] for line in lines] == [*flat[0], "", *flat[1]]
     assert float(lines[0].partition("\t")[0]) == pytest.approx(made.n_best[0][0].score, abs=1e-4)
     refused(capsys, 2, "--n-best is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
-    refused(capsys, 2, "--n-best 3 texts need --beam 3 or more", "translate", path, "the cat", "--beam", 2, "--n-best", 3)
+    refused(capsys, 2, "--n-best 3 texts need --beam 3 or more", "translate", path, "the", "--beam", 2, "--n-best", 3)
 
 
 # ---- ONNX Runtime in place of torch

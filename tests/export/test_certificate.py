@@ -187,7 +187,7 @@ def test_a_broken_bound_leaves_what_was_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        ("onyx", {}, "kind='onyx' is none of onnx, hf"),
+        ("onyx", {}, "kind='onyx' is none of onnx, onnx-int8, hf"),
         ((), {}, "kind is empty"),
         (("int8", "hf"), {}, "kind int8 and kind hf both are the directory's weights"),
         ("hf", {"mixer": "additive"}, "transformers has no twin of this model"),
