@@ -241,6 +241,11 @@ def test_n_best_and_a_prefix(models: dict[str, Path], tmp_path: Path, capsys: Sa
     lines = told(capsys, *words, "--file", tmp_path / "in.txt").splitlines()
     assert [line.partition("\t")[2] for line in lines] == [*flat[0], "", *flat[1]]
     assert float(lines[0].partition("\t")[0]) == pytest.approx(made.n_best[0][0].score, abs=1e-4)
+    (tmp_path / "in.tsv").write_text("en\tid\nthe cat\t7\n\t8\n", encoding="utf-8")
+    head, first, blank = told(capsys, *words, "--file", tmp_path / "in.tsv").splitlines()
+    assert head.split("\t") == ["en", "id", "translation", "score", "translation_2", "score_2"]
+    assert first.split("\t")[2::2] == flat[0]
+    assert blank.split("\t") == ["", "8", "", "", "", ""]
     refused(capsys, 2, "--n-best is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
     refused(capsys, 2, "--n-best 3 texts need --beam 3 or more", "translate", path, "the", "--beam", 2, "--n-best", 3)
 
