@@ -15,7 +15,8 @@ from regard.cli import app
 from . import markdown
 
 ROOT = markdown.ROOT
-ENGLISH = [ROOT / "README.md", ROOT / "docs" / "labels.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
+PAGES_IN_BOTH = (ROOT / "docs" / "build.md", ROOT / "docs" / "labels.md")
+ENGLISH = [ROOT / "README.md", *PAGES_IN_BOTH, *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 PAGES = [pytest.param(file, id=markdown.name_of(file)) for file in markdown.documents()]
 
 
@@ -44,6 +45,13 @@ def test_links_and_images_lead_somewhere(file: Path) -> None:
 def test_commands_between_backticks_exist(file: Path) -> None:
     strange = [f"`{said}`: {wrong}" for said in markdown.inline(file) if (wrong := unknown_word(said))]
     assert not strange, strange
+
+
+def test_tests_named_in_the_changelog_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert named
+    for file, name in named:
+        assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
 def unknown_word(said: str) -> str | None:
