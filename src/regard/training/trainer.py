@@ -105,10 +105,7 @@ def train(
     """
     inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
     run_config = inputs.config
-    with (
-        closing(_open_group(run_config.train)) as group,
-        show_progress(group.is_main and style not in ("quiet", "off")),
-    ):
+    with closing(_open_group(run_config.train)) as group, _progress(style, group):
         source, opened = open_run_source(inputs), None
         run_config = inputs.task_class.complete_config(run_config, source)
         if group.is_main:
