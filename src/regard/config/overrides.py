@@ -130,7 +130,8 @@ def _raw(annotation: Any, text: str, word: str) -> Any:
     """What pydantic gets to validate: the text itself, except for None, choices, tuples and JSON."""
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if is_union else [annotation]
-    choices = {format_value(choice): choice for choice in literal_choices(annotation)}
+    words = [kind for kind in kinds if get_origin(kind) is not tuple]  # balanced, beside a tuple of numbers
+    choices = {format_value(choice): choice for kind in words for choice in literal_choices(kind)}
     if _optional(annotation) and text.lower() in ("none", "null"):
         return None
     is_tuple = any(get_origin(kind) is tuple for kind in kinds)
