@@ -182,3 +182,8 @@ def mask_tokens(
     random_ids = ordinary_ids[integers(stable_key(key, "which"), positions, n)] if n else inputs
     inputs = np.where(chosen & (action < 0.8), mask_id, np.where(chosen & (action >= 0.9), random_ids, inputs))
     return MaskedTokens(inputs, targets)
+
+
+def has_partial_batch(plan: BatchPlan) -> bool:
+    """Whether the last batch of an epoch of equal rows is smaller than the others."""
+    return len(plan.lengths) > plan.batch_tokens and len(plan.lengths) % plan.batch_tokens > 0

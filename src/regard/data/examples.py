@@ -120,3 +120,9 @@ class ReadReport:
             "first": [asdict(line) for line in self.first],
             **({"encodings": self.encodings} if self.encodings else {}),
         }
+
+
+def image_name(example: ImageExample) -> str:
+    """What a report calls an image: its file's name."""
+    name = getattr(example.image, "name", None)
+    return str(name) if name else "image"

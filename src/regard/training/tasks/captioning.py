@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ...config import DataConfig, ModelConfig
 from ...data.batching import BatchPlan
-from ...data.examples import Example, ImageExample
+from ...data.examples import Example, ImageExample, image_name
 from ...generation import GenerateConfig, generate
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch, shift_targets
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import ExampleResult, ImageTask, SkippedExamples, image_name, index_groups, truncate
+from .task import ExampleResult, ImageTask, SkippedExamples, index_groups, truncate
 
 
 class CaptionTask(ImageTask):

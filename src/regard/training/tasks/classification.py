@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config import DataConfig, ModelConfig, RunConfig
-from ...data.batching import BatchPlan, balanced_rows, cut_pair, pair_segments
+from ...data.batching import BatchPlan, balanced_rows, cut_pair, has_partial_batch, pair_segments
 from ...data.example_files import ExampleFile
-from ...data.examples import Example, ImageExample, Label, Labelled
+from ...data.examples import Example, ImageExample, Label, Labelled, image_name
 from ...data.token_files import Pieces, TokenFile, whole_documents
 from ...errors import UsageError
 from ...models import Model
@@ -33,8 +33,6 @@ from .task import (
     SkippedExamples,
     Task,
     group_by_length,
-    has_partial_batch,
-    image_name,
     index_groups,
     truncate,
 )

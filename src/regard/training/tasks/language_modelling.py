@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...config import DataConfig, ModelConfig
-from ...data.batching import BatchPlan, mask_tokens
+from ...data.batching import BatchPlan, has_partial_batch, mask_tokens
 from ...data.example_files import ExampleFile, document_parts
 from ...data.examples import Example, Text
 from ...data.packing import IGNORE, PackedRow, PackedRows, TokenBlocks
@@ -30,15 +30,7 @@ from ..loss import Batch, token_losses
 from ..metrics.language_metrics import TextLosses, paired_texts
 from ..metrics.statistics import Statistics
 from ..precision import Precision
-from .task import (
-    MAX_TOKENIZER_CHARACTERS,
-    MAX_TOKENIZER_TEXTS,
-    ExampleResult,
-    Scores,
-    Task,
-    has_partial_batch,
-    index_groups,
-)
+from .task import MAX_TOKENIZER_CHARACTERS, MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task, index_groups
 
 _MAX_CONTEXT = 1024  # of a model that can read more and does not say what it was trained with
 _SHOWN_BEFORE = 32  # tokens shown before a passage

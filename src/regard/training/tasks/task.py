@@ -470,11 +470,6 @@ class ImageTask(Task):
         )
 
 
-def image_name(example: ImageExample) -> str:
-    name = getattr(example.image, "name", None)
-    return str(name) if name else "image"
-
-
 def index_groups(n: int, size: int) -> Iterator[list[int]]:
     """0 … n - 1 in order, ``size`` at a time."""
     return (list(range(first, min(first + size, n))) for first in range(0, n, size))
@@ -497,8 +492,3 @@ def truncate(rows: list[list[int]], max_len: int) -> tuple[list[list[int]], int]
     """Rows of at most ``max_len`` tokens, each keeping its last token, which ends it; and how many were cut."""
     n_longer = sum(len(row) > max_len for row in rows)
     return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows], n_longer
-
-
-def has_partial_batch(plan: BatchPlan) -> bool:
-    """Whether the last batch of an epoch of equal rows is smaller than the others."""
-    return len(plan.lengths) > plan.batch_tokens and len(plan.lengths) % plan.batch_tokens > 0
