@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import regard
 from regard import cli
@@ -213,6 +214,22 @@ def test_what_does_not_go_together_is_refused(words: list[str], message: str, tm
     path.write_text("".join(f"text {i}\t{i}\n" for i in range(40)), encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         regard.train(run_config("classify", words_of("classify", str(path), *words, f"train.out={tmp_path / 'run'}")))
+
+
+def test_images_have_several_labels_too(tmp_path: Path) -> None:
+    rows = ["file,labels"]
+    for i in range(12):
+        Image.fromarray(np.full((8, 8), 20 * i, dtype=np.uint8)).save(tmp_path / f"{i}.png")
+        rows.append(f"{i}.png,{';'.join(['dark'] * (i < 6) + ['even'] * (i % 2 == 0))}")
+    (tmp_path / "images.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    words = ["data.problem_type=multi_label", "data.valid_fraction=0.3", "train.steps=2", "train.device=cpu"]
+    model = ["model.image_size=8", "model.patch_size=4", "model.d_model=16", "model.n_heads=2", "model.d_ff=16"]
+    fields = [f"data={tmp_path / 'images.csv'}", *words, *model, "train.compile=off", f"train.out={tmp_path / 'run'}"]
+    result = regard.train(run_config("classify-images", fields), style="off")
+    assert {"f1", "micro_f1", "exact"} <= result.metrics.keys()
+    (answer,) = regard.classify(result.path, tmp_path / "3.png")
+    assert set(answer.all) == {"dark", "even"}
+    assert "micro_f1" in regard.evaluate(result.path).metrics
 
 
 def test_examples_from_memory(tmp_path: Path) -> None:

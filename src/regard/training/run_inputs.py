@@ -104,6 +104,8 @@ def open_run_source(inputs: RunInputs) -> Source:
 
 def _open_for_task(data: DataConfig, task_class: type[Task]) -> Source:
     """A source; where the kind of a table could only be guessed, and wrongly, it is the kind the task learns from."""
+    if data.kind is None and data.problem_type != "single_label":  # which cannot be told from the table
+        return replace(open_source(data.with_(kind=task_class.kinds[0])), kind_implied=True)
     source = open_source(data)
     if source.kind in task_class.kinds or source.schema is None or not source.schema.guessed:
         return source
