@@ -117,6 +117,14 @@ def test_conll_conllu_and_json_lines_are_read(tmp_path: Path) -> None:
     assert open_source(tmp_path / "c.jsonl", valid_fraction=0.0).labels == ("0", "3")
 
 
+def test_data_describe_counts_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "describe", str(write_conll(tmp_path / "a.conll", 20)), "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["kind"] == "tagged"
+    assert described["labels"]["B-PER"] == described["labels"]["B-LOC"] == described["n_train"]
+    assert described["tokens"]["text"]["total"] > 0
+
+
 def test_lines_without_a_tag_are_bad(tmp_path: Path) -> None:
     (tmp_path / "a.conll").write_text("Anna B-PER\nlives\nin O\n", encoding="utf-8")
     with pytest.raises(BadData, match=r"a\.conll:2: no word with its tag"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
 
 # What training puts around a text, which counts too.
-_TEMPLATES: dict[str, Literal["none", "eos", "bos-eos"]] = {"text": "none", "labelled": "bos-eos"}
+_TEMPLATES: dict[str, Literal["none", "eos", "bos-eos"]] = {"text": "none", "labelled": "bos-eos", "tagged": "bos-eos"}
 _MAX_TRAINING_EXAMPLES = 200_000
 # Pictures of an embedded corpus are drawn one by one, and few of them already say all there is to say.
 _MAX_IMAGES = 5_000
@@ -83,7 +83,7 @@ def _tokenizer_kind(config: DataConfig) -> str:
 
 def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
     """Those that training would use: the one for both sides, or for each side its own."""
-    from regard.data.examples import ImageExample, Labelled, Pair, Text
+    from regard.data.examples import ImageExample, Labelled, Pair, Tagged, Text
     from regard.text.tokenizer import Tokenizer
     from regard.text.tokenizer_training import train_tokenizer
 
@@ -99,8 +99,10 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
             case Pair(text, target):
                 texts.append(text)
                 (texts if config.joint_vocab else targets).append(target)
-            case Text(text) | Labelled(text):
+            case Text(text) | Labelled(text, second=None) | Tagged(text=text):
                 texts.append(text)
+            case Labelled(text, second=str() as second):
+                texts += [text, second]
             case ImageExample(captions=captions):
                 texts.extend(captions)
     size = config.vocab_size if kind in ("bpe", "unigram") else None
