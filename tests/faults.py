@@ -246,8 +246,8 @@ FAULTS = [
     Fault(
         "split seed ignored",
         "data/splits.py",
-        'stable_key("split", options.split_seed, key_of(x))',
-        'stable_key("split", 0, key_of(x))',
+        'stable_keys(("split", options.split_seed), map(key_of',
+        'stable_keys(("split", 0), map(key_of',
         "tests/data/test_files.py tests/data",
     ),
     Fault(
