@@ -16,11 +16,12 @@ from PIL import Image
 
 import regard
 from regard import cli
-from regard.data.batching import cut_pair
+from regard.data.batching import cut_pair, pair_segments
 from regard.data.examples import Labelled
 from regard.data.sources import open_source
 from regard.errors import BadData, UsageError
 from regard.recipes import run_config
+from regard.text.tokenizer import Tokenizer
 from regard.text.tokenizer_training import train_tokenizer
 from regard.training.metrics import label_metrics
 from regard.training.tasks import open_task
@@ -175,6 +176,22 @@ def test_the_longer_text_of_a_pair_is_cut_first() -> None:
     assert cut == [*whole[:4], *whole[-4:]], "the second text is whole"
     assert cut_pair(other, tokenizer.eos_id, 8) == [*other[:4], *other[4:7], tokenizer.eos_id]
     assert len(cut_pair(whole, tokenizer.eos_id, 5)) == 5
+
+
+def test_a_tokenizer_of_berts_joins_pairs_and_tells_them_apart_as_bert_does() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers, processors
+
+    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c"])}
+    backend = Backend(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = Tokenizer(backend.to_str().encode())
+    expected = backend.encode("a b", "c")
+    (row,) = tokenizer.encode_pairs([("a b", "c")])
+    assert row == expected.ids == [2, 4, 5, 3, 6, 3]
+    assert tokenizer.separator_id == 3
+    assert pair_segments(torch.tensor([row]), 3)[0].tolist() == expected.type_ids
 
 
 @pytest.mark.parametrize("cell", ["red;round", "red|round", '"red,round"', '"round, red"'])
