@@ -55,6 +55,7 @@ OWNERS: dict[str, set[str]] = {
     "huggingface_hub": {"hub"},
     "datasets": {"data"},
     "pyarrow": {"data"},
+    "jinja2": {"text"},
     "triton": {"kernels"},
     "onnx": {"export"},
     "onnxscript": {"export"},

@@ -62,7 +62,7 @@ def test_the_embedded_corpora_are_the_defaults() -> None:
 def test_a_task_without_a_corpus_asks_for_data(task: str) -> None:
     with pytest.raises(UsageError, match=rf"^{task} needs data\.source: .* for instance data\.source=\w"):
         run_config(task)
-    assert OF_FILES == ["classify", "classify-images", "tag"]
+    assert OF_FILES == ["sft", "dpo", "classify", "classify-images", "tag"]
 
 
 def test_a_named_recipe_stands_alone_and_words_change_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .models.build import build
     from .presets import PRESETS, preset
     from .recipes import RECIPES
-    from .training import evaluate, resume, train
+    from .training import distill, evaluate, resume, train
 
 # The names of each module, imported when the name is first asked for: `import regard` stays light.
 _EXPORTS = {
@@ -38,7 +38,7 @@ _EXPORTS = {
     "models": "Model build",
     "presets": "PRESETS preset",
     "recipes": "RECIPES",
-    "training": "evaluate resume train",
+    "training": "distill evaluate resume train",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
@@ -61,6 +61,7 @@ __all__ = [
     "caption",
     "classify",
     "cost",
+    "distill",
     "evaluate",
     "explain",
     "export",

@@ -94,6 +94,10 @@ def run_config(
     fields = _merge_sections([start, *given])
     if (init := fields["train"].get("init")) is not None:
         fields = _merge_with_initial_model(init, task, start, given, tune=preset is None)
+    if (teacher := fields["train"].get("teacher")) is not None:
+        config = _teacher_config(teacher, task)
+        if init is None and "tokenizer" not in _given_fields(given, "data"):
+            fields = _merge_with_teacher(config, start, given)
     fields["model"] = _fit_to_task(task, fields["model"], _given_fields(given, "model"))
     if "source" not in fields["data"]:
         like = f"data.source={load_recipes().tasks[task].source}"
@@ -153,6 +157,29 @@ def _merge_with_initial_model(
     if "tokenizer" not in alone["data"]:  # a model preset given beside it has other tokens
         typed = _given_fields(given, "model")
         fields["model"] |= {name: initial["model"][name] for name in TOKEN_FIELDS if name not in typed}
+    return fields
+
+
+def _teacher_config(path: str, task: str) -> ModelConfig:
+    from .training.initial_model import read_initial_model
+
+    config = read_initial_model(path)[0]
+    if (config.architecture, config.source, config.head) not in TASK_MODELS[task]:
+        has = f"architecture={config.architecture}, source={config.source} and head={config.head}"
+        raise UsageError(f"train.teacher={path} has {has}, so it is no model for the task {task}")
+    return config
+
+
+def _merge_with_teacher(
+    teacher: ModelConfig, start: Recipe, given: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The sections of a student, which has the tokens of its teacher instead of the recipe's."""
+    from .training.initial_model import TOKEN_FIELDS
+
+    data = {name: value for name, value in start.get("data", {}).items() if name != "tokenizer"}
+    fields = _merge_sections([{**start, "data": data}, *given])
+    typed = _given_fields(given, "model")
+    fields["model"] |= {name: getattr(teacher, name) for name in TOKEN_FIELDS if name not in typed}
     return fields
 
 

@@ -19,7 +19,7 @@ _BAD = ("slow and far too long", "the worst acting I have seen", "a dull story w
 
 def make(folder: Path) -> None:
     """What the documents call pairs.tsv, book.txt, reviews.csv, claims.csv, plots.jsonl, ratings.csv, people.conll,
-    captions.tsv, photos/, pictures/ and sentences.txt."""
+    captions.tsv, photos/, pictures/, sentences.txt, chats.jsonl and preferences.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     _pairs(folder / "pairs.tsv")
     english = [line.split("\t")[0] for line in (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()[:4]]
@@ -27,6 +27,7 @@ def make(folder: Path) -> None:
     (folder / "book.txt").write_text((ROOT / "LICENSE").read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "reviews.csv").write_text(_table(",", "text,label"), encoding="utf-8")
     _labels(folder)
+    _chats(folder)
     _scenes(folder)
 
 
@@ -48,6 +49,16 @@ def _pairs(file: Path, n: int = 80) -> None:
     corpus = open_corpus("en-ko")
     made: list[Any] = [corpus.example("train", index) for index in range(n)]
     file.write_text("".join(f"{x.source}\t{x.target}\n" for x in made), encoding="utf-8")
+
+
+def _chats(folder: Path, n: int = 40) -> None:
+    """Sums: what is asked and answered, and which of two answers is preferred."""
+    sums = [(f"{k} plus {k + 1}?", f"It is {2 * k + 1}.", f"{2 * k}!") for k in range(n)]
+    chats = [{"prompt": prompt, "completion": answer} for prompt, answer, _ in sums]
+    preferences = [{"prompt": prompt, "chosen": answer, "rejected": other} for prompt, answer, other in sums]
+    for name, records in (("chats", chats), ("preferences", preferences)):
+        lines = (json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _table(between: str, head: str, n: int = 64) -> str:

@@ -16,6 +16,8 @@ _MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "expo
 # By task, where the command is not called as the task.
 _COMMAND_OF_TASK = {
     "lm": "generate",
+    "sft": "generate",
+    "dpo": "generate",
     "classify-images": "classify",
     "tag": "classify",
     "mlm": "look",

@@ -83,7 +83,7 @@ def _tokenizer_kind(config: DataConfig) -> str:
 
 def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
     """Those that training would use: the one for both sides, or for each side its own."""
-    from regard.data.examples import ImageExample, Labelled, Pair, Tagged, Text
+    from regard.data.examples import Chat, ImageExample, Labelled, Pair, Preference, Tagged, Text
     from regard.text.tokenizer import Tokenizer
     from regard.text.tokenizer_training import train_tokenizer
 
@@ -103,6 +103,10 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
                 texts.append(text)
             case Labelled(text, second=str() as second):
                 texts += [text, second]
+            case Chat(messages):
+                texts.extend(content for _, content in messages)
+            case Preference(prompt, chosen, rejected):
+                texts.extend([*(content for _, content in prompt), chosen, rejected])
             case ImageExample(captions=captions):
                 texts.extend(captions)
     size = config.vocab_size if kind in ("bpe", "unigram") else None

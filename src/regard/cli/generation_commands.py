@@ -76,12 +76,19 @@ def generate(
     truncate: Truncate = False,
     draft: Annotated[str | None, option("MODEL", "A small model that guesses ahead.")] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens it guesses at a time.")] = 4,
+    system: Annotated[str | None, option("TEXT", "What a chat model is told before the prompt.")] = None,
+    raw: Annotated[
+        bool, flag("--raw", "Continue the prompt as it is, without the chat template of the model.")
+    ] = False,
     echo: Annotated[bool, flag("--echo", "Print the prompt before the text.")] = False,
     engine: ModelEngine = "torch",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end."""
+    """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end.
+
+    A model with a chat template, such as one that `regard train sft` made, answers the prompt as a message.
+    """
     options = {name: ctx.params[name] for name in _SEARCH_OPTIONS if ctx.params[name] is not None}
     from regard.data.record_files import form_of
     from regard.generation import GenerateConfig
@@ -93,10 +100,11 @@ def generate(
     text = None if is_bulk else terminal.read_prompt(prompt, file)
     opened = terminal.open_model(model, device, engine)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
+    as_inputs = _message_writer(opened, system, raw)
     if draft is not None:
         options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
     if text is None:
-        answerer = _prompt_answerer(opened, options, echo)
+        answerer = _prompt_answerer(opened, options, echo, as_inputs)
         typed = None if prompt is None else [prompt]
         source = terminal.read_records(typed, file, column, encoding, stream=stream)
         settings = {
@@ -108,7 +116,7 @@ def generate(
     from regard.generation import stream as stream_text
 
     if not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
-        pieces = stream_text(opened, text, **options)
+        pieces = stream_text(opened, as_inputs([text])[0], **options)
         first = next(pieces, "")  # fails before anything is printed
         sys.stdout.write(f"{text if echo else ''}{first}")
         for piece in pieces:
@@ -116,7 +124,7 @@ def generate(
             sys.stdout.flush()
         sys.stdout.write("\n")
         return
-    generated = run(opened, [text], **options)
+    generated = run(opened, as_inputs([text]), **options)
     if as_json:
         terminal.print_json(_to_dict(model, [text], generated))
         return
@@ -124,19 +132,24 @@ def generate(
     print(_text_lines({**_answer_to_dict(generated.n_best[0]), **({"echo": text} if echo else {})}))
 
 
-def _prompt_answerer(model: Model, options: dict[str, Any], echo: bool) -> Answerer:
+def _prompt_answerer(
+    model: Model, options: dict[str, Any], echo: bool, as_inputs: Callable[[list[str]], list[Any]]
+) -> Answerer:
     """Prompts to what follows them, for many."""
     from regard.generation import generate as run
     from regard.generation.bulk_prediction import text_check
     from regard.generation.text_generation import text_tokenizers
 
     def answer(prompts: list[str]) -> list[Answer]:
-        generated = run(model, prompts, **options)
+        generated = run(model, as_inputs(prompts), **options)
         _report_draft(generated)
         answers = [_answer_to_dict(texts) for texts in generated.n_best]
         return [{"echo": text, **x} for text, x in zip(prompts, answers, strict=True)] if echo else answers
 
-    check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
+    def encode(prompts: list[str]) -> list[list[int]]:
+        return text_tokenizers(model).encode_inputs(as_inputs(prompts))
+
+    check = text_check(encode, model.config, options["truncate"])
     return _text_answerer(answer, "generated", check, n_best=options.get("n_best", 1))
 
 
@@ -144,6 +157,18 @@ def _report_draft(generated: Any) -> None:
     if (draft_counts := generated.drafted) is not None:
         counts = f"{draft_counts.accepted:,} of {draft_counts.proposed:,} guesses"
         terminal.progress(f"draft: {counts} were right ({draft_counts.share:.1%})")
+
+
+def _message_writer(model: Model, system: str | None, raw: bool) -> Callable[[list[str]], list[Any]]:
+    """What makes chats of prompts where the model has a chat template, and else leaves them as they are."""
+    is_chat_model = model.is_decoder_only and getattr(model.processor, "chat_template", None) is not None
+    if raw or not is_chat_model:
+        if system is not None:
+            why = "--raw leaves it out" if raw else "this model has none"
+            raise UsageError(f"--system is written by a chat template, and {why}")
+        return lambda prompts: prompts
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return lambda prompts: [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
 
 
 def _token_options(

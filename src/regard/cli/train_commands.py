@@ -20,7 +20,8 @@ Style = Literal["auto", "json", "quiet"]
 def train(
     ctx: typer.Context,
     task: Annotated[
-        str | None, argument("TASK", "translate, lm, mlm, classify, classify-images, tag or caption.", completion.tasks)
+        str | None,
+        argument("TASK", "translate, lm, mlm, sft, dpo, classify, classify-images, tag or caption.", completion.tasks),
     ] = None,
     words: Words = None,
     preset: Annotated[
@@ -159,6 +160,31 @@ def evaluate(
     decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
     options = {**without_none(against=against, out=out), **decoding}
     terminal.print_result(run(path, data, split=split, device=device, **options), as_json)
+
+
+def distill(
+    teacher: Annotated[
+        str, argument("TEACHER", "A translator: a run, RUN@STEP, or a model directory.", completion.models)
+    ],
+    out: Annotated[Path, argument("OUT", "The file for the pairs: .tsv or .jsonl.")],
+    words: Words = None,
+    beam: Annotated[int, typer.Option(min=1, help="Beam width.")] = 4,
+    length_penalty: Annotated[float, typer.Option(help="Length penalty.")] = 1.0,
+    limit: Annotated[int | None, option(None, "Only the first so many sources.", least=1)] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write a student's training data: the sources a translator learned from, with its own translations.
+
+    Of the run's own data, or of data.source=… and other data.* words. Held-out pairs go to OUT.valid as they are.
+    """
+    from regard.config import DataConfig
+    from regard.config.overrides import parse_overrides
+    from regard.training.distillation import distill as run
+
+    data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
+    options: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty, "limit": limit, "device": device}
+    terminal.print_result(run(teacher, out, data, **options, progress=terminal.progress), as_json)
 
 
 def average(

@@ -9,8 +9,8 @@ from pydantic import field_validator, model_validator
 
 from .base import Config, split_commas
 
-Kind = Literal["pairs", "text", "labelled", "tagged", "captions", "images"]
-Format = Literal["tsv", "csv", "jsonl", "conll", "parallel", "text", "captions", "folder", "idx", "hf"]
+Kind = Literal["pairs", "text", "labelled", "tagged", "captions", "images", "chats", "preferences"]
+Format = Literal["tsv", "csv", "jsonl", "json", "conll", "parallel", "text", "captions", "folder", "idx", "hf"]
 ProblemType = Literal["single_label", "multi_label", "regression"]  # as transformers has it, without _classification
 TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]  # those that are trained on the data
 
@@ -27,9 +27,9 @@ class DataConfig(Config):
     kind: Kind | None = None
     """What the examples are; None: detected from the content."""
     columns: tuple[str | int, ...] | None = None
-    """Columns by name or number from 0, in the order text/source/image, then target/label/caption; others are ignored.
-    Three are two texts and their label; of CoNLL files, words and tags. For a folder of parallel files the two
-    endings: en, de."""
+    """Columns by name or number from 0, in the order text/source/image/prompt, then target/label/caption/answer; others
+    are ignored. Three are two texts and their label, or prompt, chosen and rejected; of CoNLL files, words and tags; a
+    column may hold messages. For a folder of parallel files the two endings: en, de."""
     header: bool | None = None
     """Whether the first line of a table names its columns; None: detected from the content."""
     encoding: str = "auto"
@@ -79,6 +79,8 @@ class DataConfig(Config):
     packing: Literal["auto", "documents", "blocks"] = "auto"
     """Rows of a language model: documents side by side, none seeing another, or blocks cut anywhere from the text;
     auto: blocks where there is one document, else documents."""
+    chat_template: str | None = None
+    """How messages are written as text: a Jinja file, or plain; None: the tokenizer's own template, else plain."""
     mask_rate: float = 0.15
     """Share of the tokens that a masked language model must guess."""
     hide_rate: float = 0.0

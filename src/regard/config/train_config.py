@@ -11,7 +11,7 @@ from .base import Config, split_commas
 from .data_config import DataConfig
 from .model_config import ModelConfig
 
-Task = Literal["translate", "lm", "mlm", "classify", "classify-images", "tag", "caption"]
+Task = Literal["translate", "lm", "mlm", "sft", "dpo", "classify", "classify-images", "tag", "caption"]
 
 Metric = Literal[
     "auto", "loss", "accuracy", "macro_f1", "micro_f1", "entity_f1", "exact", "pearson", "spearman", "mse", "bleu",
@@ -23,6 +23,8 @@ TASK_MODELS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "translate": (("encoder-decoder", "text", "lm"), ("recurrent", "text", "lm")),
     "lm": (("decoder", "text", "lm"),),
     "mlm": (("encoder", "text", "masked-lm"),),
+    "sft": (("decoder", "text", "lm"),),
+    "dpo": (("decoder", "text", "lm"),),
     "classify": (("encoder", "text", "classify"),),
     "classify-images": (("encoder", "image", "classify"),),
     "tag": (("encoder", "text", "tag"),),
@@ -133,6 +135,12 @@ class TrainConfig(Config):
     """Start from a run or a Hugging Face directory: its architecture, weights and tokenizers; typed fields override."""
     init_partial: bool = False
     """Start from it even where less than half of its layers' weights fit."""
+    teacher: str | None = None
+    """Learn from the probabilities of this model too: a run or a Hugging Face directory (knowledge distillation)."""
+    teacher_weight: float = 0.5
+    """Share of the loss that is the distance from the teacher; the rest is the loss of the data."""
+    teacher_temperature: float = 1.0
+    """What the logits of both are divided by before they are compared."""
     freeze: tuple[str, ...] = ()
     """Parameters left as they are: names, * for anything."""
     lora: int | None = None
@@ -142,18 +150,27 @@ class TrainConfig(Config):
     lora_targets: tuple[str, ...] = ("w_qkv", "w_q", "w_kv", "w_o")
     """Which linear layers get them, by the last part of their names."""
 
+    quantize: Literal["none", "nf4"] = "none"
+    """With lora: how the frozen linear layers are stored; nf4: in four bits (QLoRA)."""
+    dpo_beta: float = 0.1
+    """Of the task dpo: how much it costs to leave the model it starts from."""
+
     _split = field_validator("freeze", "lora_targets", "betas", "ship_to", "loggers", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.check_at_least(1, _POSITIVE)
         self.check_at_least(0, _NOT_NEGATIVE)
-        for name in ("lr", "muon_lr", "clip"):
+        for name in ("lr", "muon_lr", "clip", "teacher_temperature", "dpo_beta"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a positive number")
         if self.schedule_start >= self.steps:
             raise ValueError(f"schedule_start={self.schedule_start} must be less than steps={self.steps}")
         self.check_shares(("label_smoothing", "ema", "floor"))
+        if self.quantize != "none" and self.lora is None:
+            raise ValueError(f"quantize={self.quantize} needs lora: what is stored in four bits cannot learn")
+        if not 0 <= self.teacher_weight <= 1:
+            raise ValueError(f"teacher_weight={self.teacher_weight} must lie in [0, 1]")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must lie in [0, 1)")
         if not isinstance(self.class_weights, str) and not all(0 <= x < math.inf for x in self.class_weights):

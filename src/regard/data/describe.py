@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from .examples import Example, ImageExample, Labelled, Pair, Tagged, Text, label_text
+from .examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text, key_of, label_text
 from .sources import Source
 from .splits import content_keys
 
@@ -185,6 +185,13 @@ def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
             case Labelled(text, second=str() as second):
                 sides.setdefault("text", []).append(text)
                 sides.setdefault("second", []).append(second)
+            case Chat():
+                sides.setdefault("prompt", []).append(str(key_of(example)))
+                sides.setdefault("answer", []).append(example.answer)
+            case Preference(chosen=chosen, rejected=rejected):
+                sides.setdefault("prompt", []).append(str(key_of(example)))
+                sides.setdefault("chosen", []).append(chosen)
+                sides.setdefault("rejected", []).append(rejected)
             case ImageExample(captions=captions) if captions:
                 sides.setdefault("caption", []).extend(captions)
     return sides
@@ -246,6 +253,10 @@ def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str
             return [text[:300], *([] if second is None else [second[:300]]), label_text(label, labels)]
         case Tagged(words, tags):
             return [" ".join(words)[:300], " ".join(label_text(tag, labels) for tag in tags)[:300]]
+        case Chat():
+            return [str(key_of(example))[:300], example.answer[:300]]
+        case Preference(chosen=chosen, rejected=rejected):
+            return [str(key_of(example))[:300], chosen[:300], rejected[:300]]
         case ImageExample(image, captions, label):
             name = image.name if isinstance(image, Path) else "image"
             return [name, *(captions or ([] if label is None else [label_text(label, labels)]))]

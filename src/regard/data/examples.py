@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadLine
+from ..text.chat import ANSWERS, Message, read_messages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,7 +66,31 @@ class ImageExample:
     label: Label | None = None
 
 
-Example = Pair | Text | Labelled | Tagged | ImageExample
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages; those of the assistant are the answers to learn, and the last message is one."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        return self.messages[:-1]
+
+    @property
+    def answer(self) -> str:
+        return self.messages[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Messages, and two answers to them of which the first is preferred."""
+
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+
+
+Example = Pair | Text | Labelled | Tagged | ImageExample | Chat | Preference
 
 
 def label_text(label: Label, names: Sequence[str] | None) -> str:
@@ -80,10 +105,46 @@ def key_of(example: Example) -> str | bytes:
     match example:
         case Pair(source=text) | Text(text=text) | Labelled(text=text) | Tagged(text=text):
             return text
+        case Chat() | Preference():
+            return "\n\n".join(content for _, content in example.prompt)
         case ImageExample(image=Path() as path):
             return path.name
     assert not isinstance(example.image, Path)
     return example.image.tobytes()
+
+
+def chat_of(cells: Sequence[Any]) -> Chat:
+    """A chat from one cell (messages), two (prompt, answer) or three (instruction, input, output).
+
+    A cell is a text or messages; what follows the last answer is left out. ValueError says what is missing.
+    """
+    messages = _messages(cells[0], "user")
+    if len(cells) == 3 and cells[1]:
+        messages = (("user", f"{cells[0]}\n\n{cells[1]}"),)
+    if len(cells) > 1:
+        messages = (*messages, *_messages(cells[-1], ANSWERS)[-1:])
+    last = max((n for n, (role, _) in enumerate(messages) if role == ANSWERS), default=-1)
+    if last < 1:
+        raise ValueError("no answer of the assistant" if last < 0 else "nothing before the answer")
+    return Chat(messages[: last + 1])
+
+
+def preference_of(cells: Sequence[Any]) -> Preference:
+    """A preference from two cells (chosen, rejected: whole chats) or three (prompt, chosen, rejected)."""
+    chosen, rejected = (_messages(cell, ANSWERS) for cell in cells[-2:])
+    prompt = chosen[:-1] or (_messages(cells[0], "user") if len(cells) == 3 else ())
+    if not prompt:
+        raise ValueError("nothing before the answers")
+    if chosen[-1] == rejected[-1]:
+        raise ValueError("chosen and rejected are the same")
+    return Preference(prompt, chosen[-1][1], rejected[-1][1])
+
+
+def _messages(cell: Any, role: str) -> tuple[Message, ...]:
+    messages = ((role, cell),) if isinstance(cell, str) else read_messages(cell)
+    if messages is None:
+        raise ValueError("not a list of messages with role and content")
+    return messages
 
 
 @dataclass

@@ -6,7 +6,6 @@ Format and columns are detected from a file's name and its first lines; every gu
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +40,12 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "caption": ("caption", "captions"),
     "words": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "pos_tags", "labels"),
+    "prompt": ("prompt", "instruction", "question"),
+    "input": ("input",),
+    "answer": ("completion", "answer", "response", "output"),
+    "messages": ("messages", "conversations"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
 }
 _LANGUAGE_NAMES = """
 ar bg bn cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy id is it ja ka kk ko lt lv mk ml mn mr ms my nb ne
@@ -54,13 +59,16 @@ _PAIR_NAMES = (  # of two texts with one label, as the usual data sets call them
     *(("premise", "hypothesis"), ("sentence1", "sentence2"), ("text1", "text2"), ("question1", "question2")),
     ("text_a", "text_b"),
 )
-_COLUMNS_OF: dict[Kind, tuple[str, ...]] = {
-    "captions": ("image", "caption"),
-    "images": ("image", "label"),
-    "labelled": ("text", "label"),
-    "pairs": ("source", "target"),
-    "text": ("text",),
-    "tagged": ("words", "tags"),
+# The columns of each kind; of several lists the first whose columns are all there.
+_COLUMNS_OF: dict[Kind, tuple[tuple[str, ...], ...]] = {
+    "captions": (("image", "caption"),),
+    "images": (("image", "label"),),
+    "labelled": (("text", "label"),),
+    "preferences": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "chats": (("messages",), ("prompt", "input", "answer"), ("prompt", "answer")),
+    "pairs": (("source", "target"),),
+    "text": (("text",),),
+    "tagged": (("words", "tags"),),
 }
 
 
@@ -77,8 +85,8 @@ def detect_format(path: Path, options: DataConfig) -> Format:
 
 def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     """Which columns are what."""
-    if form == "jsonl":
-        return _jsonl_schema(path, options)
+    if form in ("jsonl", "json"):
+        return _json_schema(path, form, options)
     records = islice(table_files.table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
     rows = [cells for _, cells in records if cells is not None]
     if not rows:
@@ -97,7 +105,7 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         return Schema("text", (0,), header, 1)
     if width != 2:
         if header:
-            wanted = " and ".join(_COLUMNS_OF[options.kind]) if options.kind else "to be taken"
+            wanted = " and ".join(_COLUMNS_OF[options.kind][-1]) if options.kind else "to be taken"
             hint = f"columns={_suggest_columns(keys, options.kind or 'pairs')}"
             raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {wanted}: {hint}")
         raise ValueError(f"{path} has {width} columns without names; say which to take: columns=0,1")
@@ -138,29 +146,26 @@ def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
     if label is not None and pair is not None and kind in (None, "labelled"):
         return Schema("labelled", (*pair, label), header=True, names=tuple(keys))
     for candidate in _COLUMNS_OF if kind is None else (kind,):
-        found = [[lower[name] for name in COLUMN_NAMES[what] if name in lower] for what in _COLUMNS_OF[candidate]]
-        if all(found):
-            # Of a text beside other columns nothing says that the others are not its labels.
-            guessed = kind is None and candidate == "text" and len(keys) > 1
-            columns = tuple(names[0] for names in found)
-            return Schema(candidate, columns, header=True, names=tuple(keys), guessed=guessed)
+        for parts in _COLUMNS_OF[candidate]:
+            found = [[lower[name] for name in COLUMN_NAMES[what] if name in lower] for what in parts]
+            if all(found):
+                # Of a text beside other columns nothing says that the others are not its labels.
+                guessed = kind is None and candidate == "text" and len(keys) > 1
+                columns = tuple(names[0] for names in found)
+                return Schema(candidate, columns, header=True, names=tuple(keys), guessed=guessed)
     return None
 
 
 def _suggest_columns(keys: list[str], kind: Kind) -> str:
     """Those with known names, and for the others the last ones."""
-    known = [next((key for key in keys if key.lower() in COLUMN_NAMES[what]), None) for what in _COLUMNS_OF[kind]]
+    known = [next((key for key in keys if key.lower() in COLUMN_NAMES[what]), None) for what in _COLUMNS_OF[kind][-1]]
     rest = [key for key in keys if key not in known]
     return ",".join(key or rest.pop() for key in known)
 
 
-def _jsonl_schema(path: Path, options: DataConfig) -> Schema:
+def _json_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     keys: list[str] = []
-    for _, line in islice(read_lines(path, ReadReport(), options), 50):
-        try:
-            record: Any = json.loads(line or "")
-        except (ValueError, RecursionError):
-            continue
+    for _, record in islice(table_files.json_records(path, form, ReadReport(), options), 50):
         if isinstance(record, dict):
             both = record.get("translation")
             keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(record)
@@ -247,6 +252,8 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
     form = options.format or detect_format(path, options)
+    if form == "captions" and options.kind in ("chats", "preferences"):
+        form = "json"
     match form:
         case "text":
             return SourceFiles("text", "text", (path,))
@@ -256,7 +263,7 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             return SourceFiles("captions", "captions", (path,), images=_image_folder(path, options))
         case "conll":
             return SourceFiles("conll", "tagged", (path,))
-        case "tsv" | "csv" | "jsonl":
+        case "tsv" | "csv" | "jsonl" | "json":
             schema = detect_schema(path, form, options)
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
@@ -328,8 +335,8 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
             yield from _table_rows(files, schema, report)
         case "tsv" | "csv":
             yield from table_files.read_table(path, files.form, schema, report, options)
-        case "jsonl":
-            yield from table_files.read_jsonl(path, schema, report, options)
+        case "jsonl" | "json":
+            yield from table_files.read_json_rows(path, files.form, schema, report, options)
         case "conll":
             yield from table_files.read_conll(path, report, options)
         case "parallel":

@@ -19,7 +19,7 @@ from ..config import DataConfig, Kind
 from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
 from .example_files import ExampleFile, ExampleWriter
-from .examples import Example, ImageExample, Label, Labelled, Pair, ReadReport, Tagged, Text
+from .examples import Example, ImageExample, Label, Labelled, Pair, ReadReport, Tagged, Text, chat_of, preference_of
 from .images import IdxImages, check_image
 from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
@@ -116,7 +116,7 @@ def open_source(
 def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None) -> str | None:
     """What a large source of texts is stored under; None of any other."""
     parts = [part for part in (files, valid_files) if part is not None]
-    if any(part.form in ("hf", "idx", "folder") or part.kind in ("captions", "images", "tagged") for part in parts):
+    if any(part.form in ("hf", "idx", "folder") or part.kind not in ("text", "pairs", "labelled") for part in parts):
         return None
     if config.problem_type != "single_label":
         return None
@@ -257,6 +257,8 @@ def _examples(
         return IdxImages(images, numbers), labels
     if files.form == "text":
         return _documents(files, report, config), None
+    if files.kind in ("chats", "preferences"):
+        return _messages(read_rows(files, report, config), files.kind, report, config), None
     rows = _valid_rows(read_rows(files, report, config), report, config)
     if files.kind in ("text", "pairs"):
         writer = ExampleWriter(2 if files.kind == "pairs" else 1)
@@ -288,6 +290,18 @@ def _examples(
     if files.kind == "labelled":
         return writer.finish([number[name] for name in seen]), labels
     return [ImageExample(image, label=number[name]) for image, name in found], labels
+
+
+def _messages(rows: Iterable[Row], kind: Kind, report: ReadReport, config: DataConfig) -> list[Example]:
+    """Chats or preferences. An instruction may come without an input, which then is an empty cell."""
+    examples: list[Example] = []
+    whole = (replace(x, cells=tuple(cell for cell in x.cells if cell != "")) if kind == "chats" else x for x in rows)
+    for row in _valid_rows(whole, report, config):
+        try:
+            examples.append(chat_of(row.cells) if kind == "chats" else preference_of(row.cells))
+        except ValueError as error:
+            report.add_bad(row.file, row.line, str(error))
+    return examples
 
 
 def _documents(files: SourceFiles, report: ReadReport, config: DataConfig) -> ExampleFile:
@@ -409,8 +423,7 @@ def _valid_rows(rows: Iterable[Row], report: ReadReport, config: DataConfig) -> 
 
 def _cell_fault(cell: Any, config: DataConfig) -> str | None:
     """What is wrong with a cell: JSON can write half a character, and quoted CSV a very long text."""
-    texts = [text for text in (cell if isinstance(cell, tuple) else (cell,)) if isinstance(text, str)]
-    for text in texts:
+    for text in _texts_in(cell):
         if not text.strip():
             return "empty"
         if len(text) > config.max_chars:
@@ -418,6 +431,15 @@ def _cell_fault(cell: Any, config: DataConfig) -> str | None:
         if not text.isascii() and _SURROGATE.search(text):
             return "half of a surrogate pair"
     return "empty" if cell == () else None
+
+
+def _texts_in(cell: Any) -> Iterator[str]:
+    """The texts of a cell: itself, several captions, or messages."""
+    if isinstance(cell, tuple):
+        for part in cell:
+            yield from _texts_in(part)
+    elif isinstance(cell, str):
+        yield cell
 
 
 def _normalise(cell: Any, config: DataConfig) -> Any:

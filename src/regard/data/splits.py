@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..config import DataConfig
 from .example_files import ExampleFile, document_parts
-from .examples import Example, ImageExample, Labelled, Pair, Tagged, Text, key_of
+from .examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text, key_of
 from .hashing import bits, stable_key, stable_keys
 
 # What valid_rows="auto" holds out at most: of rows, and of a single text.
@@ -79,6 +79,8 @@ def _stratum(example: Example) -> float:
             return label if not isinstance(label, tuple) else label[0] if label else -1
         case Pair(source=text) | Text(text=text) | Tagged(text=text):
             return len(text)
+        case Chat() | Preference():
+            return sum(len(content) for _, content in example.prompt)
     return 0
 
 
@@ -146,6 +148,10 @@ def _serialise(example: Example) -> bytes:
             fields: list[Any] = [text, label] if second is None else [text, label, second]
         case Tagged(words, tags):
             fields = [words, tags]
+        case Chat(messages):
+            fields = [messages]
+        case Preference(prompt, chosen, rejected):
+            fields = [prompt, chosen, rejected]
         case ImageExample(image=Path() as path, captions=captions, label=label):
             fields = [path.name, path.stat().st_size, captions, label]
         case _:

@@ -25,6 +25,7 @@ from typing import IO, Any, cast
 from ..config import DataConfig, Kind
 from ..errors import BadData
 from ..foundation.progress import track
+from ..text.chat import read_messages
 from .examples import ReadReport
 
 _BOM = b"\xef\xbb\xbf"
@@ -253,23 +254,47 @@ def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterato
         yield numbers[0], record or [""]
 
 
-def read_jsonl(path: Path, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """One JSON object a line; a column is a key, or keys with dots between them."""
-    for number, line in read_lines(path, report, options):
-        if line is None:
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            report.add_bad(path, number, "not JSON", str(error))
-            continue
+def read_json_rows(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """The chosen columns of JSON objects; a column is a key, or keys with dots between them."""
+    for number, record in json_records(path, form, report, options):
         if (cells := cells_of(record, schema, path, number, report)) is not None:
             yield Row(path, number, cells)
 
 
+def json_records(path: Path, form: str, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, Any]]:
+    """One JSON value a line (jsonl), or those of one list (json), with their numbers."""
+    if form == "json":
+        for number, record in enumerate(_json_list(path), start=1):
+            report.n_read += 1
+            yield number, record
+        return
+    for number, line in read_lines(path, report, options):
+        if line is None:
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            report.add_bad(path, number, "not JSON", str(error))
+
+
+def _json_list(path: Path) -> list[Any]:
+    content = _read_json(path)
+    if not isinstance(content, list):
+        raise BadData(f"{path} holds {type(content).__name__}; a list of objects is needed")
+    return content
+
+
+def _read_json(path: Path) -> Any:
+    with open_bytes(path) as file:
+        try:
+            return json.loads(file.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise BadData(f"{path} is not JSON: {error}") from None
+
+
 def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadReport) -> tuple[Any, ...] | None:
     """The columns of a record; None where one is missing or no text, which is recorded as bad."""
-    cells = []
+    cells: list[Any] = []
     for column in schema.columns:
         value = record
         for key in str(column).split("."):
@@ -279,6 +304,9 @@ def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadR
             return None
         if isinstance(value, bool | int | float):
             value = str(int(value)) if isinstance(value, bool) else str(value)
+        if schema.kind in ("chats", "preferences") and (messages := read_messages(value)) is not None:
+            cells.append(messages)
+            continue
         many = isinstance(value, list) and all(isinstance(x, str | int) for x in value)
         if isinstance(value, dict | list) and not many:
             report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
@@ -361,12 +389,7 @@ def read_documents(path: Path, report: ReadReport, options: DataConfig) -> Itera
 
 def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:
     """``{image: caption(s)}``, a list of ``{"image", "caption(s)"}``, or COCO's images and annotations."""
-    with open_bytes(path) as file:
-        try:
-            content = json.loads(file.read().decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise BadData(f"{path} is not JSON: {error}") from None
-    for number, (image, captions) in enumerate(_caption_items(path, content), start=1):
+    for number, (image, captions) in enumerate(_caption_items(path, _read_json(path)), start=1):
         report.n_read += 1
         texts = [captions] if isinstance(captions, str) else captions
         if not isinstance(image, str) or not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):

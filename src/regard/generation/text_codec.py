@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ..models import Model
+from ..text.chat import ChatTemplate, read_messages
 from ..text.tokenizer import Tokenizer, replace_surrogates
 from .generation_config import GenerateConfig
 from .stop_conditions import Decode, StopStrings, first_stop_token
@@ -23,6 +24,7 @@ class ModelTokenizers:
         source, target = (None, None) if processor is None else (processor.source, processor.target)
         self._source: Tokenizer | None = source
         self._target: Tokenizer | None = target if target is not None else source
+        self._chat: ChatTemplate | None = None if processor is None else processor.chat
 
     @property
     def source(self) -> Tokenizer:
@@ -37,10 +39,16 @@ class ModelTokenizers:
         return self.target.decode
 
     def encode_inputs(self, texts: Any, name: str | None = None) -> list[list[int]]:
-        """Token ids of prompts, without an end token, or of sources, with one; what is no text is ids already."""
+        """Token ids of prompts, without an end token, or of sources, with one; what is no text is ids already.
+
+        Messages, ``[{"role": "user", "content": …}]``, are written by the model's chat template.
+        """
         name = name or ("prompt" if self.continues_prompt else "source")
         purpose, rows = "continue" if self.continues_prompt else "read", []
-        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+        for index, text in enumerate([texts] if isinstance(texts, str) or is_chat(texts) else texts):
+            if is_chat(text):
+                rows.append(self._encode_chat(text))
+                continue
             if not isinstance(text, str):
                 rows.append(list(text))
                 continue
@@ -49,6 +57,13 @@ class ModelTokenizers:
                 raise ValueError(f"{name} {index} is empty: there is nothing to {purpose}")
             rows.append([*first, *ids] if self.continues_prompt else [*first, *ids, *last])
         return rows
+
+    def _encode_chat(self, messages: Any) -> list[int]:
+        if self._chat is None:
+            raise ValueError("this model has no chat template, so it takes a text, not messages")
+        if (read := read_messages(messages)) is None:
+            raise ValueError("a message needs a role and a content, both of them texts")
+        return self._chat.encode_prompt(read)
 
     def encode_beginning(self, text: str | Sequence[int]) -> list[int]:
         """The ids of the beginning of a target, without special tokens."""
@@ -116,6 +131,11 @@ def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]
     if any(isinstance(s, str) and not s for s in stops):
         raise ValueError(f"stop={stop!r} holds an empty string, which would end every text before it starts")
     return tuple(s for s in stops if isinstance(s, str)), [s for s in stops if not isinstance(s, str)]
+
+
+def is_chat(inputs: Any) -> bool:
+    """Whether these are messages: a list of dictionaries."""
+    return isinstance(inputs, list | tuple) and bool(inputs) and all(isinstance(x, Mapping) for x in inputs)
 
 
 def split_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int], list[int]]:

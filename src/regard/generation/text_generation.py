@@ -29,7 +29,9 @@ from .prompts import (
 )
 from .speculative import DraftStatistics
 from .stop_conditions import Decode, Finish, StopStrings, decode_after, first_stop_token, stop_prefix_start, text_pieces
-from .text_codec import ModelTokenizers, Stop, merge_config, resolve_config, split_stops
+from .text_codec import ModelTokenizers, Stop, is_chat, merge_config, resolve_config, split_stops
+
+Messages = Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]]  # one chat, or several
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class GeneratedTexts(list[str]):
 
 @overload
 def generate(
-    model: ModelOrPath, inputs: str | Sequence[str], config: GenerateConfig | None = None, **fields: Any
+    model: ModelOrPath, inputs: str | Sequence[str] | Messages, config: GenerateConfig | None = None, **fields: Any
 ) -> GeneratedTexts: ...
 @overload
 def generate(
@@ -83,7 +85,7 @@ def generate(
 ) -> Generated: ...
 def generate(
     model: ModelOrPath,
-    inputs: str | Rows,
+    inputs: str | Rows | Messages,
     config: GenerateConfig | None = None,
     *,
     target: str | Rows | None = None,
@@ -95,7 +97,8 @@ def generate(
     """What follows a prompt, or what a model with an encoder writes about a source; for one or for several.
 
     model   a model, or the path of one; so is draft
-    inputs  text or token ids, or a list of either: text gives ``GeneratedTexts``, token ids alone give ``Generated``;
+    inputs  text, token ids or messages (``[{"role": "user", "content": "…"}]``, which the model's chat template writes
+            as text), or a list of one of them: token ids give ``Generated``, the others ``GeneratedTexts``;
             pixels (B, C, height, width) or regions (B, R, d_region) where the encoder reads those
     target  beside an encoder: how the texts begin
     padding_mask    (B, T), which ids of a padded tensor are real
@@ -178,7 +181,7 @@ def caption(
 
 def stream(
     model: ModelOrPath,
-    inputs: str | Rows,
+    inputs: str | Rows | Messages,
     decode: Decode | None = None,
     config: GenerateConfig | None = None,
     *,
@@ -227,7 +230,10 @@ def _drop_stop_tokens(tokens: Iterable[int], eos_id: int | None, config: Generat
 
 
 def is_text(inputs: Any) -> bool:
-    return isinstance(inputs, str) or (isinstance(inputs, list | tuple) and any(isinstance(x, str) for x in inputs))
+    """Whether these are one or more texts or chats, not token ids or pixels."""
+    if isinstance(inputs, str) or is_chat(inputs):
+        return True
+    return isinstance(inputs, list | tuple) and any(isinstance(x, str) or is_chat(x) for x in inputs)
 
 
 def default_beam(fields: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..foundation.jsonio import to_json
+from .chat import TEMPLATE_FILE, ChatTemplate, template_in
 from .image_processor import ImageProcessor
 from .tokenizer import MarianTokenizer, Tokenizer
 
@@ -24,7 +25,7 @@ ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.targ
 IMAGE = "preprocessor_config.json"
 # Files beside the tokenizer that only other programs read; they are written back unchanged.
 _COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "target.spm", "target_vocab.json", IMAGE),
 )
@@ -51,6 +52,7 @@ class Processor:
     target: Tokenizer | None = None
     image: ImageProcessor | None = None
     labels: tuple[str, ...] | None = None
+    chat_template: str | None = None  # in Jinja: how messages become the text a model reads
     companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files that only other programs read
 
     @property
@@ -60,6 +62,11 @@ class Processor:
         if len(tokenizers) != 1:
             raise ValueError(f"there are {len(tokenizers)} tokenizers; ask for processor.source or processor.target")
         return tokenizers[0]
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """What encodes messages; None where there is no template."""
+        return None if self.chat_template is None else ChatTemplate(self.chat_template, self.tokenizer)
 
     def sizes(self) -> dict[str, int]:
         """Vocabulary size of each side that has its own tokenizer."""
@@ -83,6 +90,8 @@ class Processor:
                     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
                     fields |= {key: token for key, token in tokens.items() if token is not None}
                     files.setdefault("tokenizer_config.json", to_json(fields))
+        if self.chat_template is not None and self.chat_template != template_in(files):
+            files[TEMPLATE_FILE] = self.chat_template.encode()
         if self.image is not None:
             files.setdefault(IMAGE, to_json(self.image.fields()))
         return files
@@ -108,7 +117,7 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         names |= directory.json(name) if directory.has(name) else {}
     source, target = (with_special_ids_of(side, config, names) for side in (source, target))
-    return Processor(source, target, image, labels, companions)
+    return Processor(source, target, image, labels, template_in(companions), companions)
 
 
 def with_special_ids_of(

@@ -19,7 +19,7 @@ from ..models import Model
 from .evaluation_report import EvaluationReport, SplitReport, check_replaceable, write_evaluation
 from .metrics.statistics import paired_bootstrap
 from .precision import Precision, PrecisionName
-from .predictors import ALL_OF_IT, Predictor, data_config_for, open_examples, open_predictor, task_for
+from .predictors import ALL_OF_IT, Predictor, data_config_for, open_examples, open_predictor, task_for, with_task_for
 from .tasks import Scores, Task
 
 WHOLE = "whole"  # the name of the only set of a file that is evaluated from its first to its last example
@@ -54,12 +54,11 @@ def evaluate(
     if out is not None:
         check_replaceable(Path(out))
     place, fields = resolve_device(device), _data_fields(data)
-    predictor = open_predictor(path, place)
+    predictors, tasks = _open_tasks(path, against, place, fields)
+    predictor = predictors[0]
     task_class, recipe = predictor.task_class, predictor.config.train
     if stride is not None and "stride" not in task_class.evaluation_options:
         raise ValueError(f"stride={stride} is for language models, but {path} is for the task {task_class.name!r}")
-    predictors = [predictor] if against is None else [predictor, _open_other(predictor, against, place)]
-    tasks = _open_tasks(predictors, fields)
     source = tasks[0].source
     options: dict[str, Any] = {
         "beam": recipe.beam if beam is None else beam,
@@ -105,16 +104,21 @@ def _data_fields(data: Mapping[str, Any] | DataConfig | str | Path | None) -> di
     return fields
 
 
-def _open_tasks(predictors: list[Predictor], fields: Mapping[str, Any]) -> list[Task]:
-    """The task of each predictor over the same examples.
+def _open_tasks(
+    path: str | Path | Model, against: str | Path | Model | None, device: torch.device, fields: Mapping[str, Any]
+) -> tuple[list[Predictor], list[Task]]:
+    """One or two predictors, and the task of each over the same examples.
 
     Masked tokens are drawn with the first predictor's seed, so that both are asked the same.
     """
-    predictor, seed = predictors[0], predictors[0].config.train.seed
+    predictor = open_predictor(path, device)
+    seed = predictor.config.train.seed
     data, whole = data_config_for(predictor, fields)
     source = open_examples(data, whole, predictor)
-    tasks = [task_for(predictor, source, data, fields, seed)]
-    for other in predictors[1:]:
+    predictor = with_task_for(predictor, source)
+    predictors, tasks = [predictor], [task_for(predictor, source, data, fields, seed)]
+    if against is not None:
+        other = _open_other(predictor, source, against, device)
         # A corpus holds out by composition, whoever reads it; of a file another run may have trained on what this one
         # held out.
         same_corpus = data.source in CORPORA and other.config.data.source == data.source
@@ -128,7 +132,8 @@ def _open_tasks(predictors: list[Predictor], fields: Mapping[str, Any]) -> list[
         if other.labels != predictor.labels:  # classes are numbered as each model numbers them
             source = open_examples(data.with_(labels=None), whole, other)
         tasks.append(task_for(other, source, data, fields, seed))
-    return tasks
+        predictors.append(other)
+    return predictors, tasks
 
 
 def _split_report(name: str, predictors: list[Predictor], task: Task, scores: list[Scores]) -> SplitReport:
@@ -156,8 +161,8 @@ def _split_names(source: Source, split: str) -> list[str]:
     return held_out if split == "all" else [split]
 
 
-def _open_other(predictor: Predictor, path: str | Path | Model, device: torch.device) -> Predictor:
-    other = open_predictor(path, device)
+def _open_other(predictor: Predictor, source: Source, path: str | Path | Model, device: torch.device) -> Predictor:
+    other = with_task_for(open_predictor(path, device), source)
     names = f"{predictor.name} and {other.name}"
     if other.task_class is not predictor.task_class:
         tasks = f"{predictor.config.task!r} and {other.config.task!r}"

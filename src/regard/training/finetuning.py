@@ -1,10 +1,11 @@
-"""Fine-tuning: start from trained weights (what fits is copied, the rest is reported), freezing, LoRA."""
+"""Fine-tuning: start from trained weights (what fits is copied, the rest is reported), freezing, LoRA and QLoRA."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from ..errors import UsageError
 from ..foundation.checks import check_positive
 from ..hub import LowRank
 from ..layers import Learned
+from ..layers.nf4_linear import NF4Linear, NF4Weight
 from ..models import Model
 from ..models.components import TokenHead
 from ..text.processor import Processor
@@ -149,6 +151,14 @@ def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None
     return reasons
 
 
+def same_processors(ours: Processor, theirs: Processor | None) -> bool:
+    """Whether the inputs and outputs of two models mean the same: their tokens, classes and images."""
+    sides = [(_tokenizer(ours, side), _tokenizer(theirs, side)) for side in ("source", "target")]
+    labels, image = (None, None) if theirs is None else (theirs.labels, theirs.image)
+    same_labels = None in (labels, ours.labels) or labels == ours.labels
+    return all(_same_tokens(*pair) for pair in sides) and same_labels and image == ours.image
+
+
 def _tokenizer(processor: Processor | None, side: str) -> Tokenizer | None:
     if processor is None:
         return None
@@ -226,9 +236,21 @@ class LoraLinear(nn.Linear):
             b[name] = nn.Parameter(base.weight.new_zeros(rows.stop - rows.start, rank))
             nn.init.normal_(a[name], std=base.in_features**-0.5)  # A x is then of x's own size
         self.lora_a, self.lora_b = nn.ParameterDict(a), nn.ParameterDict(b)
+        self.is_switched_off = False
+        self.frozen: NF4Weight | None = None  # the weight in four bits, in place of ``weight``
+
+    def quantise(self) -> None:
+        """Keep the frozen weight in four bits."""
+        self.frozen = NF4Weight(self.weight)
+        self.register_parameter("weight", None)
+
+    def _base(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) if self.frozen is None else self.frozen.product(x, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """The base's output plus the B A x of every part side by side (…, d_out), zeros where one is not adapted."""
+        if self.is_switched_off:
+            return self._base(x)
         inner = F.linear(x, torch.cat([self.lora_a[name] for name in self.rows]))  # one product for all parts
         by_part = dict(zip(self.rows, inner.split(self.rank, dim=-1), strict=True))
         pieces, end = [], 0
@@ -240,16 +262,16 @@ class LoraLinear(nn.Linear):
         if end < self.out_features:
             pieces.append(inner.new_zeros(*x.shape[:-1], self.out_features - end))
         addition = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-        return F.linear(x, self.weight, self.bias) + self.scale * addition
+        return self._base(x) + self.scale * addition
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """A plain Linear with W + (α/r) B A, computed in double precision and rounded once."""
         plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        weight = self.weight.detach().clone()
+        weight = self.weight.detach().clone() if self.frozen is None else self.frozen.dequantise()
         for name, rows in self.rows.items():
             addition = self.scale * (self.lora_b[name].double() @ self.lora_a[name].double())
-            weight[rows] = (self.weight[rows].double() + addition).to(weight.dtype)
+            weight[rows] = (weight[rows].double() + addition).to(weight.dtype)
         plain.weight, plain.bias = nn.Parameter(weight), self.bias
         plain.train(self.training)
         return plain
@@ -284,17 +306,50 @@ def add_lora(
     return model
 
 
+def quantise_frozen(model: M) -> M:
+    """Store every frozen linear layer in four bits, in place: the base of low-rank additions, and layers without them.
+
+    Token tables, heads and norms stay as they are (QLoRA, Dettmers et al. 2023).
+    """
+    quantised: dict[nn.Module, NF4Linear] = {}
+    for owner in list(model.modules()):
+        for attribute, layer in list(owner.named_children()):
+            if isinstance(layer, LoraLinear):
+                if layer.frozen is None:
+                    layer.quantise()
+            elif type(layer) is nn.Linear and not layer.weight.requires_grad:
+                if layer not in quantised:
+                    quantised[layer] = NF4Linear(layer)
+                setattr(owner, attribute, quantised[layer])
+    return model
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is the one that its additions were added to, without dropout."""
+    layers, was_training = [x for x in model.modules() if isinstance(x, LoraLinear)], model.training
+    model.eval()
+    for layer in layers:
+        layer.is_switched_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_switched_off = False
+        model.train(was_training)
+
+
 def merge(model: M) -> M:
     """Fold every addition into its weights, in place: plain layers again, under the names the base had, to be saved.
 
-    All parameters may learn again.
+    All parameters may learn again. Weights in four bits become those they were rounded to, which is what was trained.
     """
     plain: dict[nn.Module, nn.Linear] = {}
     for owner in list(model.modules()):
         for attribute, layer in list(owner.named_children()):
-            if isinstance(layer, LoraLinear):
+            if isinstance(layer, LoraLinear | NF4Linear):
                 if layer not in plain:
-                    plain[layer] = layer.merged()
+                    plain[layer] = layer.merged() if isinstance(layer, LoraLinear) else layer.plain()
                 setattr(owner, attribute, plain[layer])
     return model.requires_grad_(True)
 

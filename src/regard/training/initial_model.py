@@ -46,7 +46,9 @@ def recipe_from_initial_model(path: str, task: str, recipe: Mapping[str, Any], *
     train = dict(recipe.get("train", {}))
     if tune:
         # Adam's steps are of the size of the learning rate: 5e-5 at width 400, where BERTs are tuned with 2e-5 to 1e-4.
-        train |= {"optimiser": "adamw", "lr": float(f"{0.02 / model.d_model:.2g}")}
+        # Preferences need a twentieth of that: a model that has learned to answer is to change a little.
+        peak = 0.001 if task == "dpo" else 0.02
+        train |= {"optimiser": "adamw", "lr": float(f"{peak / model.d_model:.2g}")}
     return {**recipe, "data": data, "model": {x: getattr(model, x) for x in ModelConfig.model_fields}, "train": train}
 
 
@@ -93,4 +95,4 @@ def initial_processor(
     )
     # Files that stood beside a foreign tokenizer belong to it; beside one of ours they are written anew.
     companions = given.companions if foreign else {}
-    return Processor(source_side, target_side, given.image, source.labels, companions)
+    return Processor(source_side, target_side, given.image, source.labels, given.chat_template, companions)

@@ -245,14 +245,27 @@ class Objective(nn.Module):
     """Model and loss as one module, so that it can be compiled, wrapped and sharded as one.
 
     A batch → the sum of the loss over its targets; the caller divides by their number over all processes.
+    ``reference`` is a frozen model that the loss compares with, its last argument where there is one.
     """
 
-    def __init__(self, model: Model, smoothing: float = 0.0, loss: LossFunction | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        smoothing: float = 0.0,
+        loss: LossFunction | None = None,
+        reference: Model | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.smoothing, self.loss = model, smoothing, batch_loss if loss is None else loss
+        self._reference = (reference,)  # in a tuple, so that it is no submodule: neither trained, sharded nor saved
+
+    @property
+    def reference(self) -> Model | None:
+        return self._reference[0]
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.loss(self.model, batch, self.smoothing if self.training else 0.0)
+        others = () if self.reference is None else (self.reference,)
+        return self.loss(self.model, batch, self.smoothing if self.training else 0.0, *others)
 
 
 def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:

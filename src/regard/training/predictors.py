@@ -140,6 +140,15 @@ def open_examples(data: DataConfig, whole: bool, predictor: Predictor) -> Source
     return source
 
 
+def with_task_for(predictor: Predictor, source: Source) -> Predictor:
+    """The predictor for the task that these examples are of: a language model may be asked to answer chats."""
+    if source.kind in predictor.task_class.kinds:
+        return predictor
+    tasks = [x for x in TASKS.values() if source.kind == x.kinds[0] and x.accepts(predictor.config.model)]
+    names = [x.name for x in tasks if x.reference_model is Task.reference_model]  # nothing more to compare with
+    return replace(predictor, config=predictor.config.with_(task=names[0])) if names else predictor
+
+
 def task_for(predictor: Predictor, source: Source, data: DataConfig, given: Mapping[str, Any], seed: int) -> Task:
     """The predictor's task on these examples: read as it read its own, unless ``given`` fields say otherwise."""
     own, asked = (config.model_dump(exclude_defaults=True) for config in (predictor.config.data, data))

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..config import DataConfig, RunConfig
+from ..config import DataConfig, RunConfig, TrainConfig
 from ..data.corpora import CORPORA
 from ..data.sources import Source
 from ..errors import BadData, BadModelFile
@@ -37,7 +37,7 @@ from ..models.build import build
 from ..text.processor import Processor, read_processor
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
-from .finetuning import add_lora, merge
+from .finetuning import add_lora, merge, quantise_frozen
 from .journal import TIMINGS, is_evaluation, read_line
 from .parallel import Group
 
@@ -67,7 +67,7 @@ class RunDirectory:
             write_atomic(root / _LABELS, to_json({"labels": list(processor.labels)}))
         run = cls(root)
         run.write_facts({**facts, "folder": os.path.abspath(root)})
-        run.write(config.with_(data=absolute_paths(config.data)))
+        run.write(config.with_(data=absolute_paths(config.data), train=_change_models(config.train, _absolute)))
         return run
 
     def write(self, config: RunConfig) -> None:
@@ -104,7 +104,8 @@ class RunDirectory:
             config = RunConfig(**parse_json(path.read_bytes(), path))
         except (ValueError, TypeError) as error:
             raise BadModelFile(f"{path} is not the config of a run: {error}") from None
-        return config.with_(data=_change_paths(config.data, self._find_moved))
+        data, train = _change_paths(config.data, self._find_moved), _change_models(config.train, self._find_moved)
+        return config.with_(data=data, train=train)
 
     def _find_moved(self, name: str) -> str:
         path, here = Path(name), Path(os.path.abspath(self.root))
@@ -179,7 +180,11 @@ class RunDirectory:
     def _model_with(self, weights: dict[str, torch.Tensor], step: int, name: str, merged: bool) -> Model:
         train, model = self.config.train, build(self.config.model)
         if train.lora is not None:
-            add_lora(model, train.lora, train.lora_alpha, train.lora_targets)
+            # Parameters that were new had learned beside the additions, and were not quantised.
+            whole = self.json("started.json")["unlearned"] if self.has("started.json") else ()
+            add_lora(model, train.lora, train.lora_alpha, train.lora_targets, keep=whole)
+        if train.quantize == "nf4":
+            quantise_frozen(model)
         model.load_state_dict(weights)
         if train.lora is not None and merged:
             merge(model)
@@ -214,9 +219,23 @@ def _change_paths(data: DataConfig, change: Callable[[str], str]) -> DataConfig:
     return data.with_(**{field: ",".join(map(change, parts)) for field, parts in _paths(data).items()})
 
 
+def _change_models(train: TrainConfig, change: Callable[[str], str]) -> TrainConfig:
+    """The recipe with other paths of the models it names; RUN@STEP keeps its step."""
+    fields = {}
+    for field in ("init", "teacher"):
+        if (name := getattr(train, field)) is not None:
+            path, at, step = name.rpartition("@") if "@" in name and not Path(name).exists() else (name, "", "")
+            fields[field] = f"{change(path)}{at}{step}"
+    return train.with_(**fields)
+
+
 def absolute_paths(data: DataConfig) -> DataConfig:
     """The data with the full path of every file that is there, so that it is found from any folder."""
-    return _change_paths(data, lambda name: os.path.abspath(name) if Path(name).exists() else name)
+    return _change_paths(data, _absolute)
+
+
+def _absolute(name: str) -> str:
+    return os.path.abspath(name) if Path(name).exists() else name
 
 
 def missing_data(data: DataConfig, run: str | Path) -> BadData | None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ..config import DataConfig, ModelConfig, RunConfig
 from ..data.example_files import ExampleWriter
-from ..data.examples import Example, ImageExample, Label, Labelled, Pair, Tagged, Text
+from ..data.examples import Example, ImageExample, Label, Labelled, Pair, Tagged, Text, chat_of, preference_of
 from ..data.sources import Source, open_source
 from ..data.splits import Split, held_out_mask, sha256_of, split_tail
 from ..errors import BadData, UsageError
@@ -140,6 +140,8 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
         "labelled": lambda x: Labelled(x[0], label(x[-1]), *x[1:-1]),
         "images": lambda x: ImageExample(x[0], label=label(x[1])),
         "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, x[1]))),
+        "chats": lambda x: chat_of(x if isinstance(x, tuple) else (x,)),
+        "preferences": preference_of,
         "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
     }
     try:

@@ -32,8 +32,9 @@ from .averaging import Ema
 from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, record
 from .console_display import GAP, Style, format_duration, format_value
-from .finetuning import add_lora, freeze, low_rank_additions, start_from
-from .initial_model import initial_processor
+from .distillation import loss_of_run, open_teacher
+from .finetuning import add_lora, freeze, low_rank_additions, quantise_frozen, start_from
+from .initial_model import initial_processor, read_initial_model
 from .loggers import check_loggers
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
@@ -263,7 +264,11 @@ def _run(
     checkpoint = checkpoints.latest()
     model, weight_notes = _new_model(config, task, run, checkpoint, start_model)
     model.to(group.device)
-    objective = Objective(model, config.train.label_smoothing, task.loss)
+    teacher = config.train.teacher
+    reference = task.reference_model(model) if teacher is None else open_teacher(teacher, task, config.model)
+    if reference is not None:
+        reference.to(group.device)
+    objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
     choice = _choose_precision(config, task, objective, group, run)
     precision = Precision(choice.precision, group.device)
     step_module: nn.Module = objective
@@ -353,6 +358,8 @@ def _new_model(
         new_names = parse_json(path.read_bytes(), path)["unlearned"]
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
+    if recipe.quantize == "nf4":
+        quantise_frozen(model)
     if recipe.freeze:
         freeze(model, recipe.freeze)
     if recipe.checkpointing:
@@ -361,17 +368,21 @@ def _new_model(
 
 
 def _open_new_task(config: RunConfig, source: Source, processor: Processor | None, task_class: type[Task]) -> Task:
-    """The task of a new run, with the tokenizers of ``train.init``. Weights that do not fit are refused here, before
-    there is a directory."""
-    recipe = config.train
-    if recipe.init is None:
-        return open_task(config, source, processor, task_class)
+    """The task of a new run, with the tokenizers of ``train.init``, else of ``train.teacher``. What does not fit is
+    refused here, before there is a directory."""
     from ..io import load
 
-    initial = load(recipe.init)
-    processor = processor or initial_processor(config, source, initial.processor, task_class)
-    task, partial = open_task(config, source, processor, task_class), recipe.init_partial
-    start_from(build(task.model_config, device="meta"), recipe.init, initial, task.processor, partial=partial)
+    recipe = config.train
+    initial = None if recipe.init is None else load(recipe.init)
+    if processor is None and (initial is not None or recipe.teacher is not None):
+        given = read_initial_model(str(recipe.teacher))[1] if initial is None else initial.processor
+        processor = initial_processor(config, source, given, task_class)
+    task = open_task(config, source, processor, task_class)
+    if initial is not None:
+        model, partial = build(task.model_config, device="meta"), recipe.init_partial
+        start_from(model, str(recipe.init), initial, task.processor, partial=partial)
+    if recipe.teacher is not None:
+        open_teacher(recipe.teacher, task, task.model_config)
     return task
 
 
@@ -447,7 +458,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
     with loop.reporter.paused():
         model, weights = run.model()
         model.to(loop.group.device)
-        objective = Objective(model, loss=loop.task.loss).eval()
+        objective = Objective(model, loss=loop.task.loss, reference=loop.task.reference_model(model)).eval()
 
         def loss_of(batch: Batch) -> torch.Tensor:
             with torch.no_grad(), loop.precision.forward():

@@ -10,15 +10,27 @@ from ...errors import UsageError
 from ...recipes import unfit_model
 from ...text.processor import Processor
 from .captioning import CaptionTask
+from .chat_tuning import SupervisedFineTuning
 from .classification import Classify, ClassifyImages
 from .language_modelling import LanguageModel, MaskedLanguageModel, TextTask
+from .preference_tuning import DirectPreferenceOptimisation
 from .tagging import Tag
 from .task import ExampleResult, Scores, Task
 from .translation import Translate
 
 __all__ = ["TASKS", "ExampleResult", "Scores", "Task", "TextTask", "open_task", "task_class_of"]
 
-_CLASSES = (Translate, LanguageModel, MaskedLanguageModel, Classify, ClassifyImages, Tag, CaptionTask)
+_CLASSES = (
+    Translate,
+    LanguageModel,
+    MaskedLanguageModel,
+    SupervisedFineTuning,
+    DirectPreferenceOptimisation,
+    Classify,
+    ClassifyImages,
+    Tag,
+    CaptionTask,
+)
 _KIND_NAMES = {
     "pairs": "pairs of texts",
     "text": "plain text",
@@ -26,6 +38,8 @@ _KIND_NAMES = {
     "tagged": "sentences with tags",
     "captions": "images with captions",
     "images": "labelled images",
+    "chats": "chats",
+    "preferences": "preferences",
 }
 TASKS: Mapping[str, type[Task]] = {task.name: task for task in _CLASSES}
 

@@ -21,7 +21,7 @@ from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
-from ...data.examples import Example, ImageExample, Labelled, Pair, Tagged, Text
+from ...data.examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text
 from ...data.hashing import stable_key, uniform
 from ...data.images import has_colours, image_batch
 from ...data.packing import IGNORE
@@ -128,6 +128,10 @@ class Task(ABC):
     _sample: Sequence[int] = ()  # the held-out examples that ``_valid_sample`` chose
 
     loss = staticmethod(batch_loss)  # (model, batch, smoothing) → the sum of the loss over the batch's targets
+
+    def reference_model(self, model: Model) -> Model | None:
+        """A frozen model that the loss compares ``model`` with, its last argument; None: there is none."""
+        return None
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         self.config, self.source = config, source
@@ -333,6 +337,8 @@ class Task(ABC):
                 return text
             case Text(text=text):
                 return " ".join(text.split()[:4])
+            case Chat() | Preference():
+                return example.prompt[-1][1]
         return str(example.image) if isinstance(example.image, Path) else "IMAGE.png"
 
     # Helpers for subclasses.
