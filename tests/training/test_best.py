@@ -102,7 +102,7 @@ def test_the_metric_chooses_the_best(metric: str, best: int, tmp_path: Path) -> 
         ("classify", ["train.metric=bleu"], "train.metric=bleu is not measured by the task classify, which has loss, "),
         ("lm", ["train.metric=accuracy"], "train.metric=accuracy is not measured by the task lm, which has loss"),
         ("translate", ["train.metric=bleu", "train.eval_examples=0"], "train.eval_examples=0 leaves no bleu to choose"),
-        ("classify", ["train.metric=f2"], "train.metric=f2 is none of auto, loss, accuracy, macro_f1, bleu, "),
+        ("classify", ["train.metric=f2"], "train.metric=f2 is none of auto, loss, accuracy, macro_f1, micro_f1, "),
     ],
 )
 def test_a_metric_the_task_has_not_is_refused_before_anything_is_written(
