@@ -369,7 +369,10 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "a task comes first: regard train TASK, one of translate, lm, mlm, classify, classify-images, caption"),
+        (
+            "",
+            "a task comes first: regard train TASK, one of translate, lm, mlm, sft, dpo, classify, classify-images, tag, ",
+        ),
         ("train.steps=3", "a task comes first: regard train TASK, one of translate, lm, mlm, "),
         ("lmm", "there is no task 'lmm'; did you mean lm?"),
         ("lm train.stpes=3", "there is no train.stpes; did you mean train.steps?"),

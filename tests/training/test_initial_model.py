@@ -224,7 +224,7 @@ def test_a_model_of_another_kind_is_refused_in_one_sentence(reader: Path, tmp_pa
     assert cli.main(["train", "lm", f"data={data}", f"train.init={reader}"]) == 2
     said = capsys.readouterr().err
     assert "has architecture='encoder' and source='text', but the task 'lm' trains decoder models" in said
-    assert said.endswith("it can be trained for mlm or classify\n")
+    assert said.endswith("it can be trained for mlm, classify, tag\n")
 
 
 def test_a_tuned_models_learning_rate_goes_with_its_width(reader: Path) -> None:

@@ -62,8 +62,7 @@ class ModelConfig(Config):
     source: Source = "text"
     """What the encoder reads: token ids, an image cut into patches, or given region features."""
     head: Head = "lm"
-    """What comes out: next-token logits, masked-token logits, class logits of the text or of every token, or the hidden
-    states."""
+    """What comes out: logits of next or masked tokens, of classes (of the text or of each token), or hidden states."""
 
     vocab_size: int = 37000
     """Tokens in the (source) vocabulary."""

@@ -60,7 +60,7 @@ def _with_head_for(path: str, task: str, initial: ModelConfig, recipe: ModelConf
         wanted = " or ".join(architecture for architecture, _, _ in TASK_MODELS[task])
         has = f"architecture={initial.architecture!r} and source={initial.source!r}"
         fitting = [name for name, models in TASK_MODELS.items() if any(model[:2] == kind for model in models)]
-        can = f"it can be trained for {' or '.join(fitting)}" if fitting else "no task trains such a model"
+        can = f"it can be trained for {', '.join(fitting)}" if fitting else "no task trains such a model"
         raise UsageError(f"train.init={path} has {has}, but the task {task!r} trains {wanted} models; {can}")
     head: Any = heads[0]
     if head == initial.head:
