@@ -371,7 +371,7 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
     [
         (
             "",
-            "a task comes first: regard train TASK, one of translate, lm, mlm, sft, dpo, classify, classify-images, tag, ",
+            "a task comes first: regard train TASK, one of translate, lm, mlm, sft, dpo, ",
         ),
         ("train.steps=3", "a task comes first: regard train TASK, one of translate, lm, mlm, "),
         ("lmm", "there is no task 'lmm'; did you mean lm?"),
