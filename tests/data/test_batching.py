@@ -81,6 +81,14 @@ def test_a_batch_depends_on_seed_epoch_and_position_alone() -> None:
     assert len(composition) < n / 4, "and its own batches"
 
 
+def test_batches_of_unlike_lengths_come_in_another_order_each_epoch() -> None:
+    """No two examples are of one length, so that only the order of the batches can differ."""
+    plan = BatchPlan(np.arange(1, 41), 80)
+    epochs = [[plan.batch(epoch, position).tolist() for position in range(plan.count())] for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+
+
 def test_buckets_waste_little_and_images_are_shuffled() -> None:
     rng = np.random.default_rng(0)
     source = rng.integers(5, 40, 20_000)
