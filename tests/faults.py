@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "T5 bucket border off by one",
         "attention/biases.py",
-        "torch.where(back < exact, back, far)",
-        "torch.where(back <= exact, back, far)",
+        "far = (exact + (ratio",
+        "far = (exact + 1 + (ratio",
         "tests/attention/test_biases.py tests/attention tests/parity/test_t5.py",
     ),
     Fault(

@@ -19,7 +19,7 @@ from regard.errors import Diverged
 from regard.training import trainer as run_module
 from regard.training.averaging import average
 from regard.training.checkpoint import Checkpoints, first_non_finite
-from regard.training.loop import Loop, Prefetch
+from regard.training.loop import Loop, Prefetch, seed_everything
 from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.precision import Precision
 from regard.training.run_directory import RunDirectory
@@ -127,6 +127,17 @@ def test_batches_know_their_targets_before_they_go_to_a_device() -> None:
     assert moved.options["padding_mask"].is_meta
     with Prefetch(lambda number: made, torch.device("cpu")) as prefetch:
         assert prefetch.batch(5).n_counted == 3
+
+
+def test_seeds_follow_from_the_run_what_is_drawn_and_its_number_alone() -> None:
+    def drawn(*of: Any) -> float:
+        seed_everything(*of)
+        return float(torch.rand(()))
+
+    draws = [(0, "weights"), (1, "weights"), (0, "batch", 0), (0, "batch", 1), (1, "batch", 0), (1, "batch", 1)]
+    numbers = [drawn(*of) for of in draws]
+    assert len(set(numbers)) == len(draws)
+    assert [drawn(*of) for of in reversed(draws)] == numbers[::-1]
 
 
 class Table(nn.Module):
