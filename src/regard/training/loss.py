@@ -277,7 +277,7 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
     if not isinstance(head, TokenHead):
         logits, targets = model(*batch.inputs, **batch.options), batch.targets
         # A module of one's own may have no config; its logits are those of classes.
-        problem_type = getattr(getattr(model, "config", None), "problem_type", "single_label")
+        problem_type: Any = getattr(getattr(model, "config", None), "problem_type", "single_label")
         if problem_type == "single_label":
             return cross_entropy(logits, targets, smoothing, batch.weights)
         if problem_type == "multi_label":  # each label is a question of two answers
