@@ -53,8 +53,10 @@ test: lint types browser  ## linters, types and every test: what CI runs
 	$(PYTEST_PARALLEL) -m "not serial"
 	$(PYTEST_SERIAL) -m "serial" || [ $$? -eq 5 ]
 
+# Without the browser, the documents and the files that take more than four seconds.
+SLOW_FILES := tests/web tests/docs $(shell cat tests/slow_files.txt)
 check: lint types  ## the inner loop, under 2 minutes: linters, types, the quick tests
-	$(PYTEST_PARALLEL) -m "not slow and not serial" --ignore=tests/web --ignore=tests/docs
+	$(PYTEST_PARALLEL) -m "not slow and not serial" $(addprefix --ignore=,$(SLOW_FILES))
 
 faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (about half an hour)
 	$(BIN)/python tests/faults.py
