@@ -428,26 +428,9 @@ def test_one_bad_line_among_many_writes_nothing(
     monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", 2)
     file, out = tmp_path / "in.txt", tmp_path / "out.txt"
     file.write_text("the cat\n" * 7 + "the cat " * 90 + "\nthe cat\n", encoding="utf-8")
-    refused(
-        capsys,
-        1,
-        f"{file}:8: 183 tokens, but max_len=96; --truncate keeps its beginning",
-        "translate",
-        models["translator"],
-        "--file",
-        file,
-    )
-    refused(
-        capsys,
-        1,
-        f"{file}:8: 183 tokens, but max_len=96; --truncate keeps its beginning",
-        "translate",
-        models["translator"],
-        "--file",
-        file,
-        "--out",
-        out,
-    )
+    sentence = f"{file}:8: 183 tokens, but max_len=96; --truncate keeps its beginning"
+    for more in ((), ("--out", out)):
+        refused(capsys, 1, sentence, "translate", models["translator"], "--file", file, *more)
     assert not out.exists()
     assert run("translate", models["translator"], "--file", file, "--truncate", "--beam", 1) == 0
     assert len(capsys.readouterr().out.splitlines()) == 9

@@ -304,7 +304,7 @@ def sparse_plan(mask: Mask, frame: Frame, block: int) -> _Plan:
             for c, bits in zip(partial, of_blocks, strict=True):
                 numbers[c] = -1 if not any(bits) else tiles.setdefault(bits, len(tiles))
             entries[which].append([(c, number) for c, number in numbers.items() if number >= 0])
-    by_column = [_transposed(lines, n_cols) for lines in entries]
+    by_column = [_transpose(lines, n_cols) for lines in entries]
     bits_of_tiles = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
     rows, columns = (_as_tensor(lists, shape).to(frame.device) for lists in (entries, by_column))
     return _Plan(rows, columns, bits_of_tiles.to(frame.device), mask)
@@ -335,7 +335,7 @@ def _stripe_bits(
     return [[data[(w * max(n, 1) + i) * size :][:size] for i in range(n)] for w in range(b * h)], (b, h)
 
 
-def _transposed(lines: list[list[tuple[int, int]]], n_columns: int) -> list[list[tuple[int, int]]]:
+def _transpose(lines: list[list[tuple[int, int]]], n_columns: int) -> list[list[tuple[int, int]]]:
     columns: list[list[tuple[int, int]]] = [[] for _ in range(n_columns)]
     for a, line in enumerate(lines):
         for c, number in line:

@@ -30,14 +30,14 @@ def stable_keys(first: Iterable[str | int | bytes], last: Iterable[str | int | b
     """``stable_key(*first, x)`` for each x of ``last``."""
     begun = hashlib.blake2b(digest_size=8)
     for part in first:
-        begun.update(_sized(part))
+        begun.update(_length_and_bytes(part))
     for part in last:
         digest = begun.copy()
-        digest.update(_sized(part))
+        digest.update(_length_and_bytes(part))
         yield int.from_bytes(digest.digest(), "little")
 
 
-def _sized(part: str | int | bytes) -> bytes:
+def _length_and_bytes(part: str | int | bytes) -> bytes:
     raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
     return len(raw).to_bytes(8, "little") + raw
 

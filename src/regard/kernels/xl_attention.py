@@ -135,7 +135,7 @@ def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
         yield _Chunk(slice(start, stop), slice(first, last), _FRONT - 8 - piece.offset - padded - low, width, piece)
 
 
-def _shifted(r: Tensor) -> Tensor:
+def _shift_rows(r: Tensor) -> Tensor:
     """(H, distances, D) → (H, 8, distances + …, D) with out[h, c, z] = r[h, z + 8 - c - _FRONT], 0 outside."""
     (h, n, d), r = r.shape, r.contiguous()
     out = r.new_empty(h, 8, n + _FRONT + _BACK - 8, d)
@@ -170,7 +170,7 @@ def _forward(q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Optio
     out = q_u.new_zeros(*q_u.shape[:3], v.shape[3])
     lse = torch.full(q_u.shape[:3], float("inf"), dtype=torch.float32, device=q_u.device)
     for heads, groups in _head_parts(q_u, k):
-        shifted = _shifted(r[heads])
+        shifted = _shift_rows(r[heads])
         parts = q_u[:, heads], q_v[:, heads], k[:, groups], v[:, groups]
         for chunk in _chunks(parts[0], k, o, low):
             of_u, of_v, of_k, of_values = chunk.of(*parts)
@@ -204,7 +204,7 @@ def _gradients(
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     d_r = torch.zeros(r.shape[0], r.shape[1] + _FRONT + _BACK, r.shape[2], dtype=torch.float32, device=r.device)
     for heads, groups in _head_parts(q_u, k):
-        shifted = _shifted(r[heads])
+        shifted = _shift_rows(r[heads])
         parts = q_u[:, heads], q_v[:, heads], k[:, groups], v[:, groups]
         grads = d_qu[:, heads], d_qv[:, heads], d_k[:, groups], d_v[:, groups]
         for chunk in _chunks(parts[0], k, o, low):

@@ -125,18 +125,18 @@ class SupervisedFineTuning(ChatTask):
     evaluation_options = ("beam", "length_penalty")
 
     @cached_property
-    def _encoded(self) -> list[EncodedChat]:
+    def _encoded_rows(self) -> list[EncodedChat]:
         return self._encode(self.first(self.source.train))
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, most = [len(row.ids) for row in self._encoded], self.config.data.max_len
+        lengths, most = [len(row.ids) for row in self._encoded_rows], self.config.data.max_len
         self._check_lengths(lengths)
         cut = self.config.data.too_long == "truncate"
         return self._plan_by_length(np.minimum(lengths, most) if cut else lengths, most)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        return self._collate([self._encoded[i] for i in index])
+        return self._collate([self._encoded_rows[i] for i in index])
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         rows, most = self._encode(examples), self.config.data.max_len

@@ -58,18 +58,18 @@ class DirectPreferenceOptimisation(ChatTask):
         return chosen, rejected
 
     @cached_property
-    def _encoded(self) -> list[tuple[EncodedChat, EncodedChat]]:
+    def _encoded_rows(self) -> list[tuple[EncodedChat, EncodedChat]]:
         return [self._encode_pair(x) for x in self.first(self.source.train)]
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, most = np.array([[len(x.ids) for x in pair] for pair in self._encoded]), self.config.data.max_len
+        lengths, most = np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows]), self.config.data.max_len
         self._check_lengths(lengths.max(1).tolist())
         cut = self.config.data.too_long == "truncate"
         return self._plan_by_length(np.minimum(lengths, most) if cut else lengths, most)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        return self._collate_pairs([self._encoded[i] for i in index])
+        return self._collate_pairs([self._encoded_rows[i] for i in index])
 
     def _collate_pairs(self, pairs: Sequence[tuple[EncodedChat, EncodedChat]]) -> Batch:
         both = self._collate([pair[side] for side in (0, 1) for pair in pairs])

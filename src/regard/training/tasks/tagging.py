@@ -84,18 +84,18 @@ class Tag(ClassificationTask):
         return [(ids, [p if p < len(ids) - 1 else -1 for p in first]) for ids, (_, first) in rows], n_longer
 
     @cached_property
-    def _encoded(self) -> list[Row]:
+    def _encoded_rows(self) -> list[Row]:
         rows, n_longer = self._encode(self.source.train)
         self.skipped = SkippedExamples(n_cut=n_longer, max_len=self.config.data.max_len)
         return rows
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        return self._plan_by_length([len(ids) for ids, _ in self._encoded], self.config.data.max_len)
+        return self._plan_by_length([len(ids) for ids, _ in self._encoded_rows], self.config.data.max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        hidden = self._hide_tokens([self._encoded[i][0] for i in index], epoch, index)
-        rows = [(ids, self._encoded[i][1]) for ids, i in zip(hidden, index, strict=True)]
+        hidden = self._hide_tokens([self._encoded_rows[i][0] for i in index], epoch, index)
+        rows = [(ids, self._encoded_rows[i][1]) for ids, i in zip(hidden, index, strict=True)]
         return self._collate(rows, [self.source.train[i] for i in index])
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:

@@ -134,9 +134,9 @@ class ManyLabels(Target):
         return Answers(outputs, scores, metrics, {"classes": found.to_dict()["classes"]})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
-        return label_metrics.multi_label_statistics(*(self._held(texts) for texts in (outputs, references)))
+        return label_metrics.multi_label_statistics(*(self._label_matrix(texts) for texts in (outputs, references)))
 
-    def _held(self, texts: Sequence[str]) -> Any:
+    def _label_matrix(self, texts: Sequence[str]) -> Any:
         rows = [tuple(self.labels.index(name) for name in text.split(";") if name) for text in texts]
         return self.tensor(rows).numpy() > 0
 
