@@ -82,7 +82,7 @@ def test_the_output_says_that_fewer_are_held_out(
     words = words_of("translate", write_data("translate", tmp_path), f"train.out={tmp_path / 'run'}", "train.steps=2")
     result = regard.train(run_config("translate", words), style="plain")
     said = " ".join(capfd.readouterr().err.split())  # however wide the terminal is
-    assert "2 held out" in said
+    assert "examples 58 to train on, 2 held out" in said, "in whole, however long the path of the data is"
     assert "at most 2 examples; data.valid_rows=… sets another number" in said
     assert result.metrics["n"] == 2, "the last evaluation has as many"
 

@@ -412,7 +412,8 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "task": config.task,
-        "data": f"{source.name}: {len(source.train):,} to train on, {len(source.valid):,} held out",
+        "data": source.name,
+        "examples": f"{len(source.train):,} to train on, {len(source.valid):,} held out",
         "model": f"{config.model.architecture}, head {config.model.head}, {model.n_parameters:,} parameters, "
         f"{n_trained:,} trained",
         "batches": f"{loop.task.batches_per_epoch:,} an epoch",
