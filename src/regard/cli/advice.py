@@ -23,7 +23,10 @@ _COMMAND_OF_TASK = {
     "mlm": "look",
     "features": "look",
 }
-_UNABLE = ("does not translate", "does not caption", "does it know classes", "writes no text", "not text: regard.")
+_UNABLE = (
+    *("does not continue", "does not translate", "does not caption", "does it know classes", "writes no text"),
+    "not text: regard.",
+)
 _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # of the library: of the command line
     "bad_lines='skip'": "data.bad_lines=skip",

@@ -92,6 +92,7 @@ def generate(
     options = {name: ctx.params[name] for name in _SEARCH_OPTIONS if ctx.params[name] is not None}
     from regard.data.record_files import form_of
     from regard.generation import GenerateConfig
+    from regard.generation.text_generation import check_can_continue
 
     with terminal.usage_errors(*options):
         GenerateConfig(**options)
@@ -99,6 +100,7 @@ def generate(
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
     text = None if is_bulk else terminal.read_prompt(prompt, file)
     opened = terminal.open_model(model, device, engine)
+    check_can_continue(opened)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     as_inputs = _message_writer(opened, system, raw)
     if draft is not None:

@@ -256,6 +256,12 @@ def check_texts(model: Model, texts: Sequence[str], truncate: bool = False) -> N
     _check_rows(model, text_tokenizers(model).encode_inputs(texts), GenerateConfig(truncate=truncate))
 
 
+def check_can_continue(model: Model) -> None:
+    """Raise unless the model continues a text."""
+    text_tokenizers(model)
+    _check_kind(model, ("decoder",), "text", "continue a prompt")
+
+
 def check_can_translate(model: Model) -> None:
     """Raise unless the model reads text with an encoder and writes text."""
     _check_kind(model, ("encoder-decoder", "recurrent"), "text", "translate")
