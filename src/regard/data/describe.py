@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from .examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text, key_of, label_text
+from .images import open_image
 from .sources import Source
 from .splits import content_keys
 
@@ -227,15 +228,13 @@ def _token_lengths(
 
 
 def _image_sizes(train: Sequence[Example]) -> dict[str, int]:
-    from PIL import Image
-
     counts: Counter[str] = Counter()
     for example in train:
         assert isinstance(example, ImageExample)
         if isinstance(example.image, np.ndarray):
             height, width = example.image.shape[:2]
         elif isinstance(example.image, Path):
-            with Image.open(example.image) as image:
+            with open_image(example.image) as image:
                 width, height = image.size
         else:
             width, height = example.image.size

@@ -7,7 +7,7 @@ import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadData
+from ..text.image_processor import MAX_SIDE
 from .examples import ImageExample
 from .hashing import bits_of, stable_key
 from .table_files import open_bytes
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_IDX_BYTES = 4 << 30
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that Pillow decodes itself; EPS starts Ghostscript
+
+
+def open_image(file: Path | IO[bytes], formats: Sequence[str] = IMAGE_FORMATS) -> Image:
+    """An image file by its content, whatever its name, not decoded yet; a side over ``MAX_SIDE`` is a BadData."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # callers compare the size with their own limit
+        image = Image.open(file, formats=formats)
+    if max(image.size) > MAX_SIDE:
+        image.close()
+        raise BadData(f"{image.width} × {image.height} pixels; a side has at most {MAX_SIDE:,}")
+    return image
 
 
 def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
@@ -30,10 +45,7 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
     from PIL import Image
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # reported as a fault of the file
-            image = Image.open(path)
-        with image:
+        with open_image(path) as image:
             width, height = image.size
             if width * height > max_pixels:
                 return f"{width} × {height} pixels, more than max_pixels={max_pixels}"
@@ -41,6 +53,8 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
                 image.load()
     except FileNotFoundError:
         return "no such file"
+    except BadData as error:
+        return str(error)
     except Image.DecompressionBombError:
         return "more pixels than can be decoded safely"
     except Exception as error:  # decoders raise whatever they like on a damaged file
@@ -61,9 +75,9 @@ def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, 
     if not isinstance(image, Path):
         return _decode(Image.fromarray(image) if isinstance(image, np.ndarray) else image, size, channels)
     try:
-        with Image.open(image) as picture:
+        with open_image(image) as picture:
             return _decode(picture, size, channels)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, BadData, Image.DecompressionBombError) as error:
         raise BadData(f"{image} cannot be decoded: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from ..config import ModelConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_SIDE = 65_535  # pixels, as in JPEG; Pillow takes time and memory for each row of an image, however short
+_MAX_RESIZED = 50_000_000  # pixels
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -50,6 +53,8 @@ class ImageProcessor:
             return self.size[1], self.size[0]
         side = self.size or 0
         longer = int(side * max(width, height) / min(width, height))
+        if side * longer > _MAX_RESIZED:
+            raise ValueError(f"the image has {width} × {height} pixels, too long a strip for a shorter side of {side}")
         return (side, longer) if width <= height else (longer, side)
 
     @classmethod
@@ -140,6 +145,8 @@ def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
             sides = height, width
         case _:
             raise ValueError(f"{name}={size!r} is neither a number, nor height and width, nor shortest_edge")
-    if (sides if isinstance(sides, int) else min(sides)) < 1:
-        raise ValueError(f"{name}={size!r} must be at least 1")
+    both = (sides, sides) if isinstance(sides, int) else sides
+    if not 1 <= min(both) <= max(both) <= MAX_SIDE or math.prod(both) > _MAX_RESIZED:
+        most = f"at least 1 pixel and at most {_MAX_RESIZED:,}, a side at most {MAX_SIDE:,}"
+        raise ValueError(f"{name}={str(size)[:80]} must have {most}")
     return sides

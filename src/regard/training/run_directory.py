@@ -15,7 +15,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -286,14 +288,35 @@ def provenance(source: Source, command: Sequence[str], processes: int = 1) -> di
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit one stands on, and whether there are changes; None outside a repository."""
+    """The commit one stands on, and whether there are changes (None: git cannot tell); None outside a repository.
 
-    def ask(*words: str) -> str | None:
+    `git status` runs what a repository's config names (core.fsmonitor, filters, remotes of missing objects), and others
+    may have written it; so the status is taken with an empty config, the files and objects being the repository's.
+    """
+
+    def ask(*words: str, **variables: str) -> str | None:
         try:
-            answer = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
+            answer = subprocess.run(
+                ["git", *words], capture_output=True, text=True, timeout=5, env={**os.environ, **variables}
+            )
+        except (OSError, UnicodeError, subprocess.TimeoutExpired):
             return None
         return answer.stdout.strip() if answer.returncode == 0 else None
 
-    commit = ask("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
+    names = ("objects", "index", "info/exclude")
+    paths = [word for name in names for word in ("--git-path", name)]
+    found = (ask("rev-parse", "HEAD", "--show-toplevel", "--path-format=absolute", *paths) or "").splitlines()
+    if len(found) != 2 + len(names):
+        return None
+    commit, top, objects, index, exclude = found
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "HEAD").write_text(commit)
+        (Path(folder) / "refs").mkdir()
+        (Path(folder) / "info").mkdir()
+        if os.path.isfile(exclude):
+            shutil.copyfile(exclude, Path(folder) / "info" / "exclude")
+        status = ask(
+            *("--no-optional-locks", "status", "--porcelain", "--ignore-submodules=all"),
+            **{"GIT_DIR": folder, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": objects, "GIT_INDEX_FILE": index},
+        )
+    return {"commit": commit, "changed": None if status is None else bool(status)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import ModelConfig
-from ..errors import UsageError
+from ..data.images import open_image
+from ..errors import BadData, UsageError
 from ..generation.text_codec import ModelTokenizers
 from ..lens.capture import attention_modules, n_heads_of
 from ..lens.capture_inputs import tokenizers
@@ -237,13 +237,13 @@ def decode_image(encoded: str | None, limits: Limits) -> Image:
     except (binascii.Error, ValueError):
         raise RequestRefused(422, "image is not base64") from None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(raw), formats=_FORMATS)
-            if image.width * image.height > limits.pixels:
-                size = f"{image.width:,} × {image.height:,}"
-                raise RequestRefused(413, f"image has {size} pixels, more than the {limits.pixels:,} allowed")
-            image.load()
+        image = open_image(io.BytesIO(raw), _FORMATS)
+        if image.width * image.height > limits.pixels:
+            size = f"{image.width:,} × {image.height:,}"
+            raise RequestRefused(413, f"image has {size} pixels, more than the {limits.pixels:,} allowed")
+        image.load()
+    except BadData as refused:
+        raise RequestRefused(413, f"image has {refused}") from None
     except UnidentifiedImageError:
         raise RequestRefused(422, f"image is none of {', '.join(_FORMATS)}") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as wrong:
