@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from regard.experiments.benchmarking import format_table
 from regard.models import build
-from regard.training.compilation import compile_objective
+from regard.training.compilation import Compiled
 from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision
 
@@ -56,7 +56,7 @@ def passes(width: int, context: int, size: int, rounds: int, compiled: bool) -> 
     }
     if compiled:
         for name in ("fp32 compiled", "bf16 compiled"):
-            fast = compile_objective(objective)
+            fast = Compiled(objective)
             runs[name] = lambda fast=fast, name=name: a_pass(fast, batch, name)
     return best_of(runs, rounds)
 

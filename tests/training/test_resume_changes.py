@@ -166,6 +166,7 @@ def test_an_old_run_with_a_relative_path_is_found_from_above(
     run_file = project / "runs/a/run.json"
     known = json.loads(run_file.read_bytes())
     known["data"]["source"] = "pairs.tsv"
+    (run_file.parent / "manifest.json").unlink()  # older versions wrote none
     run_file.write_text(json.dumps(known))
     monkeypatch.chdir("/")
     assert RunDirectory.open(project / "runs/a").config.data.source == str(project / "pairs.tsv")
@@ -179,6 +180,7 @@ def test_data_that_is_nowhere_is_asked_for(
     lost = tmp_path / "lost/pairs.tsv"
     known = json.loads((run / "run.json").read_bytes())
     known["data"]["source"] = str(lost)
+    (run / "manifest.json").unlink()
     (run / "run.json").write_text(json.dumps(known))
     sentence = f"{lost}, which {run} learned from, is not there; data.source=FILE says where it is now"
     with pytest.raises(BadData) as asked:

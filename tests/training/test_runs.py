@@ -48,7 +48,7 @@ def test_everything_about_a_run_is_in_its_directory(trained: tuple[Path, str]) -
     out, data = trained
     found = {path.name for path in out.iterdir()}
     assert found == {
-        *("run.json", "provenance.json", "choice.json", "metrics.jsonl", "evaluation.json"),
+        *("run.json", "manifest.json", "provenance.json", "choice.json", "metrics.jsonl", "evaluation.json"),
         *("tokenizer.source.json", "tokenizer.target.json", "checkpoints", "tensorboard", "model"),
     }
     run = RunDirectory.open(out)
@@ -155,6 +155,7 @@ def test_two_processes_do_not_train_in_one_directory(
 
 def test_a_run_with_a_damaged_config_is_told_apart(trained: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(trained[0], tmp_path / "run")
+    (tmp_path / "run/manifest.json").unlink()
     (tmp_path / "run/run.json").write_text('{"task": "translate", "train": {"stepz": 4}}')
     with pytest.raises(BadModelFile, match=r"run\.json is not the config of a run"):
         resume(tmp_path / "run")
@@ -311,6 +312,7 @@ def test_precision_and_compilation_are_chosen_once(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("regard.training.trainer.choose", noted)
     train("translate", out, data, "train.steps=3", "train.stop_at=1", "train.precision=auto")
+    (out / "manifest.json").unlink()
     (out / "choice.json").write_text((out / "choice.json").read_text().replace('"fp32"', '"bf16"', 1))
     resume(out)
     assert len(chosen) == 1

@@ -189,10 +189,10 @@ def _surroundings() -> Iterator[Finding]:
     else:
         yield Finding("around", "fonts", "ok", f"Korean labels in pictures: {fonts[-1]}")
     yield Finding("around", "browser", "ok", "any will do; none is needed but to look at pages and the explorer")
-    from regard.training.compilation import table_path
+    from regard.foundation.files import cache_folder
 
     for name, folder, otherwise in (
-        ("cache", table_path().parent, "what compiling brings is measured anew in each run"),
+        ("cache", cache_folder(), "large data is read and split into tokens anew in each run"),
         ("here", Path.cwd(), "runs are written to runs/ here: go elsewhere, or give train.out=DIR"),
         ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a directory you may write to"),
     ):

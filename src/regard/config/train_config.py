@@ -88,7 +88,7 @@ class TrainConfig(Config):
     """What an epoch shows: every example once, or those of rarer classes again until all classes are equally many."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the matrix products, weights staying fp32; auto: what is fastest here, measured."""
+    """Of the matrix products, weights staying fp32; auto: bf16 where the GPU, or a matrix unit of the CPU, has it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: where it pays back within the run, always, never."""
     checkpointing: bool = False

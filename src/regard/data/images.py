@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadData
-from ..text.image_processor import MAX_SIDE
+from ..text.image_processor import MAX_SIDE, eight_bit
 from .examples import ImageExample
 from .hashing import bits_of, stable_key
 from .table_files import open_bytes
@@ -92,7 +92,7 @@ def has_colours(image: Path | Image | NDArray[np.uint8]) -> bool:
 def _decode(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
-    picture = ImageOps.exif_transpose(picture)
+    picture = eight_bit(ImageOps.exif_transpose(picture))
     if picture.has_transparency_data:  # what lies under the transparent part was never meant to be seen
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))

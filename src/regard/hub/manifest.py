@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,12 @@ class Manifest:
     @classmethod
     def of(cls, root: Path, training: Mapping[str, Any] | None = None) -> Manifest:
         """Read every file there is and take its checksum."""
-        return cls({name: _entry(root / name) for name in sorted(file_names(root)) if name != NAME}, training)
+        return cls.of_files(root, (name for name in sorted(file_names(root)) if name != NAME), training)
+
+    @classmethod
+    def of_files(cls, root: Path, names: Iterable[str], training: Mapping[str, Any] | None = None) -> Manifest:
+        """The same of some of a directory's files."""
+        return cls({name: _entry(root / name) for name in names}, training)
 
     @classmethod
     def read(cls, root: Path) -> Manifest | None:

@@ -21,6 +21,16 @@ _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_conve
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
+def eight_bit(image: Image) -> Image:
+    """Grey levels of 16 bits as levels of 8, by their share of white; Pillow would cut them off at 255."""
+    import numpy as np
+    from PIL.Image import fromarray
+
+    if not image.mode.startswith("I"):  # I;16 in either order of bytes, and I, as which Pillow opens some such files
+        return image
+    return fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+
+
 @dataclass(frozen=True)
 class ImageProcessor:
     """Resize, crop the middle, scale to [0, 1], normalise per channel; None leaves a step out."""
@@ -36,7 +46,7 @@ class ImageProcessor:
         """pixels (1, C, height, width)"""
         from PIL.Image import Resampling
 
-        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        image = eight_bit(image).convert("L" if len(self.mean) == 1 else "RGB")
         if self.size is not None:
             image = image.resize(self._target_size(*image.size), Resampling(self.resample))
         if self.crop is not None:

@@ -29,6 +29,7 @@ _COMPANIONS = (
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "target.spm", "target_vocab.json", IMAGE),
 )
+PROCESSOR_FILES = (ONE, SOURCE, TARGET, *_COMPANIONS)
 
 
 class ModelFiles(Protocol):

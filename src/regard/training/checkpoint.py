@@ -177,7 +177,7 @@ class Checkpoints:
         if step not in (steps := self.steps()):
             known = ", ".join(map(str, steps)) or "none"
             raise BadModelFile(f"{self.root} has no checkpoint of step {step}; it has {known}")
-        Checkpoint(self._path(step)).check()
+        Checkpoint(resolve_inside(self.root, self._path(step).name)).check()
         return step
 
     def _write(self, target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], state: bytes) -> None:

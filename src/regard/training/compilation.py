@@ -1,144 +1,93 @@
-"""Precision and compilation of a run: chosen by timing, and by what compiling cost and gained on this machine before.
-
-Measurements are remembered from run to run in the user's cache directory; a table of guesses stands in where there are
-none. Losing the file loses nothing but those measurements.
-"""
+"""Precision and compilation of a run, chosen by the device and the size of the work; and modules that run compiled."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
-import platform
 import random
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, TrainConfig
+from ..config import TrainConfig
 from ..errors import RegardError
-from ..foundation.files import cache_folder, write_atomic
-from .loss import Batch
-from .precision import Precision, PrecisionName, supported_precisions
+from .precision import PrecisionName, has_bf16_matrix_unit, supported_precisions
 
-_BUDGET = 1.5  # seconds of timing, all in all
-_WORTH_IT = 1.1  # how much faster than fp32 bf16 must be: below that fewer digits buy nothing
-_MARGIN = 1.2  # compiling must bring this many times what it costs: guesses are guesses
-_MOST_ENTRIES = 1000
-# Guesses, used until a compiled run of the same model has been recorded here: what a small Transformer takes cold.
-_SECONDS_PER_LAYER = {"cpu": 25.0 / 4, "cuda": 40.0 / 4}
-_SPEED_UP = {"cpu": 1.25, "cuda": 1.6}
-_LAYERS_AT_LEAST = 2  # what is compiled around the layers
+# What decides is a table, never a clock: the same command and seed give the same weights on a busy machine too.
+_BF16_FLOPS = 1e10  # operations of a pass from which a CPU's bf16 matrix unit makes up for the conversions
+_MARGIN = 1.2  # compiling must bring this many times what it costs: estimates are estimates
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """What a small Transformer takes on a kind of device: estimates, for ``train.compile=auto``."""
+
+    flops: float  # operations a second of an eager pass
+    seconds_per_layer: float  # of an eager pass, whatever its size: Python and kernel launches
+    compile_seconds_per_layer: float
+    speed_up: float  # of a compiled pass
+
+
+_SPEEDS = {"cpu": _Speed(5e10, 3e-3, 25.0 / 4, 1.25), "cuda": _Speed(1e14, 1.5e-3, 40.0 / 4, 1.6)}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, what was measured for it, and why in one sentence."""
+    """What was chosen, and why in one sentence."""
 
     precision: PrecisionName
     compile: bool
-    table: dict[str, float]  # milliseconds of an eager forward and backward pass in each precision that was timed
     reason: str
-    key: str = ""  # under which ``record`` stores the measured cost and gain
 
 
-def choose(
-    objective: nn.Module, make_batch: Callable[[int], Batch], train: TrainConfig, device: torch.device
-) -> Choice:
-    """Precision and compilation of a run; ``make_batch(n)`` gives batch n on the device.
-
-    Everything is left as it was: parameters, gradients, buffers, modes and generators.
-    """
+def choose(objective: nn.Module, flops: float, train: TrainConfig, device: torch.device) -> Choice:
+    """Precision and compilation of a run, from the device and the size; ``flops``: operations of one pass."""
     if train.compile == "on" and (trouble := compiler_trouble(device.type)) is not None:
         raise RegardError(f"train.compile=on cannot be done here: {trouble}; train.compile=auto goes on without")
-    with preserve_state(objective):
-        timer = _Timer(objective, make_batch(0), device, train.steps * train.accumulate)
-        precision, why = _choose_precision(timer, train)
-        key = _key(timer, precision)
-        compiles, why_compile = _choose_compilation(timer, train, precision, key)
-    table = {name: seconds * 1e3 for name, seconds in timer.best.items()}
-    return Choice(precision, compiles, table, f"{why}; {why_compile}", key)
+    precision, why = _choose_precision(flops, train, device)
+    compiles, why_compile = _choose_compilation(objective, flops, train, device.type)
+    return Choice(precision, compiles, f"{why}; {why_compile}")
 
 
-def _choose_precision(timer: _Timer, train: TrainConfig) -> tuple[PrecisionName, str]:
+def _choose_precision(flops: float, train: TrainConfig, device: torch.device) -> tuple[PrecisionName, str]:
     if train.precision != "auto":
         return train.precision, f"{train.precision} as asked"
-    device = timer.device.type
-    has_bf16 = "bf16" in supported_precisions(timer.device)
-    if device == "cuda":
+    if device.type == "cuda":
+        has_bf16 = "bf16" in supported_precisions(device)
         return ("bf16", "bf16, which this GPU computes") if has_bf16 else ("fp32", "fp32: this GPU has no bf16")
-    if not has_bf16:
-        return "fp32", f"fp32: this {device} has no bf16"
-    if timer.n_passes * timer.once("fp32") < _BUDGET:  # a run shorter than the timing is not worth timing
-        return "fp32", "fp32: the run is over before bf16 could be timed"
-    timer.time(["fp32", "bf16"])
-    fp32, bf16 = timer.best["fp32"], timer.best["bf16"]
-    name: PrecisionName = "bf16" if fp32 / bf16 >= _WORTH_IT else "fp32"
-    return name, f"{name}: a pass takes {fp32 * 1e3:.1f} ms in fp32, {bf16 * 1e3:.1f} ms in bf16"
+    if device.type != "cpu" or not has_bf16_matrix_unit():
+        return "fp32", f"fp32: this {device.type} has no matrix unit for bf16"
+    if flops < _BF16_FLOPS:
+        return "fp32", f"fp32: a pass of {flops / 1e9:.1f} GFLOP is too small for bf16"
+    return "bf16", f"bf16, for which this cpu has a matrix unit, in passes of {flops / 1e9:.1f} GFLOP"
 
 
-def _choose_compilation(timer: _Timer, train: TrainConfig, precision: PrecisionName, key: str) -> tuple[bool, str]:
-    device = timer.device.type
+def _choose_compilation(objective: nn.Module, flops: float, train: TrainConfig, device: str) -> tuple[bool, str]:
     if train.compile != "auto":
         return train.compile == "on", f"compile {train.compile} as asked"
-    if device not in ("cpu", "cuda"):
+    if device not in _SPEEDS:
         return False, f"not compiled on {device}"
     if (trouble := compiler_trouble(device)) is not None:
         return False, f"not compiled: {trouble}"
-    seconds, speed_up, is_measured = compile_cost(key, timer.objective, device)
-    if speed_up <= 1:
-        return False, f"not compiled: measured {speed_up:.2f}× as fast"
-    eager = timer.best.get(precision) or timer.once(precision)
-    if precision not in timer.best and timer.n_passes * eager >= _BUDGET:
-        timer.time([precision])
-        eager = timer.best[precision]
-    known = "measured" if is_measured else "expected"
-    terms = f"{known}: {seconds:.0f} s for {speed_up:.2f}× in {timer.n_passes} passes of {eager * 1e3:.1f} ms"
-    pays = timer.n_passes * eager * (1 - 1 / speed_up) - seconds > (_MARGIN - 1) * seconds
+    speed, passes = _SPEEDS[device], train.steps * train.accumulate
+    # Layers are traced one by one; what is around them counts for two.
+    n_layers = max(2, sum(len(part) for part in objective.modules() if isinstance(part, nn.ModuleList)))
+    eager = passes * (n_layers * speed.seconds_per_layer + flops / speed.flops)
+    cost, gain = n_layers * speed.compile_seconds_per_layer, eager * (1 - 1 / speed.speed_up)
+    pays = gain > _MARGIN * cost
+    terms = f"expected: {cost:.0f} s to compile, {gain:.0f} s saved in {passes:,} passes of {flops / 1e9:.3g} GFLOP"
     return pays, f"{'compiled' if pays else 'not compiled, it would not pay back'} ({terms})"
-
-
-class _Timer:
-    """Best seconds of forward and backward in each precision, taken in turns so that what disturbs one disturbs all."""
-
-    def __init__(self, objective: nn.Module, batch: Batch, device: torch.device, n_passes: int) -> None:
-        self.objective, self.batch, self.device, self.n_passes = objective, batch, device, n_passes
-        self.parameters = [p for p in objective.parameters() if p.requires_grad]
-        self.best: dict[str, float] = {}
-
-    def once(self, name: PrecisionName) -> float:
-        """One pass; the first of a precision also warms up, so only later ones count."""
-        started = time.perf_counter()
-        with Precision(name, self.device).forward():
-            loss = self.objective(self.batch)
-        # Not backward(): gradients that are already there, and hooks on them, are none of our business.
-        torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
-
-    def time(self, names: list[PrecisionName]) -> None:
-        until = time.perf_counter() + _BUDGET
-        for name in names:
-            self.once(name)
-        for turn in range(50):
-            for name in names:
-                self.best[name] = min(self.best.get(name, float("inf")), self.once(name))
-            if turn and time.perf_counter() > until:
-                return
 
 
 @contextmanager
@@ -161,76 +110,6 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
                     x.copy_(buffers[name])
         random.setstate(python)
         np.random.set_state(of_numpy)
-
-
-def compile_cost(key: str, module: nn.Module, device_type: str) -> tuple[float, float, bool]:
-    """Seconds until a compiled step runs, how many times faster than an eager one it then is, and whether this was
-    measured under this key; else it is a guess from the number of layers."""
-    with suppress(TypeError, ValueError, KeyError):
-        entry = _read_table()[key]
-        seconds, speed_up = float(entry["seconds"]), float(entry["speed_up"])
-        if seconds >= 0 and speed_up > 0:
-            return seconds, speed_up, True
-    kind = device_type if device_type in _SPEED_UP else "cpu"
-    n_layers = sum(len(part) for part in module.modules() if isinstance(part, nn.ModuleList))  # traced one by one
-    return _SECONDS_PER_LAYER[kind] * max(n_layers, _LAYERS_AT_LEAST), _SPEED_UP[kind], False
-
-
-def record(choice: Choice, compile_seconds: float, compiled_ms: float) -> None:
-    """After a compiled run: what it cost and brought, for the next run to know.
-
-    A cache that cannot be written is no reason to stop a run.
-    """
-    eager_ms = choice.table.get(choice.precision)
-    if not choice.key or not eager_ms:
-        return
-    table = _read_table()
-    # With inductor's own cache a second compilation takes a moment; the first one's cost is what has to pay back.
-    with suppress(TypeError, ValueError, KeyError):
-        compile_seconds = max(compile_seconds, float(table.pop(choice.key)["seconds"]))
-    measured = {"speed_up": eager_ms / compiled_ms, "eager_ms": eager_ms, "compiled_ms": compiled_ms}
-    table[choice.key] = {"seconds": compile_seconds, **measured}
-    with suppress(OSError):
-        path = table_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(dict(list(table.items())[-_MOST_ENTRIES:]), indent=1).encode())
-
-
-def table_path() -> Path:
-    """speed.json in the cache folder."""
-    return cache_folder() / "speed.json"
-
-
-def _read_table() -> dict[str, Any]:
-    try:
-        found = json.loads(table_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
-
-
-def _key(timer: _Timer, precision: str) -> str:
-    """What a measurement holds for: device, torch, threads, model, precision, and a batch's size to a power of 2."""
-    config = getattr(getattr(timer.objective, "model", None), "config", None)
-    fields = config.model_dump_json() if isinstance(config, ModelConfig) else ""
-    n_numbers = sum(x.numel() for x in timer.batch.inputs)
-    name = f"{timer.device.type} {platform.processor() or platform.machine()}"
-    if timer.device.type == "cuda":
-        name = torch.cuda.get_device_name(timer.device)
-    else:
-        with suppress(OSError):
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-            name = f"{timer.device.type} {models[0]}" if models else name
-    parts = (
-        name,
-        f"torch {torch.__version__}",
-        f"{torch.get_num_threads()} threads",
-        f"model {hashlib.sha256(fields.encode()).hexdigest()[:16]}",
-        precision,
-        f"batch 2^{max(n_numbers, 1).bit_length()}",
-    )
-    return " | ".join(parts)
 
 
 class Compiled(nn.Module):

@@ -24,7 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...]:
-    """The precisions a device computes itself, fp32 first: what ``train.precision=auto`` chooses among."""
+    """The precisions a device computes itself, fp32 first."""
     device = torch.device(device)
     if device.type == "cuda":
         return ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("fp32", "fp16")
@@ -35,6 +35,13 @@ def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return ("fp32", "bf16")
     return ("fp32",)
+
+
+def has_bf16_matrix_unit() -> bool:
+    """Whether this CPU multiplies bf16 matrices faster than fp32 ones (AMX); AVX-512 alone does so slower."""
+    with suppress(AttributeError):  # a torch that does not ask
+        return bool(torch.cpu._is_amx_tile_supported())
+    return False
 
 
 class Precision:

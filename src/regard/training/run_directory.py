@@ -1,6 +1,7 @@
 """A run's directory: everything about it in one place, and the model it has come to.
 
 run.json        the resolved config: what to run again, and what --resume reads
+manifest.json   SHA-256 of run.json, provenance.json, choice.json, started.json, the tokenizers and labels.json
 provenance.json data hash, versions, command, git state
 choice.json     precision and compilation, and why; started.json: what became of the weights of train.init
 tokenizer.json  or one each for source and target, and what else ``model.save`` writes for them; labels.json
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,11 +33,13 @@ from ..config import DataConfig, RunConfig, TrainConfig
 from ..data.corpora import CORPORA
 from ..data.sources import Source
 from ..errors import BadData, BadModelFile
-from ..foundation.files import file_lock, write_atomic
+from ..foundation.files import file_lock, resolve_inside, write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..hub.manifest import NAME as MANIFEST
+from ..hub.manifest import Manifest
 from ..models import Model
 from ..models.build import build
-from ..text.processor import Processor, read_processor
+from ..text.processor import PROCESSOR_FILES, Processor, read_processor
 from .averaging import average
 from .checkpoint import Checkpoint, Checkpoints
 from .finetuning import add_lora, merge, quantise_frozen
@@ -46,6 +49,8 @@ from .parallel import Group
 RUN_FILE = "run.json"
 IN_MEMORY = "memory"  # data.source of examples that come from no file
 _LABELS = "labels.json"
+CHOICE_FILE, STARTED_FILE, _FACTS_FILE = "choice.json", "started.json", "provenance.json"
+_IN_MANIFEST = (RUN_FILE, _FACTS_FILE, CHOICE_FILE, STARTED_FILE, _LABELS, *PROCESSOR_FILES)
 # How files are called while they are written, beside what they will be.
 _HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|png|bin)\.[a-z0-9_]{8}")
 
@@ -68,17 +73,37 @@ class RunDirectory:
         if processor.labels is not None:
             write_atomic(root / _LABELS, to_json({"labels": list(processor.labels)}))
         run = cls(root)
-        run.write_facts({**facts, "folder": os.path.abspath(root)})
+        write_atomic(root / _FACTS_FILE, to_json({**facts, "folder": os.path.abspath(root)}))
         run.write(config.with_(data=absolute_paths(config.data), train=_change_models(config.train, _absolute)))
         return run
 
     def write(self, config: RunConfig) -> None:
         """The config, last: a directory without it is no run yet."""
-        write_atomic(self.root / RUN_FILE, to_json(config.model_dump(mode="json")))
+        self.replace_files({RUN_FILE: to_json(config.model_dump(mode="json"))})
 
     def write_facts(self, facts: dict[str, Any]) -> None:
         """provenance.json"""
-        write_atomic(self.root / "provenance.json", to_json(facts))
+        self.replace_files({_FACTS_FILE: to_json(facts)})
+
+    def replace_files(self, files: Mapping[str, bytes | None]) -> None:
+        """Write files that the manifest lists, None removing one. Without a manifest meanwhile: whatever interrupts
+        this leaves a run that loads."""
+        (self.root / MANIFEST).unlink(missing_ok=True)
+        for name, content in files.items():
+            if content is None:
+                (self.root / name).unlink(missing_ok=True)
+            else:
+                write_atomic(self.root / name, content)
+        Manifest.of_files(self.root, filter(self.has, _IN_MANIFEST)).write(self.root)
+
+    def check(self) -> None:
+        """Raise BadModelFile where a file is not what the manifest says; runs of older versions have no manifest."""
+        while (manifest := Manifest.read(self.root)) is not None:
+            try:
+                return manifest.check(self.root)
+            except BadModelFile:
+                if Manifest.read(self.root) == manifest:  # otherwise the run was just changed by its own process
+                    raise
 
     def remove_half_written(self) -> None:
         """Remove what a process that was killed had half written."""
@@ -96,7 +121,9 @@ class RunDirectory:
         root = Path(path)
         if not (root / RUN_FILE).is_file():
             raise BadModelFile(f"{root} has no {RUN_FILE}, so it is no training run")
-        return cls(root)
+        run = cls(root)
+        run.check()
+        return run
 
     @cached_property
     def config(self) -> RunConfig:
@@ -124,7 +151,7 @@ class RunDirectory:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """provenance.json"""
-        path = self.root / "provenance.json"
+        path = self.root / _FACTS_FILE
         try:
             return parse_json(path.read_bytes(), path)
         except OSError as error:
@@ -148,11 +175,11 @@ class RunDirectory:
 
     def checkpoints(self, group: Group | None = None) -> Checkpoints:
         train = self.config.train
-        return Checkpoints(self.root / "checkpoints", max(train.keep, train.average), group)
+        return Checkpoints(resolve_inside(self.root, "checkpoints"), max(train.keep, train.average), group)
 
     @property
     def model_folder(self) -> Path:
-        return self.root / "model"
+        return resolve_inside(self.root, "model")
 
     def model(self, step: int | None = None, *, merged: bool = True) -> tuple[Model, str]:
         """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last.
@@ -183,7 +210,7 @@ class RunDirectory:
         train, model = self.config.train, build(self.config.model)
         if train.lora is not None:
             # Parameters that were new had learned beside the additions, and were not quantised.
-            whole = self.json("started.json")["unlearned"] if self.has("started.json") else ()
+            whole = self.json(STARTED_FILE)["unlearned"] if self.has(STARTED_FILE) else ()
             add_lora(model, train.lora, train.lora_alpha, train.lora_targets, keep=whole)
         if train.quantize == "nf4":
             quantise_frozen(model)
@@ -195,7 +222,7 @@ class RunDirectory:
 
     def _training_record(self, step: int, weights: str) -> dict[str, Any] | None:
         """What a shipped model says about its training; ``metrics`` are those of the step, where it was evaluated."""
-        if not (self.root / "provenance.json").exists():
+        if not self.has(_FACTS_FILE):
             return None
         facts, path, metrics = self.facts, self.root / "metrics.jsonl", {}
         for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -256,10 +283,10 @@ def find_run(path: str | Path, *, must_exist: bool = False) -> tuple[RunDirector
     name, _, step = str(path).rpartition("@")
     if name and step.isdecimal() and not Path(path).exists():
         if (Path(name) / RUN_FILE).is_file():
-            return RunDirectory(Path(name)), int(step)
+            return RunDirectory.open(name), int(step)
         if must_exist:
             raise BadModelFile(f"{path}: {name} is no run, so it has no step {step}")
-    return (RunDirectory(Path(path)), None) if (Path(path) / RUN_FILE).is_file() else None
+    return (RunDirectory.open(path), None) if (Path(path) / RUN_FILE).is_file() else None
 
 
 def _weights(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:

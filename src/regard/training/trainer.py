@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,16 @@ from ..data.sources import Source
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
 from ..foundation.files import replace_directory, write_atomic
-from ..foundation.jsonio import parse_json, to_json, to_jsonable
+from ..foundation.jsonio import to_json, to_jsonable
 from ..foundation.progress import show_progress
 from ..hub.hf_directory import INDEX
 from ..models import Model
 from ..models.build import build
+from ..models.model_flops import training_flops
 from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint
-from .compilation import Choice, Compiled, choose, record
+from .compilation import Choice, Compiled, choose
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
 from .finetuning import add_lora, freeze, low_rank_additions, quantise_frozen, start_from
@@ -42,13 +43,20 @@ from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import RunDirectory, absolute_paths, find_run, missing_data, provenance
+from .run_directory import (
+    CHOICE_FILE,
+    STARTED_FILE,
+    RunDirectory,
+    absolute_paths,
+    find_run,
+    missing_data,
+    provenance,
+)
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
 
 Callback = Callable[[StepRecord], None]
-CHOICE_FILE = "choice.json"
 
 
 @dataclass(frozen=True)
@@ -178,8 +186,8 @@ def resume(
                 if changed:
                     entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": changed}
                     run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
-                if "device" in changed:  # what was measured on the other one says nothing here
-                    (run.root / CHOICE_FILE).unlink(missing_ok=True)
+                if "device" in changed:  # what was chosen for the other one says nothing here
+                    run.replace_files({CHOICE_FILE: None})
             group.barrier()
             run = RunDirectory(run.root)
             opened = open_task(shared, source, run.processor, task)
@@ -262,14 +270,14 @@ def _run(
         group.barrier()
     checkpoints = run.checkpoints(group)
     checkpoint = checkpoints.latest()
-    model, weight_notes = _new_model(config, task, run, checkpoint, start_model)
+    model, weight_notes = _new_model(config, task, run, group, checkpoint, start_model)
     model.to(group.device)
     teacher = config.train.teacher
     reference = task.reference_model(model) if teacher is None else open_teacher(teacher, task, config.model)
     if reference is not None:
         reference.to(group.device)
     objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
-    choice = _choose_precision(config, task, objective, group, run)
+    choice = _choose_precision(config, objective, first, group, run)
     precision = Precision(choice.precision, group.device)
     step_module: nn.Module = objective
     if group.is_distributed:
@@ -312,11 +320,11 @@ def _run(
                 reporter.note(note)
         if checkpoint is not None:
             loop.restore(checkpoint)
-        return _train_and_save(loop, run, first, None if checkpoint is not None else choice)
+        return _train_and_save(loop, run, first)
 
 
-def _train_and_save(loop: Loop, run: RunDirectory, first: Batch, new_choice: Choice | None) -> TrainResult:
-    """Compile, train, and save the model. ``new_choice``: of a run from its first step, whose gain is recorded."""
+def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
+    """Compile, train, and save the model."""
     at, compiled = loop.at, loop.step_module if isinstance(loop.step_module, Compiled) else None
     if compiled is not None:  # with the first batch, wherever the run goes on from: the code is then the same
         with loop.precision.forward():
@@ -329,33 +337,30 @@ def _train_and_save(loop: Loop, run: RunDirectory, first: Batch, new_choice: Cho
             raise
         again = f"regard train --resume {shlex.quote(str(run.root))}"
         return TrainResult(run.root, at.step, at.seconds, finished=False, next_command=again)
-    if compiled is not None and new_choice is not None:
-        if compiled.note is not None:
-            loop.reporter.note(compiled.note)
-        elif compiled.seconds is not None and at.step >= 20:
-            passes = at.step * loop.train.accumulate
-            record(new_choice, compiled.seconds, 1e3 * (at.seconds - compiled.seconds) / passes)
+    if compiled is not None and compiled.note is not None:
+        loop.reporter.note(compiled.note)
     return _finish(run, loop) if loop.group.is_main else TrainResult(run.root, at.step, at.seconds)
 
 
 def _new_model(
-    config: RunConfig, task: Task, run: RunDirectory, checkpoint: Checkpoint | None, start_model: Model | None
+    config: RunConfig, task: Task, run: RunDirectory, group: Group, checkpoint: Checkpoint | None, start: Model | None
 ) -> tuple[Model, list[str]]:
     """The model with its first weights, and notes about them; a run that goes on reads its own afterwards."""
     recipe, notes = config.train, []
     seed_everything(recipe.seed, "weights")
-    model = build(config.model) if start_model is None else start_model
-    new_names: list[str] = []
+    model = build(config.model) if start is None else start
+    new_names: Sequence[str] = ()
+    started = None
     if recipe.init is not None:
-        path = run.root / "started.json"
         if checkpoint is None:
             from ..io import load
 
             started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
             notes.append(started.to_text())
             facts = {**started.to_dict(), "unlearned": started.unlearned, "base": _adapter_base(recipe.init)}
-            write_atomic(path, to_json(facts))
-        new_names = parse_json(path.read_bytes(), path)["unlearned"]
+            if group.is_main:
+                run.replace_files({STARTED_FILE: to_json(facts)})
+        new_names = run.json(STARTED_FILE)["unlearned"] if started is None else started.unlearned
     if recipe.lora is not None:
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
     if recipe.quantize == "nf4":
@@ -386,15 +391,16 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
     return task
 
 
-def _choose_precision(config: RunConfig, task: Task, objective: Objective, group: Group, run: RunDirectory) -> Choice:
+def _choose_precision(config: RunConfig, objective: Objective, first: Batch, group: Group, run: RunDirectory) -> Choice:
     """Precision and compilation: chosen once, at the start, then stored: another choice would round differently."""
-    path = run.root / CHOICE_FILE
-    if path.exists():
-        return Choice(**parse_json(path.read_bytes(), path))
-    choice = choose(objective, lambda n: task.batch(n).to(group.device), config.train, group.device)
+    if run.has(CHOICE_FILE):
+        stored = run.json(CHOICE_FILE)  # older versions stored what they had timed as well
+        return Choice(**{each.name: stored[each.name] for each in fields(Choice)})
+    rows, length = first.inputs[-1].shape[0], first.inputs[-1].shape[-1]
+    choice = choose(objective, rows * training_flops(config.model, length), config.train, group.device)
     choice = group.broadcast_object(choice)
     if group.is_main:
-        write_atomic(path, to_json(asdict(choice)))
+        run.replace_files({CHOICE_FILE: to_json(asdict(choice))})
     group.barrier()
     return choice
 
@@ -437,7 +443,7 @@ def _save_adapter(run: RunDirectory, merged: Model) -> None:
     recipe = run.config.train
     if recipe.lora is None or recipe.init is None:
         return
-    started = run.json("started.json")
+    started = run.json(STARTED_FILE)
     base, whole = started.get("base"), started["unlearned"]
     if base is None or any(name.startswith(("token.", "target_token.")) for name in whole):
         return
