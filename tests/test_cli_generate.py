@@ -152,7 +152,7 @@ def test_one_line_in_is_one_line_out(
     monkeypatch: pytest.MonkeyPatch,
     at_once: int,
 ) -> None:
-    monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", at_once)
+    monkeypatch.setattr("regard.cli.bulk_answers._LINES_AT_ONCE", at_once)
     path, file, out = models["translator"], tmp_path / "in.txt", tmp_path / "out.txt"
     options = ["--beam", 2, "--max-new-tokens", 12]
     alone = [
@@ -248,6 +248,23 @@ def test_n_best_and_a_prefix(models: dict[str, Path], tmp_path: Path, capsys: Sa
     assert blank.split("\t") == ["", "8", "", "", "", ""]
     refused(capsys, 2, "--n-best is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
     refused(capsys, 2, "--n-best 3 texts need --beam 3 or more", "translate", path, "the", "--beam", 2, "--n-best", 3)
+
+
+def test_a_glossary(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    path, terms = models["translator"], tmp_path / "terms.tsv"
+    terms.write_text("cat\t고양이\n", encoding="utf-8")
+    words = ["translate", path, "--glossary", terms, "--max-new-tokens", 16]
+    made = told(capsys, *words, "the cat", "a dog").splitlines()
+    assert "고양이" in made[0]
+    assert made[1] == told(capsys, "translate", path, "a dog", "--max-new-tokens", 16).rstrip("\n")
+    assert "고양이" in document(capsys, *words, "the cat", "--beam", 1)["results"][0]["text"]
+    assert run(*words[:-1], 2, "the cat") == 0
+    said = "'the cat' is translated without the term 고양이: no room, or no tokens to write it with\n"
+    assert capsys.readouterr().err == said
+    refused(capsys, 2, "--glossary is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
+    terms.write_text("cat 고양이\n", encoding="utf-8")
+    refused(capsys, 1, "terms.tsv:1: a term, a tab and its translation are needed, not 'cat 고양이'", *words, "a")
+    refused(capsys, 1, "nowhere.tsv cannot be read", *words, "a", "--glossary", tmp_path / "nowhere.tsv")
 
 
 # ---- ONNX Runtime in place of torch
@@ -425,7 +442,7 @@ def test_one_bad_line_among_many_writes_nothing(
     models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where the lines before it would have been told already."""
-    monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", 2)
+    monkeypatch.setattr("regard.cli.bulk_answers._LINES_AT_ONCE", 2)
     file, out = tmp_path / "in.txt", tmp_path / "out.txt"
     file.write_text("the cat\n" * 7 + "the cat " * 90 + "\nthe cat\n", encoding="utf-8")
     sentence = f"{file}:8: 183 tokens, but max_len=96; --truncate keeps its beginning"

@@ -192,7 +192,7 @@ def test_parquet(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
 def test_a_stopped_prediction_goes_on_where_it_stopped(
     models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.cli.generation_commands._LINES_AT_ONCE", 2)
+    monkeypatch.setattr("regard.cli.bulk_answers._LINES_AT_ONCE", 2)
     path, out, whole = tmp_path / "in.csv", tmp_path / "out.csv", tmp_path / "whole.csv"
     path.write_text("id,text\n" + "".join(f"{n},the cat {n}\n" for n in range(7)), encoding="utf-8")
     words = ["classify", models["classifier"], "--file", path, "--out"]

@@ -74,6 +74,7 @@ SMALLER: dict[str, str] = {
     "for seed in": "",
     "done": "",
     "cat": "",
+    "printf": "",
     "head": "",
     "ls": "",
 }

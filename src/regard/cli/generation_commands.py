@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +13,7 @@ import typer
 from regard.errors import RegardError, UsageError
 
 from . import completion, terminal
+from .bulk_answers import answer_to_dict, join_texts, predict, text_answerer, text_lines
 from .options import (
     AsJson,
     Beam,
@@ -36,7 +35,6 @@ from .options import (
 from .terminal import without_none
 
 if TYPE_CHECKING:
-    from regard.data.record_files import Record, Records
     from regard.generation.bulk_prediction import Answer, Answerer
     from regard.models import Model
 
@@ -112,7 +110,7 @@ def generate(
         settings = {
             name: value for name, value in ctx.params.items() if name not in ("file", "out", "device", "as_json")
         }
-        _predict(model, opened.config.max_len, answerer, source, out, as_json, settings)
+        predict(model, opened.config.max_len, answerer, source, out, as_json, settings)
         return
     from regard.generation import generate as run
     from regard.generation import stream as stream_text
@@ -131,7 +129,7 @@ def generate(
         terminal.print_json(_to_dict(model, [text], generated))
         return
     _report_draft(generated)
-    print(_text_lines({**_answer_to_dict(generated.n_best[0]), **({"echo": text} if echo else {})}))
+    print(text_lines({**answer_to_dict(generated.n_best[0]), **({"echo": text} if echo else {})}))
 
 
 def _prompt_answerer(
@@ -145,14 +143,14 @@ def _prompt_answerer(
     def answer(prompts: list[str]) -> list[Answer]:
         generated = run(model, as_inputs(prompts), **options)
         _report_draft(generated)
-        answers = [_answer_to_dict(texts) for texts in generated.n_best]
+        answers = [answer_to_dict(texts) for texts in generated.n_best]
         return [{"echo": text, **x} for text, x in zip(prompts, answers, strict=True)] if echo else answers
 
     def encode(prompts: list[str]) -> list[list[int]]:
         return text_tokenizers(model).encode_inputs(as_inputs(prompts))
 
     check = text_check(encode, model.config, options["truncate"])
-    return _text_answerer(answer, "generated", check, n_best=options.get("n_best", 1))
+    return text_answerer(answer, "generated", check, n_best=options.get("n_best", 1))
 
 
 def _report_draft(generated: Any) -> None:
@@ -202,121 +200,10 @@ def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:
     if (counts := generated.drafted) is not None:
         document["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
     pairs = zip(inputs, generated.n_best, strict=True)
-    return {**document, "results": [{"input": text, **_answer_to_dict(best)} for text, best in pairs]}
-
-
-def _answer_to_dict(texts: Any) -> Answer:
-    fields = ("text", "score", "finish", "tokens")
-    return _join_texts([{name: getattr(text, name) for name in fields} for text in texts])
-
-
-def _join_texts(texts: list[Answer]) -> Answer:
-    """The best text for an input, and all of them where there are several."""
-    return {**texts[0], **({"n_best": texts} if len(texts) > 1 else {})}
-
-
-def _text_lines(answer: Answer) -> str:
-    """A line for each text; where there are several for one input, after its score."""
-    texts, echo = answer.get("n_best", [answer]), answer.get("echo", "")
-    return "\n".join(f"{x['score']:.4f}\t{echo}{x['text']}" if len(texts) > 1 else f"{echo}{x['text']}" for x in texts)
-
-
-def _text_answerer(
-    answer: Callable[[list[str]], list[Answer]],
-    column: str,
-    check: Callable[[str], bool],
-    *,
-    line: Callable[[Answer], str] = _text_lines,
-    n_best: int = 1,
-) -> Answerer:
-    """Of the commands that write text: answers with a ``text`` and a ``score``; of a table, columns for each of n."""
-    from regard.generation.bulk_prediction import Answerer
-
-    suffixes = ["", *(f"_{n}" for n in range(2, n_best + 1))]
-
-    def cells(answer: Answer) -> dict[str, Any]:
-        texts = zip(suffixes, answer.get("n_best", [answer]), strict=False)
-        return {f"{name}{n}": x[key] for n, x in texts for name, key in ((column, "text"), ("score", "score"))}
-
-    new_columns = {f"{name}{n}": kind for n in suffixes for name, kind in ((column, str), ("score", float))}
-    return Answerer(answer, {"text": "", "score": None}, new_columns, cells, line, check)
-
-
-def _predict(
-    model: str,
-    max_len: int,
-    answerer: Answerer,
-    records: Records | None,
-    out: Path | None,
-    as_json: bool,
-    settings: dict[str, Any],
-    **document: Any,
-) -> None:
-    """Answer records, or the lines of stdin as they come where there are none; print, or write to a file."""
-    from regard.data.record_files import row_encoder, text_records
-    from regard.generation import bulk_prediction as bulk
-
-    if records is None:
-        if out is not None:
-            raise UsageError(f"--stream answers on stdout: leave out --out {out}")
-        for number, text in zip(count(1), terminal.stdin_lines(), strict=False):
-            one = text_records([text], "stdin", number)
-            bulk.check_records(one, answerer.check)
-            ((_, answer),) = next(bulk.answer_records(one.read(), answerer, 1))
-            line = terminal.one_line(answerer.line(answer))
-            _write(json.dumps({"input": text, **answer}, ensure_ascii=False) if as_json else line)
-        return
-    if records.form == "parquet" and out is None and not as_json:
-        raise UsageError(f"{records.name} cannot be printed: --out F.parquet says where to write, or --json")
-    summary = bulk.check_records(records, answerer.check)  # nothing is written where one of them is refused
-    unit = "lines" if records.form == "lines" else "rows"
-    if out is not None:
-        settings = {"model": model, "weights": _newest_weights(model), **settings}
-        options: dict[str, Any] = {"batch_size": _LINES_AT_ONCE, "progress": terminal.progress}
-        bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
-        if as_json:
-            terminal.print_json({"model": model, **document, "out": str(out), **summary.to_dict()})
-    results: list[Answer] = []
-    new, join = bulk.table_rows(records, answerer)
-    encode = row_encoder(records.form, records, new)
-    is_table, n_done = records.form not in ("lines", "folder"), 0
-    if is_table and out is None and not as_json:
-        _write(encode(None).decode(), end="")
-    for answered in bulk.answer_records(records.read(), answerer, _LINES_AT_ONCE) if out is None else ():
-        n_done += len(answered)
-        if as_json:
-            results += [{"input": record.text, **answer} for record, answer in answered]
-        elif is_table:
-            _write("".join(encode(join(*pair)).decode() for pair in answered), end="")
-        else:
-            _write("\n".join(_with_name(records, *pair, answerer) for pair in answered))
-        if records.name:
-            terminal.progress(f"{n_done:,} of {summary.n_rows:,} {unit}")
-    if as_json and out is None:
-        terminal.print_json({"model": model, **document, "results": results})
-    if out is not None or summary.n_cut:
-        terminal.progress(f"{summary.to_text(max_len)}{'' if out is None else f'; wrote {out}'}")
-
-
-def _with_name(records: Records, record: Record, answer: Answer, answerer: Answerer) -> str:
-    """A line of the answer; of an image in a folder, after its name."""
-    line = answerer.line(answer)
-    return f"{record.fields['image']}\t{line}" if records.form == "folder" else line
-
-
-def _newest_weights(model: str) -> float:
-    """When a model's weights were last written: answers of other ones are not gone on with."""
-    files = Path(model.partition("@")[0]).rglob("*.safetensors")
-    return max((file.stat().st_mtime for file in files), default=0.0)
-
-
-def _write(text: str, end: str = "\n") -> None:
-    sys.stdout.write(f"{text}{end}")
-    sys.stdout.flush()
+    return {**document, "results": [{"input": text, **answer_to_dict(best)} for text, best in pairs]}
 
 
 _ENGINES = ("torch", "onnx", "ctranslate2")
-_LINES_AT_ONCE = 512
 
 
 def translate(
@@ -332,6 +219,9 @@ def translate(
         int | None, option("N", "Translations of each text, best first, each after its score.", least=1)
     ] = None,
     prefix: Annotated[str | None, option("TEXT", "What every translation starts with.")] = None,
+    glossary: Annotated[
+        Path | None, option("F", "Terms to use: on each line one of the source, a tab, its translation.")
+    ] = None,
     max_new_tokens: NewTokens = None,
     truncate: Truncate = False,
     engine: Annotated[
@@ -341,8 +231,12 @@ def translate(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Translate texts, a file line by line, or a column of a table; a blank line stays blank."""
+    """Translate texts, a file line by line, or a column of a table; a blank line stays blank.
+
+    With --glossary, the translation of a text that holds a term holds the term's translation.
+    """
     from regard.generation import GenerateConfig
+    from regard.generation.glossary import Glossary
 
     if engine not in _ENGINES:
         raise UsageError(f"--engine {engine} is none of {', '.join(_ENGINES)}")
@@ -355,16 +249,20 @@ def translate(
         GenerateConfig(**options)
     terminal.check_out(out)
     options |= without_none(prefix=prefix)
+    settings = {"engine": engine, **options}
+    if glossary is not None:
+        options["glossary"] = Glossary.read(glossary)
+        settings["glossary"] = options["glossary"].terms
     records = terminal.read_records(texts, file, column, encoding, stream=stream)
     if engine == "ctranslate2":
-        for name, value in (("--n-best", n_best), ("--prefix", prefix)):
+        for name, value in (("--n-best", n_best), ("--prefix", prefix), ("--glossary", glossary)):
             if value is not None:
                 raise UsageError(f"{name} is not for --engine ctranslate2; torch and onnx have it")
         answerer, max_len = _ctranslate2_translator(model, options)
     else:
         opened = terminal.open_model(model, device, engine)
         answerer, max_len = _model_translator(opened, options), opened.config.max_len
-    _predict(model, max_len, answerer, records, out, as_json, {"engine": engine, **options}, engine=engine)
+    predict(model, max_len, answerer, records, out, as_json, settings, engine=engine)
 
 
 def _model_translator(model: Model, options: dict[str, Any]) -> Answerer:
@@ -375,11 +273,16 @@ def _model_translator(model: Model, options: dict[str, Any]) -> Answerer:
     check_can_translate(model)
 
     def answer(texts: list[str]) -> list[Answer]:
-        found = run(model, texts, **options).n_best
-        return [_join_texts([{"text": terminal.one_line(x.text), "score": x.score} for x in best]) for best in found]
+        translated = run(model, texts, **options)
+        for text, best in zip(texts, translated.best, strict=True):
+            if best.missing_terms:
+                terms = f"the term{'s' * (len(best.missing_terms) > 1)} {', '.join(best.missing_terms)}"
+                terminal.progress(f"{text!r:.60} is translated without {terms}: no room, or no tokens to write it with")
+        found = translated.n_best
+        return [join_texts([{"text": terminal.one_line(x.text), "score": x.score} for x in best]) for best in found]
 
     check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
-    return _text_answerer(answer, "translation", check, n_best=options.get("n_best", 1))
+    return text_answerer(answer, "translation", check, n_best=options.get("n_best", 1))
 
 
 def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answerer, int]:
@@ -399,7 +302,7 @@ def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answere
 
     encode = opened.tokenizer("source").encode
     check = text_check(lambda texts: [encode(text) for text in texts], opened.config, options["truncate"])
-    return _text_answerer(answer, "translation", check), opened.config.max_len
+    return text_answerer(answer, "translation", check), opened.config.max_len
 
 
 def classify(
@@ -443,7 +346,7 @@ def classify(
     options: dict[str, Any] = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
     answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
     settings = {"engine": engine, "truncate": truncate, "threshold": threshold}
-    _predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
+    predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
 
 
 def caption(
@@ -478,12 +381,12 @@ def caption(
     several = records is not None and records.form == "lines" and len(list(records.read())) > 1
 
     def answer(names: list[str]) -> list[Answer]:
-        answers = [_answer_to_dict(texts) for texts in run(opened, names, **options).n_best]
+        answers = [answer_to_dict(texts) for texts in run(opened, names, **options).n_best]
         return [{**answer, "image": name} for name, answer in zip(names, answers, strict=True)]
 
     def line(answer: Answer) -> str:
         text = terminal.one_line(answer["text"])
         return f"{answer['image']}\t{text}" if several and out is None else text
 
-    answerer = _text_answerer(answer, "caption", bulk_prediction.image_check, line=line)
-    _predict(model, opened.config.max_len, answerer, records, out, as_json, {"engine": engine, **options})
+    answerer = text_answerer(answer, "caption", bulk_prediction.image_check, line=line)
+    predict(model, opened.config.max_len, answerer, records, out, as_json, {"engine": engine, **options})

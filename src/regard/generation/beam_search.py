@@ -123,11 +123,11 @@ class BeamSearch:
         self, engine: DecodingEngine, config: GenerateConfig, eos_id: int | None, strings: StopStrings | None = None
     ) -> None:
         self.engine, self.config, self.eos_id, self.strings = accelerate(engine), config, eos_id, strings
-        self.size = config.beam // config.groups
+        self.size = self.pool_size = config.beam // config.groups
         ends = {stop[-1] for stop in config.stop} | ({eos_id} if eos_id is not None else set())
         # Enough that k go on even if the best continuations of every beam end.
-        n_ends = len(ends) + (0 if strings is None else _STRING_ENDS)
-        self.n_candidates = max(2, 1 + n_ends) * self.size
+        self.n_ends = len(ends) + (0 if strings is None else _STRING_ENDS)
+        self.n_candidates = max(2, 1 + self.n_ends) * self.size
 
     def run(self, prompts: Prompts) -> list[list[Hypothesis]]:
         """The n_best texts of each prompt."""
@@ -265,7 +265,7 @@ class BeamSearch:
         if self.config.ended_first:
             ended = (both.code >= END) & both.score.isfinite()
             order = order.gather(-1, ended.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True))
-        return Pool(*(x.gather(-1, order[..., : self.size]) for x in both))
+        return Pool(*(x.gather(-1, order[..., : self.pool_size]) for x in both))
 
     def _may_improve(self, beams: Beams, best: Tensor, n_tokens: int) -> Tensor:
         """(B, groups): whether further steps can still change a pool, by the rule of transformers."""

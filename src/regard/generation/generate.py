@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..models import Model
 from .beam_search import BeamSearch, BeamStep, Hypothesis
 from .cached_engine import CacheName, DecodingEngine
+from .constrained_search import ConstrainedSearch, Term
 from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
 from .generation_config import GenerateConfig
 from .prompts import ModelInputs, Prompts, Rows, pad_prompts, pad_sources, read_inputs, rope_depends_on_length
@@ -66,6 +67,8 @@ def generate(
     strings: StopStrings | None = None,
     draft: Model | None = None,
     draft_tokens: int = 4,
+    terms: Sequence[Sequence[Term]] | None = None,
+    in_word: Callable[[int], bool] = lambda token: False,
     **fields: Any,
 ) -> Generated:
     """Tokens that follow a prompt, or that a model with an encoder writes about a source; for one or for several.
@@ -76,6 +79,8 @@ def generate(
     target  beside an encoder: how the texts begin after bos_id, one for all or one for each source
     strings strings that end a text
     draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
+    terms   for each prompt, what its text must hold (greedy or beam search, without groups); ``in_word`` says whether a
+            word may go on after a token
     fields  those of GenerateConfig, instead of a config or on top of it
     No text depends on those beside it.
     """
@@ -88,7 +93,10 @@ def generate(
         parts = []
         for group in groups:
             selected = checked.select(group)
-            if draft is None:
+            if terms is not None:
+                own = [terms[index] for index in group]
+                parts.append(_generate_with_terms(model, selected, config, strings, own, in_word))
+            elif draft is None:
                 parts.append(_generate_group(model, selected, config, strings))
             else:
                 decoder, prompts = _speculative_decoder(model, draft, selected, config, strings, draft_tokens)
@@ -119,7 +127,22 @@ def _generate_group(
     if config.beam == 1:
         steps = graph_decode_loop(engine, prompts, config, eos_id, strings)
         return Generated(prompts.rows, _collect_hypotheses(steps, len(prompts), config))
-    search = BeamSearch(engine, config, eos_id, strings)
+    return _search(BeamSearch(engine, config, eos_id, strings), prompts)
+
+
+def _generate_with_terms(
+    model: Model,
+    inputs: ModelInputs,
+    config: GenerateConfig,
+    strings: StopStrings | None,
+    terms: Sequence[Sequence[Term]],
+    in_word: Callable[[int], bool],
+) -> Generated:
+    engine, prompts = prepare(model, inputs, config)
+    return _search(ConstrainedSearch(engine, config, model.config.eos_id, terms, strings, in_word), prompts)
+
+
+def _search(search: BeamSearch, prompts: Prompts) -> Generated:
     hypotheses = search.run(prompts)
     n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)

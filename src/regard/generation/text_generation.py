@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from ..data.batching import cut_pair, pair_segments
 from ..models import Model, ModelOrPath, open_model
+from .constrained_search import Term
 from .generate import Generated, inference, stream_tokens
 from .generate import generate as generate_tokens
 from .generation_config import GenerateConfig
+from .glossary import Glossary, TermEncoder
 from .prompts import (
     Rows,
     check_prompts,
@@ -42,6 +44,11 @@ class GeneratedText:
     score: float  # log P / length penalty, as in ``Hypothesis``
     finish: Finish  # the model's end token, a stop, or the limit
     tokens: list[int]  # what was generated, a stop string's tokens included, the end token not
+    missing_terms: tuple[str, ...] = ()  # of a glossary: there was no room for them, or no token
+
+    def with_missing(self, terms: Sequence[str]) -> GeneratedText:
+        """The same, which says what of ``terms`` it does not hold."""
+        return replace(self, missing_terms=tuple(term for term in terms if term not in self.text))
 
 
 class GeneratedTexts(list[str]):
@@ -130,14 +137,18 @@ def translate(
     *,
     beam: int | None = None,
     max_new_tokens: int | None = None,
+    glossary: Glossary | Mapping[str, str] | None = None,
     **fields: Any,
 ) -> GeneratedTexts:
     """The translation of one text or of several, by beam search; beam 4 unless it or a config is given.
 
     Without max_new_tokens a translation may be about twice as long as its source. Fields as in ``generate``.
+    glossary  terms and their translations: where a text holds a term, its translation holds the other side, written
+              where that is likeliest (``constrained_search``); ``missing_terms`` of a text are those without room
     """
     model = open_model(model)
     check_can_translate(model)
+    glossary = Glossary(glossary) if isinstance(glossary, Mapping) else glossary
     tokenizers = text_tokenizers(model)
     given = {"beam": beam, "max_new_tokens": max_new_tokens}
     fields |= {name: value for name, value in given.items() if value is not None}
@@ -151,7 +162,16 @@ def translate(
         options["target"] = tokenizers.encode_beginning(options["target"])
     rows = tokenizers.encode_inputs(texts, "source")
     limits = [default_output_length(model.config, len(row)) for row in rows] if by_source else None
-    return _generate_batches(model, tokenizers, rows, config, strings, options, limits)
+    if glossary is None:
+        return _generate_batches(model, tokenizers, rows, config, strings, options, limits)
+    if config.samples or config.groups > 1 or options["draft"] is not None:
+        raise ValueError("glossary=… is for greedy and beam search, not for drawing, groups or a draft")
+    each, encoder = [texts] if isinstance(texts, str) else texts, TermEncoder(tokenizers.target)
+    wanted = [glossary.targets(text) for text in each]
+    terms = [encoder.terms(targets) for targets in wanted]
+    options["in_word"] = encoder.in_word
+    found = _generate_batches(model, tokenizers, rows, config, strings, options, limits, terms).n_best
+    return GeneratedTexts([[x.with_missing(own) for x in best] for best, own in zip(found, wanted, strict=True)])
 
 
 def caption(
@@ -287,23 +307,40 @@ def _generate_batches(
     strings: StopStrings | None,
     options: dict[str, Any],
     limits: list[int] | None = None,
+    terms: Sequence[Sequence[Term]] | None = None,
 ) -> GeneratedTexts:
-    """The texts for rows of ids or for images, in their order; ``limits`` of new tokens, or max_new_tokens for all."""
+    """The texts for rows of ids or for images, in their order; ``limits`` of new tokens, or max_new_tokens for all.
+
+    Rows with as many tokens of ``terms`` are searched together.
+    """
     _check_rows(model, inputs, config)
     limits = [config.max_new_tokens] * len(inputs) if limits is None else limits
     n_patches = (model.config.image_size // model.config.patch_size) ** 2
     lengths = [n_patches if isinstance(row, Tensor) else len(row) for row in inputs]
     texts: list[list[GeneratedText]] = [[] for _ in inputs]
     drafted = None
-    for batch in length_batches(model, config, lengths, limits):
+    sizes = [0] * len(inputs) if terms is None else [sum(term.size for term in own) for own in terms]
+    for batch in _batches(model, config, lengths, limits, sizes):
         limited = config.with_(max_new_tokens=limits[batch[0]])
         selected = inputs[batch] if isinstance(inputs, Tensor) else [inputs[index] for index in batch]
-        generated = generate_tokens(model, selected, limited, strings=strings, **options)
+        own = [terms[index] for index in batch] if terms is not None and sizes[batch[0]] else None
+        generated = generate_tokens(model, selected, limited, strings=strings, terms=own, **options)
         for index, hypotheses in zip(batch, _decode_texts(generated, tokenizers, strings), strict=True):
             texts[index] = hypotheses
         if generated.drafted is not None:
             drafted = generated.drafted if drafted is None else drafted + generated.drafted
     return GeneratedTexts(texts, drafted)
+
+
+def _batches(
+    model: Model, config: GenerateConfig, lengths: list[int], limits: list[int], sizes: list[int]
+) -> Iterator[list[int]]:
+    """``length_batches`` of rows with as many tokens of terms, ``sizes``, for which a search takes more beams."""
+    for size in sorted(set(sizes)):
+        rows = [index for index, other in enumerate(sizes) if other == size]
+        wide = config.with_(beam=config.beam * (1 + size)) if size else config
+        for batch in length_batches(model, wide, [lengths[i] for i in rows], [limits[i] for i in rows]):
+            yield [rows[i] for i in batch]
 
 
 def _decode_texts(

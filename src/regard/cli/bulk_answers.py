@@ -1,0 +1,133 @@
+"""Bulk answers on the command line: each input's answer printed, as JSON, or written to a file.
+
+The work is `regard.generation.bulk_prediction`; here are the forms that answers take and where they go.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regard.errors import UsageError
+
+from . import terminal
+
+if TYPE_CHECKING:
+    from regard.data.record_files import Record, Records
+    from regard.generation.bulk_prediction import Answer, Answerer
+
+_LINES_AT_ONCE = 512
+
+
+def answer_to_dict(texts: Any) -> Answer:
+    fields = ("text", "score", "finish", "tokens")
+    return join_texts([{name: getattr(text, name) for name in fields} for text in texts])
+
+
+def join_texts(texts: list[Answer]) -> Answer:
+    """The best text for an input, and all of them where there are several."""
+    return {**texts[0], **({"n_best": texts} if len(texts) > 1 else {})}
+
+
+def text_lines(answer: Answer) -> str:
+    """A line for each text; where there are several for one input, after its score."""
+    texts, echo = answer.get("n_best", [answer]), answer.get("echo", "")
+    return "\n".join(f"{x['score']:.4f}\t{echo}{x['text']}" if len(texts) > 1 else f"{echo}{x['text']}" for x in texts)
+
+
+def text_answerer(
+    answer: Callable[[list[str]], list[Answer]],
+    column: str,
+    check: Callable[[str], bool],
+    *,
+    line: Callable[[Answer], str] = text_lines,
+    n_best: int = 1,
+) -> Answerer:
+    """Of the commands that write text: answers with a ``text`` and a ``score``; of a table, columns for each of n."""
+    from regard.generation.bulk_prediction import Answerer
+
+    suffixes = ["", *(f"_{n}" for n in range(2, n_best + 1))]
+
+    def cells(answer: Answer) -> dict[str, Any]:
+        texts = zip(suffixes, answer.get("n_best", [answer]), strict=False)
+        return {f"{name}{n}": x[key] for n, x in texts for name, key in ((column, "text"), ("score", "score"))}
+
+    new_columns = {f"{name}{n}": kind for n in suffixes for name, kind in ((column, str), ("score", float))}
+    return Answerer(answer, {"text": "", "score": None}, new_columns, cells, line, check)
+
+
+def predict(
+    model: str,
+    max_len: int,
+    answerer: Answerer,
+    records: Records | None,
+    out: Path | None,
+    as_json: bool,
+    settings: dict[str, Any],
+    **document: Any,
+) -> None:
+    """Answer records, or the lines of stdin as they come where there are none; print, or write to a file."""
+    from regard.data.record_files import row_encoder, text_records
+    from regard.generation import bulk_prediction as bulk
+
+    if records is None:
+        if out is not None:
+            raise UsageError(f"--stream answers on stdout: leave out --out {out}")
+        for number, text in zip(count(1), terminal.stdin_lines(), strict=False):
+            one = text_records([text], "stdin", number)
+            bulk.check_records(one, answerer.check)
+            ((_, answer),) = next(bulk.answer_records(one.read(), answerer, 1))
+            line = terminal.one_line(answerer.line(answer))
+            _write(json.dumps({"input": text, **answer}, ensure_ascii=False) if as_json else line)
+        return
+    if records.form == "parquet" and out is None and not as_json:
+        raise UsageError(f"{records.name} cannot be printed: --out F.parquet says where to write, or --json")
+    summary = bulk.check_records(records, answerer.check)  # nothing is written where one of them is refused
+    unit = "lines" if records.form == "lines" else "rows"
+    if out is not None:
+        settings = {"model": model, "weights": _newest_weights(model), **settings}
+        options: dict[str, Any] = {"batch_size": _LINES_AT_ONCE, "progress": terminal.progress}
+        bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
+        if as_json:
+            terminal.print_json({"model": model, **document, "out": str(out), **summary.to_dict()})
+    results: list[Answer] = []
+    new, join = bulk.table_rows(records, answerer)
+    encode = row_encoder(records.form, records, new)
+    is_table, n_done = records.form not in ("lines", "folder"), 0
+    if is_table and out is None and not as_json:
+        _write(encode(None).decode(), end="")
+    for answered in bulk.answer_records(records.read(), answerer, _LINES_AT_ONCE) if out is None else ():
+        n_done += len(answered)
+        if as_json:
+            results += [{"input": record.text, **answer} for record, answer in answered]
+        elif is_table:
+            _write("".join(encode(join(*pair)).decode() for pair in answered), end="")
+        else:
+            _write("\n".join(_with_name(records, *pair, answerer) for pair in answered))
+        if records.name:
+            terminal.progress(f"{n_done:,} of {summary.n_rows:,} {unit}")
+    if as_json and out is None:
+        terminal.print_json({"model": model, **document, "results": results})
+    if out is not None or summary.n_cut:
+        terminal.progress(f"{summary.to_text(max_len)}{'' if out is None else f'; wrote {out}'}")
+
+
+def _with_name(records: Records, record: Record, answer: Answer, answerer: Answerer) -> str:
+    """A line of the answer; of an image in a folder, after its name."""
+    line = answerer.line(answer)
+    return f"{record.fields['image']}\t{line}" if records.form == "folder" else line
+
+
+def _newest_weights(model: str) -> float:
+    """When a model's weights were last written: answers of other ones are not gone on with."""
+    files = Path(model.partition("@")[0]).rglob("*.safetensors")
+    return max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def _write(text: str, end: str = "\n") -> None:
+    sys.stdout.write(f"{text}{end}")
+    sys.stdout.flush()
