@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..foundation.cancellation import check_cancelled
 from .attention_map import AttentionMap, freeze
 from .biases import Bias
 from .cache import Cache, CrossCache
@@ -244,6 +245,7 @@ class Recorder:
         if torch.compiler.is_compiling():  # thread and backward pass are only known when the graph runs
             self._last = _TapRecord(self._last, owner, name, value, _is_ignored(at.detach()))
         elif not _should_ignore(self) and (owner is None or owner in self._module_names):
+            check_cancelled()
             if isinstance(value, RecordedAttention) and value.cache is not None and value.memory is not None:
                 # Share the memory stored already where it is equal: reordering a CrossCache copies it.
                 memory = self._memories.get(value.cache)

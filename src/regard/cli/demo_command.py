@@ -97,6 +97,12 @@ def serve(
         typer.Option("--open/--no-open", help="Open the browser; unsaid, from a terminal.", show_default=False),
     ] = None,
     memory: Annotated[int, typer.Option(min=50, metavar="MB", help="What all looks together may keep.")] = 2000,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests in the queue; one more is refused.")] = 256,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="REGARD_API_KEY", metavar="KEY", help="Answer only those who send it.", show_default=False),
+    ] = None,
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Let everyone in where --host does.")] = False,
     device: Device = "auto",
 ) -> None:
     """Explore models in the browser: every head, every weight, exactly. Ctrl-C ends it."""
@@ -109,7 +115,9 @@ def serve(
         port=port,
         device=device,
         open_browser=sys.stderr.isatty() if open_ is None else open_,
-        limits=Limits(kept_bytes=memory * MEGABYTE),
+        limits=Limits(kept_bytes=memory * MEGABYTE, waiting=waiting),
+        api_key=api_key or None,
+        needs_key=not no_api_key,
         say=terminal.progress,
     )
     raise typer.Exit(code)

@@ -27,7 +27,7 @@ _MAX_IDX_BYTES = 4 << 30
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that Pillow decodes itself; EPS starts Ghostscript
 
 
-def open_image(file: Path | IO[bytes], formats: Sequence[str] = IMAGE_FORMATS) -> Image:
+def open_image(file: Path | IO[bytes], formats: tuple[str, ...] = IMAGE_FORMATS) -> Image:
     """An image file by its content, whatever its name, not decoded yet; a side over ``MAX_SIDE`` is a BadData."""
     from PIL import Image
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..foundation.cancellation import check_cancelled
 from .cached_engine import DecodingEngine
 from .cpu_engine import accelerate
 from .generation_config import GenerateConfig
@@ -139,6 +140,7 @@ class BeamSearch:
         finished: list[list[Hypothesis]] = [[] for _ in range(n)]
         logits = self.engine.prefill(prompts, copies=k)
         for step in range(len(self.parents)):
+            check_cancelled()
             nexts, ended = self._advance(beams, logits, step)
             parent, token = (torch.cat([getattr(c, name) for c in nexts], -1) for name in ("beam", "token"))  # (B, k)
             self.parents[step, beams.prompt], self.tokens[step, beams.prompt] = parent, token

@@ -16,11 +16,12 @@ PAPER: dict[str, Any] = {"beam": 4, "penalty_form": "gnmt", "length_penalty": 0.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # fields that only matter where tokens are drawn
 _MINIMUM = {"max_new_tokens": 1, "min_new_tokens": 0, "beam": 1, "n_best": 1, "groups": 1, "no_repeat_ngram": 0}
 _GREEDY_HINT = "; for the most likely token at each step leave it out, with sample=False"
+# Logits divided by less than 1e-30 leave the range of float32.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {  # which numbers a field may have, and that in words
     "length_penalty": (math.isfinite, "be a finite number"),
     "diversity_penalty": (math.isfinite, "be a finite number"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "be a positive number"),
-    "temperature": (lambda x: 0 < x < math.inf, "be a positive number" + _GREEDY_HINT),
+    "repetition_penalty": (lambda x: 1e-30 <= x <= 1e30, "be a positive number, 1e-30 to 1e30"),
+    "temperature": (lambda x: 1e-30 <= x < math.inf, "be a positive number, at least 1e-30" + _GREEDY_HINT),
     "top_k": (lambda x: x >= 1, "be at least 1"),
     "top_p": (lambda x: 0 < x <= 1, "lie in (0, 1]"),
     "min_p": (lambda x: 0 <= x <= 1, "lie in [0, 1]"),

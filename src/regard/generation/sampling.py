@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..foundation.cancellation import check_cancelled
 from ..foundation.device import widest_float
 from .cached_engine import DecodingEngine
 from .cpu_engine import accelerate
@@ -46,6 +47,7 @@ def decode_loop(
     engine = accelerate(engine)
     logits = engine.prefill(prompts, copies)
     for step in range(int(limit.max())):
+        check_cancelled()
         scores = filter_logits(logits, texts, step, config, eos_id)
         tokens = scores.argmax(-1) if draws is None else draw_tokens(scores, draws[rows, step])
         codes = stop_codes(tokens, texts, step + 1, config, eos_id, strings)

@@ -18,11 +18,12 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from torch import Tensor
 
+from ..errors import RegardError
 from ..foundation.jsonio import to_jsonable
 from . import look_queries
 from .arithmetic import explain_weight
 from .look_queries import MEAN, HeadView, beam_tree, encode_png
-from .requests import ErrorBody, Limits, LookRequest, RequestRefused, StreamRequest
+from .requests import UNFORESEEN, ErrorBody, Limits, LookRequest, RequestRefused, StreamRequest
 from .served_models import ServedModel, find_model, open_look
 from .sessions import LookSession, SessionStore, WorkerPools
 from .stream_writing import stream_text
@@ -178,8 +179,11 @@ async def _json_lines(first: dict[str, Any] | None, rest: AsyncGenerator[dict[st
                 yield encode(first)
             async for line in rest:
                 yield encode(line)
-        except (RequestRefused, ValueError, TypeError) as failure:
+        except (RequestRefused, RegardError, ValueError, TypeError) as failure:
             yield encode({"error": str(failure)})
+        except Exception as failure:  # the status has been sent: the last line says what became of the text
+            yield encode({"error": UNFORESEEN.format(type(failure).__name__)})
+            raise
 
 
 @router.get("/looks/{look_id}/labels")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import json
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
+from hmac import compare_digest
+from http.cookies import CookieError, SimpleCookie
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -20,6 +24,10 @@ MEGABYTE = 1_000_000
 class Limits:
     body_bytes: int = 8 * MEGABYTE
     body_seconds: float = 20.0  # in which a body must arrive
+    header_seconds: float = 10.0  # in which a request must begin: its first line and headers
+    body_strings: int = 20_000  # names and texts of a JSON body
+    body_lists: int = 450_000  # and its lists and objects; texts may hold brackets too
+    held_bytes: int = 256 * MEGABYTE  # bodies of all requests together
     characters: int = 200_000  # of a text, before it is tokenised
     characters_per_token: int = 64  # a text longer than max_len tokens of this size is refused before it is tokenised
     tokens: int = 16_384  # of one look, also where the model could read more
@@ -29,13 +37,16 @@ class Limits:
     labels: int = 2048
     response_bytes: int = MEGABYTE  # of any response: 250,000 weights of 4 bytes
     beam_nodes: int = 6000  # of a beam search's tree; a larger one is sent without the dropped hypotheses
-    kept_bytes: int = 2000 * MEGABYTE  # q and k of all looks together; the least recently used one is dropped first
+    kept_bytes: int = 2000 * MEGABYTE  # of all looks together; the least recently used one is dropped first
     kept_looks: int = 64
     model_seconds: float = 300.0  # of a request that runs a model, with the time in the queue
     request_seconds: float = 60.0  # of any other
     stream_seconds: float = 600.0
-    waiting: int = 64  # requests in the queue
+    waiting: int = 256  # requests in the queue
     walk_tokens: int = 512  # up to this length the model runs again to show the values v of a layer
+
+
+UNFORESEEN = "something went wrong here ({}); the server's log says more"
 
 
 class RequestRefused(Exception):
@@ -51,8 +62,10 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = dict[str, list[str]]  # by name in lower case
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+_COOKIE = "regard-key"
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -62,10 +75,15 @@ _HEADERS = (
 
 
 class RequestGuard:
-    """The outermost ASGI layer: checks Host and Origin (against DNS rebinding and other pages) and the body's size."""
+    """The outermost ASGI layer: checks Host and Origin (against DNS rebinding and other pages), the key and the body.
 
-    def __init__(self, app: App, limits: Limits, host: str = "127.0.0.1") -> None:
+    With an ``api_key``, a request has it as `Authorization: Bearer KEY`, or in the cookie that /?key=KEY sets.
+    """
+
+    def __init__(self, app: App, limits: Limits, host: str = "127.0.0.1", api_key: str | None = None) -> None:
         self.app, self.limits = app, limits
+        self._api_key = None if api_key is None else _digest(api_key)
+        self._n_held = 0  # bytes of bodies
         self._allowed = {*LOCAL, host.lower(), *(() if is_local(host) else (socket.gethostname().lower(),))}
         self._any_address = not is_local(host)  # a foreign name may resolve to this machine
 
@@ -81,30 +99,75 @@ class RequestGuard:
                     message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
+        pieces: list[bytes] = []
         try:
-            self._check(scope)
-            body = await _read_body(receive, self.limits)
+            headers = _read_headers(scope)
+            self._check(headers)
+            if self._api_key is not None and await self._log_in(scope, headers, send_with_headers):
+                return
+            more = await self._read_body(receive, pieces)
+            await self._call_app(scope, receive, send_with_headers, more or _whole_body(pieces))
         except RequestRefused as refused:
             await _send_refusal(send_with_headers, refused)
-            return
-        messages = [body]
+        finally:
+            self._n_held -= sum(map(len, pieces))
+
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send, body: Message) -> None:
+        """Let the application respond; it is cancelled when the client is gone before the response is complete."""
+        messages, complete = [body], False
 
         async def receive_body() -> Message:
             return messages.pop() if messages else await receive()  # after the body, the end of the connection
 
-        await self.app(scope, receive_body, send_with_headers)
+        async def watch_send(message: Message) -> None:
+            nonlocal complete
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
 
-    def _check(self, scope: Scope) -> None:
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip())
+        async def wait_until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        app = asyncio.ensure_future(self.app(scope, receive_body, watch_send))
+        gone = asyncio.ensure_future(wait_until_gone())
+        try:
+            await asyncio.wait((app, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not complete:
+                app.cancel()
+            await asyncio.wait((app,))
+            if not app.cancelled():
+                app.result()
+        finally:
+            gone.cancel()
+            app.cancel()
+
+    async def _log_in(self, scope: Scope, headers: Headers, send: Send) -> bool:
+        """Check the key; a page opened with ?key=KEY gets a cookie of it, and is sent on without the key (True)."""
+        asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [])
+        cookies = SimpleCookie()
+        with suppress(CookieError):
+            cookies.load("; ".join(headers.get("cookie", [])))
+        bearer = [value[7:].strip() for value in headers.get("authorization", []) if value[:7].lower() == "bearer "]
+        known = [cookies[_COOKIE].value] if _COOKIE in cookies else []
+        given = [*map(_digest, bearer or (asked if scope["path"] == "/" else [])), *known]
+        if not any(compare_digest(each.encode(), str(self._api_key).encode()) for each in given):
+            raise RequestRefused(401, "this server needs a key: Authorization: Bearer KEY, or /?key=KEY in a browser")
+        if scope["path"] != "/" or not asked:
+            return False
+        cookie = f"{_COOKIE}={self._api_key}; Path=/; HttpOnly; SameSite=Strict".encode()
+        redirect = [(b"location", b"/"), (b"set-cookie", cookie), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 303, "headers": redirect})
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+    def _check(self, headers: Headers) -> None:
         host = headers.get("host", [])
         if len(host) != 1 or not self._is_own_host(host[0]):
             said = ", ".join(host)[:100] or "nothing"
             problem = f"the Host header says {said!r}, which is not this server"
             raise RequestRefused(403, f"{problem}; open http://127.0.0.1 instead")
         for origin in headers.get("origin", []):
-            if urlsplit(origin).netloc.lower() != host[0].lower():
+            if not _is_origin(origin, host[0]):
                 raise RequestRefused(403, f"a page of {origin[:100]!r} may not ask this server")
         for length in headers.get("content-length", []):
             if not (length.isascii() and length.isdigit()):
@@ -122,32 +185,74 @@ class RequestGuard:
             return False
         return name in self._allowed or (self._any_address and _is_address(name))
 
+    async def _read_body(self, receive: Receive, pieces: list[bytes]) -> Message | None:
+        """Collect the body; its size is counted as it arrives, since Content-Length may be missing.
+
+        None, or the message that came instead of the rest.
+        """
+        limits, n_bytes, more = self.limits, 0, True
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return message
+                    pieces.append(message.get("body", b""))
+                    n_bytes, more = n_bytes + len(pieces[-1]), message.get("more_body", False)
+                    self._n_held += len(pieces[-1])
+                    if n_bytes > limits.body_bytes:
+                        raise _body_too_large(n_bytes, limits)
+                    if self._n_held > limits.held_bytes:
+                        raise RequestRefused(429, "other requests take all memory for bodies; ask again in a moment")
+        except TimeoutError:
+            raise RequestRefused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+        _check_json_size(pieces, limits)
+        return None
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _read_headers(scope: Scope) -> Headers:
+    headers: Headers = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip())
+    return headers
+
+
+def _is_origin(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # "http://[" is no address
+        return False
+
+
+def _whole_body(pieces: list[bytes]) -> Message:
+    return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
+
+
+def _check_json_size(pieces: list[bytes], limits: Limits) -> None:
+    """Refuse a body of very many values before it is parsed: each takes a hundred bytes and more, and some time.
+
+    A quote without a backslash before it begins or ends a string; the second may have one before it, the first cannot.
+    """
+    n_strings = sum(piece.count(b'"') - piece.count(b'\\"') for piece in pieces)
+    n_lists = sum(piece.count(b"[") + piece.count(b"{") for piece in pieces)
+    for n, most, what in ((n_strings, limits.body_strings, "strings"), (n_lists, limits.body_lists, "lists")):
+        if n > most:
+            raise RequestRefused(413, f"a body with {n:,} {what} is more than the {most:,} allowed")
+
 
 def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
     return RequestRefused(413, f"a body of {str(n_bytes)[:40]} bytes is more than the {limits.body_bytes:,} allowed")
 
 
-async def _read_body(receive: Receive, limits: Limits) -> Message:
-    """The whole body; its size is counted as it arrives, since Content-Length may be missing."""
-    pieces, n_bytes, more = [], 0, True
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            while more:
-                message = await receive()
-                if message["type"] != "http.request":
-                    return message
-                pieces.append(message.get("body", b""))
-                n_bytes, more = n_bytes + len(pieces[-1]), message.get("more_body", False)
-                if n_bytes > limits.body_bytes:
-                    raise _body_too_large(n_bytes, limits)
-    except TimeoutError:
-        raise RequestRefused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
-    return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
-
-
 async def _send_refusal(send: Send, refused: RequestRefused) -> None:
     content = json.dumps({"error": str(refused)}, ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     headers.append((b"connection", b"close"))  # the rest of the body is not read, so no other request can follow it
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

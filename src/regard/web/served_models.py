@@ -27,6 +27,8 @@ from .sessions import LookSession, SessionStore
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from ..lens import Look
+
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
@@ -157,7 +159,17 @@ def open_look(served: ServedModel, body: LookRequest, sessions: SessionStore, li
     changes = partial(change_model, served, body.variant)
     with changes():
         new_look = look(served.model, what, body.target, generate=search)
-    return sessions.add(LookSession(new_look, served, changes))
+    return sessions.add(LookSession(shrink_image(new_look), served, changes))
+
+
+_LARGEST_SIDE = 640  # of the image that is kept to be shown
+
+
+def shrink_image(new_look: Look) -> Look:
+    """Keep no more of the image than is shown; the model has read it."""
+    if new_look.image is not None:
+        new_look.image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
+    return new_look
 
 
 def check_inputs(served: ServedModel, body: LookRequest, limits: Limits) -> None:

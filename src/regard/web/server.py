@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
-from ..errors import RegardError
-from .requests import App, Limits, RequestGuard, RequestRefused, is_local
+from ..errors import RegardError, UsageError
+from .requests import UNFORESEEN, App, Limits, RequestGuard, RequestRefused, is_local
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -30,14 +31,17 @@ _POLICY = (
 
 
 def explorer(
-    models: Sequence[ServedModel] | dict[str, Model], limits: Limits | None = None, host: str = "127.0.0.1"
+    models: Sequence[ServedModel] | dict[str, Model],
+    limits: Limits | None = None,
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
 ) -> App:
-    """The explorer of some open models as an ASGI application."""
+    """The explorer of some open models as an ASGI application; with an ``api_key``, for those who have it."""
     from .served_models import name_models
 
     limits = limits or Limits()
     served = name_models(list(models.items())) if isinstance(models, dict) else list(models)
-    return RequestGuard(_application(served, limits), limits, host)
+    return RequestGuard(_application(served, limits), limits, host, api_key)
 
 
 def _application(models: list[ServedModel], limits: Limits) -> Any:
@@ -95,8 +99,7 @@ def _add_error_handlers(app: Any) -> None:
     app.add_exception_handler(HTTPException, handler(lambda error: (error.status_code, str(error.detail))))
     for kind in (ValueError, TypeError, RegardError):
         app.add_exception_handler(kind, handler(lambda error: (422, str(error) or type(error).__name__)))
-    unforeseen = "something went wrong here ({}); the server's log says more"
-    app.add_exception_handler(Exception, handler(lambda error: (500, unforeseen.format(type(error).__name__))))
+    app.add_exception_handler(Exception, handler(lambda error: (500, UNFORESEEN.format(type(error).__name__))))
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
@@ -117,12 +120,20 @@ def serve(
     device: str = "auto",
     open_browser: bool = False,
     limits: Limits | None = None,
+    api_key: str | None = None,
+    needs_key: bool = True,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
     """Load the models and serve them until a signal comes; returns the exit code of that signal.
 
-    Requests get a few seconds to finish; work that still runs then ends with the process.
+    Requests get a few seconds to finish; work that still runs then ends with the process. Where other machines reach
+    it, an ``api_key`` is needed, unless ``needs_key`` is False.
     """
+    if api_key is not None and len(api_key) < 8:
+        raise UsageError(f"--api-key of {len(api_key)} characters is too easy to guess; use at least 8")
+    if not is_local(host) and api_key is None and needs_key:
+        hint = "--api-key KEY (or REGARD_API_KEY) keeps out who does not know it; --no-api-key lets everyone in"
+        raise UsageError(f"--host {host} lets other machines in: {hint}")
     try:
         import fastapi  # noqa: F401 - so that a missing library is one sentence
         import uvicorn
@@ -134,21 +145,18 @@ def serve(
     limits = limits or Limits()
     listening = _listen(host, port)  # before the models are loaded: a port in use is reported at once
     app = _application(open_models(paths, device), limits)
-    config = uvicorn.Config(
-        RequestGuard(app, limits, host),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-    )
+    config = server_config(RequestGuard(app, limits, host, api_key), limits)
     listening.listen()  # a browser that opens the URL at once waits instead of being refused
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # one that a browser can open
     address = f"[{address}]" if ":" in address else address
     url = f"http://{address}:{listening.getsockname()[1]}/"
     say(f"regard: {url} (Ctrl-C ends it)")
     if not is_local(host):
-        say(f"regard: other machines reach it too, at {host}, and there is no password")
+        who = "everyone there" if api_key is None else "whoever knows the key"
+        say(f"regard: other machines reach it too, at {host}, and {who} may use it")
+    if api_key is not None:
+        say("regard: a browser opens /?key=KEY; programs send the header Authorization: Bearer KEY")
+        url += f"?{urlencode({'key': api_key})}"
     if open_browser:
         timer = threading.Timer(0.5, webbrowser.open, [url])
         timer.daemon = True
@@ -159,6 +167,67 @@ def serve(
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def server_config(app: App, limits: Limits) -> Any:
+    """uvicorn's settings: a connection must begin a request in time, and there are never more than can be opened."""
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    backlog, most = _connection_limits()
+
+    class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]  # one of two classes
+        """A connection that is closed where the next request's first line and headers do not arrive in time.
+
+        uvicorn's own limit is for the time between two requests, and ends with the first byte.
+        """
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait_for_request(None)
+            if len(self.connections) > most:
+                transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._deadline.cancel()
+            super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            last = self.cycle
+            super().on_response_complete()
+            self._deadline.cancel()
+            self._wait_for_request(last)
+
+        def _wait_for_request(self, last: Any) -> None:
+            self._deadline = self.loop.call_later(limits.header_seconds, self._close_without_request, last)
+
+        def _close_without_request(self, last: Any) -> None:
+            if self.cycle is last:
+                self.transport.abort()
+
+    return uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        backlog=backlog,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+
+
+def _connection_limits() -> tuple[int, int]:
+    """Connections accepted at a time, and open at most: asyncio goes into a loop where it runs out of descriptors."""
+    try:
+        import resource
+
+        n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        n_open = len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):  # Windows, macOS
+        n_files, n_open = 256, 64
+    backlog = max(4, min(128, n_files // 8))
+    return backlog, max(4, n_files - n_open - backlog - 8)
 
 
 def _run_until_signal(server: Any, listening: socket.socket) -> int:

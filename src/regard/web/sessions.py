@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
+from ..foundation.cancellation import cancel_with
 from .requests import Limits, RequestRefused
 
 if TYPE_CHECKING:
@@ -31,11 +32,17 @@ class LookSession:
     look: Look
     served: ServedModel
     model_changes: Callable[[], AbstractContextManager[None]]  # the interventions of the look, for further runs
-    n_bytes: int = 0
+    look_bytes: int = 0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
     _results: dict[Any, Any] = field(default_factory=dict)
     _locks: dict[Any, threading.Lock] = field(default_factory=dict)  # one for each result
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _result_bytes: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the look and of the results about it."""
+        return self.look_bytes + self._result_bytes
 
     @property
     def search(self) -> Generated | None:
@@ -44,14 +51,35 @@ class LookSession:
         return None if generated is None or generated.steps is None else generated
 
     def cache(self, key: Any, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, computed only once; a second thread that needs it meanwhile waits."""
+        """The result of ``work``, computed only once; a second thread that needs it meanwhile waits.
+
+        Where results together become too large, all are forgotten: they can be computed again.
+        """
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
+            known: dict[Any, Result] = self._results
+            result = known[key] if key in known else work()
+        with self._lock:
+            size = _size_of(result)
+            if self._result_bytes + size > _MAX_RESULT_BYTES or len(self._results) >= _MAX_RESULTS:
+                self._results, self._locks, self._result_bytes = {}, {}, 0
             if key not in self._results:
-                self._results[key] = work()
-        result: Result = self._results[key]
+                self._results[key] = result
+                self._result_bytes += size
         return result
+
+
+_MAX_RESULTS, _MAX_RESULT_BYTES = 1000, 16_000_000  # of one look
+_LABEL_BYTES = 400  # of a row or a column
+
+
+def _size_of(result: object) -> int:
+    """Bytes of a tensor or a file, or of the labels of a view; other results are small."""
+    if isinstance(result, Tensor):
+        return result.nbytes
+    labels = len(getattr(result, "rows", ())) + len(getattr(result, "cols", ()))
+    return len(result) if isinstance(result, bytes) else _LABEL_BYTES * labels
 
 
 class SessionStore:
@@ -74,6 +102,8 @@ class SessionStore:
             if look_id not in self._sessions:
                 raise RequestRefused(404, f"there is no look {look_id[:40]!r}, or it is no longer kept: open it again")
             self._sessions.move_to_end(look_id)
+            while len(self._sessions) > 1 and self.n_bytes > self._limits.kept_bytes:  # by results about them
+                self._sessions.popitem(last=False)
             return self._sessions[look_id]
 
     def evict_for(self, n_bytes: int) -> None:
@@ -88,16 +118,21 @@ class SessionStore:
                 self._sessions.popitem(last=False)
 
     def add(self, session: LookSession) -> LookSession:
-        storages = [x.untyped_storage() for x in _tensors(session.look)]
-        session.n_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        self.evict_for(session.n_bytes)
+        look, storages = session.look, [x.untyped_storage() for x in _tensors(session.look)]
+        session.look_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        if look.image is not None:
+            session.look_bytes += look.image.width * look.image.height * len(look.image.getbands())
+        labels = {id(x): len(x) for kind in look.kinds for x in (look.rows(kind=kind), look.cols(kind=kind))}
+        session.look_bytes += _LABEL_BYTES * sum(labels.values())
+        self.evict_for(session.look_bytes)
         with self._lock:
             self._sessions[session.id] = session
         return session
 
 
 def _tensors(look: Look) -> Iterator[Tensor]:
-    """A look's maps and states; some share their memory."""
+    """A look's inputs, maps and states; some share their memory."""
+    yield from look.inputs
     for kind in look.kinds:
         for layer in range(look.layers(kind=kind)):
             walk = look.map(kind=kind, layer=layer)._walk
@@ -139,14 +174,22 @@ class WorkerPools:
 
     async def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], Result], seconds: float) -> Result:
         self._count_in()
-        running = pool.submit(work)
+        abandoned = threading.Event()
+
+        def run() -> Result:
+            with cancel_with(abandoned):
+                return work()
+
+        running = pool.submit(run)
         running.add_done_callback(self._count_out)
         try:
-            # Work in the queue can be cancelled; a thread that computes cannot be stopped.
+            # Work in the queue is cancelled; what computes asks from time to time whether it was abandoned.
             return await asyncio.wait_for(asyncio.wrap_future(running), seconds)
         except TimeoutError:
             hint = "ask for less, or look at a shorter text"
             raise RequestRefused(422, f"this takes longer than {seconds:g} s; {hint}") from None
+        finally:
+            abandoned.set()
 
     async def stream(self, make: Callable[[], Iterator[Result]]) -> AsyncGenerator[Result, None]:
         """The items of an iterator that runs a model, as they come; it stops when the client is gone."""
@@ -160,13 +203,14 @@ class WorkerPools:
 
         def work() -> None:
             try:
-                for item in make():
-                    put(item)
-                    if abandoned.is_set() or self.stopping.is_set():
-                        break
+                with cancel_with(abandoned):
+                    for item in make():
+                        put(item)
+                        if abandoned.is_set() or self.stopping.is_set():
+                            break
                 put(_END)
-            except Exception as failure:
-                put(failure)
+            except BaseException as failure:  # a panic in Rust is no Exception, and the client waits for an end
+                put(failure if isinstance(failure, Exception) else RuntimeError(str(failure)))
 
         running = self._models.submit(work)
         running.add_done_callback(self._count_out)

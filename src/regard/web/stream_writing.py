@@ -16,7 +16,15 @@ from ..lens.capture import attention_modules, n_heads_of, record_attention
 from ..lens.labels import Label, token_labels
 from .look_queries import label_document, look_document
 from .requests import Limits, LookRequest, RequestRefused, StreamRequest, WatchRequest
-from .served_models import ServedModel, change_model, check_inputs, decode_image, planned_bytes, search_fields
+from .served_models import (
+    ServedModel,
+    change_model,
+    check_inputs,
+    decode_image,
+    planned_bytes,
+    search_fields,
+    shrink_image,
+)
 from .sessions import LookSession, SessionStore
 
 
@@ -136,7 +144,7 @@ def _stream(
             new_look = look(model, [*(rows or ()), *new])
         else:  # an empty target is shown as its start token
             new_look = look(model, image if rows is None else body.text, new or [served.config.bos_id])
-    session = sessions.add(LookSession(new_look, served, changes))
+    session = sessions.add(LookSession(shrink_image(new_look), served, changes))
     yield {"look": session.id, **look_document(session)}
 
 
