@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
+
+os.environ["REGARD_LANG"] = "en"  # whatever the developer reads
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,7 +19,8 @@ import pytest
 from regard import demo as demo_run
 from regard.cli import main
 from regard.demo import demo_screen
-from regard.demo.demo_screen import DemoTexts, environment_language
+from regard.demo.demo_screen import DemoTexts
+from regard.foundation.language import environment_language
 from training.runs import told_after
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -279,13 +280,15 @@ def test_both_languages_say_the_same_things() -> None:
         ({"LANG": "ko_KR.UTF-8"}, "ko"),
         ({"LANG": "ko_KR.UTF-8", "LC_ALL": "C"}, "en"),
         ({"LANG": "", "LC_MESSAGES": "ko"}, "ko"),
+        ({"LANG": "en_US.UTF-8", "REGARD_LANG": "ko"}, "ko"),
+        ({"LC_ALL": "ko_KR.UTF-8", "REGARD_LANG": "en"}, "en"),
         ({}, "en"),
     ],
 )
 def test_the_language_of_the_environment(
     environ: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+    for name in ("REGARD_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

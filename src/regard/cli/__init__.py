@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from regard import __version__
 from regard.errors import RegardError
+from regard.foundation.language import environment_language, localise
 
 from . import (
     data_command,
@@ -59,22 +62,64 @@ def epilog(name: str) -> str | None:
     return "\n".join(lines)
 
 
-class _PlainFlags:
-    """A flag is on or off: its help shows no type."""
+class _LocalisedHelp:
+    """Help in the reader's language. A flag is on or off: its help shows no type."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for name in ("help", "short_help", "epilog", "rich_help_panel"):
+            if isinstance(text := options.get(name), str):
+                options[name] = "\n\n".join(localise(_paragraph(part)) for part in cleandoc(text).split("\n\n"))
+        super().__init__(*args, **options)
+
+    def get_usage(self, ctx: Any) -> str:
+        usage: str = super().get_usage(ctx)  # type: ignore[misc]  # of typer's class, which comes next
+        return usage.replace("Usage:", localise("Usage:"), 1)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of typer's class, which comes next
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if getattr(param, "is_flag", False) and param.metavar is None:
                 param.metavar = ""
+            for name in ("help", "show_default"):
+                if isinstance(text := getattr(param, name, None), str):
+                    setattr(param, name, localise(text))
         return params
 
 
-class Command(_PlainFlags, TyperCommand):
+def _paragraph(text: str) -> str:
+    """A paragraph of a docstring in one line, as the catalog has it; the lines of examples stay lines."""
+    return text if text.startswith("[") else " ".join(text.split())
+
+
+@contextmanager
+def localised_typer() -> Iterator[None]:
+    """Inside the block, what typer itself says is in the reader's language too."""
+    if environment_language() == "en":
+        yield
+        return
+    from typer import rich_utils
+
+    texts = {name: text for name, text in vars(rich_utils).items() if name.isupper() and isinstance(text, str)}
+    report = rich_utils.rich_format_error
+
+    def report_localised(error: Any) -> None:
+        message = localise(error.format_message())
+        error.format_message = lambda: message
+        report(error)
+
+    try:
+        localised = {name: localise(text) for name, text in texts.items()}
+        vars(rich_utils).update(localised, rich_format_error=report_localised)
+        yield
+    finally:
+        vars(rich_utils).update(texts, rich_format_error=report)
+
+
+class Command(_LocalisedHelp, TyperCommand):
     """A command of the program."""
 
 
-class CommandGroup(_PlainFlags, TyperGroup):
+class CommandGroup(_LocalisedHelp, TyperGroup):
     """The program, or commands under one name."""
 
 
@@ -144,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = GlobalOptions(command=["regard", *arguments])
     try:
-        app(args=arguments, prog_name="regard", obj=options)
+        with localised_typer():
+            app(args=arguments, prog_name="regard", obj=options)
     except SystemExit as end:  # typer has already printed a usage error (2) or seen Ctrl-C (130)
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:

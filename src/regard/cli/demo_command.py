@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.errors import UsageError
+from regard.foundation.language import LANGUAGES, environment_language
 
 from . import completion, terminal
 from .options import AsJson, Device, Words, argument, flag, option
@@ -47,7 +48,7 @@ def demo(
 
     from regard.demo import demo as run
     from regard.demo import demo_config
-    from regard.demo.demo_screen import LANGUAGES, DemoScreen, DemoTexts, environment_language
+    from regard.demo.demo_screen import DemoScreen, DemoTexts
 
     if lang is not None and lang not in LANGUAGES:
         raise UsageError(f"--lang {lang} is none of {', '.join(LANGUAGES)}")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import typer
 
+from regard.foundation.language import localise
+
 from . import terminal
 from .options import AsJson
 
@@ -53,13 +55,13 @@ def doctor(as_json: AsJson = False) -> None:
     else:
         marks = {"ok": "✓", "note": "·", "broken": "✗"}
         for group, members in groupby(findings, key=lambda finding: finding.group):
-            print(group)
+            print(localise(group))
             for finding in members:
-                print(f"  {marks[finding.state]} {finding.name:14} {finding.text}")
+                print(f"  {marks[finding.state]} {finding.name:14} {localise(finding.text)}")
                 if finding.type:
-                    print(f"    {'':14} {finding.type}")
+                    print(f"    {'':14} {localise(finding.type)}")
             print()
-        print(f"broken: {', '.join(broken)}" if broken else "everything the core needs is here")
+        print(localise(f"broken: {', '.join(broken)}" if broken else "everything the core needs is here"))
     raise typer.Exit(1 if broken else 0)
 
 
@@ -110,7 +112,7 @@ def _extra(extra: str, packages: dict[str, str], adds: str) -> Finding:
     old = [name for name in packages if name not in missing and numbers(versions[name]) < numbers(packages[name])]
     if not missing and not old:
         present = ", ".join(f"{name} {version}" for name, version in versions.items())
-        return Finding("extras", extra, "ok", f"{present}: {adds}")
+        return Finding("extras", extra, "ok", f"{present}; adds: {adds}")
     problems = [f"{name} is not installed" for name in missing]
     problems += [f"{name} {versions[name]} is older than {packages[name]}" for name in old]
     return Finding("extras", extra, "note", f"{', '.join(problems)}; adds: {adds}", f'pip install "regard[{extra}]"')

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regard.errors import BadModelFile, RegardError, UsageError
+from regard.foundation.language import localise
 
 from . import advice
 
@@ -26,7 +27,7 @@ def print_result(result: Any, as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
     else:
-        print(result.to_text())
+        print(localise(result.to_text()))
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -36,7 +37,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 def progress(line: str) -> None:
     """Print to stderr, where it cannot mix with the answer."""
-    print(line, file=sys.stderr, flush=True)
+    print(localise(line), file=sys.stderr, flush=True)
 
 
 def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
@@ -47,7 +48,9 @@ def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
         name = re.sub(r"/\.([^/]+?)\.[a-z0-9_]{8}(\.saving)?(?=/|$)", r"/\1", str(failure.filename))
         message = f"{name} cannot be read or written: {failure.strerror}"
     message = advice.in_command_line_terms(message.split("\n", 1)[0] if lines else message)
-    progress(f"regard: {' '.join(message.split()) or type(failure).__name__}{advice.advise(command, failure)}")
+    said = localise(" ".join(message.split()) or type(failure).__name__)
+    hint = localise(advice.advise(command, failure))
+    progress(f"regard: {said.removesuffix('.') if hint else said}{hint}")
     for line in lines:
         progress(" ".join(line.split()))
     if (n_hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:

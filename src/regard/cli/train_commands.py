@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from regard.errors import UsageError
+from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, Device, Words, argument, flag, option
@@ -63,7 +64,7 @@ def train(
         if as_json:
             terminal.print_json(recipes.recipes_to_dict() if list_recipes else fields.fields_to_dict())
         else:
-            print(recipes.recipes_to_text() if list_recipes else fields.fields_to_text())
+            print(localise(recipes.recipes_to_text() if list_recipes else fields.fields_to_text()))
         return
     arguments = [*([] if task is None else [task]), *(words or [])]
     style: Style = "quiet" if quiet else "json" if as_json else "auto"
@@ -203,4 +204,4 @@ def average(
     if as_json:
         terminal.print_json({"path": out, "models": models})
     else:
-        print(f"{out}: the average of {', '.join(models)}\nnext: regard eval {out} data.source=FILE")
+        print(localise(f"{out}: the average of {', '.join(models)}\nnext: regard eval {out} data.source=FILE"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ..config.config_file import load_package_data
+from ..foundation.language import LANGUAGES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from . import Demo
 
-LANGUAGES = ("en", "ko")
 STAGES = ("train", "judge", "translate", "look", "export", "serve")
 _MARGIN = "     "
 
@@ -37,14 +36,6 @@ class DemoTexts:
 
     def __call__(self, key: str, /, **values: object) -> str:
         return load_texts()[key][self.language].format(**values)
-
-
-def environment_language() -> str:
-    """What the environment asks for, by the same variables as every program; English unless it is Korean."""
-    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
-        if value := os.environ.get(name):
-            return "ko" if value.lower().startswith("ko") else "en"
-    return "en"
 
 
 class DemoScreen:

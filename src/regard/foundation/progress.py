@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from .language import localise
+
 Item = TypeVar("Item")
 
 _AFTER_S = 1.0  # work that takes longer is shown
@@ -58,7 +60,7 @@ class _Bar:
 
         self._what, self._started = what, started
         self._progress = Progress(console=Console(stderr=True, highlight=False, markup=False), transient=True)
-        self._task = self._progress.add_task(what, total=total)
+        self._task = self._progress.add_task(localise(what), total=total)
         if not sys.stderr.isatty():
             self._say("…")
         elif _Bar._moving is None:
@@ -75,4 +77,4 @@ class _Bar:
         self._say(f"took {time.monotonic() - self._started:.0f} s")
 
     def _say(self, words: str) -> None:
-        print(f"{self._what} {words}", file=sys.stderr, flush=True)
+        print(localise(f"{self._what} {words}"), file=sys.stderr, flush=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from ..foundation.language import localise
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.console import ConsoleOptions, RenderResult
@@ -106,11 +108,11 @@ def pad_to_width(text: str, width: int) -> str:
 
 def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[str]:
     """Names and values under each other."""
-    names = [printable(str(name)).replace("_", " ") for name in values]
+    names = [localise(printable(str(name)).replace("_", " ")) for name in values]
     widest = max(map(text_width, names), default=0)
     room = width - widest - 2 * len(GAP)
     return [
-        f"{indent}{pad_to_width(name, widest)}{GAP}{clip_to_width(format_value(value), room)}"
+        f"{indent}{pad_to_width(name, widest)}{GAP}{clip_to_width(localise(format_value(value)), room)}"
         for name, value in zip(names, values.values(), strict=True)
     ]
 
@@ -170,7 +172,7 @@ class Console:
     def say(self, text: str, style: str = "") -> None:
         """A line that stays."""
         if self._file is not None:
-            self._file.write(f"{text}\n")
+            self._file.write(f"{localise(text)}\n")
             self._file.flush()
 
     def say_all(self, lines: Iterable[str]) -> None:
@@ -180,7 +182,7 @@ class Console:
     def say_at(self, step: int, text: str, style: str = "") -> None:
         """A line that begins with a step."""
         steps = f"{self.status.steps:,}"
-        self.say(f"step {step:>{len(steps)},}/{steps}{GAP}{text}", style)
+        self.say(f"step {step:>{len(steps)},}/{steps}{GAP}{localise(text)}", style)
 
     def line(self) -> None:
         """``status`` has new numbers."""
@@ -214,7 +216,7 @@ class LiveLine(Console):
     def say(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(localise(text), style=style), soft_wrap=True)
 
     def report_checkpoint(self, step: int, path: str) -> None:
         """Every checkpoint would push what matters off the screen; the last one is named in the end."""
@@ -247,12 +249,12 @@ class LiveLine(Console):
 
         fields = self.status.fields()
         fields.pop("grad_norm", None)
-        doing = f"{GAP}{self.status.doing}" if self.status.doing else ""
+        doing = f"{GAP}{localise(self.status.doing)}" if self.status.doing else ""
         place = f"{self.status.step:,}/{self.status.steps:,}"
         used = 0
         for name in ("", "memory_mib", "lr", "mfu", "tokens_per_s", "left_s"):
             fields.pop(name, None)
-            used = len(place) + len(doing) + sum(len(f"{a} {b}".strip()) + len(GAP) for a, b in fields.values())
+            used = len(place) + text_width(doing) + sum(len(f"{a} {b}".strip()) + len(GAP) for a, b in fields.values())
             if used + len(GAP) + 10 <= width:
                 break
         text = Text(no_wrap=True, overflow="crop", end="")

@@ -1,0 +1,68 @@
+"""The language people read: what the environment asks for, and English sentences in it.
+
+Commands, help and reports are written in English. Where they are printed, `localise` looks them up in korean.toml. Its
+keys are the English sentences, with `{…}` for what differs each time. What is not there stays English.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+LANGUAGES = ("en", "ko")
+_VARIABLES = ("REGARD_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+def environment_language() -> str:
+    """REGARD_LANG, else the variables that every program reads; English unless they say Korean."""
+    value = next((value for name in _VARIABLES if (value := os.environ.get(name))), "")
+    return "ko" if value.lower().startswith("ko") else "en"
+
+
+def localise(text: str) -> str:
+    """English text in the reader's language, line by line; the spaces before a line stay."""
+    if environment_language() == "en":
+        return text
+    return "\n".join(_localise_line(line) for line in text.split("\n"))
+
+
+class Catalog(NamedTuple):
+    """The entries of a language: whole sentences, and patterns of those with something to fill in."""
+
+    sentences: dict[str, str]
+    patterns: list[tuple[re.Pattern[str], str]]
+
+
+@cache
+def load_catalog() -> Catalog:
+    """Read korean.toml."""
+    import tomllib  # only now: English needs no catalog
+
+    tables = tomllib.loads(files("regard.foundation").joinpath("korean.toml").read_text(encoding="utf-8"))
+    entries = {english: korean for table in tables.values() for english, korean in table.items()}
+    keys = [key for key in entries if _PLACEHOLDER.search(key)]
+    keys.sort(key=lambda key: len(_PLACEHOLDER.sub("", key)), reverse=True)  # the most particular first
+    return Catalog(entries, [(_pattern(key), entries[key]) for key in keys])
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    parts = _PLACEHOLDER.split(key)  # literal, name, literal, …
+    return re.compile("".join(f"(?P<{part}>.*?)" if n % 2 else re.escape(part) for n, part in enumerate(parts)))
+
+
+def _localise_line(line: str) -> str:
+    text = line.strip()
+    before, after = line[: len(line) - len(line.lstrip())], line[len(line.rstrip()) :]
+    catalog = load_catalog()
+    if not text or text in catalog.sentences:
+        return f"{before}{catalog.sentences.get(text, '')}{after}"
+    for pattern, korean in catalog.patterns:
+        if found := pattern.fullmatch(text):
+            # What was filled in may be a sentence with an entry of its own; a single word is somebody's name.
+            values = {name: _localise_line(x) if " " in x else x for name, x in found.groupdict().items()}
+            return before + korean.format(**values) + after
+    return line

@@ -1,0 +1,196 @@
+"""The command line in Korean: every help text, the first minutes' messages, and nothing that a program reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from generation.spoken import language_model, translator
+from regard.cli import EXAMPLES, app, main
+from regard.foundation.language import localise
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES: dict[str, dict[str, str]] = tomllib.loads((ROOT / "src/regard/foundation/korean.toml").read_text("utf-8"))
+HANGUL = re.compile("[가-힣]")
+
+
+def help_texts(command: Any) -> Iterator[str]:
+    """Every sentence in the help of a command and of those below it, as the sources have it."""
+    yield from (" ".join(part.split()) for part in cleandoc(command.help or "").split("\n\n") if part)
+    for param in command.params:
+        texts = (getattr(param, "help", None), getattr(param, "show_default", None))
+        yield from (text for text in texts if isinstance(text, str) and " " in text)  # max_len, fp32: values
+    for each in getattr(command, "commands", {}).values():
+        yield from help_texts(each)
+
+
+def text_of_the_sources() -> str:
+    """Everything in the sources, with strings in one piece that are written in several lines."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src/regard/cli").glob("*.toml")]
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text(encoding="utf-8") for file in files))
+
+
+@pytest.fixture(autouse=True)
+def language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGARD_LANG", "ko")
+
+
+def test_every_help_text_has_a_korean_entry_and_no_entry_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGARD_LANG", "en")
+    said = set(help_texts(typer.main.get_command(app)))
+    of_typer = {text for text in said if "completion for the current shell" in text}
+    assert said - of_typer == set(TABLES["help"])
+    assert of_typer <= set(TABLES["program"])
+    assert {what_for for rows in EXAMPLES.values() for _, what_for in rows} == set(TABLES["examples"])
+
+
+def test_every_message_is_one_that_the_sources_say() -> None:
+    sources, stale = text_of_the_sources(), []
+    for name in ("training", "data", "doctor", "errors", "advice"):
+        for key in TABLES[name]:
+            said = key.replace("data.bad_lines=skip", "bad_lines='skip'").removeprefix("tokenising ").removesuffix(" …")
+            pieces = re.split(r"\{\w+\}|[;:,] |  | (?:is|has no|has|are) ", said)  # sentences are put together of these
+            parts = (part.strip(" ,;:()=?-") for part in pieces)
+            stale += [f"{part!r} of {key!r}" for part in parts if part not in sources]
+    assert not stale, stale
+
+
+def test_entries_are_korean_and_fill_in_the_same_things() -> None:
+    keys = [key for table in TABLES.values() for key in table]
+    assert len(keys) == len(set(keys))
+    for table in TABLES.values():
+        for english, korean in table.items():
+            names, theirs = (re.findall(r"\{(\w*)\}", text) for text in (english, korean))
+            assert set(theirs) <= set(names), english
+            assert set(names) - set(theirs) <= {"s", "n", "suffix", "kind"}, english
+            assert HANGUL.search(korean) or english in ("[dim]# {what_for}[/dim]", "{what} …"), english
+            assert "`regard" not in english or "`regard" in korean
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["data", "describe"], ["bench"]])
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([*words, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "사용법: regard" in said
+    assert "─ 옵션 ─" in said
+    assert "이 도움말을 보여 주고 끝냅니다." in said
+    for english in ("Usage", "Options", "Arguments", "Commands", "Examples", "default:", "Show "):
+        assert english not in said
+    monkeypatch.setenv("REGARD_LANG", "en")
+    assert main([*words, "--help"]) == 0
+    assert not HANGUL.search(capsys.readouterr().out), "and English again"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here")
+    translator().save(folder / "translator")
+    language_model().save(folder / "runs/lm")
+    (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "pairs.tsv").write_text("one\teins\ntwo\n", encoding="utf-8")
+    (folder / "text.txt").write_text("hello\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["trian"], 2, "'trian' 명령은 없습니다. 혹시 'train'인가요?"),
+        (["look", "--nohelp"], 2, "--nohelp 옵션은 없습니다. 비슷한 옵션: --help"),
+        (["translate"], 2, "'MODEL' 인자가 빠졌습니다."),
+        (["train"], 2, "먼저 과제를 적어 주세요: regard train TASK. 과제: translate, lm"),
+        (["train", "translat"], 2, "'translat' 과제는 없습니다. 혹시 translate인가요?"),
+        (["train", "lm", "model=gtp2"], 2, "model=gtp2: 그런 모델은 없습니다. 혹시 gpt2인가요?"),
+        (["train", "lm", "train.stps=3"], 2, "train.stps: 그런 필드는 없습니다. 혹시 train.steps인가요?"),
+        (["train", "lm", "train.lr=fast"], 2, "train.lr=fast: 수가 아닙니다."),
+        (["train", "--preset", "shakespear"], 2, "혹시 shakespeare인가요?"),
+        (["train", "translate", "pairs.tsv"], 2, "section.field=value 꼴이 아닙니다. 혹시 data=pairs.tsv인가요?"),
+        (["train", "translate", "data=pair.tsv"], 1, "pair.tsv 파일이 없습니다. 내장 말뭉치: en-ko, shapes, stdlib"),
+        (["train", "translate", "data=pairs.tsv"], 1, "2줄 가운데 1줄이 잘못되었습니다. data.bad_lines=skip을 적으면"),
+        (["train", "translate", "data=pairs.tsv"], 1, "pairs.tsv:2: 열이 2개여야 하는데 1개입니다"),
+        (["train", "translate", "data=text.txt"], 1, "무엇을 읽었는지 보려면: regard data describe text.txt\n"),
+        (["train", "lm", "data=a.png"], 1, "a.png은(는) 글이 아니라 PNG 이미지입니다"),
+        (["generate", "runs/lms", "hi"], 3, "'runs/lms' 디렉터리가 없습니다"),
+        (["generate", "runs/lms", "hi"], 3, ". 혹시 runs/lm인가요?"),
+        (["look", "gpt2", "hi"], 3, "gpt2은(는) 프리셋입니다. 학습: regard train TASK model=gpt2"),
+        (["translate", "runs/lm", "hi"], 1, ". lm 과제의 모델입니다: regard generate runs/lm\n"),
+        (["train", "--resume", "translator"], 3, "translator에 run.json이 없어 학습 실행이 아닙니다"),
+        (["eval", "translator"], 1, "무엇으로 평가할지 data.source=…로 알려 주세요."),
+    ],
+)
+def test_errors(
+    here: Path,
+    words: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(here)
+    assert main(words) == code
+    assert message in capsys.readouterr().err
+
+
+def test_training_data_and_doctor(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model.d_model=8", "model.n_layers=1", "model.n_heads=2", "train.steps=1", "train.compile=off"]
+    text = "".join(f"the cat saw {n} dogs\n" for n in range(400))
+    Path("book.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("regard.training.reporter.draw_curves", lambda *_: None)
+    assert main(["train", "lm", "data=book.txt", "data.tokenizer=chars", "train.out=run", *words]) == 0
+    said = capsys.readouterr()
+    model, held_out, follows = said.out.splitlines()
+    assert model.startswith("run/model: 가장 좋은 1스텝의 모델. 1스텝, 0:0")
+    assert held_out.startswith("검증: valid loss ")
+    assert follows.startswith("다음: regard generate run ")
+    for line in (
+        r"데이터  book\.txt: 학습용 1개, 검증용 1개",
+        "모델    decoder, 출력층 lm",
+        "저장: checkpoints/step-000001",
+    ):
+        assert re.search(line, said.err)
+    assert main(["data", "describe", "book.txt"]) == 0
+    described = capsys.readouterr().out
+    assert "book.txt: 글\n" in described
+    assert not re.search("[a-z]{2,} [a-z]{2,}", described.partition("\n예시\n")[0])
+    assert main(["doctor"]) == 0
+    assert "\n꼭 필요한 것은 모두 있습니다\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["train", "--list"], ["info", "translator"]])
+def test_what_programs_read_is_the_same_in_every_language(
+    here: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(here)
+    said = []
+    for language in ("ko", "en"):
+        monkeypatch.setenv("REGARD_LANG", language)
+        assert main([*words, "--json"]) == 0
+        said.append(re.sub(r"\d+ GiB free", "", capsys.readouterr().out))
+    assert json.loads(said[0]) == json.loads(said[1])
+
+
+def test_what_is_not_in_the_catalog_and_what_people_wrote_stays() -> None:
+    for text in ("no such sentence", "", "  data", "lost: 3", "step 3/9  loss 0.1", "김 선생님 → Ms. Kim"):
+        assert localise(text) == ("  데이터" if text == "  data" else text)
+    assert localise("wrote examples") == "저장: examples", "a name is no sentence"
+
+
+def test_english_reads_no_catalog() -> None:
+    code = (
+        "import sys; from regard.cli import main; main(['--version']);"
+        "from regard.foundation.language import load_catalog; assert not load_catalog.cache_info().currsize"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src"), "LANG": "C"})
