@@ -59,8 +59,8 @@ def test_every_message_is_one_that_the_sources_say() -> None:
     for name in ("training", "data", "doctor", "errors", "advice"):
         for key in TABLES[name]:
             said = key.replace("data.bad_lines=skip", "bad_lines='skip'").removeprefix("tokenising ").removesuffix(" …")
-            pieces = re.split(r"\{\w+\}|[;:,] |  | (?:is|has no|has|are) ", said)  # sentences are put together of these
-            parts = (part.strip(" ,;:()=?-") for part in pieces)
+            # Sentences are put together of these.
+            parts = (part.strip(" ,;:()=?-") for part in re.split(r"\{\w+\}|[;:,] |  | (?:is|has no|has|are) ", said))
             stale += [f"{part!r} of {key!r}" for part in parts if part not in sources]
     assert not stale, stale
 
@@ -155,12 +155,8 @@ def test_training_data_and_doctor(
     assert model.startswith("run/model: 가장 좋은 1스텝의 모델. 1스텝, 0:0")
     assert held_out.startswith("검증: valid loss ")
     assert follows.startswith("다음: regard generate run ")
-    for line in (
-        r"데이터  book\.txt: 학습용 1개, 검증용 1개",
-        "모델    decoder, 출력층 lm",
-        "저장: checkpoints/step-000001",
-    ):
-        assert re.search(line, said.err)
+    for text in ("예시    학습용 1개, 검증용 1개\n", "모델    decoder, 출력층 lm", "저장: checkpoints/step-000001"):
+        assert text in said.err
     assert main(["data", "describe", "book.txt"]) == 0
     described = capsys.readouterr().out
     assert "book.txt: 글\n" in described

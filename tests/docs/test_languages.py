@@ -15,7 +15,7 @@ from regard.cli import app
 from . import markdown
 
 ROOT = markdown.ROOT
-PAGES_IN_BOTH = (ROOT / "docs" / "build.md", ROOT / "docs" / "labels.md")
+PAGES_IN_BOTH = [ROOT / "docs" / f"{name}.md" for name in ("build", "labels", "look", "results", "ship")]
 ENGLISH = [ROOT / "README.md", *PAGES_IN_BOTH, *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 PAGES = [pytest.param(file, id=markdown.name_of(file)) for file in markdown.documents()]
 
@@ -98,6 +98,36 @@ def test_a_translation_has_the_same_code(file: Path) -> None:
 
 def _pictures(file: Path) -> list[str]:
     return [Path(link).name for link in markdown.links(file) if link.endswith(".png")]
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, id=markdown.name_of(file)) for file in ENGLISH])
+def test_languages_lead_to_each_other(file: Path) -> None:
+    for one, two in ((file, korean(file)), (korean(file), file)):
+        links = {(one.parent / link.partition("#")[0]).resolve() for link in markdown.links(one)}
+        is_chapter = one.parent.name == "learn" and one.name != "README.md"  # their list leads there
+        assert is_chapter or two in links, f"{markdown.name_of(one)} does not lead to {markdown.name_of(two)}"
+
+
+def test_results_are_the_same_numbers() -> None:
+    """Numbers are repeated in Korean and must not drift: those with a decimal point or a thousand, table by table."""
+    page = ROOT / "docs" / "results.md"
+    tables = [re.findall(r"^\|.*\d.*$", markdown.prose(file), flags=re.MULTILINE) for file in (page, korean(page))]
+    assert len(tables[0]) == len(tables[1]) > 40
+    for rows in zip(*tables, strict=True):
+        one, two = (sorted(re.findall(r"\d+[.,]\d[\d.,]*\d|\d\.\d", row)) for row in rows)
+        assert one == two, rows
+
+
+# Words for which the table of words in docs/ko/README.md has another.
+OTHER_WORDS = ("낱말", "빔 서치", "설명문", "꼬리표", "코퍼스", "훈련", "매개변수")
+
+
+def test_one_korean_word_for_one_english_word() -> None:
+    package = ROOT / "src" / "regard"
+    texts = ["foundation/korean.toml", "demo/demo_texts.yaml", "web/static/i18n.js", "web/static/server_errors.js"]
+    files = [*(ROOT / "docs" / "ko").rglob("*.md"), ROOT / "README.ko.md", *(package / name for name in texts)]
+    said = {file: [word for word in OTHER_WORDS if word in file.read_text(encoding="utf-8")] for file in files}
+    assert not any(said.values()), {markdown.name_of(file): words for file, words in said.items() if words}
 
 
 def test_a_translation_is_korean() -> None:

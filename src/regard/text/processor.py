@@ -22,10 +22,10 @@ _SPECIAL_TOKENS = {
     "mask": (("mask_token",), ("[MASK]", "<mask>")),
 }
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
-IMAGE, TOKENIZER_CONFIG = "preprocessor_config.json", "tokenizer_config.json"
+IMAGE = "preprocessor_config.json"
 # Files beside the tokenizer that only other programs read; they are written back unchanged.
 _COMPANIONS = (
-    *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "target.spm", "target_vocab.json", IMAGE),
 )
@@ -78,8 +78,6 @@ class Processor:
         """The files from which this is read back, and from which transformers reads it too."""
         both = self.source is not None and self.target is not None
         files = dict(self.companions)
-        literal = any(x is not None and x.has_literal_special_tokens for x in (self.source, self.target))
-        options = {"split_special_tokens": True} if literal else {}
         for tokenizer, name in ((self.source, SOURCE), (self.target, TARGET)):
             if isinstance(tokenizer, MarianTokenizer):
                 files[tokenizer.name] = tokenizer.model
@@ -90,15 +88,9 @@ class Processor:
                 if not both:  # transformers reads the special tokens here
                     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
                     tokens = {key: tokenizer.token(index) for key, index in special.items()}
-                    fields = {
-                        "tokenizer_class": "PreTrainedTokenizerFast",
-                        "model_max_length": config.max_len,
-                        **options,
-                    }
+                    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
                     fields |= {key: token for key, token in tokens.items() if token is not None}
-                    files.setdefault(TOKENIZER_CONFIG, to_json(fields))
-        if both and options:
-            files.setdefault(TOKENIZER_CONFIG, to_json(options))
+                    files.setdefault("tokenizer_config.json", to_json(fields))
         if self.chat_template is not None and self.chat_template != template_in(files):
             files[TEMPLATE_FILE] = self.chat_template.encode()
         if self.image is not None:
@@ -123,7 +115,7 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
         return None
     companions = {name: directory.bytes(name) for name in _COMPANIONS if directory.has(name)}
     names = {}
-    for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
         names |= directory.json(name) if directory.has(name) else {}
     source, target = (with_special_ids_of(side, config, names) for side in (source, target))
     return Processor(source, target, image, labels, template_in(companions), companions)
@@ -143,9 +135,7 @@ def with_special_ids_of(
         found = (tokenizer.token_id(text) for text in (*texts, *usual) if isinstance(text, str))
         if ids.get(special) is None:
             ids[special] = next((index for index in found if index is not None), None)
-    tokenizer = tokenizer.with_special_ids(**{name: index for name, index in ids.items() if index is not None})
-    is_literal = (names or {}).get("split_special_tokens") is True and not isinstance(tokenizer, MarianTokenizer)
-    return tokenizer.with_literal_special_tokens() if is_literal else tokenizer
+    return tokenizer.with_special_ids(**{name: index for name, index in ids.items() if index is not None})
 
 
 def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer | None]:
