@@ -148,8 +148,8 @@ FAULTS = [
     Fault(
         "post-norm block does not normalise",
         "models/block.py",
-        "return y if self.pre_norm else norm(y)",
-        "return y",
+        "return SublayerNorms(total=norm)",
+        "return SublayerNorms()",
         "tests/models/test_blocks.py tests/models",
     ),
     Fault(

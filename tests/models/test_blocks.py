@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import multihead, record
+from regard.attention import attend, multihead, record
+from regard.attention.mechanisms import CappedDot, Dot
 from regard.config import ModelConfig, mixers
 from regard.models import Block, Decoder, Encoder, EncoderDecoder, Memory, Model, build
 from regard.models.block import LayerContext
 from regard.models.components import Pooler
+from regard.training.loss import Batch, batch_loss, token_losses
 
 from .small import SIZES, decode, inputs_of, shaken, source_of, target_of
 
@@ -84,7 +86,7 @@ def sublayers(block: Block, memory: Tensor | None) -> list[tuple[nn.Module, Call
 @pytest.mark.parametrize("cross", [False, True], ids=["encoder", "decoder"])
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "no residual"])
 @pytest.mark.parametrize("norm", ["layer", "rms", "none"])
-@pytest.mark.parametrize("place", ["pre", "post"])
+@pytest.mark.parametrize("place", ["pre", "post", "output", "both"])
 def test_a_layer_by_hand(place: str, norm: str, residual: bool, cross: bool) -> None:
     block = block_of(cross, norm_place=place, norm=norm, residual=residual)
     x, memory = torch.randn(2, 5, 24), torch.randn(2, 7, 24) if cross else None
@@ -96,20 +98,77 @@ def test_a_layer_by_hand(place: str, norm: str, residual: bool, cross: bool) -> 
         return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * its_norm.weight if norm == "rms" else y
 
     y = x
-    for its_norm, run in sublayers(block, memory):
+    output_norms = [block.attention_output_norm, block.cross_output_norm, block.ff_output_norm]
+    for (its_norm, run), output_norm in zip(
+        sublayers(block, memory), output_norms if cross else output_norms[::2], strict=True
+    ):
         if place == "pre":
             y = (y if residual else 0) + run(normed(y, its_norm))
-        else:
+        elif place == "post":
             y = normed((y if residual else 0) + run(y), its_norm)
+        elif place == "output":
+            y = (y if residual else 0) + normed(run(y), its_norm)
+        else:
+            y = (y if residual else 0) + normed(run(normed(y, its_norm)), output_norm)
     context = LayerContext() if memory is None else LayerContext(memory=Memory(memory))
     close(block(x, context), y)
 
 
-@pytest.mark.parametrize("place", ["pre", "post"])
-def test_the_last_norm_follows_pre_norm_layers_only(place: str) -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["two-norms", "one-norm"])
+def test_a_parallel_layer_by_hand(kind: str) -> None:
+    block = block_of(False, norm_place="pre", parallel_residual=kind, architecture="decoder")
+    x = torch.randn(2, 5, 24)
+    (attention_norm, attend), (ff_norm, feed_forward) = sublayers(block, None)
+    y, z = attention_norm(x), attention_norm(x) if ff_norm is None else ff_norm(x)
+    assert (ff_norm is None) == (kind == "one-norm")
+    close(block(x, LayerContext()), x + attend(y) + feed_forward(z))
+
+
+@pytest.mark.parametrize("place", ["pre", "post", "output", "both"])
+def test_the_last_norm_follows_all_but_post_norm_layers(place: str) -> None:
     model = model_of(norm_place=place, architecture="decoder")
     assert isinstance(model, Decoder)
-    assert (model.decoder.norm is not None) == (place == "pre")
+    assert (model.decoder.norm is not None) == (place != "post")
+
+
+def test_positions_and_bases_differ_by_layer() -> None:
+    rope = {"architecture": "decoder", "positions": "rope", "n_layers": 4, "window": 3, "window_layers": (0, 2)}
+    model = model_of(**rope, rope_layers=(0, 1, 2), window_rope_base=50.0)
+    assert isinstance(model, Decoder)
+    ropes = [block.attention.rope for block in model.decoder.blocks]
+    assert [None if x is None else x.base for x in ropes] == [50.0, 10000.0, 50.0, None]
+    assert ropes[0] is ropes[2], "layers alike share a table"
+
+
+@torch.no_grad()
+def test_caps_bound_scores_and_logits() -> None:
+    model = model_of(architecture="decoder", score_cap=0.5, logit_cap=2.0, init_std=3.0)
+    logits = model(torch.arange(5)[None])
+    assert 1.9 < logits.abs().max() <= 2.0
+    q, k = torch.randn(1, 2, 6, 8) * 9, torch.randn(1, 2, 6, 8) * 9
+    capped = CappedDot(0.5)
+    close(capped.scores(q, k), 0.5 * torch.tanh(Dot().scores(q, k) / 0.5))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_capped_attention_and_its_gradients_by_hand(backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 6, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    weights = (0.5 * torch.tanh(q @ k.mT / 8**0.5 / 0.5)).softmax(-1)
+    output = attend(q, k, v, mechanism=CappedDot(0.5), backend=backend).output
+    close(output, weights @ v)
+    expected = torch.autograd.grad((weights @ v).square().sum(), (q, k, v))
+    for got, gradient in zip(torch.autograd.grad(output.square().sum(), (q, k, v)), expected, strict=True):
+        close(got, gradient)
+
+
+def test_a_capped_loss_is_the_cross_entropy_of_capped_logits() -> None:
+    model = model_of(architecture="decoder", logit_cap=2.0)
+    tokens = torch.tensor([[1, 5, 3, 7]])
+    batch = Batch((tokens,), tokens.roll(-1, 1))
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    close(batch_loss(model, batch), expected)
+    close(token_losses(model, batch)[0].sum(), expected)
 
 
 def test_norm_fields_reach_every_norm() -> None:

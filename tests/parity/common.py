@@ -31,10 +31,10 @@ def tiny(
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator)
-            if p.dim() == 1:  # norms around 1, biases around 0
-                p.copy_(0.3 * noise + (1.0 if name.endswith("weight") else 0.0))
+            if p.dim() == 1:  # around what they start from: norms around 1, or 0 where 1 is added, biases around 0
+                p.copy_(0.3 * noise + p.mean().round())
             elif id(p) in embeddings or p.shape[0] == 1:
                 p.copy_(0.5 * noise)
             else:

@@ -29,7 +29,7 @@ from transformers import (
 
 from regard.config import ModelConfig, RopeScalingConfig
 from regard.hub.families import BY_TYPE
-from regard.hub.families.decoders import LLAMA
+from regard.hub.families.llama import LLAMA
 from regard.hub.hf_family import ForeignFields
 from regard.models import Decoder, build
 from regard.presets import preset

@@ -128,6 +128,8 @@ class Dot(Mechanism):
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
+        if cls is Dot and config.score_cap is not None:
+            return CappedDot(config.score_cap, config.attention_scale)
         if cls.__init__ is Dot.__init__:
             return cls(config.attention_scale)
         return super().for_model(config, n_heads, d_head)
@@ -150,6 +152,28 @@ class Dot(Mechanism):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(scale={self.scale})"
+
+
+class CappedDot(Dot):
+    """The scaled dot product with a soft cap (Gemma 2, 2024): s_ij = cap · tanh(scale · q_i · k_j / cap)."""
+
+    name = "capped-dot"
+
+    def __init__(self, cap: float, scale: float | None = None) -> None:
+        super().__init__(scale)
+        self.cap = cap
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        return torch.tanh(super().tile(q, k) / self.cap) * self.cap
+
+    def tile_backward(
+        self, q: Tensor, k: Tensor, operands: Operands, d_scores: Tensor
+    ) -> tuple[Tensor, Tensor, Operands]:
+        slope = 1 - torch.tanh(super().tile(q, k) / self.cap).square()
+        return super().tile_backward(q, k, operands, d_scores * slope)
+
+    def __repr__(self) -> str:
+        return f"CappedDot(cap={self.cap}, scale={self.scale})"
 
 
 class General(nn.Module, Dot):

@@ -11,6 +11,7 @@ kv 1 2 3 4 5 6 7 8             kv  1    2    3    4              kv        1
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         rope: Rotate | None = None,
         qk_norm: Callable[[int], nn.Module] | None = None,
+        qk_norm_over: Literal["head", "all"] = "head",
         position_bias: Bias | None = None,
         mechanism: Mechanism | None = None,
         backend: str = "auto",
@@ -77,8 +79,10 @@ class MultiHeadAttention(nn.Module):
             self.w_qkv = nn.Linear(d_model, q_rows + kv_rows, bias=qkv_bias)
         self.w_o = nn.Linear(q_rows, d_model, bias=out_bias)
         self.rope = rope
-        self.q_norm = None if qk_norm is None else qk_norm(self.d_head)
-        self.k_norm = None if qk_norm is None else qk_norm(self.d_head)
+        self.norms_all_heads = qk_norm_over == "all"
+        q_heads, k_heads = (n_heads, n_kv_heads) if self.norms_all_heads else (1, 1)
+        self.q_norm = None if qk_norm is None else qk_norm(q_heads * self.d_head)
+        self.k_norm = None if qk_norm is None else qk_norm(k_heads * self.d_head)
         self.position_bias = position_bias
         self.mechanism = Dot() if mechanism is None else mechanism
         self.reset_parameters()
@@ -178,7 +182,7 @@ class MultiHeadAttention(nn.Module):
         (q,) = self._project(self.w_query, x, self.n_heads)
         if cache is not None and cache.is_filled:
             k, v = cache.update()
-            q = q if self.q_norm is None else self.q_norm(q)
+            q = self._normalise(q, self.q_norm)
         else:
             if memory is None:
                 raise ValueError("cross-attention needs memory (B, S, d_memory), or a cache that already holds it")
@@ -207,9 +211,13 @@ class MultiHeadAttention(nn.Module):
         return [part.transpose(1, 2) for part in parts]
 
     def _normalise_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.q_norm is None or self.k_norm is None:
-            return q, k
-        return self.q_norm(q), self.k_norm(k)
+        return self._normalise(q, self.q_norm), self._normalise(k, self.k_norm)
+
+    def _normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """x (B, heads, T, D) with each head, or all heads of a token together, normalised."""
+        if norm is None or not self.norms_all_heads:
+            return x if norm is None else norm(x)
+        return norm(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
     def _check_width(self, name: str, x: Tensor, width: int) -> None:
         if x.dim() != 3 or x.shape[-1] != width:

@@ -71,26 +71,28 @@ def describe(
 
 def _tokenizer_kind(config: DataConfig) -> str:
     """What the option names, checked before anything is read; auto is what training takes it for."""
-    from regard.config.data_config import TokenizerKind
+    from regard.config.data_config import TOKENIZER_FILES, TokenizerKind
     from regard.foundation.checks import did_you_mean
 
     kinds = get_args(TokenizerKind)
     kind = "bpe" if config.tokenizer == "auto" else config.tokenizer
-    if kind not in (*kinds, "none") and not kind.endswith(".json"):
-        raise UsageError(f"{kind!r} is none of {', '.join(kinds)}, nor a tokenizer.json{did_you_mean(kind, kinds)}")
+    if kind not in (*kinds, "none") and not kind.endswith(TOKENIZER_FILES):
+        files = "nor a tokenizer.json or a SentencePiece .model"
+        raise UsageError(f"{kind!r} is none of {', '.join(kinds)}, {files}{did_you_mean(kind, kinds)}")
     return kind
 
 
 def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
     """Those that training would use: the one for both sides, or for each side its own."""
+    from regard.config.data_config import TOKENIZER_FILES
     from regard.data.examples import Chat, ImageExample, Labelled, Pair, Preference, Tagged, Text
-    from regard.text.tokenizer import Tokenizer
+    from regard.text.sentencepiece_model import load_tokenizer
     from regard.text.tokenizer_training import train_tokenizer
 
     if kind == "none" or source.kind == "images":
         return None, None
-    if kind.endswith(".json"):
-        return Tokenizer.load(kind), None
+    if kind.endswith(TOKENIZER_FILES):
+        return load_tokenizer(kind), None
     terminal.progress(f"learning a tokenizer: {kind}")
     texts: list[str] = []
     targets: list[str] = []

@@ -13,6 +13,7 @@ Kind = Literal["pairs", "text", "labelled", "tagged", "captions", "images", "cha
 Format = Literal["tsv", "csv", "jsonl", "json", "conll", "parallel", "text", "captions", "folder", "idx", "hf"]
 ProblemType = Literal["single_label", "multi_label", "regression"]  # as transformers has it, without _classification
 TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]  # those that are trained on the data
+TOKENIZER_FILES = (".json", ".model", ".spm")  # what is read: a tokenizer.json, or a SentencePiece model
 
 
 class DataConfig(Config):
@@ -65,7 +66,8 @@ class DataConfig(Config):
     """What counts as one epoch of an embedded corpus that has no end."""
 
     tokenizer: str = "auto"
-    """chars, bytes, words, bpe, unigram, or a tokenizer.json; auto: that of train.init, else what suits the task."""
+    """chars, bytes, words, bpe, unigram, or a file: a tokenizer.json learned here, or a SentencePiece .model; auto:
+    that of train.init, else what suits the task."""
     vocab_size: int = 8000
     """Tokens to learn (bpe, unigram)."""
     joint_vocab: bool = True

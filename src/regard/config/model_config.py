@@ -105,6 +105,10 @@ class ModelConfig(Config):
     """Share of each head that is rotated."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretching of rotary positions to longer texts."""
+    rope_layers: tuple[int, ...] | None = None
+    """Layers with rotary positions (SmolLM 3: three of four); the others have none. None: every layer."""
+    window_rope_base: float | None = None
+    """Base of the rotary wavelengths, unscaled, in layers with a window (Gemma 3); None: as in the others."""
     t5_buckets: int = 32
     """Distance buckets of the T5 bias."""
     t5_max_distance: int = 128
@@ -123,14 +127,18 @@ class ModelConfig(Config):
 
     norm: Literal["layer", "rms", "none"] = "layer"
     """LayerNorm, RMSNorm, or nothing (an ablation)."""
-    norm_place: Literal["pre", "post"] = "post"
-    """Before each sub-layer, with one more norm at the end, or after each residual sum (the paper)."""
+    norm_place: Literal["pre", "post", "output", "both"] = "post"
+    """On each sub-layer's input (pre), output (output: OLMo 2), both (Gemma 2), or on each residual sum (post)."""
     norm_eps: float = 1e-5
     """ε inside the norms."""
+    norm_offset: float = 0.0
+    """Added to RMSNorm's weight (Gemma: 1)."""
     norm_bias: bool = True
     """Whether LayerNorm has a bias."""
     residual: bool = True
     """Residual connections around sub-layers; without them is an ablation."""
+    parallel_residual: Literal["none", "two-norms", "one-norm"] = "none"
+    """Attention and feed-forward side by side, x + A(norm x) + F(norm x), with a norm each (GPT-NeoX) or one (Phi)."""
 
     mixer: str = "dot"
     """What mixes tokens: dot, additive, linear, performer, linformer, fourier (FNet), or your own, module:Class."""
@@ -138,6 +146,8 @@ class ModelConfig(Config):
     """Random features of Performer or rank of Linformer; None: the mechanism's own default."""
     attention_scale: float | None = None
     """Factor on q·k; None: 1/√D. T5 has 1."""
+    score_cap: float | None = None
+    """Soft cap c of the scores: c · tanh(score / c) (Gemma 2); None: no cap."""
     causal: bool = True
     """Whether a decoder hides the future; without it is an ablation that trains on what it must predict."""
     window: int | None = None
@@ -155,7 +165,9 @@ class ModelConfig(Config):
     out_bias: bool = True
     """Bias on attention's output projection."""
     qk_norm: bool = False
-    """Normalise each query and key head (Qwen 3)."""
+    """Normalise queries and keys."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Each head by itself (Qwen 3), or all heads of a token together (OLMo 2)."""
     attention_backend: Backend = "auto"
     """The backend of ``regard.attend``."""
 
@@ -183,6 +195,8 @@ class ModelConfig(Config):
     """The activation there where it is another one (RoBERTa: always gelu); None: activation."""
     logit_scale: float = 1.0
     """Factor on the hidden state before the logits (tied T5: d_model^-0.5)."""
+    logit_cap: float | None = None
+    """Soft cap c of the logits: c · tanh(logit / c) (Gemma 2); None: no cap."""
     n_classes: int = 2
     """Classes of a classifier or tagger."""
     problem_type: ProblemType = "single_label"
@@ -240,6 +254,9 @@ class ModelConfig(Config):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIVATIONS)}{hint}")
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be greater than 0")
+        for name in ("score_cap", "logit_cap", "window_rope_base"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be greater than 0")
         if not 0 < self.rope_fraction <= 1:
             raise ValueError(f"rope_fraction={self.rope_fraction} must lie in (0, 1]")
         if self.positions == "t5" and self.t5_buckets % 2:
@@ -249,6 +266,7 @@ class ModelConfig(Config):
         else:
             _check_sizes(self)
             _check_mixing(self)
+            _check_layers(self)
         return self
 
     @property
@@ -341,9 +359,33 @@ def _check_mixing(config: ModelConfig) -> None:
             raise ValueError(f"sparsity={config.sparsity!r} and {name}={getattr(config, name)} both say who is seen")
 
 
+def _check_layers(config: ModelConfig) -> None:
+    """What a layer's parts need of each other, and fields that tell layers apart."""
+    if config.norm_offset and config.norm != "rms":
+        raise ValueError(f"norm_offset={config.norm_offset} is added to the weight of norm='rms', not {config.norm!r}")
+    if config.parallel_residual != "none":
+        for name, needed in (("norm_place", "pre"), ("residual", True)):
+            if getattr(config, name) != needed:
+                raise ValueError(f"parallel_residual={config.parallel_residual!r} needs {name}={needed!r}")
+        if config.architecture == "encoder-decoder":
+            raise ValueError(f"parallel_residual={config.parallel_residual!r} leaves no place for cross-attention")
+    if config.score_cap is not None and config.mixer != "dot":
+        raise ValueError(f"score_cap={config.score_cap} caps the scores of mixer='dot', not {config.mixer!r}")
+    for name in ("rope_layers", "window_rope_base"):
+        value = getattr(config, name)
+        if value is not None and config.positions != "rope":
+            raise ValueError(f"{name}={value} needs positions='rope', not {config.positions!r}")
+        if value is not None and config.share_layers:
+            raise ValueError(f"share_layers=True gives all layers one set of positions, but {name} tells them apart")
+    if config.window_rope_base is not None and config.window is None:
+        raise ValueError(f"window_rope_base={config.window_rope_base} is for layers with a window, and there is none")
+    if config.rope_layers is not None and not all(0 <= layer < config.n_layers for layer in config.rope_layers):
+        raise ValueError(f"rope_layers={config.rope_layers} must lie between 0 and {config.n_layers - 1}")
+
+
 _NOT_RECURRENT = (
     *("mixer", "window", "sparsity", "causal", "residual", "share_layers", "embedding_norm", "n_segments"),
-    "head_transform",
+    *("head_transform", "parallel_residual", "score_cap", "norm_offset", "qk_norm", "rope_layers", "window_rope_base"),
 )
 
 

@@ -66,7 +66,8 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
 
 _PRODUCTS = ("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "transform", "projection", "patches", "out", "dense")
 _KINDS = {"attention": "attention", "cross_attention": "cross attention", "ff": "feed-forward"}
-_KINDS |= dict.fromkeys(("attention_norm", "cross_norm", "ff_norm", "norm"), "norms")
+_NORMS = ("attention_norm", "cross_norm", "ff_norm", "attention_output_norm", "cross_output_norm", "ff_output_norm")
+_KINDS |= dict.fromkeys((*_NORMS, "norm"), "norms")
 _KINDS |= {"rnn": "cells", "ahead": "cells", "back": "cells", "position_bias": "position bias"}
 
 

@@ -236,7 +236,7 @@ class _StackStages:
 
     def last_norm(self) -> StepStage:
         name, stream = f"{self.stack.name} last norm", self.stream
-        if self.config.norm_place != "pre" or self.config.norm == "none":
+        if self.config.norm_place == "post" or self.config.norm == "none":
             return StepStage(name)
         return StepStage(name, {"input": stream, "norm": 8.0 * self.tokens}, forward=stream, backward=2 * stream)
 

@@ -35,6 +35,13 @@ _REQUIRED = {  # the only values that CTranslate2 supports
     "sparsity": "none",
     "causal": True,
     "head_transform": False,
+    "parallel_residual": "none",
+    "score_cap": None,
+    "logit_cap": None,
+    "norm_offset": 0.0,
+    "qk_norm_over": "head",
+    "rope_layers": None,
+    "window_rope_base": None,
 }
 
 
@@ -49,6 +56,7 @@ def obstacles(config: ModelConfig) -> list[str]:
         "activation": config.activation not in _ACTIVATIONS,
         "qk_norm": config.qk_norm and config.norm != "rms",
         "norm": config.norm == "none" or (config.qk_norm and config.norm != "rms"),
+        "norm_place": config.norm_place not in ("pre", "post"),
         # Its sliding window forgets keys but does not hide them in a prompt.
         "window": config.window is not None and config.window < max(config.max_len, config.max_target_len or 0),
         "rope_scaling": scaling is not None and scaling.kind != "linear",
@@ -209,7 +217,7 @@ def _stack(spec: Any, stack: Stack) -> None:
         else:
             _set(block_spec.ffn.linear_0, weight, bias)
         _set(block_spec.ffn.linear_1, ff.w_out.weight, ff.w_out.bias)
-        _norm(block_spec.ffn.layer_norm, block.ff_norm)
+        _norm(block_spec.ffn.layer_norm, cast(nn.Module, block.ff_norm))
     if stack.norm is not None:
         _norm(spec.layer_norm, stack.norm)
 

@@ -116,7 +116,9 @@ class _Option(NamedTuple):
 class ConstrainedSearch(BeamSearch):
     """Grid beam search: ``config.beam`` hypotheses for every number of tokens that may be missing.
 
-    ``terms`` are those of each prompt; what does not fit into a prompt's limit is left out, the last ones first.
+    ``terms`` are those of each prompt; what does not fit into a prompt's limit is left out, the last ones first. Unless
+    a length penalty is asked for, texts are ranked by log P alone: divided by the length, an unlikely term would cost
+    less in a text that goes on after its end.
     """
 
     def __init__(
@@ -128,6 +130,8 @@ class ConstrainedSearch(BeamSearch):
         strings: StopStrings | None = None,
         in_word: Callable[[int], bool] = lambda token: False,
     ) -> None:
+        if "length_penalty" not in config.model_fields_set:
+            config = config.with_(length_penalty=0.0)
         super().__init__(engine, config, eos_id, strings)
         self.terms, self.in_word, self.pool_size = terms, in_word, config.beam
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm, TokenEmbedding
 from ..layers.quantised_linear import Int8Linear
 from ..models import Block
+from ..models.block import Residuals, RowMap, SublayerNorms
 from ..models.components import TokenHead
 from .cached_engine import DecodingEngine, step_obstacle
 from .prompts import Prompts
@@ -37,8 +37,6 @@ from .prompts import Prompts
 _MAX_PACKED_BYTES = 2 * 2**30  # weights of larger models are not copied
 _GROW_STEPS = 64  # steps that a cache is extended by
 _GROW_STEPS_BEAMS = 16  # the same for several beams, which then drop unused columns
-
-RowMap = Callable[[Tensor], Tensor]  # from rows (R, in) to rows (R, out)
 
 
 class PackedLinear:
@@ -98,7 +96,7 @@ def row_linear(module: nn.Module, packed: PackedWeights | None) -> RowMap:
     return packed_linear(packed, module.weight, module.bias)
 
 
-def row_norm(norm: nn.Module) -> RowMap:
+def row_norm(norm: RowMap | None) -> RowMap | None:
     """A norm as a function: layer norm without the overhead of its module, any other as it is."""
     if type(norm) is not LayerNorm:
         return norm
@@ -258,9 +256,7 @@ class RowAttention:
 
     def cross_attend(self, x: Tensor, memory: MemoryKeys, size: int) -> Tensor:
         q = self.query(x).view(-1, size, self.n_heads, self.d_head).transpose(1, 2)
-        if self.module.q_norm is not None:
-            q = self.module.q_norm(q)
-        return self._attend(q, *memory)
+        return self._attend(self.module._normalise(q, self.module.q_norm), *memory)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (B, H, n, D) over k and v (B, G, S, D) → (B · n, M). Heads that share keys count as further queries."""
@@ -288,25 +284,22 @@ class RowBlock:
 
     def __init__(self, block: Block, packed: PackedWeights | None) -> None:
         assert isinstance(block.attention, MultiHeadAttention)
-        self.pre_norm, self.residual, self.ff = block.pre_norm, block.residual, block.ff
+        residuals = block.residuals()
+        attention, cross, ff = (SublayerNorms(*map(row_norm, norms)) for norms in residuals[:3])
+        self.residuals, self.ff = Residuals(attention, cross, ff, residuals.residual, residuals.parallel), block.ff
         self.attention = RowAttention(block.attention, packed)
         self.cross = None if block.cross_attention is None else RowAttention(block.cross_attention, packed)
-        self.norms = [row_norm(norm) for norm in (block.attention_norm, block.cross_norm, block.ff_norm) if norm]
         self.ff_in, self.ff_out = row_linear(block.ff.w_in, packed), row_linear(block.ff.w_out, packed)
 
     def __call__(
         self, x: Tensor, number: int, keys: BeamKeyCache, positions: Tensor, memory: list[MemoryKeys]
     ) -> Tensor:
         """x (R, M) → (R, M)."""
-        x = self._sublayer(x, self.norms[0], lambda y: self.attention.self_attend(y, number, keys, positions))
+        attend_memory: RowMap | None = None
         if (cross := self.cross) is not None:
-            x = self._sublayer(x, self.norms[1], lambda y: cross.cross_attend(y, memory[number], keys.size))
-        return self._sublayer(x, self.norms[-1], self._feed_forward)
-
-    def _sublayer(self, x: Tensor, norm: RowMap, run: RowMap) -> Tensor:
-        y = run(norm(x) if self.pre_norm else x)
-        y = x + y if self.residual else y
-        return y if self.pre_norm else norm(y)
+            attend_memory = lambda y: cross.cross_attend(y, memory[number], keys.size)  # noqa: E731
+        attend = lambda y: self.attention.self_attend(y, number, keys, positions)  # noqa: E731
+        return self.residuals.run(x, attend, attend_memory, self._feed_forward)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = self.ff_in(x)
@@ -385,6 +378,6 @@ def _output_map(head: nn.Module, table: Tensor, packed: PackedWeights | None) ->
         return lambda x: head(x, table)
     weight = table if head.weight is None else head.weight
     if packed is None or not can_pack(weight):
-        return lambda x: F.linear(head.hidden(x), weight, head.bias)
+        return lambda x: head(x, table)
     linear = packed_linear(packed, weight, head.bias)
-    return lambda x: linear(head.hidden(x))
+    return lambda x: head.cap_logits(linear(head.hidden(x)))

@@ -206,7 +206,7 @@ class DecodeStep:
             return self._many(x)
         for block, (k, v) in zip(self.blocks, self.cache, strict=True):
             x = self._few(x, block, k, v) if self.form == "few" else self._plain(x, block, k, v)
-        if self.form == "few" and self.head.scale == 1.0:
+        if self.form == "few" and self.head.scale == 1.0 and self.head.cap is None:
             assert self.norm is not None
             weight, bias = self._output_weight(), self.head.bias
             return self.ops.linear(x, weight, bias, norm=norm_of(self.norm), dtype=torch.float32)
@@ -226,8 +226,7 @@ class DecodeStep:
             attention = attention_of(block)
             return attention.w_o(self._attend(attention, attention.w_qkv(y), k, v))
 
-        x = block._sublayer(x, block.attention_norm, attend)
-        return block._sublayer(x, block.ff_norm, block.ff)
+        return block.residuals().run(x, attend, None, block.ff)
 
     def _few(self, x: Tensor, block: Block, k: Tensor, v: Tensor) -> Tensor:
         attention, ff, linear = attention_of(block), block.ff, self.ops.linear
@@ -250,7 +249,7 @@ class DecodeStep:
             z = apply_gate(ff, product(z, ff.w_in.weight, ff.w_in.bias, None if ff.gated else ff.activation))
             y, bias = in_parts(z, ff.w_out.weight), ff.w_out.bias
         _, z = add_norm(x, y, bias, norm_of(self.norm))
-        return product(self.head.hidden(z), self._output_weight(), self.head.bias)
+        return self.head.cap_logits(product(self.head.hidden(z), self._output_weight(), self.head.bias))
 
     def _output_weight(self) -> Tensor:
         return self.token.weight if self.head.weight is None else self.head.weight
@@ -272,7 +271,7 @@ def attention_of(block: Block) -> MultiHeadAttention:
     return block.attention
 
 
-def norm_of(norm: nn.Module) -> Norm:
+def norm_of(norm: nn.Module | None) -> Norm:
     if isinstance(norm, LayerNorm):
         return "layer", norm.weight, norm.bias, norm.eps
     assert isinstance(norm, RMSNorm)
@@ -303,7 +302,7 @@ def can_fuse(model: Decoder) -> bool:
     head, norms = model.head, [model.decoder.norm]
     linears: list[nn.Module] = []
     for block in blocks_of(model):
-        if not (block.pre_norm and block.residual):
+        if block.norm_place != "pre" or not block.residual or block.parallel:
             return False
         attention = attention_of(block)
         norms += [block.attention_norm, block.ff_norm]

@@ -144,7 +144,8 @@ def translate(
 
     Without max_new_tokens a translation may be about twice as long as its source. Fields as in ``generate``.
     glossary  terms and their translations: where a text holds a term, its translation holds the other side, written
-              where that is likeliest (``constrained_search``); ``missing_terms`` of a text are those without room
+              where that is likeliest (``constrained_search``), scored without a length penalty unless one is given;
+              ``missing_terms`` of a text are those without room
     """
     model = open_model(model)
     check_can_translate(model)

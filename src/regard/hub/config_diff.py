@@ -41,7 +41,7 @@ _DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout", "activation_dr
 _BLOCKS = (
     *("n_heads", "n_kv_heads", "d_head", "d_ff", "positions", "max_len", "attention_scale", "qkv_bias", "out_bias"),
     *("qk_norm", "norm", "norm_place", "norm_eps", "norm_bias", "activation", "ff_bias", "sinusoid_layout"),
-    "positions_skip_padding",
+    *("positions_skip_padding", "score_cap"),
 )
 _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*_DROPOUTS, "init_std", "attention_backend"), lambda c: False),
@@ -56,6 +56,7 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("positions_skip_padding",), lambda c: c.positions in ("sinusoidal", "learned")),
     (("position_offset",), lambda c: c.positions == "learned" and _reads_tokens(c)),
     (("rope_base", "rope_fraction", "rope_scaling"), lambda c: c.positions == "rope"),
+    (("qk_norm_over",), lambda c: c.qk_norm),
     (("t5_buckets", "t5_max_distance"), lambda c: c.positions == "t5"),
     (("max_len", "max_target_len"), lambda c: _has_length(c)),
     (("norm_eps",), lambda c: c.norm != "none"),
@@ -64,7 +65,7 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("window_layers",), lambda c: c.window is not None),
     (("sparsity_size",), lambda c: c.sparsity != "none"),
     (("sparsity_random",), lambda c: c.sparsity == "bigbird"),
-    (("tie_head", "head_bias", "head_transform", "logit_scale"), _has_token_head),
+    (("tie_head", "head_bias", "head_transform", "logit_scale", "logit_cap"), _has_token_head),
     (("head_activation",), lambda c: _has_token_head(c) and c.head_transform),
     (("n_classes",), lambda c: c.head in ("classify", "tag")),
     (("problem_type",), lambda c: c.head == "classify"),
@@ -97,6 +98,8 @@ def behaviour(config: ModelConfig) -> dict[str, Any]:
         "d_head": config.d_head is not None and all(config.d_head * n == config.d_model for n in heads),
         "attention_scale": config.attention_scale == 1 / math.sqrt(config.head_width) and len(heads) == 1,
         "window_layers": len(set(config.window_layers or ())) == n_layers,
+        "rope_layers": len(set(config.rope_layers or ())) == n_layers,
+        "window_rope_base": config.window_rope_base == config.rope_base and config.rope_scaling is None,
         "head_activation": config.head_activation == config.activation,
         # An image has no token table to share: its target's vocabulary is vocab_size under either name.
         "target_vocab_size": config.source != "text" and config.target_vocab_size == config.vocab_size,

@@ -111,6 +111,28 @@ class Join(Step):
 
 
 @dataclass(frozen=True)
+class HeadsTogether(Step):
+    """Rows stored head by head, (q, k, v) of each, as all queries, then all keys, then all values (GPT-NeoX)."""
+
+    name: str
+    n_heads: int
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return {
+            name: self._swap(x, (self.n_heads, 3)) if matches(name, self.name) else x for name, x in tensors.items()
+        }
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return {
+            name: self._swap(x, (3, self.n_heads)) if matches(name, self.name) else x for name, x in tensors.items()
+        }
+
+    @staticmethod
+    def _swap(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+        return x.unflatten(0, (*sizes, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+@dataclass(frozen=True)
 class Tie(Step):
     """A second name for a tensor that we keep once; a file may hold both or either of the two."""
 

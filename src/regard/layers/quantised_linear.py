@@ -144,7 +144,7 @@ class Int8Head(nn.Module):
         """x (B, T, M) → (B, T, V); ``table``, an argument of plain heads, is not used."""
         output = self._tied[0] if self.output is None else self.output
         assert output is not None
-        return output.product(self.hidden(x), self.bias)
+        return self.inner.cap_logits(output.product(self.hidden(x), self.bias))
 
 
 def quantise(model: nn.Module) -> nn.Module:

@@ -1,13 +1,17 @@
 """One Transformer layer: attention (to itself, and to a memory), then a feed-forward network, each in a residual.
 
-post-norm  x ← Norm(x + Drop(F(x)))     as in the paper (Vaswani et al. 2017, §3.1)
-pre-norm   x ← x + Drop(F(Norm(x)))     as in GPT-2 and nearly all since (Xiong et al. 2020)
+post-norm  x ← Norm(x + Drop(F(x)))              as in the paper (Vaswani et al. 2017, §3.1)
+pre-norm   x ← x + Drop(F(Norm(x)))              as in GPT-2 and nearly all since (Xiong et al. 2020)
+output     x ← x + Drop(Norm(F(x)))              OLMo 2 (2025)
+both       x ← x + Drop(Norm'(F(Norm(x))))       Gemma 2 (2024)
+parallel   x ← x + Drop(A(Norm(x))) + Drop(F(Norm'(x)))     GPT-NeoX (Black et al. 2022); Phi has one norm for both
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -41,6 +45,48 @@ class LayerContext:
     memory: Memory | None = None
 
 
+RowMap = Callable[[Tensor], Tensor]
+
+
+class SublayerNorms(NamedTuple):
+    """The norms around one sub-layer: of its input, of its output, of the residual sum; None where there is none."""
+
+    before: RowMap | None = None
+    output: RowMap | None = None
+    total: RowMap | None = None
+
+
+class Residuals(NamedTuple):
+    """How the sub-layers of a layer are added up. ``cross`` has norms where there is cross-attention."""
+
+    attention: SublayerNorms
+    cross: SublayerNorms
+    ff: SublayerNorms
+    residual: bool
+    parallel: bool
+    dropout: RowMap | None = None
+
+    def run(self, x: Tensor, attend: RowMap, attend_memory: RowMap | None, feed_forward: RowMap) -> Tensor:
+        """The layer's output, from functions that compute its sub-layers."""
+        if self.parallel:
+            shared = None if self.ff.before is not None else _apply(self.attention.before, x)
+            y = attend(_apply(self.attention.before, x) if shared is None else shared)
+            z = feed_forward(_apply(self.ff.before, x) if shared is None else shared)
+            return x + _apply(self.dropout, y) + _apply(self.dropout, z)
+        x = self._add(x, self.attention, attend)
+        if attend_memory is not None:
+            x = self._add(x, self.cross, attend_memory)
+        return self._add(x, self.ff, feed_forward)
+
+    def _add(self, x: Tensor, norms: SublayerNorms, run: RowMap) -> Tensor:
+        y = _apply(self.dropout, _apply(norms.output, run(_apply(norms.before, x))))
+        return _apply(norms.total, x + y if self.residual else y)
+
+
+def _apply(run: RowMap | None, x: Tensor) -> Tensor:
+    return x if run is None else run(x)
+
+
 class Block(nn.Module):
     """A layer of a stack. ``mask`` narrows its self-attention (a window); ``cross`` adds attention to a memory."""
 
@@ -48,30 +94,42 @@ class Block(nn.Module):
         self, config: ModelConfig, n_heads: int, d_ff: int, *, cross: bool, mask: Mask | None, rope: Rope | None
     ) -> None:
         super().__init__()
-        self.pre_norm, self.residual, self.mask = config.norm_place == "pre", config.residual, mask
+        self.norm_place, self.residual, self.mask = config.norm_place, config.residual, mask
+        self.parallel = config.parallel_residual != "none"
         self.attention = components.mixing(config, n_heads, rope)
         self.attends = config.mixing.weights
         self.attention_norm = components.norm(config)
         self.cross_attention = components.attention(config, n_heads, cross=True) if cross else None
         self.cross_norm = components.norm(config) if cross else None
         self.ff = components.feed_forward(config, d_ff)
-        self.ff_norm = components.norm(config)
+        self.ff_norm = None if config.parallel_residual == "one-norm" else components.norm(config)
+        has_both = config.norm_place == "both"
+        self.attention_output_norm = components.norm(config) if has_both else None
+        self.cross_output_norm = components.norm(config) if has_both and cross else None
+        self.ff_output_norm = components.norm(config) if has_both else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, context: LayerContext, cache: Cache | None = None, cross_cache: Cache | None = None
     ) -> Tensor:
         """x (B, T, M) → (B, T, M)."""
-        x = self._sublayer(x, self.attention_norm, lambda y: self._attend(y, context, cache))
-        if self.cross_attention is not None and self.cross_norm is not None:
-            x = self._sublayer(x, self.cross_norm, lambda y: self._attend_memory(y, context.memory, cross_cache))
-        return tap("output", apply_edits_to_states(self, self._sublayer(x, self.ff_norm, self.ff)), self)
+        attend_memory = None
+        if self.cross_attention is not None:
+            attend_memory = lambda y: self._attend_memory(y, context.memory, cross_cache)  # noqa: E731
+        x = self.residuals().run(x, lambda y: self._attend(y, context, cache), attend_memory, self.ff)
+        return tap("output", apply_edits_to_states(self, x), self)
 
-    def _sublayer(self, x: Tensor, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor:
-        y = self.dropout(run(norm(x) if self.pre_norm else x))
-        if self.residual:
-            y = x + y
-        return y if self.pre_norm else norm(y)
+    def residuals(self) -> Residuals:
+        """How the sub-layers are added up."""
+        attention = self._norms_at_place(self.attention_norm, self.attention_output_norm)
+        cross = self._norms_at_place(self.cross_norm, self.cross_output_norm)
+        ff = self._norms_at_place(self.ff_norm, self.ff_output_norm)
+        return Residuals(attention, cross, ff, self.residual, self.parallel, self.dropout)
+
+    def _norms_at_place(self, norm: nn.Module | None, output_norm: nn.Module | None) -> SublayerNorms:
+        if self.norm_place == "post":
+            return SublayerNorms(total=norm)
+        return SublayerNorms(output=norm) if self.norm_place == "output" else SublayerNorms(norm, output_norm)
 
     def _attend(self, x: Tensor, context: LayerContext, cache: Cache | None) -> Tensor:
         if not self.attends:  # mixing without weights: padding is left out by zeros
@@ -91,21 +149,21 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """n layers and, after pre-norm layers, one last norm. ``causal`` hides the future, ``cross`` looks at a memory."""
+    """n layers and, unless post-norm, one last norm. ``causal`` hides the future, ``cross`` looks at a memory."""
 
     def __init__(self, config: ModelConfig, *, causal: bool, cross: bool = False) -> None:
         super().__init__()
         n_layers, n_heads, d_ff = components.stack_sizes(config, cross)
         self.n_layers, self.causal = n_layers, causal
         self.checkpointing = False  # recompute each layer in the backward pass; set from outside
-        rope = components.rope(config, n_heads)
+        ropes = components.ropes(config, n_heads, n_layers)
         layer_masks = [components.layer_mask(config, layer, causal, cross) for layer in range(n_layers)]
         self.blocks = nn.ModuleList(
             Block(config, n_heads, d_ff, cross=cross, mask=mask, rope=rope)
-            for mask in (layer_masks[:1] if config.share_layers else layer_masks)
+            for mask, rope in list(zip(layer_masks, ropes, strict=True))[: 1 if config.share_layers else n_layers]
         )
         self.position_bias: Bias | None = components.shared_bias(config, n_heads, bidirectional=not causal)
-        self.norm = components.norm(config) if config.norm_place == "pre" else None
+        self.norm = components.norm(config) if config.norm_place != "post" else None
 
     def forward(
         self,

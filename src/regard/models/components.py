@@ -18,12 +18,15 @@ from ..config import ModelConfig
 
 
 class TokenHead(nn.Module):
-    """Logits over a vocabulary: scale · x Wᵀ + b. A tied head has no W of its own, it is handed the token table."""
+    """Logits over a vocabulary: scale · x Wᵀ + b, softly capped where asked.
+
+    A tied head has no W of its own, it is handed the token table.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, tied: bool) -> None:
         super().__init__()
         width = config.d_model
-        self.scale = config.logit_scale
+        self.scale, self.cap = config.logit_scale, config.logit_cap
         self.transform = self.norm = None
         if config.head_transform:
             width = config.d_model if config.d_embed is None else config.d_embed
@@ -41,9 +44,13 @@ class TokenHead(nn.Module):
             x = self.norm(self.activation(self.transform(x)))
         return x if self.scale == 1.0 else x * self.scale
 
+    def cap_logits(self, logits: Tensor) -> Tensor:
+        """The soft cap, cap · tanh(logit / cap), where there is one."""
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """x (B, T, M) → (B, T, V)."""
-        return F.linear(self.hidden(x), table if self.weight is None else self.weight, self.bias)
+        return self.cap_logits(F.linear(self.hidden(x), table if self.weight is None else self.weight, self.bias))
 
 
 class ClassHead(nn.Module):
@@ -108,7 +115,7 @@ def head_width(config: ModelConfig, n_heads: int) -> int:
 
 def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     width = config.d_model if width is None else width
-    return layers.make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias)
+    return layers.make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias, offset=config.norm_offset)
 
 
 def feed_forward(config: ModelConfig, d_ff: int) -> layers.FeedForward:
@@ -135,6 +142,7 @@ def attention(
         dropout=config.attention_dropout,
         rope=None if cross else rope,
         qk_norm=(lambda width: norm(config, width)) if config.qk_norm else None,
+        qk_norm_over=config.qk_norm_over,
         position_bias=relative,
         mechanism=mechanism(config, n_heads, d_head, cross),
         backend=config.attention_backend,
@@ -167,12 +175,20 @@ def _build_mixer(config: ModelConfig, n_heads: int, d_head: int) -> Any:
     return getattr(family, "for_model", lambda _, *sizes: family(*sizes))(config, n_heads, d_head)
 
 
-def rope(config: ModelConfig, n_heads: int) -> layers.Rope | None:
-    """One rotary table for all layers of a stack; it holds no parameters."""
+def ropes(config: ModelConfig, n_heads: int, n_layers: int) -> list[layers.Rope | None]:
+    """The rotary table of each layer of a stack. It holds no parameters; layers alike share one."""
     if config.positions != "rope":
-        return None
+        return [None] * n_layers
     d_head = head_width(config, n_heads)
-    return layers.Rope(d_head, config.rope_base, config.rope_scaling, config.rope_fraction, config.max_len)
+    shared = layers.Rope(d_head, config.rope_base, config.rope_scaling, config.rope_fraction, config.max_len)
+    local = shared
+    if config.window_rope_base is not None:
+        local = layers.Rope(d_head, config.window_rope_base, None, config.rope_fraction, config.max_len)
+    rotated = range(n_layers) if config.rope_layers is None else config.rope_layers
+    windows = [window_of(config, layer) for layer in range(n_layers)]
+    return [
+        None if layer not in rotated else shared if window is None else local for layer, window in enumerate(windows)
+    ]
 
 
 def shared_bias(config: ModelConfig, n_heads: int, bidirectional: bool) -> Bias | None:

@@ -98,15 +98,20 @@ class ChatTemplate:
         return {f"{name}_token": self.tokenizer.special_ids.get(name) for name in ("bos", "eos")}
 
     @property
+    def _has_marks(self) -> bool:
+        """Whether special tokens in a text would be read as text: then characters of no text stand for them."""
+        return self.tokenizer.is_native or self.tokenizer.has_literal_special_tokens
+
+    @property
     def _tokens(self) -> dict[str, str]:
-        if self.tokenizer.is_native:
+        if self._has_marks:
             return _MARKS
         return {name: self.tokenizer.token(index) or "" for name, index in self._ids.items()}
 
     def _encode_text(self, text: str) -> list[int]:
         """Without special tokens but those of the template."""
         ids: list[int] = []
-        for part in re.split(f"({'|'.join(_MARKS.values())})", text) if self.tokenizer.is_native else [text]:
+        for part in re.split(f"({'|'.join(_MARKS.values())})", text) if self._has_marks else [text]:
             name = next((name for name, mark in _MARKS.items() if mark == part), None)
             new = self.tokenizer.encode(replace_surrogates(part), special=False) if name is None else [self._ids[name]]
             ids += [index for index in new if index is not None]

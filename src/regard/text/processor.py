@@ -22,10 +22,10 @@ _SPECIAL_TOKENS = {
     "mask": (("mask_token",), ("[MASK]", "<mask>")),
 }
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
-IMAGE = "preprocessor_config.json"
+IMAGE, TOKENIZER_CONFIG = "preprocessor_config.json", "tokenizer_config.json"
 # Files beside the tokenizer that only other programs read; they are written back unchanged.
 _COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
+    *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "target.spm", "target_vocab.json", IMAGE),
 )
@@ -78,6 +78,8 @@ class Processor:
         """The files from which this is read back, and from which transformers reads it too."""
         both = self.source is not None and self.target is not None
         files = dict(self.companions)
+        literal = any(x is not None and x.has_literal_special_tokens for x in (self.source, self.target))
+        options = {"split_special_tokens": True} if literal else {}
         for tokenizer, name in ((self.source, SOURCE), (self.target, TARGET)):
             if isinstance(tokenizer, MarianTokenizer):
                 files[tokenizer.name] = tokenizer.model
@@ -88,9 +90,15 @@ class Processor:
                 if not both:  # transformers reads the special tokens here
                     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
                     tokens = {key: tokenizer.token(index) for key, index in special.items()}
-                    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
+                    fields = {
+                        "tokenizer_class": "PreTrainedTokenizerFast",
+                        "model_max_length": config.max_len,
+                        **options,
+                    }
                     fields |= {key: token for key, token in tokens.items() if token is not None}
-                    files.setdefault("tokenizer_config.json", to_json(fields))
+                    files.setdefault(TOKENIZER_CONFIG, to_json(fields))
+        if both and options:
+            files.setdefault(TOKENIZER_CONFIG, to_json(options))
         if self.chat_template is not None and self.chat_template != template_in(files):
             files[TEMPLATE_FILE] = self.chat_template.encode()
         if self.image is not None:
@@ -115,7 +123,7 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
         return None
     companions = {name: directory.bytes(name) for name in _COMPANIONS if directory.has(name)}
     names = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
         names |= directory.json(name) if directory.has(name) else {}
     source, target = (with_special_ids_of(side, config, names) for side in (source, target))
     return Processor(source, target, image, labels, template_in(companions), companions)
@@ -135,7 +143,9 @@ def with_special_ids_of(
         found = (tokenizer.token_id(text) for text in (*texts, *usual) if isinstance(text, str))
         if ids.get(special) is None:
             ids[special] = next((index for index in found if index is not None), None)
-    return tokenizer.with_special_ids(**{name: index for name, index in ids.items() if index is not None})
+    tokenizer = tokenizer.with_special_ids(**{name: index for name, index in ids.items() if index is not None})
+    is_literal = (names or {}).get("split_special_tokens") is True and not isinstance(tokenizer, MarianTokenizer)
+    return tokenizer.with_literal_special_tokens() if is_literal else tokenizer
 
 
 def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer | None]:

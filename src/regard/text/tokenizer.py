@@ -6,7 +6,8 @@
 - ``chars``, ``words`` and ``unigram`` (Kudo 2018) give it back in NFC, with <unk> for what was not in the training
   texts. In the last two, ▁ stands for the space before a word; one is added before the text and removed on decoding.
 
-``MarianTokenizer`` is the one foreign kind without a tokenizer.json. A byte-level token may hold a part of a character:
+``MarianTokenizer`` is the one foreign kind without a tokenizer.json; other SentencePiece models become one
+(``sentencepiece_model``). A byte-level token may hold a part of a character:
 ``token_spans`` groups the tokens that together make whole characters.
 """
 
@@ -102,6 +103,7 @@ class Tokenizer:
 
     special_ids: Mapping[str, int]
     is_native: bool
+    has_literal_special_tokens = False  # "</s>" typed by someone is four characters, as in a file learned here
     pad_id, bos_id, eos_id, unk_id, mask_id = map(_special_id, ("pad", "bos", "eos", "unk", "mask"))
 
     def __init__(self, content: bytes, name: str = "tokenizer.json") -> None:
@@ -143,6 +145,12 @@ class Tokenizer:
         """The same tokenizer with these special ids: ``with_special_ids(pad=0, eos=2)``."""
         other = copy.copy(self)
         other.special_ids = {**self.special_ids, **ids}
+        return other
+
+    def with_literal_special_tokens(self) -> Tokenizer:
+        """The same tokenizer, to which the names of special tokens in a text are text."""
+        other = Tokenizer(self.content, self.name).with_special_ids(**self.special_ids)
+        other._backend.encode_special_tokens = other.has_literal_special_tokens = True
         return other
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..config.data_config import TokenizerKind
 from ..errors import BadData
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Template = Literal["none", "eos", "bos-eos"]
 """Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
 
-_TEMPLATES = {"none": "$A", "eos": "$A <eos>", "bos-eos": "<bos> $A <eos>"}
+_TEMPLATES = get_args(Template)
 _WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
 _LETTERS = sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter])
 
@@ -45,7 +45,7 @@ def train_tokenizer(
     with _single_threaded():
         backend = TOKENIZER_KINDS[kind](texts, vocab_size)
     backend.add_special_tokens(list(SPECIAL))
-    _set_template(backend, template)
+    set_template(backend, template)
     return Tokenizer(backend.to_str(pretty=False).encode("utf-8"))
 
 
@@ -54,17 +54,20 @@ def with_template(tokenizer: Tokenizer, template: Template) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tokenizer.content.decode("utf-8"))
-    _set_template(backend, template)
+    set_template(backend, template)
     content = backend.to_str(pretty=False).encode("utf-8")
     return tokenizer if content == tokenizer.content else Tokenizer(content, tokenizer.name)
 
 
-def _set_template(backend: Backend, template: Template) -> None:
+def set_template(
+    backend: Backend, template: Template, bos: tuple[str, int] = ("<bos>", BOS), eos: tuple[str, int] = ("<eos>", EOS)
+) -> None:
+    """Put special tokens, (name, id) each, around what ``backend`` encodes."""
     from tokenizers import processors
 
-    single = _TEMPLATES[template]
-    pair = f"{single} {single.replace('$A', '$B').removeprefix('<bos> ')}"
-    special: list[Any] = [("<bos>", BOS), ("<eos>", EOS)]
+    first, last = [bos[0]] * (template == "bos-eos"), [eos[0]] * (template != "none")
+    single, pair = [*first, "$A", *last], [*first, "$A", *last, "$B", *last]
+    special: list[Any] = [bos, eos]
     processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     backend.post_processor = None if template == "none" else processor
 

@@ -36,7 +36,8 @@ _MEANINGS = (
     *("n_heads", "n_kv_heads", "positions", "sinusoid_layout", "position_offset", "rope_base", "rope_fraction"),
     *("scale_embeddings", "norm", "norm_place", "residual", "mixer", "attention_scale", "causal", "window"),
     *("sparsity", "sparsity_size", "sparsity_random"),
-    *("activation", "logit_scale", "cell", "alignment", "input_feeding"),
+    *("parallel_residual", "norm_offset", "score_cap", "qk_norm_over", "rope_layers", "window_rope_base"),
+    *("activation", "logit_scale", "logit_cap", "cell", "alignment", "input_feeding"),
 )
 
 

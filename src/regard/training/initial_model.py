@@ -19,7 +19,7 @@ from .tasks import Task
 # What a model has because of its tokenizers; they go together.
 TOKEN_FIELDS = ("vocab_size", "target_vocab_size", "pad_id", "bos_id", "eos_id")
 # The fields of a head, and the poolings of classifiers that transformers has.
-_HEAD_FIELDS = ("head_bias", "head_transform", "head_activation", "logit_scale")
+_HEAD_FIELDS = ("head_bias", "head_transform", "head_activation", "logit_scale", "logit_cap")
 _POOLINGS = ({"pooler": "tanh"}, {"pooler": "relu"}, {"pooler": "none"})
 
 

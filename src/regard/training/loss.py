@@ -285,6 +285,8 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
         losses = label_losses(logits, targets, problem_type)
         return (losses if batch.weights is None else losses * batch.weights).sum()
     states, weight = _states_and_weight(model, batch)
+    if head.cap is not None:
+        return cross_entropy(head.cap_logits(F.linear(states, weight, head.bias)), batch.targets, smoothing)
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted
     return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets)
@@ -298,7 +300,7 @@ def token_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     losses, likeliest = [], []
     size = _ROWS_AT_ONCE.get(states.device.type, 1024)
     for x, y in zip(states[is_target].split(size), batch.targets[is_target].split(size), strict=True):
-        logits = F.linear(x, weight, head.bias).float()
+        logits = head.cap_logits(F.linear(x, weight, head.bias).float())
         losses.append(F.cross_entropy(logits, y, reduction="none"))
         likeliest.append(logits.argmax(-1))
     return torch.cat(losses), torch.cat(likeliest)

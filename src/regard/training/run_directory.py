@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from ..config import DataConfig, RunConfig, TrainConfig
+from ..config.data_config import TOKENIZER_FILES
 from ..data.corpora import CORPORA
 from ..data.sources import Source
 from ..errors import BadData, BadModelFile
@@ -238,7 +239,7 @@ class RunDirectory:
 
 def _paths(data: DataConfig) -> dict[str, list[str]]:
     """The files and folders that the data names, by field; not corpora, data sets of the hub, or what is in memory."""
-    fields = ["source", "valid", "images", *(["tokenizer"] if data.tokenizer.endswith(".json") else [])]
+    fields = ["source", "valid", "images", *(["tokenizer"] if data.tokenizer.endswith(TOKENIZER_FILES) else [])]
     names = {field: name for field in fields if (name := getattr(data, field)) is not None}
     files = {field: name for field, name in names.items() if name not in (*CORPORA, IN_MEMORY) and name[:3] != "hf:"}
     return {field: [name] if Path(name).exists() else name.split(",") for field, name in files.items()}

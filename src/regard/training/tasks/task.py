@@ -35,6 +35,7 @@ from ...foundation.progress import track
 from ...models import Model
 from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
+from ...text.sentencepiece_model import load_tokenizer
 from ...text.tokenizer import PAD, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, cached_tokenizer, first_texts, train_tokenizer
 from ..loss import Batch, batch_loss, token_losses
@@ -361,14 +362,13 @@ class Task(ABC):
             train = cached_tokenizer if self._is_large else train_tokenizer
             some = first_texts(texts, MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS)
             return train(some, cast(TokenizerKind, kind), size, self.template)
-        if not kind.endswith(".json"):
-            raise ValueError(f"data.tokenizer={kind!r} is none of {', '.join(TOKENIZER_KINDS)}, nor a tokenizer.json")
-        return Tokenizer.load(kind)
+        return load_tokenizer(kind, self.template)
 
     def _token_fields(self, tokenizer: Tokenizer) -> dict[str, int | None]:
         """The fields of a model that its tokenizer decides. A foreign model's table may have rows without a token."""
         size, ids = tokenizer.size, tokenizer.special_ids
-        if not tokenizer.is_native:
+        is_new = tokenizer.has_literal_special_tokens and self.config.train.init is None  # a SentencePiece model
+        if not tokenizer.is_native and not is_new:
             size = max(size, self.config.model.vocab_size)
         return {"vocab_size": size, "pad_id": ids.get("pad", PAD), "bos_id": ids.get("bos"), "eos_id": ids.get("eos")}
 

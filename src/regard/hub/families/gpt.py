@@ -1,0 +1,212 @@
+"""GPT and the decoders near it: learned or partly rotated positions, LayerNorm, a plain feed-forward network, biases.
+
+gpt2         learned positions, weights stored (in, out) (Radford et al. 2019)
+opt          learned positions behind two rows (Zhang et al. 2022)
+gpt_neox     rotates a quarter of each head, attention and feed-forward side by side (Black et al. 2022; Pythia)
+phi          side by side with one norm for both, a bias on the logits (Phi 1, 1.5 and 2)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...config import ModelConfig
+from .. import hf_family as hf
+from ..weight_steps import Drop, HeadsTogether, Rename, Step, Transpose
+from .llama import read_rope, write_rope
+
+_DECODER: dict[str, Any] = {"architecture": "decoder", "norm_place": "pre"}
+_GPT2_HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
+_GPT2_FIELDS, _GPT2_LAYER = hf.field_names("gpt2"), hf.layer_names("gpt2")
+
+
+def read_gpt2(theirs: hf.ForeignFields) -> ModelConfig:
+    theirs.only("scale_attn_weights", True)
+    theirs.only("scale_attn_by_inverse_layer_idx", False)
+    theirs.only("add_cross_attention", False)
+    theirs.only("pruned_heads", {})
+    ours = hf.read_fields(theirs, _GPT2_FIELDS)
+    ours["activation"] = theirs.activation("activation_function", "gelu_new")
+    ours["eos_id"] = theirs.token_id("eos_token_id")
+    if ours["d_ff"] is None:
+        ours["d_ff"] = 4 * ours["d_model"]
+    return ModelConfig(**_DECODER, head=theirs.head(_GPT2_HEADS), positions="learned", **_with_padding(ours))
+
+
+def _with_padding(ours: dict[str, Any]) -> dict[str, Any]:
+    """A model without a padding token pads with the end of a text."""
+    return ours | {"pad_id": (ours["eos_id"] or 0) if ours["pad_id"] is None else ours["pad_id"]}
+
+
+def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": hf.write_head(config, _GPT2_HEADS)["architectures"],
+        **hf.write_fields(config, _GPT2_FIELDS, nulls=True),
+        "activation_function": hf.from_our_activation(config.activation),
+    }
+
+
+def gpt2_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "transformer."
+    theirs, ours = f"{prefix}h.{{i}}.", "decoder.blocks.{i}."
+    return [
+        Drop(f"{theirs}attn.bias"),
+        Drop(f"{theirs}attn.masked_bias"),
+        hf.token_head(config, f"{prefix}wte.weight"),
+        Rename(f"{prefix}wte.weight", "token.weight"),
+        Rename(f"{prefix}wpe.weight", "embeddings.position.weight"),
+        *hf.modules({f"{prefix}ln_f": "decoder.norm"}),
+        *hf.modules(_GPT2_LAYER, theirs, ours),
+        *(Transpose(f"{ours}{name}.weight") for name in ("attention.w_qkv", "attention.w_o", "ff.w_in", "ff.w_out")),
+    ]
+
+
+_OPT_HEADS = {"OPTForCausalLM": "lm", "OPTModel": "none"}
+_OPT_FIELDS = hf.field_names("opt")
+
+
+def read_opt(theirs: hf.ForeignFields) -> ModelConfig:
+    """Positions count the real tokens, which it knows by a mask and we by the padding token."""
+    theirs.only("word_embed_proj_dim", theirs.need("hidden_size"))
+    theirs.only("_remove_final_layer_norm", False)
+    theirs.only("layer_norm_elementwise_affine", True)
+    ours = hf.read_fields(theirs, _OPT_FIELDS) | {"eos_id": theirs.token_id("eos_token_id")}
+    return ModelConfig(
+        architecture="decoder",
+        head=theirs.head(_OPT_HEADS),
+        positions="learned",
+        position_offset=2,
+        positions_skip_padding=True,
+        norm_place="pre" if theirs.get("do_layer_norm_before", True) else "post",
+        **dict.fromkeys(("qkv_bias", "out_bias", "ff_bias"), theirs.get("enable_bias", True)),
+        activation=theirs.activation("activation_function", "relu"),
+        **ours,
+    )
+
+
+def write_opt(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "architectures": hf.write_head(config, _OPT_HEADS)["architectures"],
+        **hf.write_fields(config, _OPT_FIELDS, nulls=True),
+        "word_embed_proj_dim": config.d_model,
+        "do_layer_norm_before": config.norm_place == "pre",
+        "enable_bias": config.ff_bias,
+        "activation_function": hf.from_our_activation(config.activation),
+        "eos_token_id": config.eos_id,
+    }
+
+
+def opt_steps(config: ModelConfig) -> list[Step]:
+    prefix = "decoder." if config.head == "none" else "model.decoder."
+    theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+    qkv = [f"{theirs}self_attn.{x}_proj" for x in "qkv"]
+    return [
+        hf.token_head(config, f"{prefix}embed_tokens.weight"),
+        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
+        Rename(f"{prefix}embed_positions.weight", "embeddings.position.weight"),
+        *hf.modules({f"{prefix}final_layer_norm": "decoder.norm"}),
+        *hf.modules(hf.layer_names("opt"), theirs, ours),
+        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.d_model,) * 3),
+    ]
+
+
+_NEOX_HEADS = {"GPTNeoXForCausalLM": "lm", "GPTNeoXModel": "none"}
+_NEOX_FIELDS = hf.field_names("gpt_neox")
+
+
+def read_neox(theirs: hf.ForeignFields) -> ModelConfig:
+    old = {"rope_theta": theirs.get("rotary_emb_base", 10000.0)}  # as older versions call it
+    theirs = hf.ForeignFields(old | {name: x for name, x in theirs.fields.items() if x is not None})
+    ours = hf.read_fields(theirs, _NEOX_FIELDS) | read_rope(theirs, fraction=theirs.get("rotary_pct", 0.25))
+    return ModelConfig(
+        **_DECODER,
+        head=theirs.head(_NEOX_HEADS),
+        positions="rope",
+        parallel_residual="two-norms" if theirs.get("use_parallel_residual", True) else "none",
+        **dict.fromkeys(("qkv_bias", "out_bias"), theirs.get("attention_bias", True)),
+        activation=theirs.activation("hidden_act", "gelu"),
+        **_with_padding(ours | {"eos_id": theirs.token_id("eos_token_id")}),
+        embedding_dropout=ours["dropout"],
+    )
+
+
+def write_neox(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "architectures": hf.write_head(config, _NEOX_HEADS)["architectures"],
+        **hf.write_fields(config, _NEOX_FIELDS, nulls=True),
+        "use_parallel_residual": config.parallel_residual != "none",
+        "attention_bias": config.qkv_bias,
+        "hidden_act": hf.from_our_activation(config.activation),
+        "eos_token_id": config.eos_id,
+        "rope_parameters": write_rope(config) | {"partial_rotary_factor": config.rope_fraction},
+    }
+
+
+def neox_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "gpt_neox."
+    theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+    return [
+        *(Drop(f"{theirs}attention.{x}") for x in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+        hf.token_head(config, f"{prefix}embed_in.weight", "embed_out.weight"),
+        Rename(f"{prefix}embed_in.weight", "token.weight"),
+        *hf.modules({f"{prefix}final_layer_norm": "decoder.norm"}),
+        *hf.modules(hf.layer_names("gpt_neox"), theirs, ours),
+        *(HeadsTogether(f"{ours}attention.w_qkv.{kind}", config.n_heads) for kind in ("weight", "bias")),
+    ]
+
+
+_PHI_HEADS = {"PhiForCausalLM": "lm", "PhiModel": "none"}
+_PHI_FIELDS = hf.field_names("phi")
+
+
+def read_phi(theirs: hf.ForeignFields) -> ModelConfig:
+    theirs.only("qk_layernorm", False)
+    ours = hf.read_fields(theirs, _PHI_FIELDS) | read_rope(theirs, fraction=0.5)
+    ours |= {"eos_id": theirs.token_id("eos_token_id"), "n_kv_heads": ours["n_kv_heads"] or ours["n_heads"]}
+    head = theirs.head(_PHI_HEADS)
+    return ModelConfig(
+        **_DECODER,
+        head=head,
+        positions="rope",
+        parallel_residual="one-norm",
+        head_bias=head == "lm",
+        activation=theirs.activation("hidden_act", "gelu_new"),
+        **_with_padding(ours),
+    )
+
+
+def write_phi(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "phi",
+        "architectures": hf.write_head(config, _PHI_HEADS)["architectures"],
+        **hf.write_fields(config, _PHI_FIELDS, nulls=True),
+        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        "hidden_act": hf.from_our_activation(config.activation),
+        "eos_token_id": config.eos_id,
+        "rope_parameters": write_rope(config) | {"partial_rotary_factor": config.rope_fraction},
+    }
+
+
+def phi_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "model."
+    theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
+    qkv = [f"{theirs}self_attn.{x}_proj" for x in "qkv"]
+    return [
+        Drop(f"{theirs}self_attn.rotary_emb.inv_freq"),
+        hf.token_head(config, f"{prefix}embed_tokens.weight"),
+        Rename("lm_head.bias", "head.bias"),
+        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
+        *hf.modules({f"{prefix}final_layernorm": "decoder.norm"}),
+        *hf.modules(hf.layer_names("phi"), theirs, ours),
+        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.d_model, kv_rows, kv_rows)),
+    ]
+
+
+GPT2 = hf.Family(("gpt2",), read_gpt2, write_gpt2, gpt2_steps)
+OPT = hf.Family(("opt",), read_opt, write_opt, opt_steps)
+GPT_NEOX = hf.Family(("gpt_neox",), read_neox, write_neox, neox_steps)
+PHI = hf.Family(("phi",), read_phi, write_phi, phi_steps)

@@ -1,0 +1,333 @@
+"""LLaMA and its line (Touvron et al. 2023): rotary positions, RMSNorm, gated feed-forward, grouped key heads.
+
+mistral      a window (Jiang et al. 2023); ministral has it in some layers only
+qwen2, 3     biases on q, k and v; qwen3 a norm on each query and key head instead
+smollm3      no positions in every fourth layer
+olmo2        norms on the outputs of sub-layers, and over all query and all key heads together
+phi3         the same as llama with q, k and v in one tensor; rotates a part of each head
+gemma        1 + w in the norms, embeddings scaled; gemma2 norms before and after, caps scores and logits, has a window
+             in every other layer; gemma3_text turns windowed layers by another base
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...config import ModelConfig, RopeScalingConfig
+from .. import hf_family as hf
+from ..weight_steps import Drop, Rename, Step
+
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+_GEMMA = {"norm_offset": 1.0, "scale_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model type of the line: its classes, what all its models have, and which config fields it reads."""
+
+    causal_class: str
+    base_class: str
+    features: Mapping[str, Any] = field(default_factory=dict)
+    defaults: str = "llama"  # a table of names.toml over that of llama
+    always_windowed: bool = False  # a window needs no second field to switch it on
+    can_have_window: bool = True
+
+    @property
+    def classes(self) -> dict[str, str]:
+        return {self.causal_class: "lm", self.base_class: "none"}
+
+
+def _member(name: str, features: Mapping[str, Any] | None = None, *, base: str = "", **options: Any) -> Member:
+    return Member(f"{name}ForCausalLM", base or f"{name}Model", features or {}, **options)
+
+
+_LINE = {
+    "llama": _member("Llama", can_have_window=False),
+    "mistral": _member("Mistral", always_windowed=True),
+    "ministral": _member("Ministral", always_windowed=True),
+    "qwen2": _member("Qwen2"),
+    "qwen3": _member("Qwen3", {"qk_norm": True}),
+    "smollm3": _member("SmolLM3", defaults="smollm3"),
+    "olmo2": _member(
+        "Olmo2",
+        {"norm_place": "output", "qk_norm": True, "qk_norm_over": "all"},
+        defaults="olmo2",
+        can_have_window=False,
+    ),
+    "gemma": _member("Gemma", _GEMMA, defaults="gemma", can_have_window=False),
+    "gemma2": _member("Gemma2", {**_GEMMA, "norm_place": "both"}, defaults="gemma", always_windowed=True),
+    "gemma3_text": _member(
+        "Gemma3",
+        {**_GEMMA, "norm_place": "both", "qk_norm": True},
+        base="Gemma3TextModel",
+        defaults="gemma",
+        always_windowed=True,
+    ),
+}
+_PHI3 = _member("Phi3", defaults="olmo2", always_windowed=True)
+_CAPPED = ("gemma2", "gemma3_text")
+_NAMED_HEAD_WIDTH = ("qwen3", "gemma", *_CAPPED)  # theirs is not d_model / n_heads where the field is missing
+
+
+def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
+    kind = theirs.model_type
+    ours = _read_common(theirs, _LINE[kind]) | read_rope(theirs)
+    if kind in _NAMED_HEAD_WIDTH:
+        ours["d_head"] = theirs.need("head_dim")
+    if kind in _CAPPED:
+        scalar = theirs.get("query_pre_attn_scalar", 256)
+        ours["attention_scale"] = None if scalar == ours["d_head"] else 1 / math.sqrt(scalar)
+        has_caps = kind == "gemma2"  # where the fields are missing
+        ours["score_cap"] = theirs.fields.get("attn_logit_softcapping", 50.0 if has_caps else None)
+        ours["logit_cap"] = theirs.fields.get("final_logit_softcapping", 30.0 if has_caps else None)
+    if kind == "smollm3":
+        n_layers, interval = ours["n_layers"], theirs.get("no_rope_layer_interval", 4)
+        flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
+        rotated = tuple(layer for layer, flag in enumerate(flags) if flag)
+        ours["rope_layers"] = None if len(rotated) == n_layers else rotated
+    bias = theirs.get("attention_bias", False)
+    ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
+    return ModelConfig(**ours, ff_bias=theirs.get("mlp_bias", False))
+
+
+def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
+    """Our fields but for positions, biases and what only some members have."""
+    theirs.only("pretraining_tp", 1)
+    theirs.only("use_bidirectional_attention", False)
+    ours = hf.read_fields(theirs, hf.field_names("llama", *({member.defaults} - {"llama"})))
+    if ours["n_kv_heads"] is None:
+        ours["n_kv_heads"] = ours["n_heads"]
+    activation_field = "hidden_activation" if theirs.model_type in _CAPPED else "hidden_act"
+    usual = "gelu_pytorch_tanh" if member.features.get("norm_offset") else "silu"
+    activation = theirs.activation(activation_field, usual)
+    if activation not in _GATED:
+        raise ValueError(f"config.json has {activation_field}={activation!r}; regard gates with {', '.join(_GATED)}")
+    window, window_layers = _read_window(theirs, member, ours["n_layers"])
+    return {
+        **{"architecture": "decoder", "head": theirs.head(member.classes), "norm": "rms", "norm_place": "pre"},
+        **ours,
+        **{"d_head": theirs.get("head_dim", ours["d_model"] // ours["n_heads"]), "positions": "rope"},
+        **{"window": window, "window_layers": window_layers, "activation": _GATED[activation]},
+        "eos_id": theirs.token_id("eos_token_id"),
+        **member.features,
+    }
+
+
+def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """The sliding window and the layers that have it; which layers do is written in four ways over the versions.
+
+    Mistral with layer_types is what Ministral is; their automatic classes read it so too.
+    """
+    if not member.can_have_window:
+        return None, None
+    window = theirs.get("sliding_window")
+    if not (member.always_windowed or theirs.get("use_sliding_window", False)):
+        window = None
+    kinds = theirs.get("layer_types")
+    if kinds is None and theirs.model_type in _CAPPED:
+        usual = 2 if theirs.model_type == "gemma2" else 6
+        pattern = theirs.get("sliding_window_pattern", usual)
+        kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)]
+    known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    if kinds is not None and set(kinds) - known:
+        unknown, can = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
+        raise ValueError(f"config.json has layer_types with {unknown!r}; with sliding_window={window} it can be {can}")
+    if window is None:
+        return None, None
+    if kinds is not None:
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    else:
+        layers = tuple(range(0 if member.always_windowed else theirs.get("max_window_layers", 28), n_layers))
+    if not layers:
+        return None, None
+    return window, None if len(layers) == n_layers else layers
+
+
+_ORIGINAL = "original_max_position_embeddings"
+# What each kind reads; fields beside them mean nothing, there as here.
+_SCALING_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
+}
+
+
+def _our_name(field: str) -> str:
+    return "original_max_len" if field == _ORIGINAL else field
+
+
+def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[str, Any]:
+    """Our rotary fields, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
+
+    ``fraction`` is the share of a head that is rotated where the file says nothing; None: all, and nothing else.
+    """
+    fields = dict(theirs.get("rope_scaling", {}) or theirs.get("rope_parameters", {}))
+    local = None
+    if theirs.model_type == "gemma3_text":
+        nested = theirs.get("rope_parameters", {})
+        local = nested.get("sliding_attention", {}).get("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
+        fields = {"rope_theta": 1e6, **nested.get("full_attention", {}), **theirs.get("rope_scaling", {})}
+        fields["rope_theta"] = theirs.get("rope_theta", fields["rope_theta"])
+    nested_names = [name for name, value in fields.items() if isinstance(value, dict)]
+    if nested_names:
+        raise ValueError(
+            f"config.json has rope_parameters for {nested_names[0]!r} alone; regard turns all layers alike"
+        )
+    share = fields.get("partial_rotary_factor", theirs.get("partial_rotary_factor", fraction or 1.0))
+    if fraction is None and share != 1.0:
+        raise ValueError(f"config.json has partial_rotary_factor={share}; regard reads 1.0 here")
+    base = fields.get("rope_theta", theirs.get("rope_theta", 10000.0))
+    ours = {"rope_base": base, "rope_fraction": share, "rope_scaling": _read_scaling(theirs, fields)}
+    # Where no layer has a window, the base of such layers means nothing.
+    windowed = local is not None and _read_window(theirs, _LINE[theirs.model_type], theirs.need("num_hidden_layers"))[0]
+    return {**ours, "window_rope_base": local if windowed else None}
+
+
+def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScalingConfig | None:
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in _SCALING_FIELDS:
+        raise ValueError(f"config.json has rope_type={kind!r}; regard has {', '.join(_SCALING_FIELDS)}")
+    fields[_ORIGINAL] = theirs.get(_ORIGINAL, fields.get(_ORIGINAL))  # a field of its own comes before the dict's
+    known = {_our_name(name): fields[name] for name in _SCALING_FIELDS[kind] if fields.get(name) is not None}
+    return RopeScalingConfig(kind=kind, **known)
+
+
+def write_llama(config: ModelConfig) -> dict[str, Any]:
+    kind = _kind(config)
+    fields = _write_common(config, kind, _LINE[kind])
+    if kind in ("llama", "qwen3", "smollm3", "olmo2", "gemma", *_CAPPED):
+        fields["attention_bias"] = config.qkv_bias
+    if kind in ("llama", "smollm3"):
+        fields["mlp_bias"] = config.ff_bias
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        windowed = _windowed_layers(config)
+        fields["use_sliding_window"] = config.window is not None
+        fields["max_window_layers"] = min(windowed, default=config.n_layers)
+    if kind in ("qwen2", "qwen3", "smollm3", "ministral", *_CAPPED):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        fields["layer_types"] = [kinds[layer in _windowed_layers(config)] for layer in range(config.n_layers)]
+    if kind == "smollm3":
+        rotated = range(config.n_layers) if config.rope_layers is None else config.rope_layers
+        fields["no_rope_layers"] = [int(layer in rotated) for layer in range(config.n_layers)]
+    if kind in _CAPPED:
+        scale = config.attention_scale
+        fields["query_pre_attn_scalar"] = config.head_width if scale is None else round(scale**-2)
+        fields |= {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
+    if kind == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
+        fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+    return fields
+
+
+def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, Any]:
+    gates = {ours: theirs for theirs, ours in _GATED.items()}
+    if config.activation not in gates or config.head not in ("lm", "none"):
+        raise ValueError(f"activation={config.activation!r} with head={config.head!r} is none of the LLaMA line")
+    fields: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [member.causal_class if config.head == "lm" else member.base_class],
+        **hf.write_fields(config, hf.field_names("llama"), nulls=True),
+        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        "head_dim": config.head_width,
+        "hidden_activation" if kind in _CAPPED else "hidden_act": hf.from_our_activation(gates[config.activation]),
+        "eos_token_id": config.eos_id,
+        "rope_parameters": write_rope(config),
+    }
+    if member.can_have_window:
+        fields["sliding_window"] = config.window
+    return fields
+
+
+def _windowed_layers(config: ModelConfig) -> tuple[int, ...]:
+    if config.window is None:
+        return ()
+    return tuple(range(config.n_layers)) if config.window_layers is None else config.window_layers
+
+
+def _kind(config: ModelConfig) -> str:
+    """Which member of the line has these features."""
+    if config.norm_offset:
+        return "gemma3_text" if config.qk_norm else "gemma2" if config.norm_place == "both" else "gemma"
+    if config.norm_place == "output":
+        return "olmo2"
+    if config.rope_layers is not None:
+        return "smollm3"
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias and not config.out_bias:
+        return "qwen2"
+    if config.window is None:
+        return "llama"
+    return "mistral" if config.window_layers is None else "ministral"
+
+
+def write_rope(config: ModelConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"rope_theta": config.rope_base, "rope_type": "default"}
+    scaling = config.rope_scaling
+    if scaling is not None:
+        fields["rope_type"] = scaling.kind
+        for name in _SCALING_FIELDS[scaling.kind]:
+            value = getattr(scaling, _our_name(name))
+            if value is not None or name == "factor":  # they want to be told that there is no factor
+                fields[name] = list(value) if isinstance(value, tuple) else value
+    return fields
+
+
+def llama_steps(config: ModelConfig) -> list[Step]:
+    prefix, theirs, ours = _places(config)
+    q_rows = config.n_heads * config.head_width
+    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
+    qkv, gates = [f"{theirs}self_attn.{x}_proj" for x in "qkv"], [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
+    norms = {"output": "olmo2", "both": "gemma"}.get(config.norm_place, "llama")
+    return [
+        Drop(f"{theirs}self_attn.rotary_emb.inv_freq"),
+        *_outer_steps(config, prefix),
+        *hf.modules(hf.layer_names("llama line") | hf.layer_names(norms), theirs, ours),
+        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (q_rows, kv_rows, kv_rows)),
+        *hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff, config.d_ff)),
+    ]
+
+
+def _places(config: ModelConfig) -> tuple[str, str, str]:
+    """Before their modules, their layers and ours."""
+    prefix = "" if config.head == "none" else "model."
+    return prefix, f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+
+
+def _outer_steps(config: ModelConfig, prefix: str) -> list[Step]:
+    return [
+        hf.token_head(config, f"{prefix}embed_tokens.weight"),
+        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
+        Rename(f"{prefix}norm.weight", "decoder.norm.weight"),
+    ]
+
+
+def read_phi3(theirs: hf.ForeignFields) -> ModelConfig:
+    ours = _read_common(theirs, _PHI3) | read_rope(theirs, fraction=1.0)
+    dropout, embedding_dropout = theirs.get("resid_pdrop", 0.0), theirs.get("embd_pdrop", 0.0)
+    ours |= {"qkv_bias": False, "out_bias": False, "ff_bias": False}
+    return ModelConfig(**ours, dropout=dropout, embedding_dropout=embedding_dropout)
+
+
+def write_phi3(config: ModelConfig) -> dict[str, Any]:
+    fields = _write_common(config, "phi3", _PHI3)
+    fields["rope_parameters"]["partial_rotary_factor"] = config.rope_fraction
+    return {**fields, "resid_pdrop": config.dropout, "embd_pdrop": config.embedding_dropout}
+
+
+def phi3_steps(config: ModelConfig) -> list[Step]:
+    prefix, theirs, ours = _places(config)
+    fused = {"self_attn.qkv_proj": "attention.w_qkv", "mlp.gate_up_proj": "ff.w_in"}
+    names = hf.layer_names("llama line") | hf.layer_names("llama") | fused
+    return [*_outer_steps(config, prefix), *hf.modules(names, theirs, ours)]
+
+
+LLAMA = hf.Family(tuple(_LINE), read_llama, write_llama, llama_steps)
+PHI3 = hf.Family(("phi3",), read_phi3, write_phi3, phi3_steps)

@@ -1,0 +1,165 @@
+"""Decoders that came after GPT-2 and LLaMA: logits equal to transformers', both ways, padded, causal and cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import regard
+from regard.config import ModelConfig
+from regard.generation import generate
+from regard.hub.families import BY_TYPE
+from regard.hub.hf_family import ForeignFields
+
+from .common import refusal, tiny
+from .decoder_cases import check_decoder
+
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 41, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40},
+    **{"max_position_embeddings": 32, **IDS},
+}
+GROUPED = {"num_key_value_heads": 2}
+GEMMA = {**GROUPED, "head_dim": 8}
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+OPT = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {"ffn_dim": 40}
+OPT |= {"word_embed_proj_dim": 24}
+WIDE = {**SIZES, "hidden_size": 32}  # heads of 8, of which a part can be rotated
+PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}}
+LOCAL = {"rope_type": "default", "rope_theta": 50.0}
+Case = tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, {**WIDE, **PARTLY}),
+    "gpt_neox one after the other": (
+        hf.GPTNeoXForCausalLM,
+        hf.GPTNeoXConfig,
+        {**WIDE, "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "gpt_neox states": (hf.GPTNeoXModel, hf.GPTNeoXConfig, {**WIDE, "pad_token_id": None}),
+    "phi": (hf.PhiForCausalLM, hf.PhiConfig, {**WIDE, **PARTLY}),
+    "phi grouped, tied": (hf.PhiForCausalLM, hf.PhiConfig, {**WIDE, **GROUPED, "tie_word_embeddings": True}),
+    "phi states": (hf.PhiModel, hf.PhiConfig, WIDE),
+    "phi3": (hf.Phi3ForCausalLM, hf.Phi3Config, {**WIDE, **GROUPED, **PARTLY}),
+    "phi3 window": (hf.Phi3ForCausalLM, hf.Phi3Config, {**WIDE, "sliding_window": 4, **PARTLY}),
+    "gemma": (hf.GemmaForCausalLM, hf.GemmaConfig, {**SIZES, **GEMMA}),
+    "gemma states": (hf.GemmaModel, hf.GemmaConfig, {**SIZES, **GEMMA}),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, {**SIZES, **GEMMA, **WINDOWS, "query_pre_attn_scalar": 12}),
+    "gemma2 caps": (
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config,
+        {**SIZES, **GEMMA, "sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 0.7},
+    ),
+    "gemma2 without caps": (
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config,
+        {**SIZES, **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, {**SIZES, **GEMMA, **WINDOWS}),
+    "gemma3_text turned by two bases": (
+        hf.Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
+        {
+            **{**SIZES, **GEMMA, **WINDOWS, "tie_word_embeddings": False},
+            "rope_parameters": {
+                "sliding_attention": LOCAL,
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+            },
+        },
+    ),
+    "smollm3": (hf.SmolLM3ForCausalLM, hf.SmolLM3Config, {**SIZES, **GROUPED, "num_hidden_layers": 4}),
+    "smollm3 layers without positions": (
+        hf.SmolLM3ForCausalLM,
+        hf.SmolLM3Config,
+        {**SIZES, **GROUPED, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, **WINDOWS},
+    ),
+    "opt": (hf.OPTForCausalLM, hf.OPTConfig, OPT),
+    "opt post-norm": (hf.OPTForCausalLM, hf.OPTConfig, {**OPT, "do_layer_norm_before": False, "enable_bias": False}),
+    "opt states": (hf.OPTModel, hf.OPTConfig, {**OPT, "activation_function": "gelu", "pad_token_id": 3}),
+    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {**SIZES, **GROUPED}),
+    "olmo2 biases, tied": (
+        hf.Olmo2ForCausalLM,
+        hf.Olmo2Config,
+        {**SIZES, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_language_model(case: Case, tmp_path: Path) -> None:
+    model_class, config_class, fields = case
+    check_decoder(model_class, config_class(**fields), tmp_path)
+
+
+def read(name: str) -> ModelConfig:
+    model_class, config_class, fields = CASES[name]
+    theirs = {**config_class(**fields).to_dict(), "architectures": [model_class.__name__]}
+    return BY_TYPE[theirs["model_type"]].read(ForeignFields(theirs))
+
+
+def test_what_the_features_become() -> None:
+    """A case could pass because both sides pass a field over; what it is to change must be there."""
+    neox, phi, phi3 = read("gpt_neox"), read("phi"), read("phi3")
+    assert (neox.parallel_residual, neox.rope_fraction) == ("two-norms", 0.75)
+    assert read("gpt_neox one after the other").parallel_residual == "none"
+    assert (phi.parallel_residual, phi.head_bias, phi3.rope_fraction) == ("one-norm", True, 0.75)
+    gemma2, capped, gemma3 = read("gemma2"), read("gemma2 caps"), read("gemma3_text turned by two bases")
+    assert (gemma2.norm_offset, gemma2.norm_place, gemma2.window_layers) == (1.0, "both", (0, 2))
+    assert (gemma2.scale_embeddings, gemma2.attention_scale) == (True, pytest.approx(12**-0.5))
+    assert (capped.score_cap, capped.logit_cap, capped.window_layers) == (1.5, 0.7, (0, 2))
+    assert (gemma3.rope_base, gemma3.window_rope_base, gemma3.rope_scaling.factor) == (300.0, 50.0, 4.0)
+    assert (read("smollm3").rope_layers, read("smollm3 layers without positions").rope_layers) == ((0, 1, 2), (1,))
+    assert (read("opt").position_offset, read("opt post-norm").norm_place) == (2, "post")
+    assert (read("olmo2").norm_place, read("olmo2").qk_norm_over) == ("output", "all")
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    model_class, config_class, fields = CASES[name]
+    return {**config_class(**fields).to_dict(), "architectures": [model_class.__name__]}
+
+
+def test_older_spellings_mean_the_same() -> None:
+    neox = fields_of("gpt_neox") | {"rope_parameters": None, "rotary_pct": 0.75, "rotary_emb_base": 100.0}
+    assert BY_TYPE["gpt_neox"].read(ForeignFields(neox)) == read("gpt_neox")
+    gemma = fields_of("gemma3_text turned by two bases")
+    gemma |= {"rope_parameters": None, "rope_theta": 300.0, "rope_local_base_freq": 50.0}
+    gemma["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+    assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)) == read("gemma3_text turned by two bases")
+    gemma = {**gemma, "layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}
+    assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)).window_layers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "named"),
+    [
+        ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
+        ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma2", {"head_dim": None}, "head_dim"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
+        ("gpt_neox", {"architectures": ["GPTNeoXForSequenceClassification"]}, "GPTNeoXForSequenceClassification"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, Any], named: str) -> None:
+    assert named in refusal(fields_of(case) | change)
+
+
+def test_generation_is_theirs(tmp_path: Path) -> None:
+    """Greedy and beam tokens, through the engine that a CPU uses."""
+    for name in ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2"):
+        model_class, config_class, fields = CASES[name]
+        theirs = tiny(model_class, config_class(**fields))
+        theirs.save_pretrained(tmp_path / name)
+        ours = regard.load(tmp_path / name)
+        prompt = torch.tensor([[5, 9, 3, 17]])
+        for beam in (1, 3):
+            settings: dict[str, Any] = {"max_new_tokens": 8, "num_beams": beam, "do_sample": False}
+            told = theirs.generate(prompt, **settings, length_penalty=1.0, early_stopping=False)[0, 4:].tolist()
+            got = generate(ours, prompt.tolist(), max_new_tokens=8, beam=beam)
+            assert got.hypotheses[0][0].tokens == told[: len(got.hypotheses[0][0].tokens)], f"{name}, beam {beam}"
