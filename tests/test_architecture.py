@@ -61,6 +61,8 @@ OWNERS: dict[str, set[str]] = {
     "onnxscript": {"export"},
     "onnxruntime": {"export"},
     "ctranslate2": {"export"},
+    "gguf": {"hub"},
+    "llama_cpp": {"export"},
     "torchao": {"export"},
     "fastapi": {"web"},
     "starlette": {"web"},

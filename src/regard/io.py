@@ -47,7 +47,8 @@ def load(
 
     The directory is one that ``model.save`` or transformers wrote, a LoRA adapter as ``peft`` writes it (then the model
     it belongs to with the additions merged), or a training run: then its model is the averaged one, else the best, else
-    the last, and "RUN@1200" is that of step 1200.
+    the last, and "RUN@1200" is that of step 1200. A GGUF file of a LLaMA, Mistral, Qwen 2 or Qwen 3 is read too, by its
+    own path or that of a directory that holds nothing else.
 
     No code of the directory is run. Where it has a manifest every file is compared with it first; otherwise
     ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
@@ -73,7 +74,8 @@ def load(
         files = _check_directory(path, allow_pickle, verify)
         with _directory_in_errors(files.directory.root):
             processor = files.processor()
-            model = hub.fill(files.fitting, files.resolved.steps, files.weights, device, float_type)
+            wanted = float_type or files.directory.dtype
+            model = hub.fill(files.fitting, files.resolved.steps, files.weights, device, wanted)
         model.processor, model.provenance = processor, files.provenance
         model.training_record = files.directory.training_record
         return model
@@ -248,7 +250,8 @@ class _CheckedDirectory:
 
 
 def _check_directory(path: str | Path, allow_pickle: bool, verify: bool) -> _CheckedDirectory:
-    directory = hub.Directory(path, verify=verify)
+    file = hub.find_gguf(path)
+    directory = hub.Directory(path, verify=verify) if file is None else hub.GgufDirectory(file)
     with _directory_in_errors(directory.root):
         fields = directory.config()
         weights = directory.weights(allow_pickle=allow_pickle)

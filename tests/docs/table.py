@@ -195,6 +195,12 @@ INSTEAD: dict[str, Instead] = {
     "python benchmarks/": Instead("measures for minutes", _script),
     "pip install numpy": Instead("installed already", lambda _: ["python -c 'import numpy, onnxruntime, tokenizers'"]),
     "npm install": Instead("downloads: tests/export/test_shipping.py runs what it finds", lambda _: ["true"]),
+    **{
+        name: Instead(
+            "another program, on what the commands before it wrote", lambda _: ["test -f shipped/gguf/model.gguf"]
+        )
+        for name in ("llama-", "ollama", "lms", 'echo "FROM')
+    },
     "node examples/": Instead("tests/export/test_shipping.py runs it where node is", _script),
     "python examples/": Instead("tests/test_examples.py runs them", _script),
     "regard ablate paper data=data/multi30k train.steps=1600": Instead("the one before it, longer", _prepared),

@@ -14,7 +14,7 @@ from . import completion, terminal
 from .options import AsJson, argument, flag, option
 from .terminal import split_commas
 
-KINDS = ("onnx", "onnx-int8", "hf", "ctranslate2", "int8", "safetensors")
+KINDS = ("onnx", "onnx-int8", "hf", "ctranslate2", "gguf", "gguf-f16", "gguf-bf16", "gguf-q8_0", "int8", "safetensors")
 
 
 def export(
@@ -23,7 +23,7 @@ def export(
         str,
         argument(
             "KIND",
-            "onnx, onnx-int8, hf, ctranslate2, int8, safetensors; several with commas between.",
+            f"{', '.join(KINDS)}; several with commas between.",
             completion.choices(*KINDS),
         ),
     ],
@@ -46,7 +46,7 @@ def export(
     compiled: Annotated[bool, flag("--compile/--no-compile", "Compare with torch.compile too.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model as ONNX, for CTranslate2, in int8 or for transformers, compare it, and keep the certificate.
+    """Write a model as ONNX, GGUF or int8, for CTranslate2 or transformers, compare it, and keep the certificate.
 
     Where a bound is broken the exit code is 1 and nothing is written.
     """

@@ -129,7 +129,7 @@ class TrainConfig(Config):
     stop_at: int | None = None
     """Stop after this step as if interrupted."""
 
-    ship_to: tuple[Literal["onnx", "hf", "ctranslate2", "int8"], ...] = ()
+    ship_to: tuple[Literal["onnx", "hf", "ctranslate2", "gguf", "int8"], ...] = ()
     """Kinds of export the model is meant for: what it cannot be exported as is refused before training."""
     init: str | None = None
     """Start from a run or a Hugging Face directory: its architecture, weights and tokenizers; typed fields override."""

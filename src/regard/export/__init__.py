@@ -1,4 +1,4 @@
-"""From a model to an artefact: ONNX, CTranslate2, int8 and Hugging Face directories, each with its certificate.
+"""From a model to an artefact: ONNX, CTranslate2, GGUF, int8 and Hugging Face directories, each with its certificate.
 
 The module can be called: ``regard.export(model, kind, path)`` is ``regard.export.export(model, kind, path)``.
 """
@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from .certificate import BoundBroken, Bounds, certificate_text, certify
-from .engines import Ct2Engine, Engine, OnnxEngine, TorchEngine, engines_in, open_engine
+from .engines import Ct2Engine, Engine, GgufEngine, OnnxEngine, TorchEngine, engines_in, open_engine
 from .export_model import Kind, export
 from .quantise import is_quantised, open_int8, quantise
 
@@ -17,6 +17,7 @@ __all__ = [
     "Bounds",
     "Ct2Engine",
     "Engine",
+    "GgufEngine",
     "Kind",
     "OnnxEngine",
     "TorchEngine",

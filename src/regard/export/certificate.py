@@ -21,8 +21,21 @@ from ..attention import MultiHeadAttention
 from ..errors import RegardError
 from ..generation import GenerateConfig
 from ..generation.generate import inference
+from ..hub.gguf_file import NAME as GGUF_FILE
+from ..hub.gguf_file import GgufDirectory
 from ..models import Model
-from .engines import Ct2Engine, Engine, TorchEngine, engines_in, open_engine, open_model
+from ..text.gguf_vocabulary import PROBES
+from .engines import (
+    Ct2Engine,
+    Engine,
+    GgufEngine,
+    TorchEngine,
+    engines_in,
+    has_llama_cpp,
+    open_directory,
+    open_engine,
+    open_model,
+)
 from .parity_cases import BATCH, ParityCase, check_file, largest_sizes, make_cases, task_name
 from .quantise import is_quantised
 
@@ -81,6 +94,8 @@ def certify(
         comparisons = _compare_torch_paths(model, references, bounds, compiled)
         engines = _open_engines(root, bounds)
         comparisons += _compare_engines(model, engines, references)
+        if "gguf" in engines_in(root) and not has_llama_cpp():
+            comparisons.append(_skipped("llama.cpp", "llama-cpp-python is not installed"))
         file = None
         if check is not None:
             deltas = [(name, engine, limits.delta) for name, engine, limits in engines]
@@ -151,7 +166,7 @@ def _without_bounds(document: Mapping[str, Any]) -> list[str]:
 
 
 def _passing_line(document: Mapping[str, Any]) -> str:
-    free = [name for name in _without_bounds(document) if name in ("int8", "onnx int8")]
+    free = [name for name in _without_bounds(document) if name != "ctranslate2 int8"]
     if not free or document.get("file"):
         return "every bound holds"
     said = f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"
@@ -160,7 +175,11 @@ def _passing_line(document: Mapping[str, Any]) -> str:
 
 def full_logits(model: Model, case: ParityCase) -> Tensor:
     """Logits of every real token, all rows one after the other (N, V); class logits (B, C)."""
-    return case.drop_padding(TorchEngine(model).token_logits(case.source, case.target, case.padding_mask))
+    return _engine_logits(TorchEngine(model), case)
+
+
+def _engine_logits(engine: Engine, case: ParityCase) -> Tensor:
+    return case.drop_padding(engine.token_logits(case.source, case.target, case.padding_mask))
 
 
 def cached_logits(model: Model, case: ParityCase) -> Tensor:
@@ -262,6 +281,8 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
     for name in engines_in(root):
         if name == "onnx" and has_int8_weights(root):
             engines.append(("onnx int8", open_engine(root, name), int8_bounds))
+        elif name == "gguf":
+            engines += _open_gguf(root, bounds, int8_bounds)
         elif name != "torch":
             engines.append((name, open_engine(root, name), bounds))
         else:
@@ -273,6 +294,14 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
     return engines
 
 
+def _open_gguf(root: Path, bounds: Bounds, rounded_bounds: Bounds) -> list[tuple[str, Engine, Bounds]]:
+    """model.gguf, read back by us and, where it is installed, by llama.cpp."""
+    file = GgufDirectory(root / GGUF_FILE)
+    limits = bounds if file.float_type == "f32" else rounded_bounds
+    engines: list[tuple[str, Engine, Bounds]] = [("gguf", TorchEngine(open_directory(file).float()), limits)]
+    return [*engines, ("llama.cpp", open_engine(root, "gguf"), limits)] if has_llama_cpp() else engines
+
+
 def _compare_engines(
     model: Model, engines: list[tuple[str, Engine, Bounds]], references: list[Reference]
 ) -> list[dict[str, Any]]:
@@ -280,15 +309,18 @@ def _compare_engines(
     prompts = [case.first_prompt() for case, _ in references] if writes else []
     own_texts, rows = _texts(TorchEngine(model), prompts), []
     for name, engine, bounds in engines:
-        if isinstance(engine, TorchEngine):
-            of, pairs = "logits", ((full_logits(engine.model, case), wanted) for case, wanted in references)
-        else:
-            assert isinstance(engine, Ct2Engine)
+        if isinstance(engine, Ct2Engine):
             of, pairs = "log P of given tokens", (_log_probs(engine, case, wanted) for case, wanted in references)
+        else:
+            of, pairs = "logits", ((_engine_logits(engine, case), wanted) for case, wanted in references)
         worst, same = max(_distance(*pair) for pair in pairs), None
         if writes:
             same = sum(a == b for a, b in zip(_texts(engine, prompts), own_texts, strict=True)) / len(prompts)
         rows.append(_result(name, len(references), worst, same, bounds, of))
+        if isinstance(engine, GgufEngine) and engine.processor is not None:
+            encode, texts = engine.tokenizer("target").encode, [text for text in PROBES if text]
+            same = sum(engine.encode(text) == encode(text) for text in texts) / len(texts)
+            rows.append(_result("its tokenizer", len(texts), None, same, bounds, "token ids of texts"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""One exported directory, three engines with one interface: torch, ONNX Runtime, CTranslate2.
+"""One exported directory, four engines with one interface: torch, ONNX Runtime, CTranslate2, llama.cpp.
 
     engine = open_engine(path, "ctranslate2")
     engine.translate(["The cat sleeps."], beam=4)        texts in, texts out
@@ -9,6 +9,7 @@ Inputs are checked, limited and batched here, in the same way for all engines.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,17 +23,20 @@ from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
+from ..hub.gguf_file import NAME as GGUF_FILE
 from ..models import Model
 from ..text import read_processor
 from .ctranslate2_export import FOLDER as CT2_FOLDER
 from .ctranslate2_export import require_ctranslate2, vocabularies
 from .quantise import is_quantised, open_int8
 
-EngineName = Literal["torch", "onnx", "ctranslate2"]
+EngineName = Literal["torch", "onnx", "ctranslate2", "gguf"]
 Side = Literal["source", "target"]
 ONNX_FOLDER = "onnx"
+_PLACES: dict[EngineName, str] = {"onnx": ONNX_FOLDER, "ctranslate2": CT2_FOLDER, "gguf": GGUF_FILE}
 _CT2_FIELDS = {"max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"}
 _CT2_FIELDS |= {"truncate", "cache"}  # the fields of GenerateConfig that CTranslate2 supports
+_LLAMA_CPP_CONTEXT = 4096  # tokens of a text in llama.cpp at most: the logits of each are kept
 
 
 class Engine(ABC):
@@ -266,11 +270,75 @@ class OnnxEngine(TorchEngine):
         self.processor = processor
 
 
+class GgufEngine(Engine):
+    """llama.cpp reads model.gguf and computes the logits; the likeliest token is written. Keys and values are float32,
+    where llama.cpp by itself keeps half precision."""
+
+    name: EngineName = "gguf"
+
+    def __init__(self, file: Path, config: ModelConfig, processor: Any, *, threads: int | None = None) -> None:
+        require_llama_cpp()
+        import llama_cpp
+
+        super().__init__(config, processor)
+        n_threads, kind = threads or torch.get_num_threads(), llama_cpp.GGML_TYPE_F32
+        options: dict[str, Any] = {"n_threads": n_threads, "n_threads_batch": n_threads, "type_k": kind, "type_v": kind}
+        options["n_ctx"] = min(config.max_len, _LLAMA_CPP_CONTEXT)
+        try:
+            self.runtime = llama_cpp.Llama(str(file), logits_all=True, verbose=False, **options)
+        except ValueError as error:
+            raise BadModelFile(f"{file} cannot be opened by llama.cpp: {error}") from None
+
+    def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
+        for name in sorted(config.model_fields_set - {"max_new_tokens", "truncate", "cache"}):
+            if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"the gguf engine has no {name}={getattr(config, name)!r}; torch has")
+        return [self._continue(row, min(config.max_new_tokens, self.runtime.n_ctx() - len(row))) for row in rows]
+
+    def _continue(self, row: list[int], most: int) -> list[int]:
+        text: list[int] = []
+        logits = self._logits(row)
+        while len(text) < most and (token := int(logits[-1].argmax())) != self.config.eos_id:
+            text.append(token)
+            if len(text) < most:
+                logits = self._logits([token], after=len(row) + len(text) - 1)
+        return text
+
+    def _logits(self, tokens: list[int], after: int = 0) -> Tensor:
+        """Logits of tokens (T, V) that stand after so many that were read before."""
+        if after + len(tokens) > self.runtime.n_ctx():
+            raise ValueError(f"the text has {after + len(tokens)} tokens; the gguf engine reads {self.runtime.n_ctx()}")
+        self.runtime.n_tokens = after
+        self.runtime.eval(tokens)
+        return torch.from_numpy(self.runtime.scores[after : after + len(tokens)].copy())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text by llama.cpp's own tokenizer."""
+        return self.runtime.tokenize(text.encode(), add_bos=True, special=False)
+
+    def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
+        out = torch.zeros(*source.shape, self.config.vocab_size)
+        lengths = [source.shape[1]] * len(source) if padding_mask is None else padding_mask.sum(1).tolist()
+        for row, tokens, length in zip(out, source.tolist(), lengths, strict=True):
+            row[:length] = self._logits(tokens[:length])
+        return out
+
+
+def has_llama_cpp() -> bool:
+    """Whether llama.cpp's Python package is installed."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+def require_llama_cpp() -> None:
+    if not has_llama_cpp():
+        raise ValueError('llama-cpp-python is not installed: pip install "regard[llama-cpp]", which builds llama.cpp')
+
+
 def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) -> Engine:
     """The engine called ``name`` on an exported directory.
 
     options  of ctranslate2: compute_type ("default", "int8" …), device, threads; of onnx: threads, providers;
-             of torch: device
+             of gguf: threads; of torch: device
     """
     if name not in get_args(EngineName):
         raise ValueError(f"engine={name!r} is none of {', '.join(get_args(EngineName))}")
@@ -281,12 +349,14 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
     fields = directory.config()
     config = hub.read_config(fields).config
     processor = read_processor(directory, fields, config)
-    folder = directory.root / (ONNX_FOLDER if name == "onnx" else CT2_FOLDER)
-    if not folder.is_dir():
+    folder = directory.root / _PLACES[name]
+    if not folder.exists():
         kinds = ", ".join(engines_in(directory.root))
         raise BadModelFile(f"{root} was not exported as {name}: it holds {kinds}; export it again with that kind")
     if name == "ctranslate2":
         return Ct2Engine(folder, config, processor, **options)
+    if name == "gguf":
+        return GgufEngine(folder, config, processor, **options)
     from .onnx_export import open_onnx
 
     return OnnxEngine(open_onnx(directory.root, **options), processor)
@@ -294,15 +364,16 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
 
 def engines_in(root: Path) -> list[EngineName]:
     """Which engines an exported directory can be opened with."""
-    others: list[tuple[EngineName, str]] = [("onnx", ONNX_FOLDER), ("ctranslate2", CT2_FOLDER)]
-    return ["torch", *(name for name, folder in others if (root / folder).is_dir())]
+    return ["torch", *(name for name, place in _PLACES.items() if (root / place).exists())]
 
 
 def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
     """The torch model of an exported directory, float or int8."""
-    if is_quantised(root):
-        return open_int8(root).to(device)
-    directory = hub.Directory(root)
+    return open_int8(root).to(device) if is_quantised(root) else open_directory(hub.Directory(root), device=device)
+
+
+def open_directory(directory: hub.Directory, *, device: torch.device | str = "cpu") -> Model:
+    """The torch model of a directory that was opened, or of a GGUF file."""
     fields, weights = directory.config(), directory.weights()
     fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
     resolved = hub.read_config(fields)

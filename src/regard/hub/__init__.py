@@ -3,6 +3,7 @@
 from .config_diff import behaviour, differences
 from .families import BY_TYPE, FAMILIES
 from .fitting import Fitting, fill, fit
+from .gguf_file import GgufDirectory, find_gguf
 from .hf_config import (
     ResolvedConfig,
     WrittenConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "Adapter",
     "Directory",
     "Fitting",
+    "GgufDirectory",
     "LowRank",
     "Manifest",
     "Provenance",
@@ -35,6 +37,7 @@ __all__ = [
     "changed_fields",
     "differences",
     "fill",
+    "find_gguf",
     "fit",
     "is_adapter",
     "model_card",

@@ -158,6 +158,8 @@ class Provenance:
 class Directory:
     """A model directory. With a manifest, all files are checked at once, and only listed files are read."""
 
+    dtype: torch.dtype | None = None  # what a model of it is to be in; None: each tensor as it is stored
+
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         root = Path(path)
         if not root.exists() and previous_version(root).is_dir():

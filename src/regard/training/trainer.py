@@ -124,7 +124,7 @@ def train(
             run_config = run_config.with_(model=opened.model_config, train=run_config.train.with_(out=out))
             inputs.check_model(run_config.model)
             check_loggers(run_config.train.loggers)
-            _check_shippable(run_config)
+            _check_shippable(run_config, opened.processor)
             RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
         run_config = group.broadcast_object(run_config)
         assert run_config.train.out is not None
@@ -221,13 +221,13 @@ def _progress(style: Style, group: Group) -> AbstractContextManager[None]:
     return show_progress(group.is_main and style not in ("quiet", "off"))
 
 
-def _check_shippable(config: RunConfig) -> None:
+def _check_shippable(config: RunConfig, processor: Processor) -> None:
     """Refuse before training what train.ship_to could not be given after it."""
     if config.train.ship_to:
         from ..export.export_model import check_exportable
 
         try:
-            check_exportable(config.model, config.train.ship_to)
+            check_exportable(config.model, config.train.ship_to, processor)
         except ValueError as error:
             raise UsageError(f"train.ship_to={','.join(config.train.ship_to)}: {error}") from None
 
