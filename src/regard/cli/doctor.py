@@ -28,7 +28,7 @@ CORE: dict[str, str] = _PACKAGES["core"]  # the lowest version that will do
 EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     name: (extra["packages"], extra["adds"]) for name, extra in _PACKAGES["extras"].items()
 }
-_IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
+_IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def _core() -> Iterator[Finding]:
 def _extra(extra: str, packages: dict[str, str], adds: str) -> Finding:
     """Optional ones are not imported: that would take seconds."""
     versions = {name: version_of(name) for name in packages}
-    missing = [name for name, version in versions.items() if version is None or find_spec(name) is None]
+    missing = [
+        name for name, version in versions.items() if version is None or find_spec(_IMPORTED_AS.get(name, name)) is None
+    ]
     old = [name for name in packages if name not in missing and numbers(versions[name]) < numbers(packages[name])]
     if not missing and not old:
         present = ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -46,7 +46,16 @@ _FIELDS = {  # of config.json, and the keys below the architecture's name that h
 }
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _ROPE_FREQS = "rope_freqs.weight"  # Llama 3: what each pair's frequency is divided by
-_LLAMA3 = {"original_max_len": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every Llama 3
+_LLAMA3: dict[str, Any] = {
+    "original_max_len": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}  # of every Llama 3
+_SCALING_FIELDS = {  # what llama.cpp is told of each kind; yarn's other fields have the values of the paper
+    "linear": {"kind", "factor"},
+    "yarn": {"kind", "factor", "original_max_len"},
+    "llama3": {"kind", "factor", "original_max_len", "low_freq_factor", "high_freq_factor"},
+}
 _REQUIRED = {"head": "lm", "activation": "swiglu"}  # the only values that llama.cpp has
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -75,7 +84,7 @@ def gguf_steps(architecture: str, n_heads: int, n_kv_heads: int) -> list[Step]:
     kinds = ("weight", "bias")
     return [
         *(Interleave(f"blk.{{i}}.{name}.{kind}", heads) for name, heads in turned for kind in kinds),
-        *hf.modules(hf.layer_names("gguf"), "", ""),
+        *hf.modules(hf.layer_names("gguf")),
     ]
 
 
@@ -86,18 +95,12 @@ def gguf_obstacles(config: ModelConfig) -> list[str]:
         return list(written.obstacles)
     if written.model_type not in _ARCHITECTURES:
         return [f"the architecture of {written.model_type}"]
-    scaling, qk_bias = config.rope_scaling, config.qk_norm and config.qkv_bias
-    own_yarn = scaling is not None and set(scaling.model_dump(exclude_none=True)) - {
-        "kind",
-        "factor",
-        "original_max_len",
-    }
+    scaling = {} if config.rope_scaling is None else config.rope_scaling.model_dump(exclude_none=True)
     unsupported = {
         **{name: getattr(config, name) != value for name, value in _REQUIRED.items()},
         "window": config.window is not None and config.window < config.max_len,
-        "qkv_bias": qk_bias,
-        "rope_scaling": scaling is not None
-        and (scaling.kind not in ("linear", "yarn", "llama3") or (scaling.kind == "yarn" and bool(own_yarn))),
+        "qkv_bias": config.qk_norm and config.qkv_bias,
+        "rope_scaling": not set(scaling) <= _SCALING_FIELDS.get(scaling.get("kind", "linear"), set()),
     }
     return [f"{name}={getattr(config, name)!r}" for name, is_wrong in unsupported.items() if is_wrong]
 

@@ -46,10 +46,9 @@ PROBES = (
 def gguf_vocabulary(tokenizer: Tokenizer, config: ModelConfig, chat_template: str | None = None) -> dict[str, Any]:
     """The fields of a GGUF file for a tokenizer; ValueError where llama.cpp has none like it."""
     file, size = json.loads(tokenizer.content), config.vocab_size
-    is_bpe, has_bytes = file["model"]["type"] == "BPE", bool(file["model"].get("byte_fallback"))
-    merges = _merges(file) if is_bpe else []
-    if not is_bpe:
+    if file["model"]["type"] != "BPE":
         raise ValueError(_refusal(tokenizer))
+    merges, has_bytes = _merges(file), bool(file["model"].get("byte_fallback"))
     added = {token["id"]: token for token in file.get("added_tokens") or ()}
     tokens = {index: token for token, index in file["model"]["vocab"].items()}
     tokens |= {index: token["content"] for index, token in added.items()}
