@@ -61,7 +61,7 @@ def writer(template: Template = "none") -> Model:
     model = build(
         "llama-1b",
         **{"vocab_size": tokenizer.size + 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_ff": 96, "n_layers": 2},
-        **{"max_len": 64, "pad_id": tokenizer.pad_id, "bos_id": tokenizer.eos_id, "eos_id": tokenizer.eos_id},
+        **{"max_len": 64, "pad_id": 0, "bos_id": 2 if template == "none" else 1, "eos_id": 2},
     )
     model.processor = Processor(source=tokenizer)
     return shaken(model).eval()
@@ -388,7 +388,8 @@ def test_llama_cpp_has_the_same_tokens(template: Template, tmp_path: Path) -> No
         for text in texts:
             ids = tokenizer.encode(text)
             assert runtime.tokenize(text.encode(), add_bos=True, special=False) == ids, text
-            assert runtime.detokenize(ids).decode() == tokenizer.decode(ids), text
+            spelled, before = runtime.detokenize(ids).decode(), "" if tokenizer.is_native else " "  # read one by one
+            assert spelled == before + tokenizer.decode(ids), text
 
 
 def spm_writer() -> Model:
@@ -398,9 +399,10 @@ def spm_writer() -> Model:
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("float_type", ["f32", "f16", "bf16", "q8_0"])
-def test_llama_cpp_writes_the_same_text(float_type: Any, tmp_path: Path) -> None:
-    """By its own sampler at temperature 0, as its users run it. Rounded weights are compared with the same rounded."""
+@pytest.mark.parametrize(("float_type", "error"), [("f32", 0.0), ("f16", 0.02), ("bf16", 0.1), ("q8_0", 0.2)])
+def test_llama_cpp_writes_the_same_text(float_type: Any, error: float, tmp_path: Path) -> None:
+    """By its own sampler at temperature 0, as its users run it. Rounded weights are compared with the same rounded; what
+    is multiplied with them llama.cpp rounds too, so that a token may differ where two are nearly as likely."""
     write_gguf(writer(), tmp_path / "model.gguf", float_type)
     model = regard.load(tmp_path / "model.gguf", dtype="float32")
     runtime = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, verbose=False, n_threads=1)
@@ -408,17 +410,17 @@ def test_llama_cpp_writes_the_same_text(float_type: Any, tmp_path: Path) -> None
         assert model.processor is not None
         ids = model.processor.tokenizer.encode(prompt)
         wanted = regard.generate(model, [ids], max_new_tokens=24).tokens[0]
-        found = []
+        found: list[int] = []
         for token in runtime.generate(runtime.tokenize(prompt.encode()), temp=0.0):
             if token == runtime.token_eos() or len(found) == 24:
                 break
             found.append(token)
         same = next((n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), len(wanted))
-        assert found == wanted or margin(model, [*ids, *wanted[:same]]) < 0.05, (prompt, same)
+        assert found == wanted or margin(model, [*ids, *wanted[:same]]) < error, (prompt, same)
 
 
 def margin(model: Model, ids: list[int]) -> float:
-    """How much likelier the likeliest token is than the next: below what rounding changes, either may be written."""
+    """How far the logit of the likeliest next token is above that of the second."""
     best = logits(model, ids)[-1].topk(2).values
     return float(best[0] - best[1])
 

@@ -283,9 +283,9 @@ class GgufEngine(Engine):
         super().__init__(config, processor)
         n_threads, kind = threads or torch.get_num_threads(), llama_cpp.GGML_TYPE_F32
         options: dict[str, Any] = {"n_threads": n_threads, "n_threads_batch": n_threads, "type_k": kind, "type_v": kind}
-        options["n_ctx"] = min(config.max_len, _LLAMA_CPP_CONTEXT)
+        self.max_len = min(config.max_len, _LLAMA_CPP_CONTEXT)
         try:
-            self.runtime = llama_cpp.Llama(str(file), logits_all=True, verbose=False, **options)
+            self.runtime = llama_cpp.Llama(str(file), n_ctx=self.max_len, logits_all=True, verbose=False, **options)
         except ValueError as error:
             raise BadModelFile(f"{file} cannot be opened by llama.cpp: {error}") from None
 
@@ -293,7 +293,7 @@ class GgufEngine(Engine):
         for name in sorted(config.model_fields_set - {"max_new_tokens", "truncate", "cache"}):
             if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"the gguf engine has no {name}={getattr(config, name)!r}; torch has")
-        return [self._continue(row, min(config.max_new_tokens, self.runtime.n_ctx() - len(row))) for row in rows]
+        return [self._continue(row, min(config.max_new_tokens, self.max_len - len(row))) for row in rows]
 
     def _continue(self, row: list[int], most: int) -> list[int]:
         text: list[int] = []
@@ -306,8 +306,8 @@ class GgufEngine(Engine):
 
     def _logits(self, tokens: list[int], after: int = 0) -> Tensor:
         """Logits of tokens (T, V) that stand after so many that were read before."""
-        if after + len(tokens) > self.runtime.n_ctx():
-            raise ValueError(f"the text has {after + len(tokens)} tokens; the gguf engine reads {self.runtime.n_ctx()}")
+        if after + len(tokens) > self.max_len:
+            raise ValueError(f"the text has {after + len(tokens)} tokens; the gguf engine reads {self.max_len}")
         self.runtime.n_tokens = after
         self.runtime.eval(tokens)
         return torch.from_numpy(self.runtime.scores[after : after + len(tokens)].copy())
