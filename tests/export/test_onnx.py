@@ -14,13 +14,16 @@ import onnx
 import pytest
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from models.small import inputs_of, small, source_of
 from regard.attention.taps import record
 from regard.config import ModelConfig
 from regard.errors import BadModelFile, RegardError
 from regard.export.onnx_export import FOLDER, export_onnx, open_onnx
-from regard.export.onnx_runtime import OnnxModel
+from regard.export.onnx_graphs import Graph
+from regard.export.onnx_runtime import OnnxModel, OnnxSession
+from regard.export.onnx_trace import write_graph
 from regard.generation import BeamSearch, decode_loop, generate, stream_tokens
 from regard.generation.cached_engine import DecodingEngine
 from regard.generation.generation_config import GenerateConfig
@@ -76,7 +79,17 @@ def exported(name: str) -> tuple[Model, OnnxModel, Path]:
     preset, fields = ALL[name]
     model = small(preset, **fields)
     folder = Path(tempfile.mkdtemp(prefix="onnx-"))
-    export_onnx(model, folder, maps=True)
+    run_decompositions, n_times = ExportedProgram.run_decompositions, 0
+
+    def count(*args: Any, **options: Any) -> ExportedProgram:
+        nonlocal n_times
+        n_times += 1
+        return run_decompositions(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExportedProgram, "run_decompositions", count)
+        export_onnx(model, folder, maps=True)
+    assert n_times == (name == "fourier"), "every graph is traced once, except one with a complex transform"
     return model, open_onnx(folder, threads=1), folder
 
 
@@ -305,6 +318,25 @@ def test_without_maps_there_are_none_and_they_cost_nothing(tmp_path: Path) -> No
 
 
 # -------------------------------------------------------------------------------- the files
+
+
+@pytest.mark.slow
+def test_a_recurrent_layer_is_one_operation() -> None:
+    for name, operation in (("luong", "LSTM"), ("bahdanau", "GRU")):
+        both(name)
+        nodes = [node.op_type for node in onnx.load(exported(name)[2] / FOLDER / "encoder.onnx").graph.node]
+        assert nodes.count(operation) == ALL[name][1].get("n_layers", 2)
+
+
+def test_an_operation_without_a_translation_is_decomposed(tmp_path: Path) -> None:
+    class Swapped(Graph):
+        def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"out": torch.movedim(given["x"], (0, 1), (1, 0))}
+
+    x = torch.randn(2, 3)
+    assert write_graph(Swapped(None, {"x": (x, {0: "rows"})}), tmp_path / "swapped.onnx") == ["out"]
+    found = OnnxSession(tmp_path / "swapped.onnx", 1, None).run({"x": x.repeat(2, 1)})
+    assert torch.equal(found["out"], x.repeat(2, 1).T)
 
 
 def test_the_description_says_what_a_program_has_to_know() -> None:

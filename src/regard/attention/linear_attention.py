@@ -8,6 +8,8 @@ The bracket is the same for every query, or a running sum under a causal mask (K
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -184,8 +186,10 @@ def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
     return present[None, None, :, None] if present.dim() == 1 else present[:, None, :, None]
 
 
-def _full_precision(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
+def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast; where there is none, nothing, which a trace need not hold as a region of its own."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def with_ones(v: Tensor) -> Tensor:

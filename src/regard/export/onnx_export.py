@@ -9,17 +9,15 @@ onnx.json describes the graphs for programs in any language: the config, the spe
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from .. import hub
 from ..config import ModelConfig
-from ..errors import BadModelFile, RegardError, silence_warnings
+from ..errors import BadModelFile, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
@@ -27,12 +25,11 @@ from ..text import read_processor
 from .onnx_graphs import Graph, graphs_of
 from .onnx_models import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder, OnnxRecurrent
 from .onnx_runtime import OnnxModel, OnnxSession, score_modules
+from .onnx_trace import OPSET, write_graph
 
 FOLDER = "onnx"  # where in an exported directory the graphs lie
 DESCRIPTION, MAPS = "onnx.json", "maps.safetensors"
 _VERSION = 1
-OPSET = 20  # the first with Gelu as one operation
-_MAX_INLINE_BYTES = 1_500_000_000  # of weights in one file; a protobuf ends at 2³¹
 _MAX_JSON_BYTES = 1 << 20
 
 _KINDS: dict[str, type[Any]] = {
@@ -138,44 +135,6 @@ def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
     raise BadModelFile(f"{path} is no description of ONNX graphs that this version of regard reads")
 
 
-@torch.no_grad()
-def write_graph(graph: Graph, path: Path) -> list[str]:
-    """Trace a graph, write it and return the names of its outputs. The file holds no paths of this machine."""
-    try:
-        import onnxscript  # noqa: F401 - is it installed?
-    except ImportError:
-        raise RegardError(
-            'ONNX files are written by onnxscript, which is not installed: pip install "regard[export]"'
-        ) from None
-    outputs = list(graph.compute(dict(zip(graph.input_names, graph.examples, strict=True))))
-    # The exporter would speak about torchvision and names of axes.
-    with silence_warnings("torch.onnx"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            program = torch.onnx.export(
-                graph,
-                (graph.examples,),
-                dynamo=True,
-                dynamic_shapes=(graph.axes,),
-                input_names=graph.input_names,
-                output_names=outputs,
-                opset_version=OPSET,
-                custom_translation_table=_translations(),
-                verbose=False,
-            )
-        except torch.onnx.OnnxExporterError as error:
-            cause: BaseException = error
-            while isinstance(cause.__cause__, Exception):
-                cause = cause.__cause__
-            reason = str(cause).strip().split("\n")[0]
-            raise RegardError(f"this model cannot be written as ONNX: {reason}") from error
-    assert program is not None
-    _strip_metadata(program.model)
-    n_bytes = sum(p.numel() * p.element_size() for p in graph.parameters())
-    program.save(path, external_data=n_bytes > _MAX_INLINE_BYTES)
-    return outputs
-
-
 def round_weights(path: Path) -> None:
     """Round the constant matrices of a graph to int8, one scale for each column; inputs are rounded as they come.
 
@@ -204,31 +163,3 @@ def has_int8_weights(root: Path) -> bool:
     """Whether an exported directory's ONNX graphs were written with int8 weights."""
     path = root / FOLDER / DESCRIPTION
     return path.is_file() and parse_json(path.read_bytes(), path).get("weights") == "int8"
-
-
-def _translations() -> dict[Any, Any]:
-    """Operations that torch's exporter does not translate: a stable sort is TopK of everything, ties in their order."""
-    from onnxscript import opset18 as op
-
-    int64 = 7  # onnx.TensorProto.INT64
-
-    def stable_sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
-        length = op.Reshape(op.Gather(op.Shape(self), dim), [1])
-        values, indices = op.TopK(op.Cast(self, to=int64), length, axis=dim, largest=int(descending), sorted=1)
-        return op.CastLike(values, self), indices
-
-    return {torch.ops.aten.sort.stable: stable_sort}
-
-
-def _strip_metadata(model: Any) -> None:
-    """Remove the source lines that the exporter stores for each node, which are paths of this machine."""
-    for graph in (model.graph, *model.functions.values()):
-        graph.metadata_props.clear()
-        for node in graph:
-            node.metadata_props.clear()
-            node.doc_string = None
-        for value in (*graph.inputs, *graph.outputs):
-            value.metadata_props.clear()
-    for value in model.graph.initializers.values():
-        value.metadata_props.clear()
-    model.metadata_props.clear()

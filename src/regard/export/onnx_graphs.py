@@ -12,6 +12,7 @@ row that sees nothing is 0, in the graph as in torch.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from ..attention.mechanisms import Operands
 from ..config import ModelConfig
 from ..models import Memory, Model, Stack
 from ..models.base_model import mask_from_padding
-from ..models.recurrent_cells import Alignment, MemoryView, State, StateCache
+from ..models.recurrent_cells import Alignment, MemoryView, Recurrence, State, StateCache
 
 Axes = dict[int, str]
 """The axes of a tensor whose length is free, by name."""
@@ -159,9 +160,49 @@ def traceable(model: Model) -> Model:
     for module in list(traced.modules()):
         if isinstance(module, MultiHeadAttention | Alignment):
             module.backend = "auto"  # while tracing it chooses among those that can be traced
+        if isinstance(module, Recurrence):
+            kernel = functools.partial(run_opaque_kernel, bidirectional=module.back is not None)
+            module.run_kernel = kernel  # type: ignore[method-assign]
         if isinstance(module, MultiHeadAttention | Stack) and module.position_bias is not None:
             module.position_bias = PairwiseBias(module.position_bias)
     return traced
+
+
+@torch.library.custom_op(
+    "regard::lstm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor h, Tensor c, Tensor[] weights, bool bidirectional) -> (Tensor, Tensor, Tensor)",
+)
+def traced_lstm(
+    x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], bidirectional: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.lstm of one layer as one operation of a trace, which would otherwise have each time step by itself."""
+    return torch.lstm(x, (h, c), weights, True, 1, 0.0, False, bidirectional, True)
+
+
+@torch.library.custom_op(
+    "regard::gru",
+    mutates_args=(),
+    schema="(Tensor x, Tensor h, Tensor[] weights, bool bidirectional) -> (Tensor, Tensor)",
+)
+def traced_gru(x: Tensor, h: Tensor, weights: list[Tensor], bidirectional: bool) -> tuple[Tensor, Tensor]:
+    return torch.gru(x, h, weights, True, 1, 0.0, False, bidirectional, True)
+
+
+@traced_lstm.register_fake
+def _(x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], bidirectional: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(*x.shape[:2], h.shape[0] * h.shape[2]), torch.empty_like(h), torch.empty_like(c)
+
+
+@traced_gru.register_fake
+def _(x: Tensor, h: Tensor, weights: list[Tensor], bidirectional: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:2], h.shape[0] * h.shape[2]), torch.empty_like(h)
+
+
+def run_opaque_kernel(x: Tensor, state: list[Tensor], weights: list[Tensor], bidirectional: bool) -> tuple[Tensor, ...]:
+    """In place of ``Recurrence.run_kernel`` while a graph is traced."""
+    run = traced_lstm if len(state) == 2 else traced_gru
+    return run(x, *state, weights, bidirectional)
 
 
 class PairwiseBias(Bias):

@@ -133,14 +133,18 @@ class Recurrence(nn.Module):
             state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * (2 if self.cell == "lstm" else 1)
         else:
             state = list(torch.stack(start).to(x.dtype).split(len(layers)))
-        options = (True, len(layers), self.dropout, self.training, self.back is not None, True)
-        if self.cell == "lstm":
-            output, *state = torch.lstm(x, state, weights, *options)
-        else:
-            output, *state = torch.gru(x, state[0], weights, *options)
+        output, *state = self.run_kernel(x, state, weights)
         # (layers · directions, B, units) → for each layer (B, M)
         by_layer = [s.unflatten(0, (len(layers), -1)).transpose(1, 2).flatten(2) for s in state]
         return output, tuple(part for s in by_layer for part in s.unbind())
+
+    def run_kernel(self, x: Tensor, state: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        """x (B, T, d_in), h and an LSTM's c (layers · directions, B, units) → (B, T, M) and the last state."""
+        n_layers = len(weights) // 4 // (1 if self.back is None else 2)
+        options = (True, n_layers, self.dropout, self.training, self.back is not None, True)
+        if self.cell == "lstm":
+            return torch.lstm(x, state, weights, *options)
+        return torch.gru(x, state[0], weights, *options)
 
     def _directions(self, layer: int) -> list[Gates]:
         stacks = [self.ahead] if self.back is None else [self.ahead, self.back]
