@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .models.build import build
     from .presets import PRESETS, preset
     from .recipes import RECIPES
-    from .training import distill, evaluate, resume, train
+    from .training import back_translate, distill, evaluate, resume, train
 
 # The names of each module, imported when the name is first asked for: `import regard` stays light.
 _EXPORTS = {
@@ -38,7 +38,7 @@ _EXPORTS = {
     "models": "Model build",
     "presets": "PRESETS preset",
     "recipes": "RECIPES",
-    "training": "distill evaluate resume train",
+    "training": "back_translate distill evaluate resume train",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
@@ -57,6 +57,7 @@ __all__ = [
     "TrainConfig",
     "ablate",
     "attend",
+    "back_translate",
     "build",
     "caption",
     "classify",

@@ -44,6 +44,7 @@ SMALLER: dict[str, str] = {
     "regard train sft": f"{_TEXT} data.vocab_size=320",
     "regard train dpo": f"{_TEXT} data.vocab_size=320",
     "regard distill": "--limit 4 --beam 2",
+    "regard backtranslate": "--sample",
     "regard train classify-images": _IMAGES,
     "regard train classify": f"{_TEXT} data.vocab_size=320",
     "regard train tag": f"{_TEXT} data.vocab_size=320",

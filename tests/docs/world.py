@@ -19,11 +19,12 @@ _BAD = ("slow and far too long", "the worst acting I have seen", "a dull story w
 
 def make(folder: Path) -> None:
     """What the documents call pairs.tsv, book.txt, reviews.csv, claims.csv, plots.jsonl, ratings.csv, people.conll,
-    captions.tsv, photos/, pictures/, sentences.txt, chats.jsonl and preferences.jsonl."""
+    captions.tsv, photos/, pictures/, sentences.txt, korean.txt, chats.jsonl and preferences.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     _pairs(folder / "pairs.tsv")
-    english = [line.split("\t")[0] for line in (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()[:4]]
-    (folder / "sentences.txt").write_text("\n".join(english) + "\n", encoding="utf-8")
+    pairs = [line.split("\t") for line in (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()[:4]]
+    for side, name in enumerate(("sentences.txt", "korean.txt")):
+        (folder / name).write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
     (folder / "book.txt").write_text((ROOT / "LICENSE").read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "reviews.csv").write_text(_table(",", "text,label"), encoding="utf-8")
     _labels(folder)

@@ -12,7 +12,10 @@ from pathlib import Path
 from regard.errors import Diverged
 from regard.foundation.checks import did_you_mean, nearest_name
 
-_MODEL_COMMANDS = ("generate", "translate", "classify", "caption", "look", "export", "serve", "info", "eval", "cost")
+_MODEL_COMMANDS = (
+    *("generate", "translate", "backtranslate", "classify", "caption", "look", "export", "serve", "info", "eval"),
+    "cost",
+)
 # By task, where the command is not called as the task.
 _COMMAND_OF_TASK = {
     "lm": "generate",

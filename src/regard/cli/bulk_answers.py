@@ -89,7 +89,7 @@ def predict(
     summary = bulk.check_records(records, answerer.check)  # nothing is written where one of them is refused
     unit = "lines" if records.form == "lines" else "rows"
     if out is not None:
-        settings = {"model": model, "weights": _newest_weights(model), **settings}
+        settings = {"model": model, "weights": bulk.newest_weights(model), **settings}
         options: dict[str, Any] = {"batch_size": _LINES_AT_ONCE, "progress": terminal.progress}
         bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
         if as_json:
@@ -120,12 +120,6 @@ def _with_name(records: Records, record: Record, answer: Answer, answerer: Answe
     """A line of the answer; of an image in a folder, after its name."""
     line = answerer.line(answer)
     return f"{record.fields['image']}\t{line}" if records.form == "folder" else line
-
-
-def _newest_weights(model: str) -> float:
-    """When a model's weights were last written: answers of other ones are not gone on with."""
-    files = Path(model.partition("@")[0]).rglob("*.safetensors")
-    return max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def _write(text: str, end: str = "\n") -> None:

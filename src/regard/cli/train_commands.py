@@ -12,7 +12,7 @@ from regard.errors import UsageError
 from regard.foundation.language import localise
 
 from . import completion, terminal
-from .options import AsJson, Device, Words, argument, flag, option
+from .options import AsJson, Beam, Column, Device, Encoding, Words, argument, flag, option
 from .terminal import without_none
 
 Style = Literal["auto", "json", "quiet"]
@@ -186,6 +186,43 @@ def distill(
     data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
     options: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty, "limit": limit, "device": device}
     terminal.print_result(run(teacher, out, data, **options, progress=terminal.progress), as_json)
+
+
+def backtranslate(
+    model: Annotated[
+        str,
+        argument("MODEL", "A translator of the other direction, which reads what TEXTS holds.", completion.models),
+    ],
+    texts: Annotated[Path, argument("TEXTS", "Lines of text, or a table.")],
+    out: Annotated[Path, argument("OUT", "The file for the pairs: .tsv or .jsonl.")],
+    beam: Beam = None,
+    sample: Annotated[bool, flag("--sample", "Draw the sources instead of searching for the likeliest.")] = False,
+    temperature: Annotated[float | None, option("T", "Draw tokens, the flatter the higher.")] = None,
+    top_k: Annotated[int | None, option("K", "Draw among the K likeliest.")] = None,
+    top_p: Annotated[float | None, option("P", "Draw among the likeliest that have P.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    tag: Annotated[str | None, option("TEXT", "Put this before every source, such as '<BT>'.")] = None,
+    column: Column = None,
+    encoding: Encoding = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Make pairs of texts in one language: a translator writes the other side, with beam 4 unless it draws.
+
+    The pairs are sources by the model and targets as they are. Train on them beside real ones:
+    data.source=pairs.tsv,OUT. A command that was stopped goes on when it is typed again.
+    """
+    from regard.generation import GenerateConfig
+
+    decoding = without_none(beam=beam, sample=sample or None, temperature=temperature, top_k=top_k, top_p=top_p)
+    with terminal.usage_errors(*decoding):
+        GenerateConfig(**decoding)
+    terminal.check_out(out)
+    terminal.read_records(None, texts, column, encoding, stream=False)  # refuses a column that is not there
+    from regard.training.back_translation import back_translate as run
+
+    options: dict[str, Any] = {"column": column, "encoding": encoding, "tag": tag, "seed": seed, "device": device}
+    terminal.print_result(run(model, texts, out, **options, progress=terminal.progress, **decoding), as_json)
 
 
 def average(

@@ -20,7 +20,8 @@ class DataConfig(Config):
     """Where examples come from and how they are read."""
 
     source: str = "en-ko"
-    """An embedded corpus, a file, two parallel files (a,b), a folder, or hf:name."""
+    """An embedded corpus, a file, two parallel files (a.en,a.de), several tables of pairs (a.tsv,b.tsv), a folder, or
+    hf:name."""
     valid: str | None = None
     """Held-out examples of their own, written as source is; None: a part of the source is held out."""
     format: Format | None = None

@@ -157,6 +157,7 @@ class ReadReport:
     first: list[BadLine] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)  # bad lines by reason
     encodings: dict[str, str] = field(default_factory=dict)  # of the files that are not UTF-8
+    n_of_first: int | None = None  # pairs in the first of several tables
 
     def add_bad(self, file: str | Path, line: int, reason: str, detail: str = "") -> None:
         """Record a bad line. ``reason`` is the same for all lines of its kind; ``detail`` is this line's own."""

@@ -30,6 +30,7 @@ _FORMATS: dict[str, Format] = {
     **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "captions"},
     **{".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
+_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson")
 _SAMPLE_ROWS = 1000
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en"),
@@ -228,6 +229,7 @@ class SourceFiles:
     idx: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None
     table: Any = None  # the rows of a Hugging Face dataset
     valid: SourceFiles | None = None  # the held-out part, where the source has one
+    tables: tuple[SourceFiles, ...] = ()  # several tables of pairs, read one after the other
 
 
 def find_source_files(name: str, options: DataConfig) -> SourceFiles:
@@ -243,6 +245,8 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
     if path.is_file():
         return _from_file(path, options)
     parts = [Path(part.strip()).expanduser() for part in name.split(",")]
+    if options.format != "parallel" and all(part.is_file() and suffix_of(part) in _TABLES for part in parts):
+        return _from_tables(name, parts, options)
     if len(parts) == 2 and all(part.is_file() for part in parts):
         return SourceFiles("parallel", "pairs", tuple(parts))
     missing = next((part for part in parts if not part.is_file()), path)
@@ -268,6 +272,14 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
     raise ValueError(f"format={form!r} is not one of a single file, which {path} is")
+
+
+def _from_tables(name: str, paths: list[Path], options: DataConfig) -> SourceFiles:
+    """Several tables of pairs, such as real ones and back-translated ones, each with columns of its own."""
+    if options.kind not in (None, "pairs"):
+        raise ValueError(f"source={name} names several files, which are read as pairs, not as kind={options.kind}")
+    tables = tuple(_from_file(path, options.with_(kind="pairs")) for path in paths)
+    return replace(tables[0], paths=tuple(paths), tables=tables)
 
 
 def _image_folder(path: Path, options: DataConfig) -> Path:
@@ -329,6 +341,10 @@ def _from_idx(images: Path) -> SourceFiles:
 
 def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row]:
     """The rows of anything but text files, which have lines of documents (``read_documents``)."""
+    if files.tables:
+        for table in files.tables:
+            yield from read_rows(table, report, options)
+        return
     path, schema = files.paths[0], files.schema or Schema(files.kind, ())
     match files.form:
         case "hf":

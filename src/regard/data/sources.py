@@ -125,7 +125,8 @@ def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles 
         name for name in (*_FILE_OPTIONS, "kind", "valid_rows") if getattr(config, name) != getattr(defaults, name)
     ]
     reading: dict[str, Any] = {name: getattr(config, name) for name in names if name != "valid"}
-    reading["files"] = [(part.form, part.kind, str(part.schema)) for part in parts]
+    tables = [table for part in parts for table in part.tables or (part,)]
+    reading["files"] = [(table.form, table.kind, str(table.schema)) for table in tables]
     return content_key([path for part in parts for path in part.paths], reading)
 
 
@@ -201,17 +202,19 @@ def _to_example(example: Any) -> Example:
 
 def _load_files(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None, report: ReadReport) -> Source:
     train, labels = _examples(config, files, report, config.labels)
-    parts = [train]
+    parts, n_of_first = [train], report.n_of_first
     if valid_files is not None:
         if valid_files.kind != files.kind:
             raise ValueError(f"{config.source} holds {files.kind}, but valid={config.valid} holds {valid_files.kind}")
         parts.append(_examples(config, valid_files, report, labels)[0])
     n_before = sum(map(len, parts))
     if config.deduplicated != "no":
-        parts = [_select(part, first_occurrences(part, config.deduplicated)) for part in parts]
+        kept = [first_occurrences(part, config.deduplicated) for part in parts]
+        parts = [_select(part, indices) for part, indices in zip(parts, kept, strict=True)]
+        n_of_first = None if n_of_first is None else int((kept[0] < n_of_first).sum())
     n_duplicates = n_before - sum(map(len, parts))
     if valid_files is None:
-        train, valid, how = _split_examples(parts[0], config)
+        train, valid, how = _split_examples(parts[0], config, n_of_first)
     else:
         (train, valid), how = parts, "files of their own"
     split = Split(how, sha256_of(train), sha256_of(valid))
@@ -227,17 +230,21 @@ def _select(examples: Sequence[Example], indices: NDArray[np.int64]) -> Sequence
 
 
 def _split_examples(
-    examples: Sequence[Example], config: DataConfig
+    examples: Sequence[Example], config: DataConfig, n_of_first: int | None
 ) -> tuple[Sequence[Example], Sequence[Example], str]:
-    """(train, valid, how they were split)."""
+    """(train, valid, how they were split); of several tables a part of the first is held out."""
     rows, fraction = config.valid_rows, config.valid_fraction
     if fraction == 0 and not isinstance(rows, int):
         return examples, _select(examples, np.zeros(0, dtype=np.int64)), "nothing held out"
     if isinstance(examples, ExampleFile) and examples.holds_documents and len(examples) == 1:
         return split_tail(examples, config)
-    mask = held_out_mask(examples, config)
+    mask = np.zeros(len(examples), dtype=np.bool_)
+    mask[:n_of_first] = held_out_mask(
+        examples if n_of_first is None else _select(examples, np.arange(n_of_first)), config
+    )
     train, valid = (_select(examples, np.flatnonzero(mask == side)) for side in (False, True))
     what = "pixels" if isinstance(examples, IdxImages) else "source side"
+    what += "" if n_of_first is None else " in the first file"
     size = f"valid_rows={rows}" if isinstance(rows, int) else f"valid_fraction={fraction:g}"
     at_most = f"{AT_MOST}{MAX_HELD_OUT_ROWS:,} examples" if rows == "auto" and len(valid) >= MAX_HELD_OUT_ROWS else ""
     return train, valid, f"by hash of the {what}, {size}, split_seed={config.split_seed}{at_most}"
@@ -261,9 +268,11 @@ def _examples(
         return _messages(read_rows(files, report, config), files.kind, report, config), None
     rows = _valid_rows(read_rows(files, report, config), report, config)
     if files.kind in ("text", "pairs"):
-        writer = ExampleWriter(2 if files.kind == "pairs" else 1)
+        writer, n_of_first = ExampleWriter(2 if files.kind == "pairs" else 1), 0
         for row in rows:
             writer.add(*row.cells)
+            n_of_first += row.file is files.paths[0]
+        report.n_of_first = n_of_first if files.tables else None
         return writer.finish(), None
     if files.kind == "captions":  # one example for each image, with all its captions in their order
         captions: dict[Any, list[str]] = {}

@@ -127,8 +127,9 @@ def predict_to_file(
     settings: Mapping[str, Any],
     batch_size: int,
     progress: Callable[[str], None] = lambda line: None,
+    lines: Callable[[Record, Answer], str] | None = None,
 ) -> None:
-    """Answer all records and write them to ``out``, in the format its name says.
+    """Answer all records and write them to ``out``, in the format its name says, or as the ``lines`` made of each.
 
     ``settings`` are what the answers depend on: a partial file of others is not gone on with.
     """
@@ -149,7 +150,10 @@ def predict_to_file(
             raise
     form = form_of(out)
     with atomic_file(out) as target:
-        if form == "lines":
+        if lines is not None:
+            pairs = zip(records.read(), read_partial(partial), strict=True)
+            target.writelines(lines(record, answer).encode("utf-8", "surrogatepass") for record, answer in pairs)
+        elif form == "lines":
             target.writelines(f"{answerer.line(answer)}\n".encode() for answer in read_partial(partial))
         else:
             new, join = table_rows(records, answerer)
@@ -178,6 +182,12 @@ def read_partial(path: Path) -> Iterator[Answer]:
         next(file)
         for line in file:
             yield json.loads(line)
+
+
+def newest_weights(model: str) -> float:
+    """When a model's weights were last written: answers of other ones are not gone on with."""
+    files = Path(model.partition("@")[0]).rglob("*.safetensors")
+    return max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def _identity(records: Records) -> dict[str, Any]:

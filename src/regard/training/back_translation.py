@@ -1,0 +1,116 @@
+"""Back-translation (Sennrich et al. 2016): pairs for a translator from texts of its target language alone.
+
+A translator of the other direction writes a source for every text. Beam search gives the likeliest source; drawing
+gives more varied ones, which help more where texts are many (Edunov et al. 2018). A tag before each of these sources
+tells them from real ones (Caswell et al. 2019).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data.record_files import Record, open_records
+from ..errors import UsageError
+from ..foundation.device import resolve_device
+from ..generation import translate
+from ..generation.bulk_prediction import Answer, Answerer, check_records, newest_weights, predict_to_file
+from ..generation.prompts import max_text_length
+from ..generation.text_generation import check_can_translate, default_beam, text_tokenizers
+
+_TEXTS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class BackTranslation:
+    """Where the pairs are, and how many lines became none."""
+
+    path: Path
+    pairs: int
+    left_out: dict[str, int]  # by reason
+    resumed: int  # lines that an earlier, stopped command had translated
+    decoding: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        counts = {"pairs": self.pairs, "left_out": self.left_out, "resumed": self.resumed}
+        return {"path": str(self.path), **counts, "decoding": self.decoding}
+
+    def to_text(self) -> str:
+        left_out = ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
+        how = ", ".join(f"{name} {value}" for name, value in self.decoding.items())
+        lines = [f"{self.path}: {self.pairs:,} pairs ({how}){f'; left out: {left_out}' if left_out else ''}"]
+        return "\n".join([*lines, f"next: regard train translate data.source=pairs.tsv,{self.path}"])
+
+
+def back_translate(
+    path: str | Path,
+    texts: str | Path,
+    out: str | Path,
+    *,
+    column: str | None = None,
+    encoding: str = "auto",
+    tag: str | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    progress: Callable[[str], None] = lambda _: None,
+    **decoding: Any,
+) -> BackTranslation:
+    """Translate a file of texts into the language a translator is to read, and write pairs to ``out`` (.tsv, .jsonl).
+
+    path      a translator of the other direction: from the language of the texts
+    texts     lines of text, or a table of which ``column`` is read
+    tag       what stands before every source, such as <BT>
+    seed      of what is drawn
+    decoding  fields of GenerateConfig: beam=5, or sample=True, temperature, top_k, top_p
+    A line that is blank, too long for the translator, or without a finished translation is left out and counted. A
+    call that was stopped goes on where it was.
+    """
+    from ..io import load
+
+    target = Path(out)
+    if target.suffix not in (".tsv", ".jsonl"):
+        raise UsageError(f"{target}: pairs are written as .tsv or .jsonl")
+    decoding = {"beam": default_beam(decoding), **decoding}
+    records = open_records(Path(texts), column, encoding=encoding)
+    model = load(path, device=str(resolve_device(device)))
+    check_can_translate(model)
+    tokenizers, max_len = text_tokenizers(model), max_text_length(model.config)
+
+    def answer(some: list[str]) -> list[Answer]:
+        rows = tokenizers.encode_inputs(some)
+        answers: list[Answer] = [{"text": "", "why": "too long"} for _ in some]
+        short = [index for index, row in enumerate(rows) if len(row) <= max_len]
+        with torch.random.fork_rng(devices=[]):  # so that a batch is drawn alike in every call
+            torch.manual_seed(zlib.crc32("\n".join(some).encode("utf-8", "surrogatepass"), seed % 2**32))
+            best = translate(model, [some[index] for index in short], **decoding).best if short else []
+        for index, found in zip(short, best, strict=True):
+            source = " ".join(found.text.split())
+            why = "without an end" if found.finish == "length" else "" if source else "empty"
+            answers[index] = {"text": source, "why": why}
+        return answers
+
+    counts = Counter[str]()
+
+    def lines(record: Record, answer: Answer) -> str:
+        counts[answer["why"]] += 1
+        if answer["why"]:
+            return ""
+        pair = (f"{tag} {answer['text']}" if tag else answer["text"], " ".join(record.text.split()))
+        if target.suffix == ".jsonl":
+            return json.dumps(dict(zip(("source", "target"), pair, strict=True)), ensure_ascii=False) + "\n"
+        return "\t".join(pair) + "\n"
+
+    answerer = Answerer(answer, {"text": "", "why": "blank"}, {}, lambda _: {}, lambda _: "", lambda _: False)
+    summary = check_records(records, answerer.check)
+    settings = {"model": str(path), "weights": newest_weights(str(path)), "seed": seed, **decoding}
+    options: dict[str, Any] = {"settings": settings, "batch_size": _TEXTS_AT_ONCE, "progress": progress}
+    predict_to_file(records, answerer, summary, target, lines=lines, **options)
+    n_pairs = counts.pop("", 0)
+    return BackTranslation(target, n_pairs, dict(counts), summary.n_resumed, decoding)
