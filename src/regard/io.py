@@ -257,7 +257,7 @@ def _check_directory(path: str | Path, allow_pickle: bool, verify: bool) -> _Che
         weights = directory.weights(allow_pickle=allow_pickle)
         # No foreign config says whether a pooler was saved with the encoder.
         fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
-        resolved = hub.read_config(fields)
+        resolved = hub.read_config(fields, directory.json(GENERATION) if directory.has(GENERATION) else None)
         fitting = hub.fit(resolved.config, resolved.steps, weights.layout)
     return _CheckedDirectory(directory, fields, resolved, weights, fitting)
 

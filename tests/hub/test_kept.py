@@ -10,6 +10,7 @@ import pytest
 import transformers as hf
 
 from regard.errors import BadModelFile
+from regard.generation import generate, stream_tokens
 from regard.hub import restore_token_ids, token_ids, write_config
 from regard.hub.hf_family import ForeignFields, from_our_activation
 from regard.io import load
@@ -52,13 +53,35 @@ def test_token_ids_are_saved_as_they_came(tmp_path: Path, kind: str) -> None:
 def test_several_ends_and_no_padding(tmp_path: Path, kind: str) -> None:
     folder = directory(kind, tmp_path / "theirs", eos_token_id=[3, 4, 5], pad_token_id=None, bad_words_ids=[[7]])
     model = load(folder)
-    assert model.config.eos_id == 3
+    assert (model.config.eos_id, model.config.more_eos_ids) == (3, (4, 5))
     for saved in (model.save(tmp_path / "ours"), load(tmp_path / "ours").save(tmp_path / "twice")):
         fields = config_of(saved)
         assert fields["eos_token_id"] == [3, 4, 5]
         assert fields["bad_words_ids"] == [[7]]
         assert "pad_token_id" in fields
         assert fields["pad_token_id"] is None
+
+
+def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
+    """Those of config.json, and those that only generation_config.json names."""
+    folder = directory("llama", tmp_path / "theirs", eos_token_id=[3, 4])
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    model = load(load(folder).save(tmp_path / "ours"))
+    assert (model.config.eos_id, model.config.more_eos_ids) == (3, (4, 5))
+    for end in (3, 4, 5):
+        only = generate(model, [1, 6], max_new_tokens=8, logit_bias={end: 100.0}).hypotheses[0][0]
+        assert (only.tokens, only.n_ending) == ([end], 1)
+        assert list(stream_tokens(model, [1, 6], max_new_tokens=8, logit_bias={end: 100.0})) == [end]
+
+
+def test_a_null_quantization_config_is_none(tmp_path: Path) -> None:
+    folder = directory("llama", tmp_path / "theirs")
+    fields = config_of(folder)
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": None}))
+    assert load(folder).config == load(folder, verify=False).config
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(BadModelFile, match="quantization_config"):
+        load(folder)
 
 
 @pytest.mark.parametrize("kind", TOKEN_KINDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from transformers import (
     MarianConfig,
     MarianModel,
     MarianMTModel,
+    MBartForConditionalGeneration,
+    MBartModel,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -45,6 +47,8 @@ FEATURES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
         f"bart {name}": (BartForConditionalGeneration, {"activation_function": name})
         for name in ("relu", "silu", "gelu_new", "quick_gelu")
     },
+    "mbart": (MBartForConditionalGeneration, {"scale_embedding": True}),
+    "mbart states": (MBartModel, {"activation_function": "relu"}),
     "marian": (MarianMTModel, {}),
     "marian scaled, swish": (MarianMTModel, {"scale_embedding": True, "activation_function": "swish"}),
     "marian untied": (MarianMTModel, {"tie_word_embeddings": False}),
@@ -59,7 +63,7 @@ FEATURES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
 @torch.no_grad()
 def model_of(model_class: type[PreTrainedModel], features: dict[str, Any]) -> PreTrainedModel:
     """A random model with a bias on its logits; the sinusoids stay, and one table stays one where it is shared."""
-    config_class: type[PreTrainedConfig] = BartConfig if model_class.__name__.startswith("Bart") else MarianConfig
+    config_class = cast(type[PreTrainedConfig], model_class.config_class)
     model = tiny(model_class, config_class(**SIZES | features))
     generator = torch.Generator().manual_seed(6)
     for name, buffer in model.named_buffers():

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedModel,
+)
 
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 from regard.hub.weight_steps import to_ours
+from regard.io import load
 from regard.presets import preset
 
-from .common import check_defaults, ours_of, refusal, same_tensors, tiny, twins
+from .common import check_defaults, close, ours_of, padded, refusal, same_tensors, tiny, twins
 from .encoders import check, check_counts
 
 SIZES: dict[str, Any] = {
@@ -44,6 +53,19 @@ HEADS = (BertModel, BertForMaskedLM, BertForSequenceClassification)
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_masked_lm(features: dict[str, Any], tmp_path: Path) -> None:
     check(BertForMaskedLM, BertConfig(**SIZES | features), tmp_path)
+
+
+def test_a_pretraining_model_is_its_masked_half(tmp_path: Path) -> None:
+    theirs = tiny(BertForPreTraining, BertConfig(**SIZES))
+    theirs.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["model_type"]  # as files were before there was such a field: the class tells
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours = load(tmp_path)
+    tokens, keep = padded((8, 5), 41, 0, left=False)
+    with torch.no_grad():
+        told = theirs(input_ids=tokens, attention_mask=keep.long()).prediction_logits
+        close(ours(tokens, padding_mask=keep, segments=torch.zeros_like(tokens)), told, keep)
 
 
 @pytest.mark.parametrize("pooler", [True, False])
@@ -129,7 +151,7 @@ def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> Non
 
 
 def test_other_heads_are_refused_by_name() -> None:
-    for name in ("BertForPreTraining", "BertLMHeadModel", "BertForQuestionAnswering"):
+    for name in ("BertLMHeadModel", "BertForQuestionAnswering"):
         assert name in refusal({**BertConfig(**SIZES).to_dict(), "architectures": [name]})
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel, T5Config, T5EncoderModel, T5ForConditionalGeneration, T5Model
+from transformers import (
+    MT5Config,
+    MT5ForConditionalGeneration,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5Model,
+)
 
 from regard.hub.families.t5 import T5
 from regard.hub.hf_family import ForeignFields
@@ -50,6 +58,20 @@ def conditional(features: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_translator(features: dict[str, Any], tmp_path: Path) -> None:
     check_encoder_decoder(conditional(features), tmp_path)
+
+
+def test_mt5_is_one_point_one_under_other_names(tmp_path: Path) -> None:
+    theirs = tiny(MT5ForConditionalGeneration, MT5Config(**SIZES))
+    own = torch.randn(theirs.lm_head.weight.shape, generator=torch.Generator().manual_seed(5)) / 24**0.5
+    theirs.lm_head.weight = nn.Parameter(own)
+    theirs.all_tied_weights_keys.pop("lm_head.weight", None)
+    pair = twins(theirs, tmp_path / "theirs")
+    assert (pair.fields["model_type"], pair.ours.config.tie_head, pair.ours.config.logit_scale) == ("mt5", False, 1.0)
+    assert isinstance(pair.ours, EncoderDecoder)
+    for left in (False, True):
+        compare_translation(pair.ours, theirs, left)
+    back = theirs_of(pair.ours, T5, tmp_path / "back", T5ForConditionalGeneration)
+    compare_translation(pair.ours, back, left=False)
 
 
 def test_states_without_a_head(tmp_path: Path) -> None:

@@ -203,8 +203,8 @@ class ModelConfig(Config):
     """What its logits mean: classes of which one holds, labels each of which may hold, or a number."""
     pooling: Literal["first", "mean", "attention"] = "first"
     """How a classifier reads a sequence: its first token, the mean, or a learned attention over it."""
-    pooler: Literal["none", "tanh", "relu"] = "none"
-    """A dense layer with this activation on the pooled vector (BERT: tanh, DistilBERT: relu)."""
+    pooler: Literal["none", "tanh", "relu", "gelu"] = "none"
+    """A dense layer with this activation on the pooled vector (BERT: tanh, DistilBERT: relu, ELECTRA: gelu)."""
     classifier_dropout: float = 0.0
     """On the pooled vector."""
 
@@ -236,6 +236,8 @@ class ModelConfig(Config):
     """Token id that starts a target text."""
     eos_id: int | None = 2
     """Token id that ends a text."""
+    more_eos_ids: tuple[int, ...] = ()
+    """Further token ids that end a text when one is generated (Llama 3 and Qwen, as tuned for chats)."""
     init_std: float | None = None
     """Spread of normally distributed initial weights; None: Xavier-uniform, as the tutorials do."""
 

@@ -84,7 +84,7 @@ def generate(
     fields  those of GenerateConfig, instead of a config or on top of it
     No text depends on those beside it.
     """
-    config = merge_config(config, fields)
+    config = merge_config(model, config, fields)
     if draft is not None:
         check_draft(model, draft, config, draft_tokens)
     with inference(model, draft):
@@ -199,7 +199,7 @@ def stream_tokens(
     **fields: Any,
 ) -> Iterator[int]:
     """The tokens of one text as they are chosen, the end token included; drop the iterator to stop."""
-    config = merge_config(config, fields)
+    config = merge_config(model, config, fields)
     if config.beam > 1 or config.n_best > 1:
         name = "beam" if config.beam > 1 else "n_best"
         raise ValueError(f"{name}={getattr(config, name)} has no text before all is done; a stream needs {name}=1")

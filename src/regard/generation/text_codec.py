@@ -111,18 +111,21 @@ def resolve_config(
     stop, prefix, bias = (fields.get(name) for name in ("stop", "prefix", "logit_bias"))
     words = [prefix, stop, *(stop if isinstance(stop, Sequence) else ()), *(bias or ())]
     if not any(isinstance(word, str) for word in words):
-        return merge_config(config, fields), None
+        return merge_config(model, config, fields), None
     tokenizers = tokenizers or ModelTokenizers(model)
     encoded, strings = tokenizers.encode_fields(fields)
-    config = merge_config(config, encoded)
+    config = merge_config(model, config, encoded)
     return config, StopStrings(strings, tokenizers.decode, first_stop_token(config)) if strings else None
 
 
-def merge_config(config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
-    """A config from fields, or a config with these fields changed."""
+def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
+    """A config from fields, or a config with these fields changed; the model's further end tokens are stops."""
     if config is None:
-        return GenerateConfig(**fields)
-    return config.with_(**fields) if fields else config
+        config = GenerateConfig(**fields)
+    elif fields:
+        config = config.with_(**fields)
+    ends = [(index,) for index in model.config.more_eos_ids if (index,) not in config.stop]
+    return config.with_(stop=(*config.stop, *ends)) if ends else config
 
 
 def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]:

@@ -229,7 +229,7 @@ def stream(
         decode = tokenizers.decode if before is None else decode_after(tokenizers.decode, token_rows(before)[0])
     else:
         strings, sequences = split_stops(fields.pop("stop", ()))
-        config = merge_config(config, fields | ({"stop": sequences} if sequences else {}))
+        config = merge_config(model, config, fields | ({"stop": sequences} if sequences else {}))
     tokens = stream_tokens(model, inputs, config, target=target, draft=draft, draft_tokens=draft_tokens)
     content = _drop_stop_tokens(tokens, model.config.eos_id, config)
     return text_pieces(content, decode, strings, first_stop_token(config))

@@ -1,7 +1,8 @@
 """Which fields of a config decide what a model computes.
 
 Two configs behave alike when their ``behaviour`` is equal. A field is left out where its feature is off (rope_base
-without rotary positions), where only training reads it (dropout), or where it is a choice of speed (the backend); a
+without rotary positions), where only training or generation reads it (dropout), or where it is a choice of speed (the
+backend); a
 field no rule names counts, so that a new one is never passed over.
 """
 
@@ -44,7 +45,7 @@ _BLOCKS = (
     *("positions_skip_padding", "score_cap"),
 )
 _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    ((*_DROPOUTS, "init_std", "attention_backend"), lambda c: False),
+    ((*_DROPOUTS, "init_std", "attention_backend", "more_eos_ids"), lambda c: False),
     (("cell", "alignment", "bidirectional", "input_feeding"), lambda c: c.architecture == "recurrent"),
     (_BLOCKS, lambda c: c.architecture != "recurrent"),
     (("n_decoder_heads", "d_decoder_ff", "max_target_len"), lambda c: c.architecture == "encoder-decoder"),

@@ -50,9 +50,12 @@ class WrittenConfig:
         return self.fields["model_type"]
 
 
-def read_config(fields: dict[str, Any]) -> ResolvedConfig:
-    """Read a config.json. Our own section is exact; the fields for transformers beside it must agree."""
-    model_type, section = fields.get("model_type"), fields.get(_OWN_SECTION)
+def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = None) -> ResolvedConfig:
+    """Read a config.json. Our own section is exact; the fields for transformers beside it must agree.
+
+    ``generation`` is a generation_config.json, which may name more tokens that end a text.
+    """
+    model_type, section = fields.get("model_type") or _type_of_class(fields), fields.get(_OWN_SECTION)
     if model_type is None:
         raise BadModelFile(f"config.json has no model_type; regard reads {', '.join(BY_TYPE)}")
     if section is not None and not isinstance(section, dict):
@@ -74,7 +77,7 @@ def read_config(fields: dict[str, Any]) -> ResolvedConfig:
             raise BadModelFile(f"config.json has {name}={value}; regard reads up to {_MOST_LAYERS} layers")
     family = BY_TYPE[model_type]
     try:
-        config = family.read(ForeignFields(fields))
+        config = family.read(ForeignFields({**fields, "model_type": model_type}))
     except _UNREADABLE as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise BadModelFile(f"config.json does not describe a {model_type} that regard can read: {reason}") from None
@@ -84,7 +87,25 @@ def read_config(fields: dict[str, Any]) -> ResolvedConfig:
             f"config.json contradicts itself: its section {_OWN_SECTION!r} and the rest give {fault}; "
             f"remove the section if the rest is right"
         )
-    return ResolvedConfig(model_type, own or config, family.steps(own or config))
+    config = (own or config).with_(more_eos_ids=_more_eos_ids(own or config, fields, generation or {}))
+    return ResolvedConfig(model_type, config, family.steps(config))
+
+
+def _type_of_class(fields: Mapping[str, Any]) -> str | None:
+    """The model_type that the name of a class begins with, for files from before there was such a field."""
+    match fields.get("architectures"):
+        case [str(name), *_]:
+            beginnings = {kind.replace("-", "").replace("_", ""): kind for kind in BY_TYPE}
+            matching = [beginning for beginning in beginnings if name.lower().startswith(beginning)]
+            return beginnings[max(matching, key=len)] if matching else None
+    return None
+
+
+def _more_eos_ids(config: ModelConfig, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text besides eos_id, from every list of end tokens that it is in."""
+    lists = [value for fields in sources if isinstance(value := fields.get("eos_token_id"), list)]
+    ids = [index for value in lists if config.eos_id in value for index in value if isinstance(index, int)]
+    return tuple(dict.fromkeys(x for x in ids if x != config.eos_id and 0 <= x < config.output_vocab_size))
 
 
 def write_config(config: ModelConfig) -> WrittenConfig:
@@ -93,6 +114,8 @@ def write_config(config: ModelConfig) -> WrittenConfig:
     section = config.model_dump(mode="json")
     for family, fields, obstacles in attempts:
         if not obstacles:
+            if len(ends := list(dict.fromkeys((config.eos_id, *config.more_eos_ids)))) > 1:
+                fields["eos_token_id"] = ends
             return WrittenConfig({**fields, _OWN_SECTION: section}, family.steps(config))
     # Report the obstacles of the nearest family; where that is another kind of model, only the difference in kind.
     nearest = min((obstacles for _, _, obstacles in attempts), key=_distance)

@@ -220,7 +220,7 @@ class Directory:
                 raise BadModelFile(
                     f"{self.root / name} has auto_map: the model needs code from its directory, and regard runs none"
                 )
-        if "quantization_config" in fields:
+        if fields.get("quantization_config") is not None:
             raise BadModelFile(f"{self.root / 'config.json'} has quantization_config; regard reads unquantised weights")
         return fields
 

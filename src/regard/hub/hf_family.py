@@ -126,7 +126,7 @@ def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> di
 def encoder_classes(*names: str) -> dict[str, str]:
     """Class names of BERT-like models and our heads for them."""
     heads = {"Model": "none", "ForMaskedLM": "masked-lm", "ForSequenceClassification": "classify"}
-    heads["ForTokenClassification"] = "tag"
+    heads |= {"ForTokenClassification": "tag", "ForPreTraining": "masked-lm"}  # of the latter, half of its head
     return {f"{name}{kind}": head for name in names for kind, head in heads.items()}
 
 

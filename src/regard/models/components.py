@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class Pooler(nn.Module):
         super().__init__()
         self.kind = config.pooling
         self.dense = None if config.pooler == "none" else nn.Linear(config.d_model, config.d_model)
-        self.activation = torch.tanh if config.pooler == "tanh" else F.relu
+        functions: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
+        self.activation = functions.get(config.pooler, F.relu)
         self.query = nn.Parameter(torch.empty(config.d_model)) if config.pooling == "attention" else None
         if self.query is not None:
             nn.init.normal_(self.query, std=config.d_model**-0.5)

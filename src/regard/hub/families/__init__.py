@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..hf_family import Family
 from .bart import BART
-from .bert import ALBERT, BERT, DISTILBERT, ROBERTA
+from .bert import ALBERT, BERT, DISTILBERT, ELECTRA, ROBERTA
 from .gpt import GPT2, GPT_NEOX, OPT, PHI
 from .llama import LLAMA, PHI3
 from .t5 import T5
@@ -13,7 +13,7 @@ from .vit import VIT
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, PHI3, GPT_NEOX, PHI, OPT),
     *(T5, BART),
-    *(BERT, ROBERTA, DISTILBERT, ALBERT),
+    *(BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA),
     VIT,
 )
 BY_TYPE: dict[str, Family] = {model_type: family for family in FAMILIES for model_type in family.model_types}

@@ -1,5 +1,6 @@
 """BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018): the paper's encoder-decoder, with two kinds of
 positions: BART's are learned, with two rows before position 0 and a norm after the sum, Marian's are sinusoids.
+mBART (Liu et al. 2020) is BART with norms before the sub-layers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..weight_steps import Fill, Rename, Reshape, Step, Tensors, Tie
 
 _CLASSES = {
     "bart": {"BartForConditionalGeneration": "lm", "BartModel": "none"},
+    "mbart": {"MBartForConditionalGeneration": "lm", "MBartModel": "none"},
     "marian": {"MarianMTModel": "lm", "MarianModel": "none"},
 }
 _FIELDS, _LAYER = hf.field_names("bart"), hf.layer_names("bart")
@@ -24,11 +26,12 @@ _FIELDS, _LAYER = hf.field_names("bart"), hf.layer_names("bart")
 def read(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("is_decoder", False)
-    theirs.only("normalize_before", False)
-    theirs.only("add_final_layer_norm", False)
+    if kind != "mbart":  # which has both, and old files say so
+        theirs.only("normalize_before", False)
+        theirs.only("add_final_layer_norm", False)
     head, ours = theirs.head(_CLASSES[kind]), hf.read_fields(theirs, _FIELDS)
     separate = kind == "marian" and not theirs.get("share_encoder_decoder_embeddings", True)
-    learned = kind == "bart"
+    learned = kind != "marian"
     return ModelConfig(
         architecture="encoder-decoder",
         head=head,
@@ -38,7 +41,7 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         sinusoid_layout="interleaved" if learned else "halves",
         position_offset=2 if learned else 0,
         embedding_norm=learned,
-        norm_place="post",
+        norm_place="pre" if kind == "mbart" else "post",
         activation=theirs.activation("activation_function", "gelu"),
         head_bias=head == "lm" and theirs.get("final_logits_bias", True),
         embedding_dropout=ours["dropout"],
@@ -48,7 +51,7 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    kind = "bart" if config.positions == "learned" else "marian"
+    kind = "marian" if config.positions != "learned" else "mbart" if config.norm_place == "pre" else "bart"
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": hf.write_head(config, _CLASSES[kind])["architectures"],
@@ -136,10 +139,11 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     return [
         first,
         *hf.modules({f"{prefix}{stack}.layernorm_embedding": f"{embeddings}.norm"}),
+        *hf.modules({f"{prefix}{stack}.layer_norm": f"{stack}.norm"}),
         *hf.modules(_LAYER, theirs, ours),
         *hf.join_modules([f"{theirs}self_attn.{x}_proj" for x in "qkv"], f"{ours}attention.w_qkv", (width,) * 3),
         *hf.join_modules([f"{theirs}encoder_attn.{x}_proj" for x in "kv"], f"{ours}cross_attention.w_kv", (width,) * 2),
     ]
 
 
-BART = hf.Family(("bart", "marian"), read, write, steps)
+BART = hf.Family(("bart", "mbart", "marian"), read, write, steps)

@@ -1,7 +1,8 @@
 """BERT (Devlin et al. 2019) and its line.
 
 RoBERTa (Liu et al. 2019) counts positions behind a row for padding; ALBERT (Lan et al. 2020) has one set of weights for
-all layers and a narrower token table; DistilBERT (Sanh et al. 2019) has no segments, no pooler and a fixed ε.
+all layers and a narrower token table; DistilBERT (Sanh et al. 2019) has no segments, no pooler and a fixed ε; ELECTRA
+(Clark et al. 2020) has BERT's body, a narrower token table where it is small, and other heads.
 """
 
 from __future__ import annotations
@@ -189,7 +190,44 @@ def distilbert_steps(config: ModelConfig) -> list[Step]:
     ]
 
 
+_ELECTRA_CLASSES = hf.encoder_classes("Electra")
+del _ELECTRA_CLASSES["ElectraForPreTraining"]  # tells replaced tokens, which is no head of ours
+_ELECTRA_FIELDS = hf.field_names("encoder", "bert", "electra")
+
+
+def read_electra(theirs: hf.ForeignFields) -> ModelConfig:
+    ours = _read_text(theirs, _ELECTRA_CLASSES, _ELECTRA_FIELDS, "gelu")
+    ours |= {"pooler": "gelu" if ours["head"] == "classify" else "none", "head_activation": None}
+    if ours["d_embed"] == ours["d_model"]:
+        ours["d_embed"] = None
+    if ours["head"] == "masked-lm" and ours["activation"] != "gelu":
+        ours["head_activation"] = "gelu"
+    return ModelConfig(**ours, classifier_dropout=theirs.get("classifier_dropout", ours["dropout"]))
+
+
+def write_electra(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_bert(config),
+        "model_type": "electra",
+        **hf.write_head(config, _ELECTRA_CLASSES),
+        "embedding_size": config.d_embed or config.d_model,
+    }
+
+
+def electra_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "electra."
+    masked = [f"generator_{x}" for x in ("predictions.dense", "predictions.LayerNorm", "lm_head", "lm_head.bias")]
+    return [
+        *hf.OLD_NORMS,
+        *_head_steps(config, prefix, masked, "classifier.dense", "classifier.out_proj"),
+        *hf.modules({f"{prefix}embeddings_project": "embeddings.projection"}),
+        *hf.text_embeddings(prefix),
+        *hf.layer(config, f"{prefix}encoder.layer.{{i}}.", "encoder.blocks.{i}.", hf.layer_names("bert"), _QKV),
+    ]
+
+
 BERT = hf.Family(("bert",), read_bert, write_bert, bert_steps)
 ROBERTA = hf.Family(("roberta", "xlm-roberta", "camembert"), read_roberta, write_roberta, roberta_steps)
 ALBERT = hf.Family(("albert",), read_albert, write_albert, albert_steps)
+ELECTRA = hf.Family(("electra",), read_electra, write_electra, electra_steps)
 DISTILBERT = hf.Family(("distilbert",), read_distilbert, write_distilbert, distilbert_steps)

@@ -1,4 +1,7 @@
-"""T5 and T5 1.1 (Raffel et al. 2020): bucketed position bias shared by all layers, RMSNorm, no biases, no √d_k."""
+"""T5 and T5 1.1 (Raffel et al. 2020): bucketed position bias shared by all layers, RMSNorm, no biases, no √d_k.
+
+mT5 (Xue et al. 2021) is T5 1.1 under other class names; what is saved is called T5.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ _ARCHITECTURES = {
     "T5ForConditionalGeneration": ("encoder-decoder", "lm"),
     "T5Model": ("encoder-decoder", "none"),
     "T5EncoderModel": ("encoder", "none"),
+    "MT5ForConditionalGeneration": ("encoder-decoder", "lm"),
+    "MT5Model": ("encoder-decoder", "none"),
+    "MT5EncoderModel": ("encoder", "none"),
 }
 _FIELDS = hf.field_names("t5")
 _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"}
@@ -21,10 +27,11 @@ _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swig
 def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("is_decoder", False)
     theirs.only("feed_forward_proj", *_FEED_FORWARD)
+    multilingual = theirs.model_type == "mt5"
     ours, tied = hf.read_fields(theirs, _FIELDS), theirs.get("tie_word_embeddings", True)
     # T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
     # That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold.
-    scaled = bool(theirs.get("scale_decoder_outputs", tied))
+    scaled = bool(theirs.get("scale_decoder_outputs", tied and not multilingual))
     if scaled and not tied:
         both = "scale_decoder_outputs=True with tie_word_embeddings=False"
         raise ValueError(f"config.json has {both}; T5 has both and T5 1.1 neither")
@@ -40,7 +47,7 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         attention_scale=1.0,
         qkv_bias=False,
         out_bias=False,
-        activation=_FEED_FORWARD[theirs.get("feed_forward_proj", "relu")],
+        activation=_FEED_FORWARD[theirs.get("feed_forward_proj", "gated-gelu" if multilingual else "relu")],
         ff_bias=False,
         tie_head=scaled,
         logit_scale=ours["d_model"] ** -0.5 if scaled else 1.0,
@@ -128,4 +135,4 @@ def _stack_steps(config: ModelConfig, stack: str) -> list[Step]:
     return out
 
 
-T5 = hf.Family(("t5",), read, write, steps)
+T5 = hf.Family(("t5", "mt5"), read, write, steps)
