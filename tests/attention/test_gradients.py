@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from regard.attention import attend, gradients, masks
+from regard.attention import Additive, Dot, attend, gradients, masks
+from regard.attention.biases import XLRelative
 from regard.attention.gradients import Gradients, attention_gradients
+from regard.training.loss import linear_cross_entropy
 
 from .helpers import Sizes, inputs
 
@@ -92,3 +95,50 @@ def test_tiled_gradients_in_half_precision_are_as_good_as_the_reference(dtype: t
 
     for ours, plain in zip(errors("tiled"), errors("reference"), strict=True):
         assert ours <= 2 * plain
+
+
+SECOND: dict[str, Any] = {
+    "plain": dict,
+    "causal": lambda: {"mask": masks.causal()},
+    "additive": lambda: {"mechanism": Additive(4, 3).double()},
+    "transformer-xl": lambda: {"bias": XLRelative(4, 3).double(), "mask": masks.causal()},
+    "dropout": lambda: {"dropout": 0.4, "seed": 7},
+}
+
+
+@pytest.mark.parametrize("case", SECOND)
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+def test_second_derivatives_through_tiles_are_those_of_the_formula(case: str, n_kv_heads: int) -> None:
+    """A gradient penalty: the squared gradients of a sum, whose own incoming gradient depends on nothing."""
+    torch.manual_seed(0)
+    options, found = SECOND[case](), {}
+    parts = [p for part in options.values() if isinstance(part, nn.Module) for p in part.parameters()]
+    for part in parts:
+        nn.init.normal_(part)
+    for backend in ("reference", "tiled"):
+        leaves = [*inputs(Sizes(g=n_kv_heads), grad=True), *parts]
+        output = attend(*leaves[:3], **options, backend=backend).output
+        grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        first, second = torch.autograd.grad(output.sum(), leaves, create_graph=True), [g.square().sum() for g in grads]
+        penalty = sum(g.square().sum() for g in first) + sum(second)
+        found[backend] = [*first, *torch.autograd.grad(penalty, leaves)]
+    for a, b in zip(found["tiled"], found["reference"], strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+    assert all(g.abs().max() > 0 for g in found["tiled"])
+
+
+def test_second_derivatives_that_nobody_computes_are_refused() -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 6, requires_grad=True) for n in (5, 9))
+    loss = linear_cross_entropy(hidden, weight, torch.arange(5), chunk=2)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="the cross-entropy of a large vocabulary has first derivatives only"):
+        grad.square().sum().backward()
+
+
+def test_a_normaliser_that_is_not_known_is_refused() -> None:
+    class Sparsemax(Dot):
+        normaliser = "sparsemax"
+
+    with pytest.raises(ValueError, match="'sparsemax' has normaliser='sparsemax', which is not 'softmax' or 'linear'"):
+        attend(*inputs(Sizes()), mechanism=Sparsemax())

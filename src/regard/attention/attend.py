@@ -13,7 +13,7 @@ from .biases import Bias, DenseBias, Sum
 from .frame import Frame, check_heads
 from .mask import Mask
 from .masks import from_dense, valid_keys
-from .mechanisms import Dot, Mechanism
+from .mechanisms import NORMALISERS, Dot, Mechanism
 from .reference import Steps, compute_steps
 from .score_matrix import AttentionCall
 
@@ -82,6 +82,9 @@ def prepare(
         mechanism = Dot(scale)
     elif scale is not None:
         raise ValueError(f"scale={scale} goes with the scaled dot product; mechanism={mechanism.name!r} has its own")
+    if mechanism.normaliser not in NORMALISERS:
+        known = " or ".join(map(repr, NORMALISERS))
+        raise ValueError(f"mechanism {mechanism.name!r} has normaliser={mechanism.normaliser!r}, which is not {known}")
     check_heads(q, k, v, same_width=type(mechanism) is Dot)
     for name, x in zip("qkv", (q, k, v), strict=True) if check else ():
         bad = ~torch.isfinite(x)

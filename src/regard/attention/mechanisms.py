@@ -29,6 +29,9 @@ class Prepared(NamedTuple):
     frame: Frame
 
 
+NORMALISERS = ("softmax", "linear")  # exp(s) / Σ exp(s), s / Σ s
+
+
 class Mechanism:
     """Base of all mechanisms; those with parameters are modules too.
 
@@ -38,7 +41,7 @@ class Mechanism:
 
     name: ClassVar[str]
     kind: ClassVar[str] = "scores"  # one of ``backends.KINDS``: decides which backends can compute it
-    normaliser: ClassVar[str] = "softmax"  # exp(s) / Σ exp(s); or "linear": s / Σ s
+    normaliser: ClassVar[str] = "softmax"  # one of NORMALISERS
     largest_tile: ClassVar[int] = 1 << 20  # (query, key) pairs in a tile, over batch and heads: fits the CPU cache
 
     def __init_subclass__(cls, **rest: Any) -> None:

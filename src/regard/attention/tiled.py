@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import gradients
-from .frame import Span
+from .frame import ALL, Span
 from .mechanisms import Operands, by_group, by_head
-from .reference import apply_weights, draw_seed, dropout_tile
+from .reference import apply_weights, draw_seed, dropout_tile, normalise
 from .score_matrix import AttentionCall, exp_minus_, select_rows
 
 
@@ -51,14 +50,29 @@ class _Tiled(torch.autograd.Function):
         return output.to(q.dtype), lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor) -> Any:
         q, k, v, output, lse, *operands = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated themselves
+            return None, None, *_differentiable_backward(ctx, (q, k, v, *operands), d_output)
         exact = torch.promote_types(q.dtype, torch.float32)
         call = replace(ctx.call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         grads = _backward(call, (parts[: ctx.n_own], parts[ctx.n_own :]), output, lse, d_output.to(exact))
         return None, None, *(g.to(x.dtype) for g, x in zip(grads, (q, k, v, *operands), strict=True))
+
+
+def _differentiable_backward(ctx: Any, inputs: tuple[Tensor, ...], d_output: Tensor) -> list[Tensor | None]:
+    """The same gradients by the formula, O(T · S) memory, as a graph that second derivatives go through."""
+    needed = ctx.needs_input_grad[2:]
+    q, k, v, *parts = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs)
+    call = replace(ctx.call, q=q, k=k, v=v)
+    weights = normalise(call.tile(operands=(tuple(parts[: ctx.n_own]), tuple(parts[ctx.n_own :]))), "softmax")
+    if call.dropout > 0:
+        weights = weights * _dropout_scale(call, ALL, ALL)
+    output = apply_weights(weights, v).to(d_output.dtype)
+    asked = [x for x, need in zip(inputs, needed, strict=True) if need]
+    grads = iter(torch.autograd.grad(output, asked, d_output, create_graph=True, allow_unused=True))
+    return [next(grads) if need else None for need in needed]
 
 
 def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[Tensor, Tensor]:
@@ -158,6 +172,6 @@ def _add_columns(total: Tensor, cols: Span, part: Tensor) -> None:
         total.index_add_(2, cols, part)
 
 
-def _dropout_scale(call: AttentionCall, rows: slice, cols: Span) -> Tensor:
+def _dropout_scale(call: AttentionCall, rows: Span, cols: Span) -> Tensor:
     assert call.seed is not None
     return dropout_tile(call.dropout, call.seed, rows, cols, call.frame).to(call.q.dtype) / (1 - call.dropout)

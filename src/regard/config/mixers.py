@@ -50,6 +50,8 @@ class Mixer:
     cross: bool = True  # can attend to another sequence; where it cannot, the scaled dot product is used there
     size: int | None = None  # default of mixer_size (random features, rank); None: mixer_size is not used
     built_for_length: bool = False  # has parameters for max_len tokens
+    scaled: bool = True  # attention_scale is a factor on its scores
+    backends: tuple[str, ...] | None = None  # which compute it, as in attention's table; None: found out when it runs
     flops: Callable[[MixingWork], float] = pairs_flops  # forward, one token, one layer, without W_q, W_k, W_v and W_o
 
     def __post_init__(self) -> None:
@@ -76,10 +78,16 @@ class Mixer:
 
 
 MIXERS: dict[str, Mixer] = {
-    "dot": Mixer("regard.attention.mechanisms:Dot", "scaled dot product (Vaswani et al. 2017)"),
+    "dot": Mixer(
+        "regard.attention.mechanisms:Dot",
+        "scaled dot product (Vaswani et al. 2017)",
+        backends=("reference", "sdpa", "flex", "tiled", "triton"),
+    ),
     "additive": Mixer(
         "regard.attention.mechanisms:Additive",
         "v · tanh(W q + W k) (Bahdanau et al. 2015)",
+        scaled=False,
+        backends=("reference", "tiled", "triton"),
         # W_q q and W_k k once a token; v · tanh(…) and weight · value for every pair
         flops=lambda work: pairs_flops(work) + 4 * work.n_heads * work.d_head**2,
     ),
@@ -87,6 +95,8 @@ MIXERS: dict[str, Mixer] = {
         "regard.attention.linear_attention:Linear",
         "φ(q)·φ(k) with φ = elu + 1, O(T) (Katharopoulos et al. 2020)",
         pairs=False,
+        scaled=False,
+        backends=("reference", "linear"),
         # φ(k) vᵀ is added to a D × D state, φ(q) is multiplied with it
         flops=lambda work: 4 * work.n_heads * work.d_head**2,
     ),
@@ -94,6 +104,8 @@ MIXERS: dict[str, Mixer] = {
         "regard.attention.linear_attention:Performer",
         "softmax's kernel by random features, O(T) (Choromanski et al. 2021)",
         pairs=False,
+        scaled=False,
+        backends=("reference", "linear"),
         size=256,
         # features of q and k, D × m each, and a state of m × D
         flops=lambda work: 8 * work.n_heads * work.d_head * work.size,
@@ -106,6 +118,7 @@ MIXERS: dict[str, Mixer] = {
         cross=False,
         size=256,
         built_for_length=True,
+        backends=("reference", "sdpa", "tiled"),
         # a column of E and of F for each token, and attention over the summaries
         flops=lambda work: 8 * work.n_heads * work.d_head * min(work.size, work.keys),
     ),
@@ -114,6 +127,8 @@ MIXERS: dict[str, Mixer] = {
         "Fourier transform instead of attention, FNet (Lee-Thorp et al. 2022)",
         causal=False,
         weights=False,
+        scaled=False,
+        backends=(),
         flops=lambda work: 0.0,  # no matrix products
     ),
 }

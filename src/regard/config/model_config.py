@@ -22,9 +22,25 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swig
 Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "triton", "linear"]
 Sparsity = Literal["none", "strided", "bigbird"]
 
+# The fields each kind needs, and those it also takes. original_max_len defaults to Rope's max_len; factor of yarn and
+# longrope defaults to max_len / original_max_len.
+_REQUIRED: dict[str, set[str]] = {
+    "linear": {"factor"},  # Chen et al. 2023
+    "dynamic": {"factor"},  # NTK-aware
+    "yarn": set(),  # Peng et al. 2023
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "longrope": {"short_factor", "long_factor"},  # Ding et al. 2024
+}
+_YARN_MAGNITUDE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_OPTIONAL: dict[str, set[str]] = {
+    "yarn": {"factor", "original_max_len"} | _YARN_MAGNITUDE,
+    "llama3": {"original_max_len"},
+    "longrope": {"factor", "original_max_len", "attention_factor"},
+}
+
 
 class RopeScalingConfig(Config):
-    """How rotary positions stretch to longer texts; ``layers.rope`` checks that the fields fit the kind."""
+    """How rotary positions stretch to longer texts; a kind takes its own fields and no others."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
     """Which rule."""
@@ -52,6 +68,28 @@ class RopeScalingConfig(Config):
     """LongRoPE: one factor a dimension pair for short texts."""
     long_factor: tuple[float, ...] | None = None
     """LongRoPE: the same for long texts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kind = self.kind
+        given = {name for name in type(self).model_fields if getattr(self, name) is not None} - {"kind"}
+        if missing := sorted(_REQUIRED[kind] - given):
+            raise ValueError(f"rope scaling kind {kind!r} needs {', '.join(missing)}")
+        if unexpected := sorted(given - _REQUIRED[kind] - _OPTIONAL.get(kind, set())):
+            raise ValueError(f"rope scaling kind {kind!r} does not take {', '.join(unexpected)}")
+        if self.factor is not None and not self.factor >= 1.0:
+            raise ValueError(f"rope scaling factor={self.factor} must be at least 1")
+        for name in ("original_max_len", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"rope scaling {name}={value} must be greater than 0")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and not high > low:
+            raise ValueError(f"high_freq_factor={high} must be greater than low_freq_factor={low}")
+        fast, slow = self.beta_fast or 32, self.beta_slow or 1
+        if kind == "yarn" and fast < slow:
+            raise ValueError(f"beta_fast={fast} must not be less than beta_slow={slow}")
+        return self
 
 
 class ModelConfig(Config):
@@ -256,19 +294,19 @@ class ModelConfig(Config):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIVATIONS)}{hint}")
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be greater than 0")
-        for name in ("score_cap", "logit_cap", "window_rope_base"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be greater than 0")
+        for name, least in {"score_cap": 0, "logit_cap": 0, "rope_base": 1, "window_rope_base": 1}.items():
+            if (value := getattr(self, name)) is not None and not value > least:
+                raise ValueError(f"{name}={value} must be greater than {least}")
         if not 0 < self.rope_fraction <= 1:
             raise ValueError(f"rope_fraction={self.rope_fraction} must lie in (0, 1]")
-        if self.positions == "t5" and self.t5_buckets % 2:
-            raise ValueError(f"t5_buckets={self.t5_buckets} must be even")
         if self.architecture == "recurrent":
             _check_recurrent(self)
         else:
             _check_sizes(self)
+            _check_positions(self)
             _check_mixing(self)
             _check_layers(self)
+            _check_backend(self)
         return self
 
     @property
@@ -312,15 +350,21 @@ def _check_sizes(config: ModelConfig) -> None:
             raise ValueError(f"d_model={config.d_model} is not divisible by {name}={heads}")
         if heads % (config.n_kv_heads or heads):
             raise ValueError(f"{name}={heads} is not divisible by n_kv_heads={config.n_kv_heads}")
-        width = config.d_model // heads if config.d_head is None else config.d_head
-        if config.positions == "rope" and width % 2:
-            raise ValueError(f"positions='rope' needs an even head width, got {width}")
+        if config.positions == "rope":
+            _check_rope(config, config.d_model // heads if config.d_head is None else config.d_head)
+    if config.target_vocab_size is not None and config.architecture != "encoder-decoder":
+        raise ValueError(
+            f"target_vocab_size={config.target_vocab_size} is for source and target; architecture="
+            f"{config.architecture!r} has one vocabulary, vocab_size"
+        )
     if config.source == "image" and config.image_size % config.patch_size:
         raise ValueError(f"image_size={config.image_size} is not divisible by patch_size={config.patch_size}")
     if config.architecture == "decoder" and config.source != "text":
         raise ValueError(f"architecture='decoder' reads text; source={config.source!r} needs an encoder")
     if config.head in ("masked-lm", "classify", "tag") and config.architecture != "encoder":
         raise ValueError(f"head={config.head!r} goes with architecture='encoder', not {config.architecture!r}")
+    if config.head == "masked-lm" and config.source != "text":
+        raise ValueError(f"head='masked-lm' predicts tokens; source={config.source!r} has none")
     if config.head == "lm" and not config.has_decoder:
         raise ValueError("head='lm' needs a decoder; architecture='encoder' has 'masked-lm', 'classify' or 'none'")
     narrow = config.d_embed not in (None, config.d_model) and not config.head_transform
@@ -328,6 +372,66 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ValueError(
             f"tie_head=True needs d_embed={config.d_embed} to be as wide as d_model={config.d_model}, or head_transform"
         )
+
+
+def _check_rope(config: ModelConfig, width: int) -> None:
+    """The rotated part of a head of this width."""
+    if width % 2:
+        raise ValueError(f"positions='rope' needs an even head width, got {width}")
+    rotated, scaling = int(width * config.rope_fraction), config.rope_scaling
+    if rotated < 2 or rotated % 2:
+        raise ValueError(
+            f"rope_fraction={config.rope_fraction} of heads {width} wide rotates {rotated} dimensions; they are "
+            "rotated in pairs"
+        )
+    if scaling is None:
+        return
+    if scaling.kind == "dynamic" and rotated <= 2:
+        raise ValueError(f"rope_scaling kind 'dynamic' needs more than 2 rotated dimensions, not {rotated}")
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(scaling, name)
+        if factors is not None and len(factors) != rotated // 2:
+            raise ValueError(f"{name} has {len(factors)} numbers, but {rotated} rotated dimensions need {rotated // 2}")
+
+
+def _check_positions(config: ModelConfig) -> None:
+    """What belongs to one kind of positions only."""
+    if config.rope_scaling is not None and config.positions != "rope":
+        raise ValueError(f"rope_scaling stretches positions='rope', not {config.positions!r}")
+    if config.positions != "t5":
+        return
+    # Half of the buckets, or a quarter where both directions have their own, hold one distance each.
+    exact = (
+        {4} if config.architecture == "encoder" or not config.causal else {2} | ({4} if config.has_encoder else set())
+    )
+    if config.t5_buckets % 2 or config.t5_buckets < max(exact):
+        raise ValueError(f"t5_buckets={config.t5_buckets} must be even and at least {max(exact)}")
+    if config.t5_max_distance <= (most := config.t5_buckets // min(exact)):
+        raise ValueError(
+            f"t5_max_distance={config.t5_max_distance} must exceed the {most} distances that have a bucket each "
+            f"with t5_buckets={config.t5_buckets}"
+        )
+
+
+def _check_backend(config: ModelConfig) -> None:
+    """Fields that the mixer would pass over, and a backend that could not compute it."""
+    mixing, mixer, backend = config.mixing, f"mixer={config.mixer!r}", config.attention_backend
+    if config.attention_scale is not None and not mixing.scaled:
+        raise ValueError(f"attention_scale={config.attention_scale} is a factor on q·k, which {mixer} has not")
+    if config.mixer_size is not None and mixing.size is None:
+        raise ValueError(f"mixer_size={config.mixer_size} is for performer and linformer; {mixer} has no such size")
+    if backend == "auto" or mixing.backends is None:
+        return
+    able = set(mixing.backends)
+    if config.positions == "xl":  # reads q, so it is no bias that torch's kernels could be given
+        able -= {"sdpa", "flex"}
+    if config.attention_dropout > 0:
+        able -= {"flex", "linear"}
+    if config.window is not None or config.sparsity != "none" or config.shifted_windows is not None:
+        able -= {"linear"}
+    if backend not in able:
+        names = ", ".join(("auto", *(name for name in mixing.backends if name in able)))
+        raise ValueError(f"attention_backend={backend!r} cannot compute {mixer} as configured; these can: {names}")
 
 
 def _check_mixing(config: ModelConfig) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..foundation.autograd import first_derivative_only
 from . import flash_attention as kernels
 from .attention_tiles import STRIP_ROWS, table_strip
 
@@ -389,7 +389,7 @@ class _Flash(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("flash attention")
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, out, lse, table, dense = ctx.saved_tensors
         o = replace(ctx.options, table=table, dense=dense)

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..foundation.autograd import first_derivative_only
 from .flash_ops import INTERPRETED, GradientBuffers, Options, launch_backward, launch_forward, padded_width
 
 _MOST_BYTES = 384 << 20  # of the matrix of distances of a chunk; backward there are two
@@ -272,7 +272,7 @@ class _XL(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("Transformer-XL's kernel")
     def backward(ctx: Any, d_out: Tensor) -> Any:
         out, lse, q_u, q_v, k, v, r = ctx.saved_tensors
         return None, None, *_gradients(d_out, out, lse, q_u, q_v, k, v, r, ctx.options, ctx.low)

@@ -52,16 +52,23 @@ class FeedForward(nn.Module):
     gated   FFN(x) = (f(x W_gate) ⊙ (x W_up)) W_out       (Shazeer 2020: SwiGLU, GeGLU, ReGLU)
 
     A gated w_in holds the gate's d_ff rows, then the up-projection's. Dropout follows the activation (T5, BART).
+    ``fp32_output``: in fp16 the product with W_out is computed and returned in fp32, whose range T5's weights need.
     (…, M) → (…, M)
     """
 
     def __init__(
-        self, d_model: int, d_ff: int, activation: str = "relu", dropout: float = 0.0, bias: bool = True
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        fp32_output: bool = False,
     ) -> None:
         super().__init__()
         check_positive(d_model=d_model, d_ff=d_ff)
         self.d_model, self.d_ff, self.activation = d_model, d_ff, activation
-        self.gated = activation in GATED
+        self.gated, self.has_bias, self.fp32_output = activation in GATED, bias, fp32_output
         self.f = activation_function(activation)
         self.w_in = nn.Linear(d_model, 2 * d_ff if self.gated else d_ff, bias=bias)
         self.w_out = nn.Linear(d_ff, d_model, bias=bias)
@@ -70,7 +77,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not should_chunk(x):
             return self._compute(x)
-        out = torch.empty_like(x)  # the hidden layer of the whole text would be the largest tensor of a forward pass
+        out = torch.empty_like(
+            x, dtype=torch.float32 if self._widens(x) else x.dtype
+        )  # the hidden layer of the whole text would be the largest tensor of a forward pass
         for start in range(0, x.shape[1], CHUNK_TOKENS):
             out[:, start : start + CHUNK_TOKENS] = self._compute(x[:, start : start + CHUNK_TOKENS])
         return out
@@ -82,7 +91,14 @@ class FeedForward(nn.Module):
             hidden = self.f(gate) * up
         else:
             hidden = self.f(hidden)
-        return self.w_out(self.dropout(hidden))
+        hidden = self.dropout(hidden)
+        if not self._widens(hidden):
+            return self.w_out(hidden)
+        product = F.linear(hidden.float(), self.w_out.weight.float())
+        return product + self.w_out.bias.float() if self.has_bias else product
+
+    def _widens(self, x: Tensor) -> bool:
+        return self.fp32_output and x.dtype == torch.float16 and isinstance(self.w_out, nn.Linear)
 
     @property
     def w_gate(self) -> Tensor:

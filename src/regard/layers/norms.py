@@ -54,9 +54,10 @@ class RMSNorm(nn.Module):
         if self.offset == 0.0 and x.dtype == self.weight.dtype:
             return F.rms_norm(x, (self.d,), self.weight, self.eps)
         # In fp32: weight + offset rounded to bf16 would lose small weights, and the fused kernel wants one dtype, which
-        # half-precision activations and fp32 weights (autocast) do not have.
+        # half-precision activations and fp32 weights (autocast) do not have. The narrower of the two goes on.
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), (self.d,), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
+        narrow = x.dtype if x.dtype.itemsize <= self.weight.dtype.itemsize else self.weight.dtype
+        return F.rms_norm(x.to(wide), (self.d,), self.weight.to(wide) + self.offset, self.eps).to(narrow)
 
     def extra_repr(self) -> str:
         return f"{self.d}, eps={self.eps}, offset={self.offset}"

@@ -16,44 +16,6 @@ from torch import Tensor, nn
 from ..config import RopeScalingConfig
 from ..foundation.checks import check_positive
 
-# The fields each kind needs, and those it also takes. original_max_len defaults to Rope's max_len; factor of yarn and
-# longrope defaults to max_len / original_max_len.
-_REQUIRED: dict[str, set[str]] = {
-    "linear": {"factor"},  # Chen et al. 2023
-    "dynamic": {"factor"},  # NTK-aware
-    "yarn": set(),  # Peng et al. 2023
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "longrope": {"short_factor", "long_factor"},  # Ding et al. 2024
-}
-_YARN_MAGNITUDE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-_OPTIONAL: dict[str, set[str]] = {
-    "yarn": {"factor", "original_max_len"} | _YARN_MAGNITUDE,
-    "llama3": {"original_max_len"},
-    "longrope": {"factor", "original_max_len", "attention_factor"},
-}
-
-
-def check_scaling(scaling: RopeScalingConfig) -> None:
-    """Raise unless the config has the fields its kind needs, no others, and values in range."""
-    kind = scaling.kind
-    given = {name for name in type(scaling).model_fields if getattr(scaling, name) is not None} - {"kind"}
-    if missing := sorted(_REQUIRED[kind] - given):
-        raise ValueError(f"rope scaling kind {kind!r} needs {', '.join(missing)}")
-    if unexpected := sorted(given - _REQUIRED[kind] - _OPTIONAL.get(kind, set())):
-        raise ValueError(f"rope scaling kind {kind!r} does not take {', '.join(unexpected)}")
-    if scaling.factor is not None and not scaling.factor >= 1.0:
-        raise ValueError(f"rope scaling factor={scaling.factor} must be at least 1")
-    for name in ("original_max_len", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor"):
-        value = getattr(scaling, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"rope scaling {name}={value} must be greater than 0")
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if low is not None and high is not None and not high > low:
-        raise ValueError(f"high_freq_factor={high} must be greater than low_freq_factor={low}")
-    fast, slow = scaling.beta_fast or 32, scaling.beta_slow or 1
-    if kind == "yarn" and fast < slow:
-        raise ValueError(f"beta_fast={fast} must not be less than beta_slow={slow}")
-
 
 class Frequencies(NamedTuple):
     short: Tensor  # (D/2,) radians per position of each pair of dimensions
@@ -72,7 +34,6 @@ def frequencies(scaling: RopeScalingConfig | None, dim: int, base: float, max_le
     plain = base_frequencies(dim, base)
     if scaling is None:
         return Frequencies(plain)
-    check_scaling(scaling)
     if scaling.kind == "linear":
         assert scaling.factor is not None
         return Frequencies(plain / scaling.factor)

@@ -154,7 +154,8 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, *, causal: bool, cross: bool = False) -> None:
         super().__init__()
         n_layers, n_heads, d_ff = components.stack_sizes(config, cross)
-        self.n_layers, self.causal = n_layers, causal
+        self.n_layers, self.causal, self.mixer = n_layers, causal, config.mixer
+        self.takes_cache = config.mixing.by_token
         self.checkpointing = False  # recompute each layer in the backward pass; set from outside
         ropes = components.ropes(config, n_heads, n_layers)
         layer_masks = [components.layer_mask(config, layer, causal, cross) for layer in range(n_layers)]
@@ -175,6 +176,11 @@ class Stack(nn.Module):
         cache: ModelCache | None = None,
     ) -> Tensor:
         """x (B, T, M) → (B, T, M). ``mask`` says what is padding; the stack itself knows whether it is causal."""
+        if cache is not None and not self.takes_cache:
+            raise ValueError(
+                f"mixer={self.mixer!r} mixes all tokens at once, so a cache cannot stand for the earlier ones; "
+                "give it the whole text without a cache"
+            )
         if self.causal:
             mask = masks.causal() if mask is None else masks.causal() & mask
         context = LayerContext(mask, positions, self.position_bias, memory)

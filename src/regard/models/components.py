@@ -121,7 +121,10 @@ def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
 
 
 def feed_forward(config: ModelConfig, d_ff: int) -> layers.FeedForward:
-    return layers.FeedForward(config.d_model, d_ff, config.activation, config.activation_dropout, config.ff_bias)
+    """With T5's bias between RMS norms, what it adds in fp16 is fp32, as in transformers."""
+    is_t5 = config.positions == "t5" and config.norm == "rms" and config.norm_place == "pre"
+    dropout, bias = config.activation_dropout, config.ff_bias
+    return layers.FeedForward(config.d_model, d_ff, config.activation, dropout, bias, fp32_output=is_t5)
 
 
 def attention(

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
+from ..foundation.autograd import first_derivative_only
 from ..models import Model
 from ..models.components import TokenHead
 
@@ -231,7 +231,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
 
 
-@once_differentiable
+@first_derivative_only("the cross-entropy of a large vocabulary")
 def _backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     slopes = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
     grads = [(slope * d_total).to(dtype) if needed else None for slope, dtype, needed in slopes]
