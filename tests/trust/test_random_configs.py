@@ -120,8 +120,8 @@ def inputs_of(config: ModelConfig) -> tuple[Tensor, ...]:
     return (source, target_of(config, 2, LENGTH)) if both else (source,)
 
 
-def assert_close(found: Tensor, wanted: Tensor, share: float = 1e-4) -> None:
-    """To a share of the largest: without norms numbers grow to any size."""
+def assert_close(found: Tensor, wanted: Tensor, share: float = 1e-5) -> None:
+    """To a share of the largest; rotary angles are fp32 everywhere."""
     assert (found - wanted).abs().max() <= share * max(1.0, float(wanted.abs().max()))
 
 
@@ -139,7 +139,7 @@ def check_formula(model: Model, inputs: tuple[Tensor, ...], logits: Tensor) -> N
     """The same model on the backend that is the formula."""
     if not model.config.mixing.weights:
         return
-    twin = build(model.config.with_(attention_backend="reference")).eval()
+    twin = build(model.config.with_(attention_backend="reference")).double().eval()
     twin.load_state_dict(model.state_dict())
     assert_close(twin(*inputs), logits)
 
@@ -188,8 +188,9 @@ def test_a_config_is_refused_or_everything_works(seed: int, tmp_path: Path) -> N
         assert "\n" not in config
         return
     torch.manual_seed(seed)
-    model = shaken(build(config)).eval()
-    inputs = inputs_of(config)
+    # In float64: without norms numbers grow to any size, and a sharp softmax multiplies what fp32 rounds.
+    model = shaken(build(config)).double().eval()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs_of(config))
     with torch.no_grad():
         logits = model(*inputs)
         assert torch.isfinite(logits).all()

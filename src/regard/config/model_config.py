@@ -425,6 +425,8 @@ def _check_backend(config: ModelConfig) -> None:
     able = set(mixing.backends)
     if config.positions == "xl":  # reads q, so it is no bias that torch's kernels could be given
         able -= {"sdpa", "flex"}
+    if config.score_cap is not None:
+        able -= {"sdpa", "flex", "triton"}
     if config.attention_dropout > 0:
         able -= {"flex", "linear"}
     if config.window is not None or config.sparsity != "none" or config.shifted_windows is not None:
