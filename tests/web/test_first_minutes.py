@@ -7,6 +7,7 @@ import base64
 import io
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,40 @@ def test_every_refusal_has_a_korean_sentence(tab: Tab) -> None:
         assert re.search("[가-힣]", korean)
         assert sentence not in korean, sentence
         assert "{" not in korean
+
+
+PHONE = {"width": 390, "height": 844}
+
+
+def test_names_beside_a_heat_map_do_not_touch_on_a_phone(tab: Tab) -> None:
+    tab.page.set_viewport_size(PHONE)
+    tab.open(model="demo", view="heatmap", kind="encoder", text=f"{TEXT} {TEXT}", lang="ko")
+    right = r'translate\(([\d.]+) ([\d.]+)\)" dy=".35em" font-size="([\d.]+)" font-weight="\d+" text-anchor="end"'
+    names = re.findall(right, svg_of(tab))
+    assert len(names) > 5
+    places = [(float(y), float(size)) for _, y, size in names[:-1]]  # the last one is the legend's
+    for (y, size), (below, _) in pairwise(places):
+        assert below - y >= size, "neighbours overlap"
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def svg_of(tab: Tab) -> str:
+    return tab.exported("svg").decode()
+
+
+def test_patches_are_counted_from_1_and_named_in_the_language(tab: Tab) -> None:
+    tab.open(model="images", view="heatmap")
+    for name in ("patch", "패치"):
+        said = svg_of(tab)
+        assert f">{name} 1,1<" in said
+        assert f">{name} 0," not in said
+        assert "patch 0,0" in tab.table()[0], "files count from 0, in every language"
+        tab.speak_korean()
+
+
+def test_an_image_is_chosen_in_the_language_of_the_page(tab: Tab) -> None:
+    tab.open(model="images", lang="ko")
+    assert tab.page.inner_text(".pick") == "이미지 고르기…"
+    tab.page.focus('input[name="image"]')
+    with tab.page.expect_file_chooser():
+        tab.page.click(".pick")

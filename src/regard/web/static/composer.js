@@ -88,7 +88,7 @@ export class Composer {
     } });
     this.preview = el("img", { alt: "" });
     this.showPicture();
-    return el("label", { class: "area" }, el("span", {}, this.t("image")), el("div", { class: "picture" }, this.preview, file));
+    return el("label", { class: "area" }, el("span", {}, this.t("image")), el("div", { class: "picture" }, this.preview, file, el("span", { class: "pick" }, this.t("image.choose"))));
   }
 
   showPicture() {

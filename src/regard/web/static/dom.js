@@ -1,4 +1,6 @@
 // Small tools: make an element, show a number, show a token.
+import { speaker } from "./i18n.js";
+
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [key, value] of Object.entries(props)) {
@@ -38,8 +40,15 @@ export const count = (n) => n.toLocaleString("en-US").replaceAll(",", "\u202f");
 
 const UNSEEN = { "": "∅", " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "⏎" };
 
-/** What a token looks like: white space gets a sign, the rest stays as it is. */
+/** A token on the screen; the patches of an image are counted from 1 there. */
 export function shown(label) {
+  const patch = label.box && /^patch (\d+),(\d+)$/.exec(label.text);
+  if (!patch) return tokenText(label);
+  return speaker(document.documentElement.lang)("patch", { row: Number(patch[1]) + 1, col: Number(patch[2]) + 1 });
+}
+
+/** A token in a file: white space gets a sign, the rest stays as it is. */
+export function tokenText(label) {
   const text = typeof label === "string" ? label : label.text;
   if (text.trim() !== "") return text.replace(/\s+/g, " ").trim();
   return [...text].slice(0, 4).map((c) => UNSEEN[c] ?? "␣").join("") || UNSEEN[""];

@@ -1,5 +1,5 @@
 // What several views do with a matrix of weights {rows, cols, values}.
-import { shown } from "./dom.js";
+import { shown, tokenText } from "./dom.js";
 import { fitted, textWidth } from "./pen.js";
 
 const LONGEST_NAME = 108;
@@ -7,6 +7,9 @@ const nameFont = () => `400 13px ${getComputedStyle(document.body).fontFamily}`;
 
 /** The width of the longest name beside or above a matrix. */
 export const longestName = (labels) => labels.reduce((most, label) => Math.min(LONGEST_NAME, Math.max(most, textWidth(shown(label), nameFont()))), 0);
+
+/** The size of names beside cells, where it must not be larger than `most`: names of neighbours do not touch. */
+export const nameSize = (cell, most) => Math.min(most, Math.max(8, 0.85 * cell));
 
 /** The name of a column over the middle of it: level where it fits, else rising to the right. */
 export function columnName(pen, label, x, top, slanted, style) {
@@ -27,7 +30,7 @@ export function strongest(weights, threshold, top) {
 
 /** Rows of a table: the columns' names first, then each row's name and weights. */
 export const tableOf = (rowLabels, colLabels, matrix) =>
-  [["", ...colLabels.map(shown)], ...rowLabels.map((label, r) => [shown(label), ...rowOf(matrix, r)])];
+  [["", ...colLabels.map(tokenText)], ...rowLabels.map((label, r) => [tokenText(label), ...rowOf(matrix, r)])];
 
 /** Whether a token is one that is searched for. */
 export const isFound = (label, find) => Boolean(find) && shown(label).toLowerCase().includes(find.toLowerCase());

@@ -1,7 +1,7 @@
 // The matrix itself: weights as tiles where they can be told apart, block means where they cannot.
 import { heat, inkOn, scaled } from "../colour.js";
-import { brief, count, el, screenBelow, shown } from "../dom.js";
-import { columnName, isFound, largest, longestName } from "../matrix.js";
+import { brief, count, el, screenBelow, shown, tokenText } from "../dom.js";
+import { columnName, isFound, largest, longestName, nameSize } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -9,7 +9,7 @@ import { tip } from "../tip.js";
 const EXACT = 512; // rows or columns up to which the weights themselves are fetched
 const OVERVIEW = 320;
 const LARGEST_CELL = 58;
-const READABLE_CELL = 12;
+const READABLE_CELL = { wide: 12, narrow: 16 }; // a phone scrolls anyway
 
 class HeatMap {
   constructor(host, app) {
@@ -70,7 +70,7 @@ class HeatMap {
     const { window: [r0, r1, c0, c1], rowLabels, colLabels } = this.shown, rows = r1 - r0, cols = c1 - c0;
     const longest = (labels, a, b) => b - a > 120 ? 0 : longestName(labels.slice(a, b));
     const left = Math.min(longest(rowLabels, r0, r1), width * 0.3) + 12, over = longest(colLabels, c0, c1);
-    const tall = Math.max(screenBelow(this.place) - 0.72 * over - 70, Math.min(READABLE_CELL * rows, Math.max(620, width * 0.7)));
+    const tall = Math.max(screenBelow(this.place) - 0.72 * over - 70, Math.min(READABLE_CELL[width < 560 ? "narrow" : "wide"] * rows, Math.max(620, width * 0.7)));
     const cellIn = (room) => Math.min(LARGEST_CELL, room / cols, tall / rows);
     const slanted = over > cellIn(width - left - 8) - 6; // names that are too long go up to the right, and need room there
     const cell = cellIn(width - left - 8 - (slanted ? Math.min(0.62 * over, width * 0.15) : 0));
@@ -85,7 +85,7 @@ class HeatMap {
     if (!this.shown) return;
     const { matrix, span, window: [r0, r1, c0, c1], rowLabels, colLabels, max } = this.shown;
     const { log, find, row, col } = this.app.state.now, { theme, ink, quiet, accent, line } = pen.colours;
-    const { left, top, cell: [wide, tall], side, labelled, upright } = this.layout(pen.width);
+    const { left, top, cell: [wide, tall], side, labelled, upright } = this.layout(pen.width), size = nameSize(Math.min(wide, tall), 13);
     const colour = (value) => heat(scaled(value, max, log), theme);
     const x = (c) => left + (c - c0) * wide, y = (r) => top + (r - r0) * tall;
     pen.clip(left, top, side[0], side[1], () => {
@@ -93,10 +93,10 @@ class HeatMap {
     });
     pen.rect(left - 0.5, top - 0.5, side[0] + 1, side[1] + 1, { stroke: line });
     const held = [this.over?.row ?? row, this.over?.col ?? col];
-    const style = (label, on) => ({ size: 13, fill: on ? accent : label.special ? quiet : ink, weight: on ? 600 : 400 });
+    const style = (label, on) => ({ size, fill: on ? accent : label.special ? quiet : ink, weight: on ? 600 : 400 });
     for (let r = r0; labelled && r < r1; r++) {
       const label = rowLabels[r];
-      pen.text(fitted(shown(label), left - 10, pen.font(13)), left - 8, y(r) + tall / 2, { ...style(label, isFound(label, find) || r === held[0]), align: "right" });
+      pen.text(fitted(shown(label), left - 10, pen.font(size)), left - 8, y(r) + tall / 2, { ...style(label, isFound(label, find) || r === held[0]), align: "right" });
     }
     for (let c = c0; labelled && c < c1; c++) {
       const label = colLabels[c], on = isFound(label, find) || c === held[1];
@@ -196,7 +196,7 @@ class HeatMap {
   /** What is on the screen, as rows of a table. */
   rows() {
     const { matrix, span, rowLabels, colLabels, exact } = this.shown;
-    const name = (labels, at, from, n, total) => exact ? shown(labels[at + from]) : `${Math.floor((at * total) / n)}`;
+    const name = (labels, at, from, n, total) => exact ? tokenText(labels[at + from]) : `${Math.floor((at * total) / n)}`;
     const head = Array.from({ length: matrix.cols }, (_, c) => name(colLabels, c, span[2], matrix.cols, span[3]));
     return [["", ...head], ...Array.from({ length: matrix.rows }, (_, r) =>
       [name(rowLabels, r, span[0], matrix.rows, span[1]), ...matrix.values.subarray(r * matrix.cols, (r + 1) * matrix.cols)])];

@@ -1,6 +1,6 @@
 // The image with the weights of one token laid over its patches.
 import { css, heat, scaled } from "../colour.js";
-import { brief, el, screenBelow, shown, slider } from "../dom.js";
+import { brief, el, screenBelow, shown, slider, tokenText } from "../dom.js";
 import { largest, strongest } from "../matrix.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -90,7 +90,7 @@ class ImageOverlay {
 
   rows() {
     const { colLabels, weights } = this.shown;
-    return [["patch", "x0", "y0", "x1", "y1", "weight"], ...colLabels.map((label, c) => [shown(label), ...(label.box ?? ["", "", "", ""]), weights[c]])];
+    return [["patch", "x0", "y0", "x1", "y1", "weight"], ...colLabels.map((label, c) => [tokenText(label), ...(label.box ?? ["", "", "", ""]), weights[c]])];
   }
 
   close() { this.sheet.close(); tip.hide(); }

@@ -1,8 +1,8 @@
 // What if: no causal mask, another scale, heads switched off; the prediction and the weights, before and after.
 import { heat, scaled } from "../colour.js";
 import { Data } from "../data.js";
-import { after, check, el, number, offer, percent, shown, slider } from "../dom.js";
-import { columnName, largest, longestName } from "../matrix.js";
+import { after, check, el, number, offer, percent, shown, slider, tokenText } from "../dom.js";
+import { columnName, largest, longestName, nameSize } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -162,9 +162,9 @@ class Variant {
     const { theme, line, quiet, ink } = pen.colours, { max } = this.shown, { names: { rows, cols } } = matrix, wide = cell * matrix.cols, tall = cell * matrix.rows;
     pen.matrix(x, y, wide, tall, { ...matrix, colour: (v) => heat(scaled(v, max, this.app.state.now.log), theme) });
     pen.rect(x - 0.5, y - 0.5, wide + 1, tall + 1, { stroke: line });
-    const style = (label) => ({ size: 12, fill: label.special ? quiet : ink });
+    const size = nameSize(cell, 12), style = (label) => ({ size, fill: label.special ? quiet : ink });
     for (let r = 0; labelled && r < matrix.rows; r++) {
-      pen.text(fitted(shown(rows[r]), left - 10, pen.font(12)), x - 8, y + (r + 0.5) * cell, { ...style(rows[r]), align: "right" });
+      pen.text(fitted(shown(rows[r]), left - 10, pen.font(size)), x - 8, y + (r + 0.5) * cell, { ...style(rows[r]), align: "right" });
     }
     for (let c = 0; labelled && c < matrix.cols; c++) columnName(pen, cols[c], x + (c + 0.5) * cell, y, true, style(cols[c]));
     if (matrix.values.length > 2500 || matrix.values.length !== before.values.length) return;
@@ -188,7 +188,7 @@ class Variant {
 
   rows() {
     const { sides: [a, b] } = this.shown, { rows, cols } = a.names;
-    return [["row", "column", "before", "after"], ...Array.from(a.values, (v, i) => [shown(rows[Math.floor(i / a.cols)]), shown(cols[i % a.cols]), v, b.values[i]])];
+    return [["row", "column", "before", "after"], ...Array.from(a.values, (v, i) => [tokenText(rows[Math.floor(i / a.cols)]), tokenText(cols[i % a.cols]), v, b.values[i]])];
   }
   close() { this.sheet.close(); tip.hide(); }
 }
