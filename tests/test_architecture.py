@@ -74,6 +74,7 @@ OWNERS: dict[str, set[str]] = {
     "torch.utils.tensorboard": {"training"},
     "wandb": {"training"},
     "mlflow": {"training"},
+    "comet": {"training"},
 }
 # Kernels are written in triton's own language and routes in FastAPI's: at home these stand at the top of the file, and
 # the file itself is imported inside a function.

@@ -112,6 +112,8 @@ def test_real_and_made_pairs_are_read_together(tmp_path: Path) -> None:
     assert len(once.train) + len(once.valid) == 40
     other = open_source(f"{real},{made}", valid=str(real))
     assert (len(other.train), len(other.valid)) == (100, 40)
+    beside = open_source(f"{real},{real}", format="parallel", valid_fraction=0.0)
+    assert beside.train[1].source == "house 0\tHaus 0" == beside.train[1].target
     with pytest.raises(ValueError, match="names several files, which are read as pairs, not as kind=labelled"):
         open_source(f"{real},{made}", kind="labelled")
 

@@ -6,8 +6,10 @@ import json
 import math
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -454,6 +456,65 @@ def test_two_runs_on_the_same_pairs(house: House) -> None:
 def test_loss_over_other_tokens_is_not_compared(house: House) -> None:
     report = _ask(house("translate"), against=house("translate-bpe"))
     assert [one.metric for one in report["valid"].comparisons] == ["BLEU", "chrF", "exact match"]
+
+
+class StandInForComet:
+    """The package's functions, as its README calls them: the longer a translation, the better."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def download_model(self, name: str) -> str:
+        self.asked.append(name)
+        return f"/hub/{name}/model.ckpt"
+
+    def load_from_checkpoint(self, path: str) -> StandInForComet:
+        self.asked.append(path)
+        return self
+
+    def predict(self, samples: list[dict[str, str]], batch_size: int, gpus: int, progress_bar: bool) -> Any:
+        assert (gpus, progress_bar) == (0, False)
+        self.asked.append(samples)
+        scores = [len(sample["mt"]) / 100 for sample in samples]
+        return SimpleNamespace(scores=scores, system_score=sum(scores) / len(scores))
+
+
+def test_comet_where_its_package_is_installed(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    package, run = StandInForComet(), str(house("translate"))
+    words = [
+        "eval",
+        run,
+        f"data.source={house.file('test.tsv')}",
+        "--device",
+        "cpu",
+        "--comet",
+        "Unbabel/wmt22-comet-da",
+    ]
+    monkeypatch.setitem(sys.modules, "comet", None)
+    assert cli.main(words) == 1
+    assert "needs comet, which is not installed: pip install unbabel-comet" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "comet", package)
+    assert cli.main([*words, "--json", "--against", str(house("translate-b"))]) == 0
+    found = json.loads(capsys.readouterr().out)
+    name, path, ours, theirs = package.asked
+    assert (name, path) == ("Unbabel/wmt22-comet-da", "/hub/Unbabel/wmt22-comet-da/model.ckpt")
+    assert [(sample["src"], sample["ref"]) for sample in ours] == [
+        (text, text.upper()) for text in ("red cat", "dog sat ran", "mat")
+    ]
+    split = found["splits"]["whole"]
+    assert split["comet"] == pytest.approx(np.mean([len(sample["mt"]) / 100 for sample in ours]))
+    (compared,) = (x for x in split["against"]["comparisons"] if x["metric"] == "COMET")
+    assert compared["a"] == pytest.approx(np.mean([len(sample["mt"]) / 100 for sample in theirs]))
+    assert found["options"]["comet"] == "Unbabel/wmt22-comet-da"
+    checkpoint = tmp_path / "mine.ckpt"
+    checkpoint.write_bytes(b"")
+    package.asked.clear()
+    regard.evaluate(run, house.file("test.tsv"), comet=str(checkpoint), device="cpu")
+    assert package.asked[0] == str(checkpoint)
+    with pytest.raises(ValueError, match=r"is for translations, but .* is for the task 'classify'"):
+        regard.evaluate(house("classify"), comet="x")
 
 
 def test_a_run_against_itself(house: House) -> None:

@@ -139,6 +139,9 @@ def evaluate(
     beam: Annotated[int | None, option(None, "Beam width; as in training unless given.", least=1)] = None,
     length_penalty: Annotated[float | None, option(None, "Length penalty; as in training unless given.")] = None,
     stride: Annotated[int | None, option(None, "Move the window of perplexity by so many tokens.", least=1)] = None,
+    comet: Annotated[
+        str | None, option("MODEL", "Also COMET by this model, such as Unbabel/wmt22-comet-da; needs unbabel-comet.")
+    ] = None,
     limit: Annotated[int | None, option(None, "Only the first so many examples.", least=1)] = None,
     device: Device = "auto",
     precision: Annotated[
@@ -159,7 +162,7 @@ def evaluate(
     from regard.training.evaluation import evaluate as run
 
     decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
-    options = {**without_none(against=against, out=out), **decoding}
+    options = {**without_none(against=against, out=out, comet=comet), **decoding}
     terminal.print_result(run(path, data, split=split, device=device, **options), as_json)
 
 

@@ -18,9 +18,11 @@ from ..foundation.device import resolve_device
 from ..models import Model
 from .evaluation_report import EvaluationReport, SplitReport, check_replaceable, write_evaluation
 from .metrics.statistics import paired_bootstrap
+from .metrics.translation_metrics import Comet
 from .precision import Precision, PrecisionName
 from .predictors import ALL_OF_IT, Predictor, data_config_for, open_examples, open_predictor, task_for, with_task_for
 from .tasks import Scores, Task
+from .tasks.translation import Translate
 
 WHOLE = "whole"  # the name of the only set of a file that is evaluated from its first to its last example
 
@@ -35,6 +37,7 @@ def evaluate(
     beam: int | None = None,
     length_penalty: float | None = None,
     stride: int | None = None,
+    comet: str | None = None,
     limit: int | None = None,
     device: str = "auto",
     precision: PrecisionName = "fp32",
@@ -47,6 +50,7 @@ def evaluate(
     out        a directory for outputs.jsonl, worst.md and report.json; it may replace one written here, nothing else
     split      valid, another set the source holds out, "all" of those, or "train"
     stride     of a language model: also perplexity with windows that move by so many tokens
+    comet      of translations: also COMET by this model of the package unbabel-comet, or a checkpoint of one
     limit      only the first so many examples of each set
     precision  of the matrix products of the loss
     """
@@ -59,6 +63,9 @@ def evaluate(
     task_class, recipe = predictor.task_class, predictor.config.train
     if stride is not None and "stride" not in task_class.evaluation_options:
         raise ValueError(f"stride={stride} is for language models, but {path} is for the task {task_class.name!r}")
+    if comet is not None and not issubclass(task_class, Translate):
+        raise ValueError(f"comet={comet} is for translations, but {path} is for the task {task_class.name!r}")
+    judge = None if comet is None else Comet(comet, on_gpu=place.type == "cuda")
     source = tasks[0].source
     options: dict[str, Any] = {
         "beam": recipe.beam if beam is None else beam,
@@ -66,6 +73,7 @@ def evaluate(
         "stride": stride,
     }
     options = {name: value for name, value in options.items() if name in task_class.evaluation_options}
+    about = {**options, **({} if comet is None else {"comet": comet})}
     reports, notes = [], []
     if predictor.run is not None and not fields and predictor.run.facts["data"]["sha256"] != source.sha256:
         notes.append(f"{source.name} is not what it was when {predictor.name} was trained")
@@ -77,7 +85,8 @@ def evaluate(
                 raise BadData(
                     f"{source.name} has nothing held out to evaluate on; data.source=FILE names other examples"
                 )
-            scores.append(task.score(each.model, examples, Precision(precision, place), **options))
+            measured = task.score(each.model, examples, Precision(precision, place), **options)
+            scores.append(measured if judge is None else _with_comet(measured, judge))
             if task.n_held_out_cut:
                 notes.append(f"{task.n_held_out_cut:,} texts of {name} were cut to what {each.name} can read")
         reports.append(_split_report(name, predictors, tasks[0], scores))
@@ -86,7 +95,7 @@ def evaluate(
         task=task_class.name,
         weights=predictor.weights,
         data={"source": source.name, "held_out": source.split.how, "sha256": source.sha256},
-        options={"limit": limit, **options, "precision": precision, "device": str(place)},
+        options={"limit": limit, **about, "precision": precision, "device": str(place)},
         splits=tuple(reports),
         against=None if against is None else predictors[1].name,
         notes=tuple(dict.fromkeys(notes)),
@@ -94,6 +103,13 @@ def evaluate(
     if out is not None:
         write_evaluation(Path(out), report)
     return report
+
+
+def _with_comet(scores: Scores, judge: Comet) -> Scores:
+    rows = scores.rows
+    texts = ([row.source for row in rows], [row.output for row in rows], [row.first_target for row in rows])
+    found = judge.statistics(*texts)
+    return replace(scores, metrics={**scores.metrics, "comet": found.corpus()}, comet=found)
 
 
 def _data_fields(data: Mapping[str, Any] | DataConfig | str | Path | None) -> dict[str, Any]:
@@ -148,6 +164,7 @@ def _split_report(name: str, predictors: list[Predictor], task: Task, scores: li
         names = f"{predictor.name} and {other.name}"
         raise ValueError(f"{names} were asked different examples, so they cannot be compared")
     pairs = task.paired_statistics(ours, theirs, predictor.tokens_sha256 == other.tokens_sha256)
+    pairs += [(ours.comet, theirs.comet)] if ours.comet is not None and theirs.comet is not None else []
     comparisons = tuple(paired_bootstrap(their, our) for our, their in pairs)
     return replace(report, comparisons=comparisons, other=theirs.metrics, other_rows=tuple(theirs.rows))
 

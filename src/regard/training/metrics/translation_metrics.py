@@ -1,10 +1,12 @@
 """Translations: BLEU and chrF as sacreBLEU counts them (Post 2018), with the signature that says how; exact match.
 
+COMET, where its package is installed, judges by a model.
 BLEU = min(1, e^(1 - r/c)) · exp(¼ Σ log p_n) (Papineni et al. 2002); chrF = F₂ over character n-grams (Popović 2015).
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import unicodedata
@@ -13,10 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from ...errors import RegardError
 from .statistics import NOT_WRITTEN, Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
 
 Script = Literal["hangul", "han", "kana", "spaced"]
@@ -30,6 +34,7 @@ _HANGUL = re.compile(r"[\u1100-\u11ff\u3130-\u318f\uac00-\ud7a3]+")
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+")
 _KANA = re.compile(r"[\u3041-\u30ff]+")
 _MANY_TOKENISED = 100  # where sacreBLEU itself begins to warn
+_COMET_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,29 @@ def exact_statistics(hypotheses: Sequence[str], references: References) -> Stati
     lists = reference_lists(hypotheses, references)
     hits = [text.split() in map(str.split, own) for text, own in zip(hypotheses, lists, strict=True)]
     return mean_statistics("exact match", hits, signature="spaces:one")
+
+
+class Comet:
+    """COMET (Rei et al. 2020): a model that judges a translation by its source and a reference; its authors' package.
+
+    ``model`` is a name that the package downloads, such as Unbabel/wmt22-comet-da, or a checkpoint file.
+    """
+
+    def __init__(self, model: str, *, on_gpu: bool = False) -> None:
+        try:
+            package = importlib.import_module("comet")
+        except ImportError:
+            raise RegardError(f"comet={model} needs comet, which is not installed: pip install unbabel-comet") from None
+        checkpoint = model if Path(model).is_file() else package.download_model(model)
+        self.name, self._n_gpus = model, int(on_gpu)
+        self._model = package.load_from_checkpoint(checkpoint)
+
+    def statistics(self, sources: Sequence[str], hypotheses: Sequence[str], references: Sequence[str]) -> Statistics:
+        """The score of every translation, about 0 to 1."""
+        texts = zip(sources, hypotheses, references, strict=True)
+        data = [{"src": source, "mt": hypothesis, "ref": reference} for source, hypothesis, reference in texts]
+        judged = self._model.predict(data, batch_size=_COMET_BATCH, gpus=self._n_gpus, progress_bar=False)
+        return mean_statistics("COMET", judged.scores, signature=self.name)
 
 
 def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], references: list[list[str]]) -> Statistics:

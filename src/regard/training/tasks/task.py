@@ -80,6 +80,7 @@ class Scores:
     details: dict[str, Any] = field(default_factory=dict)
     losses: tuple[NDArray[Any], NDArray[Any]] | None = None  # of each example: summed, and its number of targets
     texts: TextLosses | None = None  # of a language model: the loss of every token
+    comet: Statistics | None = None  # of translations, where it was asked for
 
     @property
     def tokens_per_second(self) -> float:
@@ -367,8 +368,7 @@ class Task(ABC):
     def _token_fields(self, tokenizer: Tokenizer) -> dict[str, int | None]:
         """The fields of a model that its tokenizer decides. A foreign model's table may have rows without a token."""
         size, ids = tokenizer.size, tokenizer.special_ids
-        is_new = tokenizer.has_literal_special_tokens and self.config.train.init is None  # a SentencePiece model
-        if not tokenizer.is_native and not is_new:
+        if not tokenizer.is_native and not (tokenizer.has_literal_special_tokens and self.config.train.init is None):
             size = max(size, self.config.model.vocab_size)
         return {"vocab_size": size, "pad_id": ids.get("pad", PAD), "bos_id": ids.get("bos"), "eos_id": ids.get("eos")}
 
