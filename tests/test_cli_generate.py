@@ -203,7 +203,7 @@ def test_other_engines_are_asked_as_they_are_named(
     monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", lambda name: Engines)
     words = ["translate", "somewhere", "the cat", "--engine", "ctranslate2", "--length-penalty", 0.6]
     assert told(capsys, *words) == "THE CAT\n"
-    options = {"beam": 4, "length_penalty": 0.6, "truncate": False, "early_stopping": False}
+    options = {"beam": 4, "length_penalty": 0.6, "truncate": False}
     assert asked == [("somewhere", "ctranslate2"), (["the cat"], options)]
     found = document(capsys, *words)
     assert found == {

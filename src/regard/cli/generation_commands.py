@@ -297,7 +297,7 @@ def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answere
         raise RegardError(f'{needed}: pip install "regard[export]"') from None
 
     def answer(texts: list[str]) -> list[Answer]:
-        translations = opened.translate(texts, **options, early_stopping=False)
+        translations = opened.translate(texts, **options)
         return [{"text": terminal.one_line(text), "score": None} for text in translations]
 
     encode = opened.tokenizer("source").encode

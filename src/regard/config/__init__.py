@@ -13,10 +13,10 @@ from .model_config import (
     Head,
     ModelConfig,
     Positions,
-    RopeScalingConfig,
     Source,
     Sparsity,
 )
+from .rope_scaling import RopeScalingConfig
 from .train_config import RunConfig, Task, TrainConfig
 
 __all__ = [

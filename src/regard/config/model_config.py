@@ -13,6 +13,7 @@ from ..foundation.checks import nearest_name
 from .base import Config
 from .data_config import ProblemType
 from .mixers import Mixer, get_mixer
+from .rope_scaling import RopeScalingConfig
 
 Architecture = Literal["encoder", "decoder", "encoder-decoder", "recurrent"]
 Source = Literal["text", "image", "regions"]
@@ -21,75 +22,6 @@ Positions = Literal["none", "sinusoidal", "learned", "rope", "alibi", "t5", "xl"
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu")
 Backend = Literal["auto", "reference", "sdpa", "flex", "tiled", "triton", "linear"]
 Sparsity = Literal["none", "strided", "bigbird"]
-
-# The fields each kind needs, and those it also takes. original_max_len defaults to Rope's max_len; factor of yarn and
-# longrope defaults to max_len / original_max_len.
-_REQUIRED: dict[str, set[str]] = {
-    "linear": {"factor"},  # Chen et al. 2023
-    "dynamic": {"factor"},  # NTK-aware
-    "yarn": set(),  # Peng et al. 2023
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "longrope": {"short_factor", "long_factor"},  # Ding et al. 2024
-}
-_YARN_MAGNITUDE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-_OPTIONAL: dict[str, set[str]] = {
-    "yarn": {"factor", "original_max_len"} | _YARN_MAGNITUDE,
-    "llama3": {"original_max_len"},
-    "longrope": {"factor", "original_max_len", "attention_factor"},
-}
-
-
-class RopeScalingConfig(Config):
-    """How rotary positions stretch to longer texts; a kind takes its own fields and no others."""
-
-    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
-    """Which rule."""
-    factor: float | None = None
-    """How many times longer than trained."""
-    original_max_len: int | None = None
-    """The length the model was trained at."""
-    attention_factor: float | None = None
-    """Factor on the rotated vectors (yarn, longrope); computed where not given."""
-    beta_fast: float | None = None
-    """Yarn: dimensions turning faster than this many times are left alone."""
-    beta_slow: float | None = None
-    """Yarn: dimensions turning slower than this many times are fully stretched."""
-    mscale: float | None = None
-    """Yarn: numerator of the attention factor's magnitude rule."""
-    mscale_all_dim: float | None = None
-    """Yarn: its denominator."""
-    truncate: bool | None = None
-    """Yarn: round the borders between stretched and kept dimensions."""
-    low_freq_factor: float | None = None
-    """Llama 3: wavelengths longer than original_max_len over this are stretched."""
-    high_freq_factor: float | None = None
-    """Llama 3: wavelengths shorter than original_max_len over this are kept."""
-    short_factor: tuple[float, ...] | None = None
-    """LongRoPE: one factor a dimension pair for short texts."""
-    long_factor: tuple[float, ...] | None = None
-    """LongRoPE: the same for long texts."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        kind = self.kind
-        given = {name for name in type(self).model_fields if getattr(self, name) is not None} - {"kind"}
-        if missing := sorted(_REQUIRED[kind] - given):
-            raise ValueError(f"rope scaling kind {kind!r} needs {', '.join(missing)}")
-        if unexpected := sorted(given - _REQUIRED[kind] - _OPTIONAL.get(kind, set())):
-            raise ValueError(f"rope scaling kind {kind!r} does not take {', '.join(unexpected)}")
-        if self.factor is not None and not self.factor >= 1.0:
-            raise ValueError(f"rope scaling factor={self.factor} must be at least 1")
-        for name in ("original_max_len", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"rope scaling {name}={value} must be greater than 0")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and not high > low:
-            raise ValueError(f"high_freq_factor={high} must be greater than low_freq_factor={low}")
-        fast, slow = self.beta_fast or 32, self.beta_slow or 1
-        if kind == "yarn" and fast < slow:
-            raise ValueError(f"beta_fast={fast} must not be less than beta_slow={slow}")
-        return self
 
 
 class ModelConfig(Config):

@@ -10,6 +10,7 @@ Inputs are checked, limited and batched here, in the same way for all engines.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
+from ..generation.stop_conditions import decode_after
+from ..generation.text_codec import split_special_tokens
 from ..hub.gguf_file import NAME as GGUF_FILE
 from ..models import Model
 from ..text import read_processor
@@ -43,6 +46,7 @@ class Engine(ABC):
     """Writes texts; a subclass defines how rows of ids become rows of ids."""
 
     name: EngineName
+    early_stopping = False  # what ``translate`` and ``generate`` do unless told
 
     def __init__(self, config: ModelConfig, processor: Any) -> None:
         self.config, self.processor = config, processor
@@ -71,20 +75,21 @@ class Engine(ABC):
         length_penalty: float = 1.0,
         penalty_form: Literal["hf", "gnmt"] = "hf",
         max_new_tokens: int | None = None,
-        early_stopping: bool | Literal["never"] = True,
+        early_stopping: bool | Literal["never"] | None = None,
         truncate: bool = False,
         batch: int = 32,
     ) -> list[str]:
         """The translation of each text, ``batch`` of similar length at a time; of nothing, nothing.
 
-        max_new_tokens  by default twice the longest source of a batch and 20 more, as far as the model goes
-        early_stopping  as in GenerateConfig; True is what every engine can do, so that all find the same texts
+        What is not given is as in ``regard.translate``, with one exception: CTranslate2's beam search knows
+        early_stopping=True only, so that is its default there, and another value is refused.
         """
         if self.config.architecture not in ("encoder-decoder", "recurrent") or self.config.source != "text":
             kind = f"architecture={self.config.architecture!r}, source={self.config.source!r}"
             raise ValueError(f"{kind} translates nothing")
         penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
-        config = GenerateConfig(beam=beam, early_stopping=early_stopping, truncate=truncate, **penalty)
+        stops = self.early_stopping if early_stopping is None else early_stopping
+        config = GenerateConfig(beam=beam, early_stopping=stops, truncate=truncate, **penalty)
         return self._write_texts(texts, "source", config, max_new_tokens or None, batch)
 
     def generate(
@@ -100,7 +105,8 @@ class Engine(ABC):
         """What follows each prompt, without the prompt."""
         if self.config.architecture != "decoder":
             raise ValueError(f"architecture={self.config.architecture!r} reads a source; translate is for it")
-        config = GenerateConfig(beam=beam, length_penalty=length_penalty, truncate=truncate)
+        options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": self.early_stopping}
+        config = GenerateConfig(beam=beam, truncate=truncate, **options)
         return self._write_texts(prompts, "target", config, max_new_tokens, batch)
 
     def _write_texts(
@@ -111,19 +117,28 @@ class Engine(ABC):
             raise TypeError("texts is one string; give a list of them")
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
-        encode, decode = self.tokenizer(side).encode, self.tokenizer("target").decode
-        rows = [encode(text) for text in texts]
+        decode, rows = self.tokenizer("target").decode, [self._encode(text, side) for text in texts]
+        limits = [
+            default_output_length(self.config, len(row)) if max_new_tokens is None else max_new_tokens for row in rows
+        ]
         # An empty source gives an empty text: the runtimes do not agree on what follows the end token alone.
         order = [index for index, text in enumerate(texts) if side == "target" or text.strip()]
         order.sort(key=lambda index: len(rows[index]), reverse=True)
         out = [""] * len(rows)
-        for start in range(0, len(order), batch):
-            group = order[start : start + batch]
-            limit = default_output_length(self.config, len(rows[group[0]]), multiple=1)
-            limited = config.with_(max_new_tokens=limit if max_new_tokens is None else max_new_tokens)
-            for index, tokens in zip(group, self.write([rows[i] for i in group], limited), strict=True):
-                out[index] = decode(tokens)
+        for limit, alike in itertools.groupby(order, key=limits.__getitem__):  # no limit depends on the company
+            same = list(alike)
+            for group in (same[start : start + batch] for start in range(0, len(same), batch)):
+                written = self.write([rows[i] for i in group], config.with_(max_new_tokens=limit))
+                for index, tokens in zip(group, written, strict=True):
+                    out[index] = (decode_after(decode, rows[index]) if side == "target" else decode)(tokens)
         return out
+
+    def _encode(self, text: str, side: Side) -> list[int]:
+        """A source with its special tokens; a prompt without those that end a text."""
+        if side == "source":
+            return list(self.tokenizer(side).encode(text))
+        first, ids, _ = split_special_tokens(self.tokenizer(side), text)
+        return [*first, *ids]
 
     def _check_rows(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
         """Rows checked and truncated as by ``generate``."""
@@ -164,10 +179,11 @@ class TorchEngine(Engine):
 class Ct2Engine(Engine):
     """CTranslate2's runtime. ``compute_type`` "int8" quantises the weights as they are loaded.
 
-    Its beam search is ours with early_stopping=True; other values of that field are ignored.
+    Its beam search is ours with early_stopping=True; other values of that field are refused.
     """
 
     name: EngineName = "ctranslate2"
+    early_stopping = True
 
     def __init__(
         self,
@@ -204,6 +220,9 @@ class Ct2Engine(Engine):
             if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
                 beside = f" with beam={config.beam}" if name in _CT2_FIELDS else ""
                 raise ValueError(f"the ctranslate2 engine has no {name}={getattr(config, name)!r}{beside}; torch has")
+        if config.beam > 1 and config.early_stopping is not True:
+            stops = f"early_stopping={config.early_stopping!r}"
+            raise ValueError(f"the ctranslate2 engine has no {stops} with beam={config.beam}; True, or torch, has")
         is_own_form = config.penalty_form == "hf"
         options: dict[str, Any] = {
             "beam_size": config.beam,

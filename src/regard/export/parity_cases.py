@@ -185,7 +185,7 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
     tokenize = bleu_tokenizer(references)
 
     def score(engine: Engine) -> Score:
-        texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True)
+        texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True, early_stopping=True)
         return translation(texts, references, tokenize).bleu, texts
 
     return FileCheck(f"BLEU ({tokenize})", 1, len(pairs), score)
@@ -200,10 +200,10 @@ def _lines(path: Path) -> list[str]:
 
 def _same_translations_check(model: TorchEngine, lines: list[str], beam: int) -> FileCheck:
     """Without references, the translations are compared with the model's own."""
-    wanted = model.translate(lines, beam=beam, truncate=True)
+    wanted = model.translate(lines, beam=beam, truncate=True, early_stopping=True)
 
     def score(engine: Engine) -> Score:
-        texts = wanted if engine is model else engine.translate(lines, beam=beam, truncate=True)
+        texts = wanted if engine is model else engine.translate(lines, beam=beam, truncate=True, early_stopping=True)
         return 100 * sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(lines), texts
 
     return FileCheck("same translations in percent", 1, len(lines), score)
