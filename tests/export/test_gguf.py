@@ -21,6 +21,7 @@ from regard.errors import BadModelFile
 from regard.export import export, open_engine
 from regard.hub.gguf_file import GgufDirectory, gguf_obstacles, write_gguf
 from regard.models import Model, build
+from regard.text.chat import PLAIN
 from regard.text.gguf_vocabulary import PROBES, gguf_vocabulary, tokenizer_of_gguf
 from regard.text.processor import Processor
 from regard.text.tokenizer import SPACE, Tokenizer
@@ -319,7 +320,7 @@ def test_an_export_is_compared_and_the_file_can_be_used_alone(
     if llama_cpp is None:
         assert rows["llama.cpp"]["skipped"] == "llama-cpp-python is not installed"
     else:
-        assert rows["llama.cpp"]["same_text"] == rows["its tokenizer"]["same_text"] == 1.0
+        assert rows["llama.cpp"]["same_text"] == rows["llama.cpp tokens"]["same_text"] == 1.0
         assert rows["llama.cpp"]["max_abs"] < 1e-4
     rounded = {
         row["name"]: row for row in json.loads((shipped.parent / "small/certificate.json").read_bytes())["comparisons"]
@@ -345,16 +346,19 @@ def test_two_forms_of_the_file_need_two_directories(tmp_path: Path) -> None:
         export(writer(), ["gguf", "gguf-f16"], tmp_path / "out")
 
 
+def chatting() -> Model:
+    model = writer.__wrapped__()
+    assert model.processor is not None
+    model.processor = Processor(source=model.processor.source, chat_template=PLAIN)
+    return model
+
+
 def test_a_chat_template_goes_along(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
-    model = writer()
-    fields = {**model.processor.__dict__, "chat_template": template}
-    model, model.processor = writer.__wrapped__(), Processor(**fields)
-    write_gguf(model, tmp_path / "model.gguf")
-    assert gguf.GGUFReader(tmp_path / "model.gguf").get_field("tokenizer.chat_template").contents() == template
+    write_gguf(chatting(), tmp_path / "model.gguf")
+    assert gguf.GGUFReader(tmp_path / "model.gguf").get_field("tokenizer.chat_template").contents() == PLAIN
     back = regard.load(tmp_path / "model.gguf")
     assert back.processor is not None
-    assert back.processor.chat_template == template
+    assert back.processor.chat_template == PLAIN
 
 
 # ------------------------------------------------------------------------------------- llama.cpp itself
@@ -423,6 +427,23 @@ def margin(model: Model, ids: list[int]) -> float:
     """How far the logit of the likeliest next token is above that of the second."""
     best = logits(model, ids)[-1].topk(2).values
     return float(best[0] - best[1])
+
+
+@needs_llama_cpp
+def test_llama_cpp_reads_a_chat_as_the_same_tokens(tmp_path: Path) -> None:
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    model, messages = chatting(), [("user", "The teacher 고양이"), ("assistant", "A dog"), ("user", "네")]
+    write_gguf(model, tmp_path / "model.gguf")
+    runtime = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    tokens = {"bos_token": "<eos>", "eos_token": "<eos>"}
+    assert [runtime._model.token_get_text(x) for x in (runtime.token_bos(), runtime.token_eos())] == ["<eos>", "<eos>"]
+    formatter = Jinja2ChatFormatter(runtime.metadata["tokenizer.chat_template"], **tokens)
+    prompt = formatter(messages=[{"role": role, "content": content} for role, content in messages]).prompt
+    assert model.processor is not None
+    assert model.processor.chat is not None
+    wanted = model.processor.chat.encode_prompt(messages)
+    assert runtime.tokenize(prompt.encode(), add_bos=True, special=True) == wanted
 
 
 @needs_llama_cpp
