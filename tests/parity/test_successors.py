@@ -18,6 +18,7 @@ from regard.hub.hf_family import ForeignFields
 
 from .common import refusal, tiny
 from .decoder_cases import check_decoder
+from .encoders import check
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES: dict[str, Any] = {
@@ -27,6 +28,7 @@ SIZES: dict[str, Any] = {
 GROUPED = {"num_key_value_heads": 2}
 GEMMA = {**GROUPED, "head_dim": 8}
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+NO_WINDOWS = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
 OPT = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {"ffn_dim": 40}
 OPT |= {"word_embed_proj_dim": 24}
 WIDE = {**SIZES, "hidden_size": 32}  # heads of 8, of which a part can be rotated
@@ -80,6 +82,36 @@ CASES: dict[str, Case] = {
     "opt": (hf.OPTForCausalLM, hf.OPTConfig, OPT),
     "opt post-norm": (hf.OPTForCausalLM, hf.OPTConfig, {**OPT, "do_layer_norm_before": False, "enable_bias": False}),
     "opt states": (hf.OPTModel, hf.OPTConfig, {**OPT, "activation_function": "gelu", "pad_token_id": 3}),
+    "starcoder2": (hf.Starcoder2ForCausalLM, hf.Starcoder2Config, {**SIZES, **GROUPED, "sliding_window": 4}),
+    "starcoder2 untied, no biases": (
+        hf.Starcoder2ForCausalLM,
+        hf.Starcoder2Config,
+        {**SIZES, **GROUPED, "use_bias": False, "tie_word_embeddings": False},
+    ),
+    "stablelm": (hf.StableLmForCausalLM, hf.StableLmConfig, {**WIDE, **GROUPED, "use_qkv_bias": True}),
+    "stablelm side by side": (
+        hf.StableLmForCausalLM,
+        hf.StableLmConfig,
+        {**WIDE, "num_key_value_heads": 4, "use_parallel_residual": True},
+    ),
+    "exaone4": (hf.Exaone4ForCausalLM, hf.Exaone4Config, {**SIZES, **GROUPED, **WINDOWS}),
+    "exaone4 no window": (
+        hf.Exaone4ForCausalLM,
+        hf.Exaone4Config,
+        {**SIZES, **GROUPED, **NO_WINDOWS},
+    ),
+    "olmo3": (hf.Olmo3ForCausalLM, hf.Olmo3Config, {**SIZES, **GROUPED, **WINDOWS}),
+    "olmo3 stretched": (
+        hf.Olmo3ForCausalLM,
+        hf.Olmo3Config,
+        {
+            **{**SIZES, **GROUPED, **WINDOWS},
+            "rope_parameters": {
+                "sliding_attention": LOCAL,
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+            },
+        },
+    ),
     "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {**SIZES, **GROUPED}),
     "olmo2 biases, tied": (
         hf.Olmo2ForCausalLM,
@@ -101,6 +133,21 @@ def read(name: str) -> ModelConfig:
     return BY_TYPE[theirs["model_type"]].read(ForeignFields(theirs))
 
 
+@pytest.mark.parametrize(
+    ("model_class", "features"),
+    [
+        (hf.EuroBertForMaskedLM, {}),
+        (hf.EuroBertForMaskedLM, {"mlp_bias": True, "attention_bias": True}),
+        (hf.EuroBertModel, {}),
+        (hf.EuroBertForTokenClassification, {"num_labels": 3}),
+    ],
+)
+def test_an_encoder_of_the_same_layers(
+    model_class: type[PreTrainedModel], features: dict[str, Any], tmp_path: Path
+) -> None:
+    check(model_class, hf.EuroBertConfig(**SIZES, **GROUPED, mask_token_id=3, **features), tmp_path)
+
+
 def test_what_the_features_become() -> None:
     """A case could pass because both sides pass a field over; what it is to change must be there."""
     neox, phi, phi3 = read("gpt_neox"), read("phi"), read("phi3")
@@ -115,6 +162,10 @@ def test_what_the_features_become() -> None:
     assert (read("smollm3").rope_layers, read("smollm3 layers without positions").rope_layers) == ((0, 1, 2), (1,))
     assert (read("opt").position_offset, read("opt post-norm").norm_place) == (2, "post")
     assert (read("olmo2").norm_place, read("olmo2").qk_norm_over) == ("output", "all")
+    assert (read("exaone4").rope_layers, read("exaone4").qk_norm_over) == ((0, 2), "head")
+    assert (read("exaone4 no window").rope_layers, read("olmo3").window_layers) == (None, (0, 2))
+    assert (read("stablelm").rope_fraction, read("stablelm side by side").parallel_residual) == (0.25, "one-norm")
+    assert (read("starcoder2").window, read("starcoder2").norm) == (4, "layer")
 
 
 def fields_of(name: str) -> dict[str, Any]:
@@ -152,7 +203,7 @@ def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, A
 
 def test_generation_is_theirs(tmp_path: Path) -> None:
     """Greedy and beam tokens, through the engine that a CPU uses."""
-    for name in ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2"):
+    for name in ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2", "exaone4", "stablelm"):
         model_class, config_class, fields = CASES[name]
         theirs = tiny(model_class, config_class(**fields))
         theirs.save_pretrained(tmp_path / name)

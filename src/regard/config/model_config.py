@@ -63,10 +63,10 @@ class ModelConfig(Config):
 
     positions: Positions = "sinusoidal"
     """How order is encoded: added to embeddings (sinusoidal, learned), rotated (rope), or a bias (alibi, t5, xl)."""
-    sinusoid_layout: Literal["interleaved", "halves"] = "interleaved"
-    """Sines and cosines alternating as in the paper, or all sines first (Marian)."""
+    sinusoid_layout: Literal["interleaved", "halves", "fairseq"] = "interleaved"
+    """Sines and cosines alternating as in the paper, all sines first (Marian), or that with other wavelengths (M2M)."""
     position_offset: int = 0
-    """Rows of the learned table before position 0 (BART and RoBERTa: 2)."""
+    """Added to positions before they are looked up in a table or turned into sinusoids (BART and RoBERTa: 2)."""
     positions_skip_padding: bool = False
     """Count positions over tokens other than pad_id only (RoBERTa); otherwise padding takes up places too."""
     rope_base: float = 10000.0

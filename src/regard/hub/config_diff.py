@@ -55,7 +55,7 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("target_vocab_size",), lambda c: c.architecture in ("encoder-decoder", "recurrent")),
     (("sinusoid_layout",), lambda c: c.positions == "sinusoidal"),
     (("positions_skip_padding",), lambda c: c.positions in ("sinusoidal", "learned")),
-    (("position_offset",), lambda c: c.positions == "learned" and _reads_tokens(c)),
+    (("position_offset",), lambda c: c.positions in ("sinusoidal", "learned") and _reads_tokens(c)),
     (("rope_base", "rope_fraction", "rope_scaling"), lambda c: c.positions == "rope"),
     (("qk_norm_over",), lambda c: c.qk_norm),
     (("t5_buckets", "t5_max_distance"), lambda c: c.positions == "t5"),

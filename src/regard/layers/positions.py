@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..foundation.checks import check_not_negative, check_positive, unknown_name
 
-LAYOUTS = ("interleaved", "halves")
+LAYOUTS = ("interleaved", "halves", "fairseq")
 
 
 class Sinusoidal(nn.Module):
@@ -16,17 +16,18 @@ class Sinusoidal(nn.Module):
 
     PE(pos, 2i) = sin(pos / 10000^(2i / d_model)),   PE(pos, 2i+1) = cos(pos / 10000^(2i / d_model))
 
-    layout "interleaved" is the paper's order; "halves" has all sines first, then all cosines (Marian, tensor2tensor).
+    layout "interleaved" is the paper's order; "halves" has all sines first, then all cosines (Marian); "fairseq" that
+    with exponents i / (M/2 − 1), so that the last wavelength is 10000 (M2M-100). ``offset`` is added to positions.
     Positions from ``max_len`` on are refused where it is given. A negative position (padding) gives zeros.
     positions (T,) or (B, T) → (T, M) or (B, T, M)
     """
 
-    def __init__(self, d_model: int, max_len: int | None = None, layout: str = "interleaved") -> None:
+    def __init__(self, d_model: int, max_len: int | None = None, layout: str = "interleaved", offset: int = 0) -> None:
         super().__init__()
         check_positive(d_model=d_model, max_len=1 if max_len is None else max_len)
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, LAYOUTS)
-        self.d_model, self.max_len, self.layout = d_model, max_len, layout
+        self.d_model, self.max_len, self.layout, self.offset = d_model, max_len, layout, offset
 
     def forward(self, positions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.max_len is not None:
@@ -34,7 +35,10 @@ class Sinusoidal(nn.Module):
         # float64 keeps the phase exact in fp32 at any position; mps has no float64.
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         pair = torch.arange((self.d_model + 1) // 2, dtype=exact, device=positions.device)
-        theta = positions.to(exact).unsqueeze(-1) * 10000.0 ** (-2.0 * pair / self.d_model)  # (…, T, M/2)
+        exponents = 2.0 * pair / self.d_model
+        if self.layout == "fairseq":
+            exponents = pair / max(1, self.d_model // 2 - 1)
+        theta = (positions + self.offset).to(exact).unsqueeze(-1) * 10000.0**-exponents  # (…, T, M/2)
         if self.layout == "interleaved":
             table = torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(-2)[..., : self.d_model]
         else:

@@ -250,7 +250,7 @@ def _absolute_positions(
     config: ModelConfig, length: int, width: int, offset: int = 0
 ) -> layers.Sinusoidal | layers.Learned | None:
     if config.positions == "sinusoidal":
-        return layers.Sinusoidal(width, layout=config.sinusoid_layout)
+        return layers.Sinusoidal(width, layout=config.sinusoid_layout, offset=offset)
     return layers.Learned(length, width, offset) if config.positions == "learned" else None
 
 

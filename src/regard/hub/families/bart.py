@@ -1,6 +1,7 @@
 """BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018): the paper's encoder-decoder, with two kinds of
 positions: BART's are learned, with two rows before position 0 and a norm after the sum, Marian's are sinusoids.
-mBART (Liu et al. 2020) is BART with norms before the sub-layers.
+mBART (Liu et al. 2020) is BART with norms before the sub-layers; M2M-100 (Fan et al. 2021), and so NLLB, has these
+and sinusoids.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from ...config import ModelConfig
 from ...layers import Sinusoidal
 from .. import hf_family as hf
-from ..weight_steps import Fill, Rename, Reshape, Step, Tensors, Tie
+from ..weight_steps import Drop, Fill, Rename, Reshape, Step, Tensors, Tie
 
 _CLASSES = {
     "bart": {"BartForConditionalGeneration": "lm", "BartModel": "none"},
     "mbart": {"MBartForConditionalGeneration": "lm", "MBartModel": "none"},
+    "m2m_100": {"M2M100ForConditionalGeneration": "lm", "M2M100Model": "none"},
     "marian": {"MarianMTModel": "lm", "MarianModel": "none"},
 }
 _FIELDS, _LAYER = hf.field_names("bart"), hf.layer_names("bart")
@@ -26,24 +28,27 @@ _FIELDS, _LAYER = hf.field_names("bart"), hf.layer_names("bart")
 def read(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("is_decoder", False)
-    if kind != "mbart":  # which has both, and old files say so
+    pre_norm = kind in ("mbart", "m2m_100")
+    if not pre_norm:  # the others have both, and old files say so
         theirs.only("normalize_before", False)
         theirs.only("add_final_layer_norm", False)
     head, ours = theirs.head(_CLASSES[kind]), hf.read_fields(theirs, _FIELDS)
     separate = kind == "marian" and not theirs.get("share_encoder_decoder_embeddings", True)
-    learned = kind != "marian"
+    learned = kind in ("bart", "mbart")
+    layout: Any = {"marian": "halves", "m2m_100": "fairseq"}.get(kind, "interleaved")
     return ModelConfig(
         architecture="encoder-decoder",
         head=head,
         **ours,
         target_vocab_size=theirs.get("decoder_vocab_size", ours["vocab_size"]) if separate else None,
         positions="learned" if learned else "sinusoidal",
-        sinusoid_layout="interleaved" if learned else "halves",
-        position_offset=2 if learned else 0,
+        sinusoid_layout=layout,
+        position_offset={"marian": 0, "m2m_100": ours["pad_id"] + 1}.get(kind, 2),
+        positions_skip_padding=kind == "m2m_100",
         embedding_norm=learned,
-        norm_place="pre" if kind == "mbart" else "post",
-        activation=theirs.activation("activation_function", "gelu"),
-        head_bias=head == "lm" and theirs.get("final_logits_bias", True),
+        norm_place="pre" if pre_norm else "post",
+        activation=theirs.activation("activation_function", "relu" if kind == "m2m_100" else "gelu"),
+        head_bias=head == "lm" and kind != "m2m_100" and theirs.get("final_logits_bias", True),
         embedding_dropout=ours["dropout"],
         bos_id=theirs.get("decoder_start_token_id", theirs.get("bos_token_id")),
         eos_id=theirs.token_id("eos_token_id"),
@@ -51,7 +56,8 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    kind = "marian" if config.positions != "learned" else "mbart" if config.norm_place == "pre" else "bart"
+    kinds = {"post": "bart", "pre": "mbart"} if config.positions == "learned" else {"post": "marian", "pre": "m2m_100"}
+    kind = kinds.get(config.norm_place, "bart")
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": hf.write_head(config, _CLASSES[kind])["architectures"],
@@ -113,7 +119,7 @@ def steps(config: ModelConfig) -> list[Step]:
         out.append(hf.token_head(config, table))
         if config.head_bias:
             out += [Rename("final_logits_bias", "head.bias"), Reshape("head.bias", (1, vocab_size), (vocab_size,))]
-        else:
+        elif config.sinusoid_layout != "fairseq":
             out.append(Fill("final_logits_bias", (1, vocab_size), 0.0))
     if config.target_vocab_size is None:
         # With a head of its own, transformers writes a copy of the table for each stack.
@@ -134,6 +140,8 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     theirs, ours = f"{prefix}{stack}.layers.{{i}}.", f"{stack}.blocks.{{i}}."
     positions = f"{prefix}{stack}.embed_positions.weight"
     first: Step = Sinusoids(positions, config.max_len, width, written=config.head == "none")
+    if config.sinusoid_layout == "fairseq":
+        first = Drop(f"{prefix}{stack}.embed_positions.weights")
     if config.positions == "learned":
         first = Rename(positions, f"{embeddings}.position.weight")
     return [
@@ -146,4 +154,4 @@ def _stack_steps(config: ModelConfig, prefix: str, stack: str, embeddings: str) 
     ]
 
 
-BART = hf.Family(("bart", "mbart", "marian"), read, write, steps)
+BART = hf.Family(("bart", "mbart", "m2m_100", "marian"), read, write, steps)

@@ -4,6 +4,8 @@ gpt2         learned positions, weights stored (in, out) (Radford et al. 2019)
 opt          learned positions behind two rows (Zhang et al. 2022)
 gpt_neox     rotates a quarter of each head, attention and feed-forward side by side (Black et al. 2022; Pythia)
 phi          side by side with one norm for both, a bias on the logits (Phi 1, 1.5 and 2)
+starcoder2   rotary positions, grouped key heads, a window (Lozhkov et al. 2024)
+stablelm     rotates a quarter of each head, gated feed-forward, few biases
 """
 
 from __future__ import annotations
@@ -206,7 +208,93 @@ def phi_steps(config: ModelConfig) -> list[Step]:
     ]
 
 
+_STARCODER_HEADS = {"Starcoder2ForCausalLM": "lm", "Starcoder2Model": "none"}
+_STARCODER_FIELDS = hf.field_names("starcoder2")
+_BIASES = ("qkv_bias", "out_bias", "ff_bias")
+
+
+def read_starcoder2(theirs: hf.ForeignFields) -> ModelConfig:
+    ours = hf.read_fields(theirs, _STARCODER_FIELDS) | read_rope(theirs)
+    return ModelConfig(
+        **_DECODER,
+        head=theirs.head(_STARCODER_HEADS),
+        positions="rope",
+        **dict.fromkeys(_BIASES, theirs.get("use_bias", True)),
+        activation=theirs.activation("hidden_act", "gelu_pytorch_tanh"),
+        **_with_padding(ours | {"eos_id": theirs.token_id("eos_token_id")}),
+    )
+
+
+def write_starcoder2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "starcoder2",
+        "architectures": hf.write_head(config, _STARCODER_HEADS)["architectures"],
+        **hf.write_fields(config, _STARCODER_FIELDS, nulls=True),
+        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        "use_bias": config.ff_bias,
+        "hidden_act": hf.from_our_activation(config.activation),
+        "eos_token_id": config.eos_id,
+        "rope_parameters": write_rope(config),
+    }
+
+
+_STABLELM_HEADS = {"StableLmForCausalLM": "lm", "StableLmModel": "none"}
+_STABLELM_FIELDS = hf.field_names("stablelm")
+
+
+def read_stablelm(theirs: hf.ForeignFields) -> ModelConfig:
+    theirs.only("qk_layernorm", False)
+    theirs.only("hidden_act", "silu")
+    ours = hf.read_fields(theirs, _STABLELM_FIELDS) | read_rope(theirs, fraction=0.25)
+    return ModelConfig(
+        **_DECODER,
+        head=theirs.head(_STABLELM_HEADS),
+        positions="rope",
+        parallel_residual="one-norm" if theirs.get("use_parallel_residual", False) else "none",
+        qkv_bias=theirs.get("use_qkv_bias", False),
+        out_bias=False,
+        ff_bias=False,
+        activation="swiglu",
+        **_with_padding(ours | {"eos_id": theirs.token_id("eos_token_id")}),
+    )
+
+
+def write_stablelm(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "stablelm",
+        "architectures": hf.write_head(config, _STABLELM_HEADS)["architectures"],
+        **hf.write_fields(config, _STABLELM_FIELDS, nulls=True),
+        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        "use_parallel_residual": config.parallel_residual != "none",
+        "use_qkv_bias": config.qkv_bias,
+        "eos_token_id": config.eos_id,
+        "rope_parameters": write_rope(config) | {"partial_rotary_factor": config.rope_fraction},
+    }
+
+
+def rotary_steps(config: ModelConfig) -> list[Step]:
+    """The tensors of StarCoder 2 and StableLM, named as LLaMA's but for the feed-forward network and biases."""
+    prefix = "" if config.head == "none" else "model."
+    theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
+    qkv, gates = [f"{theirs}self_attn.{x}_proj" for x in "qkv"], [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
+    feed_forward = hf.modules(hf.layer_names("starcoder2"), theirs, ours)
+    if config.activation == "swiglu":
+        joined = hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff,) * 2)
+        feed_forward = [*joined, *hf.modules({"mlp.down_proj": "ff.w_out"}, theirs, ours)]
+    return [
+        hf.token_head(config, f"{prefix}embed_tokens.weight"),
+        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
+        *hf.modules({f"{prefix}norm": "decoder.norm"}),
+        *hf.modules({"self_attn.o_proj": "attention.w_o", **hf.layer_names("llama")}, theirs, ours),
+        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.d_model, kv_rows, kv_rows)),
+        *feed_forward,
+    ]
+
+
 GPT2 = hf.Family(("gpt2",), read_gpt2, write_gpt2, gpt2_steps)
 OPT = hf.Family(("opt",), read_opt, write_opt, opt_steps)
 GPT_NEOX = hf.Family(("gpt_neox",), read_neox, write_neox, neox_steps)
 PHI = hf.Family(("phi",), read_phi, write_phi, phi_steps)
+STARCODER2 = hf.Family(("starcoder2",), read_starcoder2, write_starcoder2, rotary_steps)
+STABLELM = hf.Family(("stablelm",), read_stablelm, write_stablelm, rotary_steps)

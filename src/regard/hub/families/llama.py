@@ -3,7 +3,9 @@
 mistral      a window (Jiang et al. 2023); ministral has it in some layers only
 qwen2, 3     biases on q, k and v; qwen3 a norm on each query and key head instead
 smollm3      no positions in every fourth layer
-olmo2        norms on the outputs of sub-layers, and over all query and all key heads together
+olmo2, 3     norms on the outputs of sub-layers, and over all query and all key heads together; olmo3 has windows
+exaone4      norms as olmo2, over each head; layers without a window have no positions
+eurobert     an encoder with the same layers
 phi3         the same as llama with q, k and v in one tensor; rotates a part of each head
 gemma        1 + w in the norms, embeddings scaled; gemma2 norms before and after, caps scores and logits, has a window
              in every other layer; gemma3_text turns windowed layers by another base
@@ -22,6 +24,9 @@ from ..weight_steps import Drop, Rename, Step
 
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 _GEMMA = {"norm_offset": 1.0, "scale_embeddings": True}
+_OLMO = {"norm_place": "output", "qk_norm": True}
+_USUAL_PATTERN = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4}  # every so many layers one has no window
+_TWO_ROPES = {"gemma3_text": (1e6, 10000.0), "olmo3": (500000.0, 500000.0)}  # usual bases without and with a window
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,9 @@ _LINE = {
     "qwen2": _member("Qwen2"),
     "qwen3": _member("Qwen3", {"qk_norm": True}),
     "smollm3": _member("SmolLM3", defaults="smollm3"),
-    "olmo2": _member(
-        "Olmo2",
-        {"norm_place": "output", "qk_norm": True, "qk_norm_over": "all"},
-        defaults="olmo2",
-        can_have_window=False,
-    ),
+    "olmo2": _member("Olmo2", {**_OLMO, "qk_norm_over": "all"}, defaults="olmo2", can_have_window=False),
+    "olmo3": _member("Olmo3", {**_OLMO, "qk_norm_over": "all"}, defaults="olmo2", always_windowed=True),
+    "exaone4": _member("Exaone4", _OLMO, defaults="olmo2", always_windowed=True),
     "gemma": _member("Gemma", _GEMMA, defaults="gemma", can_have_window=False),
     "gemma2": _member("Gemma2", {**_GEMMA, "norm_place": "both"}, defaults="gemma", always_windowed=True),
     "gemma3_text": _member(
@@ -88,6 +90,8 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
         flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
         rotated = tuple(layer for layer, flag in enumerate(flags) if flag)
         ours["rope_layers"] = None if len(rotated) == n_layers else rotated
+    if kind == "exaone4" and ours["window"] is not None:
+        ours["rope_layers"] = ours["window_layers"]
     bias = theirs.get("attention_bias", False)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
     return ModelConfig(**ours, ff_bias=theirs.get("mlp_bias", False))
@@ -127,9 +131,8 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     if not (member.always_windowed or theirs.get("use_sliding_window", False)):
         window = None
     kinds = theirs.get("layer_types")
-    if kinds is None and theirs.model_type in _CAPPED:
-        usual = 2 if theirs.model_type == "gemma2" else 6
-        pattern = theirs.get("sliding_window_pattern", usual)
+    if kinds is None and window is not None and theirs.model_type in _USUAL_PATTERN:
+        pattern = theirs.get("sliding_window_pattern", _USUAL_PATTERN[theirs.model_type])
         kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)]
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if kinds is not None and set(kinds) - known:
@@ -168,11 +171,13 @@ def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[s
     """
     fields = dict(theirs.get("rope_scaling", {}) or theirs.get("rope_parameters", {}))
     local = None
-    if theirs.model_type == "gemma3_text":
-        nested = theirs.get("rope_parameters", {})
-        local = nested.get("sliding_attention", {}).get("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
-        fields = {"rope_theta": 1e6, **nested.get("full_attention", {}), **theirs.get("rope_scaling", {})}
-        fields["rope_theta"] = theirs.get("rope_theta", fields["rope_theta"])
+    if theirs.model_type in _TWO_ROPES:
+        usual, usual_local = _TWO_ROPES[theirs.model_type]
+        nested, base = theirs.get("rope_parameters", {}), theirs.get("rope_theta", usual)
+        if theirs.model_type == "olmo3":
+            usual_local = base  # older files have one base for both
+        local = nested.get("sliding_attention", {}).get("rope_theta", theirs.get("rope_local_base_freq", usual_local))
+        fields = {"rope_theta": base, **nested.get("full_attention", {}), **theirs.get("rope_scaling", {})}
     nested_names = [name for name, value in fields.items() if isinstance(value, dict)]
     if nested_names:
         raise ValueError(
@@ -202,7 +207,7 @@ def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScali
 def write_llama(config: ModelConfig) -> dict[str, Any]:
     kind = _kind(config)
     fields = _write_common(config, kind, _LINE[kind])
-    if kind in ("llama", "qwen3", "smollm3", "olmo2", "gemma", *_CAPPED):
+    if kind in ("llama", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", *_CAPPED):
         fields["attention_bias"] = config.qkv_bias
     if kind in ("llama", "smollm3"):
         fields["mlp_bias"] = config.ff_bias
@@ -210,7 +215,7 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
         windowed = _windowed_layers(config)
         fields["use_sliding_window"] = config.window is not None
         fields["max_window_layers"] = min(windowed, default=config.n_layers)
-    if kind in ("qwen2", "qwen3", "smollm3", "ministral", *_CAPPED):
+    if kind in ("qwen2", "qwen3", "smollm3", "ministral", *_USUAL_PATTERN):
         kinds = {True: "sliding_attention", False: "full_attention"}
         fields["layer_types"] = [kinds[layer in _windowed_layers(config)] for layer in range(config.n_layers)]
     if kind == "smollm3":
@@ -220,7 +225,7 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
         scale = config.attention_scale
         fields["query_pre_attn_scalar"] = config.head_width if scale is None else round(scale**-2)
         fields |= {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
-    if kind == "gemma3_text":
+    if kind in _TWO_ROPES:
         local = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
         fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
     return fields
@@ -228,7 +233,7 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
 
 def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, Any]:
     gates = {ours: theirs for theirs, ours in _GATED.items()}
-    if config.activation not in gates or config.head not in ("lm", "none"):
+    if config.activation not in gates or config.head == "classify":
         raise ValueError(f"activation={config.activation!r} with head={config.head!r} is none of the LLaMA line")
     fields: dict[str, Any] = {
         "model_type": kind,
@@ -255,8 +260,10 @@ def _kind(config: ModelConfig) -> str:
     """Which member of the line has these features."""
     if config.norm_offset:
         return "gemma3_text" if config.qk_norm else "gemma2" if config.norm_place == "both" else "gemma"
+    if config.norm_place == "output" and config.qk_norm_over == "all":
+        return "olmo2" if config.window is None else "olmo3"
     if config.norm_place == "output":
-        return "olmo2"
+        return "exaone4"
     if config.rope_layers is not None:
         return "smollm3"
     if config.qk_norm:
@@ -298,14 +305,18 @@ def llama_steps(config: ModelConfig) -> list[Step]:
 def _places(config: ModelConfig) -> tuple[str, str, str]:
     """Before their modules, their layers and ours."""
     prefix = "" if config.head == "none" else "model."
-    return prefix, f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
+    return prefix, f"{prefix}layers.{{i}}.", f"{_stack(config)}.blocks.{{i}}."
+
+
+def _stack(config: ModelConfig) -> str:
+    return "decoder" if config.has_decoder else "encoder"
 
 
 def _outer_steps(config: ModelConfig, prefix: str) -> list[Step]:
     return [
         hf.token_head(config, f"{prefix}embed_tokens.weight"),
         Rename(f"{prefix}embed_tokens.weight", "token.weight"),
-        Rename(f"{prefix}norm.weight", "decoder.norm.weight"),
+        Rename(f"{prefix}norm.weight", f"{_stack(config)}.norm.weight"),
     ]
 
 
@@ -329,5 +340,31 @@ def phi3_steps(config: ModelConfig) -> list[Step]:
     return [*_outer_steps(config, prefix), *hf.modules(names, theirs, ours)]
 
 
+_EUROBERT = _member("EuroBert", defaults="olmo2", can_have_window=False)
+_EUROBERT_CLASSES = {"EuroBertModel": "none", "EuroBertForMaskedLM": "masked-lm"}
+_EUROBERT_CLASSES["EuroBertForTokenClassification"] = "tag"
+
+
+def read_eurobert(theirs: hf.ForeignFields) -> ModelConfig:
+    named = hf.ForeignFields({name: x for name, x in theirs.fields.items() if name != "architectures"})
+    ours = _read_common(named, _EUROBERT) | read_rope(theirs)
+    ours |= {"architecture": "encoder", **hf.read_head(theirs, _EUROBERT_CLASSES, "none", "none")}
+    biases = dict.fromkeys(("qkv_bias", "out_bias"), theirs.get("attention_bias", False))
+    ours |= {**biases, "ff_bias": theirs.get("mlp_bias", False), "head_transform": False}
+    return ModelConfig(**ours | {"head_bias": ours["head"] == "masked-lm" and ours["ff_bias"]})
+
+
+def write_eurobert(config: ModelConfig) -> dict[str, Any]:
+    fields = _write_common(config, "eurobert", _EUROBERT) | hf.write_head(config, _EUROBERT_CLASSES)
+    fields.pop("has_pooler", None)
+    return {**fields, "attention_bias": config.qkv_bias, "mlp_bias": config.ff_bias}
+
+
+def eurobert_steps(config: ModelConfig) -> list[Step]:
+    classifier = hf.modules({"classifier": "classifier.out"}) if config.head == "tag" else []
+    return [Rename("lm_head.bias", "head.bias"), *classifier, *llama_steps(config)]
+
+
 LLAMA = hf.Family(tuple(_LINE), read_llama, write_llama, llama_steps)
 PHI3 = hf.Family(("phi3",), read_phi3, write_phi3, phi3_steps)
+EUROBERT = hf.Family(("eurobert",), read_eurobert, write_eurobert, eurobert_steps)
