@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
+import struct
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from regard.cli import main
+from regard.config import DataConfig, ModelConfig
 from regard.data.images import check_image, pixels_of
-from regard.errors import BadData
+from regard.data.sources import open_source
+from regard.errors import BadData, BadModelFile
+from regard.foundation.jsonio import parse_json
+from regard.hub.hf_directory import open_safetensors
 from regard.text.image_processor import ImageProcessor
 from regard.training import run_directory
 
@@ -118,3 +127,116 @@ def test_a_strip_is_not_resized_to_gigabytes() -> None:
     assert processor(Image.new("RGB", (10, 30))).shape == (1, 3, 672, 224)
     with pytest.raises(ValueError, match="too long a strip for a shorter side of 224"):
         processor(Image.new("RGB", (1, 60_000)))
+
+
+def test_a_packed_document_may_not_unpack_to_a_thousand_times_its_size(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "captions.json.gz", "wb", compresslevel=9) as file:
+        for _ in range(34):
+            file.write(b" " * (1 << 20))
+    with pytest.raises(BadData, match=r"holds more than \d+ MB of JSON; write one object a line"):
+        open_source(DataConfig(source=str(tmp_path / "captions.json.gz")))
+
+
+def test_a_header_of_very_many_tensors(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    for n, words in ((100_001, "has 100,001 tensors, more than"), (300_000, "has a header of 1")):
+        header = json.dumps({f"{number:06}": entry for number in range(n)}, separators=(",", ":")).encode()
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        start = time.process_time()
+        with pytest.raises(BadModelFile, match=words):
+            open_safetensors(tmp_path / "model.safetensors")
+        assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize(
+    "field", ["n_layers", "n_decoder_layers", "d_model", "n_heads", "vocab_size", "max_len", "image_size", "n_classes"]
+)
+def test_a_model_of_any_size_is_not_tried(field: str) -> None:
+    sizes = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 1}
+    with pytest.raises(ValueError, match=f"{field}=10000000000000000000.* must be at most"):
+        ModelConfig(**{**sizes, field: 10**30})
+
+
+def test_the_cost_of_a_hundred_thousand_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "gpt2", "model.n_layers=100000"]) == 2
+    assert "n_layers=100000 must be at most 1,000" in capsys.readouterr().err
+
+
+# ---- what a file says
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "1" * 60, "1e400", "-1e999", "1" * 5000])
+def test_a_number_that_no_computer_adds(number: str) -> None:
+    with pytest.raises(BadModelFile, match="is not valid JSON"):
+        parse_json(f'{{"size": {number}}}'.encode(), "x.json")
+
+
+def test_a_missing_name_is_a_fault_of_the_file() -> None:
+    document = parse_json(b'{"a": {"b": 1}}', "x.json")
+    assert document["a"]["b"] == 1
+    for read in (lambda: document["c"], lambda: document["a"]["c"]):
+        with pytest.raises(BadModelFile, match="has no 'c'"):
+            read()
+
+
+def test_a_name_that_stands_twice_among_very_many() -> None:
+    text = b"{" + b",".join(b'"%d":1' % n for n in range(100_000)) + b',"7":1}'
+    start = time.process_time()
+    with pytest.raises(BadModelFile, match="it names '7' twice"):
+        parse_json(text, "x.json")
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"images": [1, None], "annotations": [2, []]},
+        {"images": [{"id": [1], "file_name": "a.png"}], "annotations": [{"image_id": {}, "caption": "x"}]},
+        {"images": [{"id": 1, "file_name": ["a.png"]}], "annotations": [{"image_id": 1, "caption": "x"}]},
+        {"images": [{"id": 1, "file_name": "a\0.png"}], "annotations": [{"image_id": 1, "caption": "x"}]},
+        {"images": [{"id": 1, "file_name": "../x.png"}], "annotations": [{"image_id": 1, "caption": "x"}]},
+        {"a\0.png": "a text"},
+        {"a.png": [1, 2]},
+        [1, "x", None],
+    ],
+)
+def test_captions_that_are_none(document: Any, tmp_path: Path) -> None:
+    (tmp_path / "captions.json").write_text(json.dumps(document))
+    with pytest.raises(BadData):
+        open_source(DataConfig(source=str(tmp_path / "captions.json")))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": 10**30},
+        {"size": {"height": 0, "width": 5}},
+        {"size": {"shortest_edge": 60_000}},
+        {"size": "large"},
+        {"size": [1]},
+        {"image_mean": [1, 2, {}]},
+        {"image_std": [0, 1, 1]},
+        {"image_std": 5},
+        {"resample": []},
+        {"rescale_factor": None},
+        {"rescale_factor": []},
+        {"do_center_crop": True, "crop_size": [10**9, 10**9]},
+        {"image_processor_type": ["CLIP"]},
+    ],
+)
+def test_a_preprocessor_that_is_none(fields: dict[str, Any], tmp_path: Path, images: Path) -> None:
+    from regard.io import load
+
+    folder = tmp_path / "model"
+    shutil.copytree(images, folder)
+    (folder / "manifest.json").unlink()
+    (folder / "preprocessor_config.json").write_text(json.dumps(fields))
+    with pytest.raises(BadModelFile, match="preprocessor_config"):
+        load(folder)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from generation.spoken import image_classifier
+
+    return image_classifier().save(tmp_path_factory.mktemp("images") / "model")

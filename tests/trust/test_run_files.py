@@ -1,96 +1,179 @@
-"""A run's own files: a flipped bit, a file that is missing or a link that leads out is refused with exit code 3."""
+"""Run directories that are damaged, unfinished, or written to while they are read."""
 
 from __future__ import annotations
 
-import os
-import random
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import regard
-from regard import cli
-from regard.errors import BadModelFile
+from regard.cli import main
+from regard.config import RunConfig
+from regard.errors import BadModelFile, Diverged
+from regard.hub import Manifest
+from regard.recipes import run_config
+from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
+from regard.training import run_directory
 from regard.training.run_directory import RunDirectory
-from training.runs import resume, train, write_data
-
-N_FLIPS = 600 if os.environ.get("REGARD_TRUST") else 60
-FILES = (
-    "run.json",
-    "tokenizer.source.json",
-    "tokenizer.target.json",
-    "provenance.json",
-    "choice.json",
-    "manifest.json",
-)
+from training.runs import resume, train, words_of, write_data
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trust")
-    words = ("train.steps=2", "train.save_every=1", "data.joint_vocab=false")
-    train("translate", folder / "run", write_data("translate", folder), *words)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped after three steps, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_data("classify", folder)
+    words = ("train.steps=6", "train.save_every=2", "train.eval_every=2", "train.stop_at=3")
+    train("classify", folder / "run", data, *words)
     return folder / "run"
 
 
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+def damaged(run: Path, folder: Path, name: str, change: Callable[[Any], Any]) -> Path:
+    """A copy of a run with one file changed, by somebody who wrote the manifests again."""
+    shutil.copytree(run, copy := folder / "run")
+    file = copy / name
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    (copy / "manifest.json").unlink(missing_ok=True)
+    if file.parent != copy:
+        (file.parent / "manifest.json").unlink()
+        Manifest.of(file.parent).write(file.parent)
+    return copy
 
 
-def test_every_flipped_bit_of_a_runs_files_is_refused(run: Path) -> None:
-    chosen, loaded = random.Random(0), []
-    for number in range(N_FLIPS):
-        path = run / FILES[number % len(FILES)]
-        whole = path.read_bytes()
-        place, bit = chosen.randrange(len(whole)), chosen.randrange(8)
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-        try:
-            regard.load(run)
-            loaded.append(f"{path.name}: bit {bit} of byte {place}")
-        except BadModelFile:
-            pass
-        path.write_bytes(whole)
-    assert not loaded
-    regard.load(run)
+STATE = "checkpoints/step-000003/state.json"
 
 
-@pytest.mark.parametrize("words", [["translate", "one"], ["eval"], ["train", "--resume"], ["look", "one"]])
-def test_the_commands_end_with_3(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    text = (run / "run.json").read_text()
-    (run / "run.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    command = [words[0], str(run), *words[1:]] if words[0] != "train" else [*words, str(run)]
-    assert cli.main(command) == 3
-    assert (
-        capsys.readouterr().err == f"regard: {run} is not what its manifest.json says: run.json has another SHA-256\n"
-    )
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("labels.json", lambda _: {}),
+        ("labels.json", lambda _: {"labels": 5}),
+        ("labels.json", lambda _: {"labels": [1, None]}),
+        (STATE, lambda _: {}),
+        (STATE, lambda x: {**x, "at": 5}),
+        (STATE, lambda x: {**x, "at": {"step": 3}}),
+        (STATE, lambda x: {**x, "at": None}),
+        ("run.json", lambda x: {**x, "model": {**x["model"], "n_layers": 10**20}}),
+        ("run.json", lambda x: {**x, "model": 5}),
+    ],
+)
+def test_a_run_that_cannot_be_loaded(run: Path, tmp_path: Path, name: str, change: Callable[[Any], Any]) -> None:
+    with pytest.raises(BadModelFile, match=Path(name).name):
+        regard.load(damaged(run, tmp_path, name, change))
 
 
-def test_a_tokenizer_that_is_missing_is_said(run: Path) -> None:
-    (run / "tokenizer.source.json").unlink()
-    with pytest.raises(BadModelFile, match=r"tokenizer\.source\.json is missing"):
-        regard.load(f"{run}@2")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (STATE, lambda x: {**x, "at": {**x["at"], "more": 1}}),
+        (STATE, lambda x: {**x, "at": {**x["at"], "step": "3"}}),
+        (STATE, lambda x: {**x, "reporter": 7}),
+        (STATE, lambda x: {**x, "reporter": {"tokens": [1]}}),
+        (STATE, lambda x: {key: x[key] for key in x if key != "scaler"}),
+        ("choice.json", lambda _: {}),
+        ("choice.json", lambda x: {**x, "precision": "fp3"}),
+        ("choice.json", lambda x: {**x, "compile": "yes"}),
+        ("provenance.json", lambda x: {key: x[key] for key in x if key != "data"}),
+        ("labels.json", lambda _: {"labels": None}),
+    ],
+)
+def test_a_run_that_cannot_be_continued(run: Path, tmp_path: Path, name: str, change: Callable[[Any], Any]) -> None:
+    with pytest.raises(BadModelFile, match=Path(name).name):
+        resume(damaged(run, tmp_path, name, change))
 
 
-def test_a_run_of_an_older_version_has_no_manifest_and_gets_one_when_it_goes_on(run: Path) -> None:
-    (run / "manifest.json").unlink()
-    regard.load(run)
-    resume(run, steps=3)
-    assert (run / "manifest.json").is_file()
-    RunDirectory.open(run)
+def test_a_run_without_a_whole_checkpoint(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, copy := tmp_path / "run")
+    for file in copy.glob("checkpoints/*/manifest.json"):
+        file.unlink()
+    with pytest.raises(BadModelFile, match="has no checkpoint that is whole"):
+        regard.load(copy)
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000002"])
-def test_a_link_out_of_the_run_is_not_followed(run: Path, finished: Path, name: str) -> None:
-    shutil.rmtree(run / name)
-    (run / name).symlink_to(finished / name)
-    with pytest.raises(BadModelFile, match="is a link out of the directory"):
-        regard.load(f"{run}@2")
+# ---- killed before it was a run
 
 
-def test_a_model_that_is_a_link_is_not_followed(run: Path, finished: Path) -> None:
-    shutil.rmtree(run / "model")
-    (run / "model").symlink_to(finished / "model")
-    with pytest.raises(BadModelFile, match="is a link out of the directory"):
-        regard.load(run)
+@pytest.fixture(scope="module")
+def new_run(run: Path) -> tuple[RunConfig, Processor]:
+    config = RunDirectory.open(run).config
+    return config, Processor(source=train_tokenizer(["one two"], "words", None), labels=("even", "odd"))
+
+
+@pytest.mark.parametrize("point", range(5))
+def test_a_directory_that_was_never_finished_is_begun_again(
+    new_run: tuple[RunConfig, Processor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: int
+) -> None:
+    """A kill at each write; what is half written then stays behind under a hidden name."""
+    write, written = run_directory.write_atomic, 0
+
+    def write_until_killed(path: Path, content: bytes) -> None:
+        nonlocal written
+        if written == point:
+            path.with_name(f".{path.name}.0a1b2c3d").write_bytes(content[:3])
+            raise SystemExit
+        written += 1
+        write(path, content)
+
+    root, facts = tmp_path / "run", {"data": {}, "command": []}
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "write_atomic", write_until_killed)
+        with pytest.raises(SystemExit):
+            RunDirectory.create(root, *new_run, facts)
+    if (root / "run.json").exists():
+        return
+    made = RunDirectory.create(root, *new_run, facts)
+    assert RunDirectory.open(root).config == made.config
+    assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("names", [["tokenizer.json"], ["notes.txt"], ["provenance.json", "notes.txt"]])
+def test_what_others_wrote_is_not_taken_for_an_unfinished_run(
+    new_run: tuple[RunConfig, Processor], tmp_path: Path, names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(FileExistsError, match="already holds something else"):
+        RunDirectory.create(tmp_path, *new_run, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+# ---- read while it is written
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with train.average and train.save_every=1: the oldest of those to average is removed meanwhile."""
+    shutil.copytree(run, copy := tmp_path / "run")
+    shutil.copytree(copy / "checkpoints" / "step-000003", copy / "checkpoints" / "step-000004")
+    opened = RunDirectory.open(copy)
+    opened.__dict__["config"] = opened.config.with_(train=opened.config.train.with_(average=3))
+    read, n_reads = run_directory._weights, 0
+
+    def read_slowly(*arguments: Any) -> Any:
+        nonlocal n_reads
+        n_reads += 1
+        if n_reads == 1:
+            shutil.rmtree(copy / "checkpoints" / "step-000002")
+        return read(*arguments)
+
+    monkeypatch.setattr(run_directory, "_weights", read_slowly)
+    _, name = opened.model()
+    assert name == "the average of steps 3, 4"
+
+
+# ---- a run that diverges where evaluation sees it first
+
+
+def test_an_evaluation_that_is_not_finite_is_a_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_data("translate", tmp_path)
+    fields = ("steps=4", "eval_every=1", "lr=1e38", "schedule=constant", "warmup=0", f"out={tmp_path / 'run'}")
+    words = words_of("translate", data, *(f"train.{field}" for field in fields))
+    with pytest.raises(Diverged):
+        regard.train(run_config("translate", words), style="quiet")
+    shutil.rmtree(tmp_path / "run")
+    assert main(["train", "translate", *words]) == 4
+    assert "not finite" in capsys.readouterr().err

@@ -185,10 +185,16 @@ def set_global_options(
     ctx.obj.debug = debug
 
 
+def _is_out_of_memory(failure: RuntimeError) -> bool:
+    """On a GPU torch raises a class of its own; on a CPU it only says so."""
+    return type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(failure)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the only place where exceptions become exit codes."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = GlobalOptions(command=["regard", *arguments])
+    terminal.allow_any_text()
     try:
         with localised_typer():
             app(args=arguments, prog_name="regard", obj=options)
@@ -197,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (RegardError, ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as failure:
-        if isinstance(failure, RuntimeError) and type(failure).__name__ != "OutOfMemoryError":
+        if isinstance(failure, RuntimeError) and not _is_out_of_memory(failure):
             raise  # unforeseen: mending it needs the traceback
         if options.debug:
             traceback.print_exc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
+def allow_any_text() -> None:
+    """Write what the terminal's encoding lacks as \\uXXXX: a terminal of ASCII or cp1252 must not stop a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def print_result(result: Any, as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
@@ -32,7 +40,8 @@ def print_result(result: Any, as_json: bool) -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     """The one document that `--json` promises on stdout. NaN and infinity are not JSON, so they fail here."""
-    print(json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(document, ensure_ascii=not is_unicode, indent=2, allow_nan=False))
 
 
 def progress(line: str) -> None:

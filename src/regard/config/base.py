@@ -40,6 +40,12 @@ class Config(BaseModel):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name}={value} must {'be at least 1' if least else 'not be negative'}")
 
+    def check_at_most(self, most: int, fields: Iterable[str]) -> None:
+        """Refuse values of these fields above ``most``; None passes."""
+        for name in fields:
+            if (value := getattr(self, name)) is not None and value > most:
+                raise ValueError(f"{name}={str(value)[:40]} must be at most {most:,}")
+
     def check_shares(self, fields: Iterable[str]) -> None:
         """Refuse values of these fields outside [0, 1); None passes."""
         for name in fields:

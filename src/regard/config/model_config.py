@@ -214,6 +214,8 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.check_at_least(1, _POSITIVE)
+        for most, names in _LARGEST.items():
+            self.check_at_most(most, names)
         self.check_at_least(0, ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id"))
         self.check_shares(
             ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
@@ -271,6 +273,15 @@ _POSITIVE = (
     *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
     "sparsity_size",
 )
+# No model is larger; what a damaged file says would take forever to build, or overflow.
+_LARGEST = {
+    1000: ("n_layers", "n_decoder_layers"),
+    2**20: (
+        *("d_model", "d_head", "d_ff", "d_decoder_ff", "d_embed", "d_region", "n_heads", "n_decoder_heads"),
+        *("n_kv_heads", "n_channels", "image_size", "patch_size", "mixer_size", "t5_buckets"),
+    ),
+    2**31 - 1: (*_POSITIVE, "n_segments", "position_offset", "t5_max_distance", "pad_id", "bos_id", "eos_id"),
+}
 _BIASES = ("alibi", "t5", "xl")
 
 

@@ -469,7 +469,7 @@ def _usable_images(
             yield row, name
             continue
         if name not in faults:
-            inside = (root / name).resolve().is_relative_to(root)
+            inside = "\0" not in name and (root / name).resolve().is_relative_to(root)
             fault = check_image(root / name, config.max_pixels, config.check_images) if inside else "outside its folder"
             faults[name] = fault
         if (fault := faults[name]) is not None:

@@ -30,6 +30,7 @@ from .examples import ReadReport
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_MAX_JSON_BYTES = 1 << 30
 _SAMPLE_BYTES = 1 << 20  # of which the encoding is told
 _BINARY = {  # how files begin that are often given by mistake
     b"\x89PNG": "a PNG image",
@@ -285,9 +286,14 @@ def _json_list(path: Path) -> list[Any]:
 
 
 def _read_json(path: Path) -> Any:
+    """One document, which is held whole; what is packed may unpack to a hundred times its size, not a thousand."""
     with open_bytes(path) as file:
+        most = min(_MAX_JSON_BYTES, 100 * path.stat().st_size + (1 << 24)) if path.suffix == ".gz" else _MAX_JSON_BYTES
+        if len(raw := file.read(most + 1)) > most:
+            hint = "write one object a line (.jsonl), which is read line by line"
+            raise BadData(f"{path} holds more than {most >> 20:,} MB of JSON; {hint}")
         try:
-            return json.loads(file.read().decode("utf-8-sig"))
+            return json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise BadData(f"{path} is not JSON: {error}") from None
 
@@ -398,11 +404,20 @@ def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> It
         yield from (Row(path, number, (image, text.strip())) for text in texts)
 
 
+def _is_coco_image(image: dict[str, Any]) -> bool:
+    return isinstance(image.get("id"), str | int) and "file_name" in image
+
+
 def _caption_items(path: Path, content: Any) -> list[tuple[Any, Any]]:
     match content:
         case {"images": list(images), "annotations": list(annotations)}:
-            names = {image["id"]: image["file_name"] for image in images if {"id", "file_name"} <= image.keys()}
-            return [(names.get(note.get("image_id")), note.get("caption")) for note in annotations]
+            names = {x["id"]: x["file_name"] for x in images if isinstance(x, dict) and _is_coco_image(x)}
+            notes = [note if isinstance(note, dict) else {} for note in annotations]
+            keys = [note.get("image_id") for note in notes]
+            return [
+                (names.get(key) if isinstance(key, str | int) else None, note.get("caption"))
+                for key, note in zip(keys, notes, strict=True)
+            ]
         case dict():
             return list(content.items())
         case list():

@@ -206,10 +206,10 @@ class Ct2Engine(Engine):
         n_threads = torch.get_num_threads() if threads is None else threads
         try:
             self.runtime = kind(str(folder), device=device, compute_type=compute_type, intra_threads=n_threads)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
+            if compute_type not in ("default", "auto", *ctranslate2.get_supported_compute_types(device)):
+                raise ValueError(f"compute_type={compute_type!r}: {error}") from None
             raise BadModelFile(f"{folder} cannot be opened by CTranslate2: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"compute_type={compute_type!r}: {error}") from None
         self._source_tokens, self._target_tokens = vocabularies(config, processor)
         self._ids = {token: index for index, token in enumerate(self._target_tokens)}
 

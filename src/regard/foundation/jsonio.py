@@ -5,33 +5,67 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import BadModelFile
 
-__all__ = ["parse_json", "to_json", "to_jsonable"]
+__all__ = ["JsonObject", "parse_json", "to_json", "to_jsonable", "wrong_values_as_bad_file"]
+_MAX_DIGITS = 50  # the states of random generators have up to 39
+
+
+class JsonObject(dict[str, Any]):
+    """An object of a file: a name that it lacks is a fault of the file."""
+
+    file: str | Path = ""
+
+    def __missing__(self, name: str) -> Any:
+        raise BadModelFile(f"{self.file} has no {name!r}")
+
+
+@contextmanager
+def wrong_values_as_bad_file(name: str | Path) -> Iterator[None]:
+    """Inside the block values of a document are read: one that is not of the kind it should be is a BadModelFile."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise BadModelFile(f"{name} does not hold what it should: {str(error) or type(error).__name__}") from error
 
 
 def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
     """A JSON object from the bytes of the file ``name``.
 
-    Stricter than ``json.loads``: a repeated key, NaN, infinity or a top level other than an object is refused.
+    Stricter than ``json.loads``: a repeated key, NaN, infinity, a number that no computer adds, or a top level other
+    than an object is refused.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
+    def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
+        out = JsonObject(pairs)
+        out.file = name
         if len(out) < len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise ValueError(f"it names {twice!r} twice")
         return out
 
     def refuse_constant(word: str) -> None:
         raise ValueError(f"{word} is not a number in JSON")
 
+    def parse_int(digits: str) -> int:
+        if len(digits) > _MAX_DIGITS:
+            raise ValueError(f"{digits[:10]}… is a number of {len(digits)} digits")
+        return int(digits)
+
+    def parse_float(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{digits[:40]} is too large a number")
+        return value
+
+    hooks: dict[str, Any] = {"parse_constant": refuse_constant, "parse_int": parse_int, "parse_float": parse_float}
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=unique, **hooks)
     except (ValueError, RecursionError) as error:
         raise BadModelFile(f"{name} is not valid JSON: {error}") from None
     if not isinstance(document, dict):

@@ -25,7 +25,8 @@ from .manifest import Entry, Manifest, file_names
 from .weight_steps import Tensors
 
 INDEX = "model.safetensors.index.json"
-_MOST_HEADER = 100 * 10**6  # what safetensors itself allows
+_MOST_HEADER = 16 * 10**6  # bytes; real headers take 100 for a tensor
+_MOST_TENSORS = 100_000  # in one file
 _DTYPES: dict[str, torch.dtype] = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -48,9 +49,13 @@ def open_safetensors(path: Path) -> Weights:
     with path.open("rb") as opened:
         start = opened.read(8)
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(path.stat().st_size - 8, _MOST_HEADER):
+        if len(start) < 8 or length > path.stat().st_size - 8:
             raise BadModelFile(f"{path} is cut off or no safetensors file: its header is not whole")
-        parse_json(opened.read(length), path)  # refuses a name that stands there twice, which safetensors lets pass
+        if length > _MOST_HEADER:
+            raise BadModelFile(f"{path} has a header of {length:,} bytes, more than the {_MOST_HEADER:,} of any model")
+        # It refuses a name that stands there twice, which safetensors lets pass.
+        if (n_tensors := len(parse_json(opened.read(length), path))) > _MOST_TENSORS:
+            raise BadModelFile(f"{path} has {n_tensors:,} tensors, more than the {_MOST_TENSORS:,} that a model has")
     with _bad_file_errors(path):
         file = safe_open(path, framework="pt")  # kept: opened a second time it might be another file
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
@@ -141,7 +146,7 @@ def _bad_file_errors(path: Path) -> Iterator[None]:
 
 Verified = Literal["verified", "unverified"]
 _CONFIGS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
-_MOST_JSON = 64 * 2**20  # no config or index is larger
+_MOST_JSON = 32 * 2**20  # no config or index is larger
 
 
 @dataclass(frozen=True)

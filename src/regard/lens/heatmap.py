@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..foundation.files import atomic_file
 from ..foundation.plotting import new_figure, use_fonts_for
 from .labels import Label
 from .render import HeadSelection, Sheet
@@ -45,8 +46,9 @@ def _save(figure: Any, file: Path) -> None:
     suffix = file.suffix.lower()
     metadata: Any = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)  # the same bytes every time
     # Text of an SVG is drawn as paths, so that it looks the same without the font; PDFs carry their fonts.
-    with matplotlib.rc_context({"svg.fonttype": "path", "pdf.fonttype": 3, "svg.hashsalt": "regard"}):
-        figure.savefig(file, format=suffix[1:], dpi=200, facecolor="white", metadata=metadata)
+    style: Any = {"svg.fonttype": "path", "pdf.fonttype": 3, "svg.hashsalt": "regard"}
+    with atomic_file(file) as out, matplotlib.rc_context(style):
+        figure.savefig(out, format=suffix[1:], dpi=200, facecolor="white", metadata=metadata)
 
 
 def _heatmap_figure(sheet: Sheet, fonts: list[str], title: str, subtitle: str) -> Any:

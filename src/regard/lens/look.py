@@ -18,6 +18,7 @@ from ..attention.attention_map import AttentionMap, Pick, as_span
 from ..attention.frame import ALL, span_length
 from ..attention.readings import flow_to, rollout
 from ..foundation.checks import check_positive
+from ..foundation.files import write_atomic
 from ..generation import GenerateConfig, Generated, sampling
 from ..generation.text_generation import check_can_classify, rank_classes
 from ..models import Model, ModelOrPath, open_model
@@ -308,7 +309,7 @@ class Look:
         """One self-contained page that needs no network; the options are explained at ``render_html.page_html``."""
         options: dict[str, Any] = {"view": view, "language": language, "theme": theme, "limit": limit}
         page = page_html(self, layer=layer, head=head, kind=kind, words=words, specials=specials, **options)
-        Path(file).write_text(page, encoding="utf-8", newline="\n")
+        write_atomic(Path(file), page.encode())
         return Path(file)
 
     def _repr_html_(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.frame import ALL
+from ..foundation.files import atomic_file
 from .labels import Label
 from .merged_view import MergedView
 
@@ -150,12 +152,14 @@ def write_csv(what: HeadSelection, file: Path) -> Path:
     view, head = what.view, "mean" if what.head is None else what.head
     rows, cols = list(enumerate(view.rows))[what.rows], list(enumerate(view.cols))[what.cols]
     weights = itertools.chain.from_iterable(part.tolist() for part in what.portions(1 << 16))
-    with file.open("w", encoding="utf-8", newline="") as out:
+    with atomic_file(file) as binary:
+        out = io.TextIOWrapper(binary, encoding="utf-8", newline="")
         lines = csv.writer(out)
         lines.writerow(HEADER)
         for (i, row), values in zip(rows, weights, strict=True):
             for (j, col), value in zip(cols, values, strict=True):
                 lines.writerow((view.kind, what.layer, head, i, row.text, j, col.text, f"{value:.9g}"))
+        out.detach()  # flushed; the file itself is closed after it was forced to disk
     return file
 
 

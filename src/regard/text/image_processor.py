@@ -137,6 +137,8 @@ def _mean_and_std(fields: Mapping[str, Any], n: int, clip: bool) -> tuple[tuple[
         if not isinstance(values, list | tuple) or len(values) != n:
             raise ValueError(f"{name}={values!r} is not one number for each of n_channels={n}")
         statistics.append(tuple(float(x) for x in values))
+    if not min(statistics[1]) > 0:
+        raise ValueError(f"image_std={statistics[1]} must be positive")
     return statistics[0], statistics[1]
 
 

@@ -339,10 +339,9 @@ class MarianTokenizer(Tokenizer):
         self.content = model + to_json(dict(vocab))
         self._tokens = {index: token for token, index in vocab.items()}
         self._special_tokens, self._spell = {"<unk>", "</s>", "<pad>"}, _spell_spaced
-        try:
-            self._unknown, self._end = vocab["<unk>"], vocab["</s>"]
-        except KeyError as error:
-            raise BadModelFile(f"vocab.json for {name} has no token {error}") from None
+        if missing := [token for token in ("<unk>", "</s>") if token not in vocab]:
+            raise BadModelFile(f"vocab.json for {name} has no token {missing[0]!r}")
+        self._unknown, self._end = vocab["<unk>"], vocab["</s>"]
         if importlib.util.find_spec("sentencepiece") is not None:
             self._pieces  # noqa: B018 — refuse a damaged file now, not at the first text
 

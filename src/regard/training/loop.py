@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..config import TrainConfig
 from ..data.hashing import stable_key
 from ..errors import Diverged
+from ..foundation.jsonio import wrong_values_as_bad_file
 from ..models import Model
 from .averaging import Ema
 from .checkpoint import Checkpoint, Checkpoints, first_non_finite
@@ -234,6 +235,7 @@ class Loop:
     def _evaluate(self) -> bool:
         """Look at held-out data; True where it was never better."""
         train, found, shown = self.train, None, []
+        self._check_weights()
         with self.reporter.paused():
             with self._evaluation_mode():
                 if self.group.is_main:
@@ -242,6 +244,8 @@ class Loop:
                     found = self.task.validate(self.model, self._loss, n_batches=n_batches, n_examples=n_examples)
                     shown = self.task.sample(self.model, train.samples) if train.samples else []
             metrics = self.metrics = self.group.broadcast_object(found)
+            if broken := [name for name, x in metrics.items() if name.endswith("loss") and not math.isfinite(x)]:
+                raise Diverged(f"step {self.at.step}: {broken[0]} {metrics[broken[0]]}; {self._last_checkpoint()}")
             self.reporter.evaluation(self.at.step, metrics)
             self.reporter.samples(self.at.step, shown)
         at, name = self.at, self.task.best_metric(self.task.config)
@@ -251,6 +255,12 @@ class Loop:
             return True
         at.waited += 1
         return False
+
+    def _check_weights(self) -> None:
+        """Finite gradients may still make weights that are not; texts generated with them would be of no use."""
+        found = self.group.gather_objects(first_non_finite(self.model.state_dict()))
+        if place := next((name for name in found if name), None):
+            raise Diverged(f"step {self.at.step}: not finite in {place}; {self._last_checkpoint()}")
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -322,17 +332,23 @@ class Loop:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Stand where the checkpoint was written."""
         state = checkpoint.state
-        self.at, self.saved = Position(**state["at"]), checkpoint.step
-        self.stopgap = checkpoint.step if state["stopgap"] else None
+        with wrong_values_as_bad_file(checkpoint.path / "state.json"):
+            self._restore_state(state, checkpoint.step)
         checkpoint.fill("model/", self.model.state_dict())
         self.optimiser.load_state_tensors(checkpoint.tensors("optimiser/"))
         if self.ema is not None:
             self.ema.load_state_tensors(checkpoint.tensors("ema/"))
-        self.precision.load_state(state["scaler"])
-        self.reporter.restore(state["reporter"])
-        if state["processes"] != self.group.world:  # which share the batches of a step otherwise, so it begins anew
-            self.at.begin_step()
         summed = set(checkpoint.names("grad/")) if self.at.micro else ()
         for name, p in self.model.named_parameters():
             if f"grad/{name}" in summed:
                 p.grad = checkpoint.tensor(f"grad/{name}", like=p)
+
+    def _restore_state(self, state: dict[str, Any], step: int) -> None:
+        self.at, self.saved = Position(**state["at"]), step
+        if not all(isinstance(x, int) for x in (self.at.step, self.at.waited, self.at.micro)) or self.at.step != step:
+            raise ValueError(f"it stands at step {self.at.step}, not at {step}")
+        self.stopgap = step if state["stopgap"] else None
+        self.precision.load_state(state["scaler"])
+        self.reporter.restore(state["reporter"])
+        if state["processes"] != self.group.world:  # which share the batches of a step otherwise, so it begins anew
+            self.at.begin_step()

@@ -35,7 +35,7 @@ from ..data.corpora import CORPORA
 from ..data.sources import Source
 from ..errors import BadData, BadModelFile
 from ..foundation.files import file_lock, resolve_inside, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import parse_json, to_json, wrong_values_as_bad_file
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Manifest
 from ..models import Model
@@ -53,7 +53,8 @@ _LABELS = "labels.json"
 CHOICE_FILE, STARTED_FILE, _FACTS_FILE = "choice.json", "started.json", "provenance.json"
 _IN_MANIFEST = (RUN_FILE, _FACTS_FILE, CHOICE_FILE, STARTED_FILE, _LABELS, *PROCESSOR_FILES)
 # How files are called while they are written, beside what they will be.
-_HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|png|bin)\.[a-z0-9_]{8}")
+_HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|png|bin|spm|txt|model|jinja)\.[a-z0-9_]{8}")
+_MAX_READS = 10  # attempts to read a run that goes on
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,19 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, config: RunConfig, processor: Processor, facts: dict[str, Any]) -> RunDirectory:
         """A new one. A directory that holds anything else already is refused: runs are not mixed."""
-        if root.exists() and any(root.iterdir()):
+        if root.exists() and any(root.iterdir()) and not _is_unfinished(root):
             what = "a run; --resume continues it" if (root / RUN_FILE).exists() else "something else"
             raise FileExistsError(f"{root} already holds {what}; train.out=… names another directory")
         root.mkdir(parents=True, exist_ok=True)
+        for path in root.iterdir():
+            path.unlink()
+        # First, since it tells a directory that was never finished from one that holds something else.
+        write_atomic(root / _FACTS_FILE, to_json({**facts, "folder": os.path.abspath(root)}))
         for name, content in processor.files(config.model).items():
             write_atomic(root / name, content)
         if processor.labels is not None:
             write_atomic(root / _LABELS, to_json({"labels": list(processor.labels)}))
         run = cls(root)
-        write_atomic(root / _FACTS_FILE, to_json({**facts, "folder": os.path.abspath(root)}))
         run.write(config.with_(data=absolute_paths(config.data), train=_change_models(config.train, _absolute)))
         return run
 
@@ -161,7 +165,12 @@ class RunDirectory:
     @cached_property
     def processor(self) -> Processor:
         processor = read_processor(self, {}, self.config.model) or Processor()
-        return replace(processor, labels=tuple(self.json(_LABELS)["labels"])) if self.has(_LABELS) else processor
+        if not self.has(_LABELS):
+            return processor
+        labels = self.json(_LABELS)["labels"]
+        if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+            raise BadModelFile(f"{self.root / _LABELS} holds no list of labels")
+        return replace(processor, labels=tuple(labels))
 
     # The files, as ``read_processor`` asks for them.
 
@@ -185,8 +194,19 @@ class RunDirectory:
     def model(self, step: int | None = None, *, merged: bool = True) -> tuple[Model, str]:
         """The weights one would ship, and which they are: of a step, else averaged, else the best, else the last.
 
-        Low-rank additions are ``merged`` into them, or beside them still.
+        Low-rank additions are ``merged`` into them, or beside them still. While the run goes on its checkpoints come
+        and go: where one is gone before it was read, those that are there then are taken.
         """
+        for _ in range(_MAX_READS):
+            steps = self.checkpoints().steps()
+            try:
+                return self._model(step, merged)
+            except (BadModelFile, OSError):
+                if self.checkpoints().steps() == steps:
+                    raise
+        return self._model(step, merged)
+
+    def _model(self, step: int | None, merged: bool) -> tuple[Model, str]:
         checkpoints, train = self.checkpoints(), self.config.train
         steps, has_ema = checkpoints.steps(), train.ema is not None
         if not steps:
@@ -199,9 +219,11 @@ class RunDirectory:
             name = f"the average of steps {', '.join(map(str, last))}"
             return self._model_with(average(_weights(x, has_ema) for x in found), last[-1], name, merged), name
         latest = checkpoints.latest()
-        assert latest is not None
+        if latest is None:
+            raise BadModelFile(f"{self.root} has no checkpoint that is whole")
         chosen, note = latest if step is None else checkpoints.at(step), ", averaged as it went" if has_ema else ""
-        best = latest.state["at"]["best_step"]
+        with wrong_values_as_bad_file(latest.path / "state.json"):
+            best = latest.state["at"]["best_step"]
         if step is None and not has_ema and best in steps:
             chosen, note = checkpoints.at(best), ", the best"
         name = f"step {chosen.step}{note}"
@@ -235,6 +257,12 @@ class RunDirectory:
             "data": {name: facts["data"][name] for name in ("source", "sha256")},
             **{"metrics": metrics, "command": facts["command"], "versions": facts["versions"], "git": facts["git"]},
         }
+
+
+def _is_unfinished(root: Path) -> bool:
+    """Whether a directory holds only what ``RunDirectory.create`` had written when its process was killed."""
+    names = {path.name for path in root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)}
+    return not names or (_FACTS_FILE in names and RUN_FILE not in names and names <= {*_IN_MANIFEST, MANIFEST})
 
 
 def _paths(data: DataConfig) -> dict[str, list[str]]:

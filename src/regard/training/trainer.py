@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
 from ..data.sources import Source
-from ..errors import RegardError, UsageError, silence_warnings
+from ..errors import BadModelFile, RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json, to_jsonable
@@ -41,7 +41,7 @@ from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
-from .precision import Precision, flops_per_token, peak_flops
+from .precision import Precision, PrecisionName, flops_per_token, peak_flops
 from .reporter import Reporter
 from .run_directory import (
     CHOICE_FILE,
@@ -395,7 +395,10 @@ def _choose_precision(config: RunConfig, objective: Objective, first: Batch, gro
     """Precision and compilation: chosen once, at the start, then stored: another choice would round differently."""
     if run.has(CHOICE_FILE):
         stored = run.json(CHOICE_FILE)  # older versions stored what they had timed as well
-        return Choice(**{each.name: stored[each.name] for each in fields(Choice)})
+        choice = Choice(**{each.name: stored[each.name] for each in fields(Choice)})
+        if choice.precision not in get_args(PrecisionName) or not isinstance(choice.compile, bool):
+            raise BadModelFile(f"{run.root / CHOICE_FILE} has no precision and compilation that there are")
+        return choice
     rows, length = first.inputs[-1].shape[0], first.inputs[-1].shape[-1]
     choice = choose(objective, rows * training_flops(config.model, length), config.train, group.device)
     choice = group.broadcast_object(choice)
