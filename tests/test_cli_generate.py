@@ -279,12 +279,14 @@ def exports(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_onnx_answers_every_task_as_torch_does(exports: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
-    image = picture(tmp_path / "one.png")
+    image, terms = picture(tmp_path / "one.png"), tmp_path / "terms.tsv"
+    terms.write_text("cat\t매트\n", encoding="utf-8")
     for words in (
         ["generate", exports["speaker"], "the cat", "--max-new-tokens", 6],
         ["generate", exports["speaker"], "the cat", "--max-new-tokens", 6, "--beam", 2, "--n-best", 2],
         ["translate", exports["translator"], "the cat", "a dog", "--max-new-tokens", 6],
         ["translate", exports["translator"], "the cat", "--n-best", 2, "--prefix", "the", "--max-new-tokens", 6],
+        ["translate", exports["translator"], "the cat", "--glossary", terms, "--max-new-tokens", 10],
         ["classify", exports["classifier"], "the cat", "what light", "--top", 2],
         ["classify", exports["images"], image],
         ["caption", exports["captioner"], image, "--max-new-tokens", 5],
