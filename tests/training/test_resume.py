@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +14,20 @@ import regard
 from regard.data.sources import open_source
 from regard.errors import RegardError
 from regard.recipes import run_config
+from regard.training.compilation import Compiled
 from regard.training.run_directory import RunDirectory
 from regard.training.tasks import open_task
 
 from .runs import (
     assert_same,
     bits_equal,
-    call,
     latest,
     losses,
     names,
     resume,
     stopped_after,
     train,
+    use_backend,
     words_of,
     write_data,
 )
@@ -205,26 +207,53 @@ def test_what_would_make_it_another_run_cannot_change(name: str, uninterrupted: 
         regard.resume(uninterrupted["adamw"][0], **{name: 1})
 
 
+COMPILED = ("train.steps=6", "train.eval_every=0", "train.optimiser=adamw", "train.eps=1e-6")
+
+
+def compiled_run(out: Path, data: str, *more: str) -> None:
+    """A run, or what is left of it, whose graphs are compiled once, for one shape or for all shapes."""
+
+    def fail(self: Compiled, error: Exception) -> None:
+        raise error  # where a user's run would go on eagerly
+
+    torch._dynamo.reset()  # as in a new process
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        torch._inductor.config.patch(compile_threads=1),
+        mock.patch.object(Compiled, "_give_up", fail),
+    ):
+        if out.exists():
+            resume(out)
+        else:
+            train("lm", out, data, "train.compile=on", *COMPILED, *more)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"
+
+
+def assert_near(here: Path, there: Path) -> None:
+    assert losses(here) == pytest.approx(losses(there), rel=2e-6)
+    ours, theirs = (latest(path).tensors("model/") for path in (here, there))
+    for name, x in ours.items():
+        torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
-def test_compiled_it_goes_on_but_for_rounding(tmp_path: Path) -> None:
-    """Two compiled runs that nobody stopped differ in the last digit, too: sums on a CPU then follow addresses."""
+def test_compiled_it_goes_on_but_for_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled, and for which shapes, does not depend on where a run was stopped."""
+    use_backend(monkeypatch, "eager")
     data, whole, out = write_data("lm", tmp_path), tmp_path / "whole", tmp_path / "run"
-    more = ("train.steps=6", "train.compile=on", "train.eval_every=0", "train.optimiser=adamw", "train.eps=1e-6")
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"), "TORCH_LOGS": "recompiles"}
-    started = [
-        ("train", "lm", *words_of("lm", data, f"train.out={whole}", *more)),
-        ("train", "lm", *words_of("lm", data, f"train.out={out}", *more), "train.stop_at=3"),
-        ("train", "--resume", str(out)),
-    ]
-    for words in started:
-        done = call(*words, **env)
-        assert done.returncode == 0, done.stderr
-        assert "torch.compile failed" not in done.stderr
-        assert "Recompiling" not in done.stderr, "one shape or all shapes, from the beginning"
-    assert losses(out) == pytest.approx(losses(whole), rel=2e-6)
-    here, there = (latest(path).tensors("model/") for path in (whole, out))
-    for name, x in here.items():
-        torch.testing.assert_close(x, there[name], rtol=1e-4, atol=1e-6)
+    compiled_run(whole, data)
+    compiled_run(out, data, "train.stop_at=3")
+    compiled_run(out, data)
+    assert_near(out, whole)
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_torch_does(tmp_path: Path) -> None:
+    """Without dropout, whose numbers a compiled graph draws in another order."""
+    data, more = write_data("lm", tmp_path), ("model.dropout=0", "model.embedding_dropout=0")
+    compiled_run(tmp_path / "compiled", data, *more)
+    train("lm", tmp_path / "eager", data, *COMPILED, *more)
+    assert_near(tmp_path / "compiled", tmp_path / "eager")
 
 
 @pytest.mark.parametrize(
