@@ -375,7 +375,8 @@ def test_image_overlay(tab: Tab, models: dict[str, Model], tmp_path: Path) -> No
             for n, each in enumerate(found.cols(kind="cross"))
             if each.box and each.box[0] <= 0.3 < each.box[2] and each.box[1] <= 0.6 < each.box[3]
         ]
-        assert about[0].endswith(found.cols(kind="cross")[inside[0]].text)
+        row, col = (int(n) + 1 for n in re.findall(r"\d+", found.cols(kind="cross")[inside[0]].text))
+        assert about[0].endswith(f" {row},{col}"), "people count patches from 1"
         assert shown == pytest.approx(float(weights[1, inside[0]]), **CLOSE)
 
     tab.in_both_languages(("Image", "이미지"), check)
