@@ -20,7 +20,7 @@ import torch
 from ..data.record_files import Record, open_records
 from ..errors import UsageError
 from ..foundation.device import resolve_device
-from ..generation import translate
+from ..generation import GenerateConfig, translate
 from ..generation.bulk_prediction import Answer, Answerer, check_records, newest_weights, predict_to_file
 from ..generation.prompts import max_text_length
 from ..generation.text_generation import check_can_translate, default_beam, text_tokenizers
@@ -44,7 +44,9 @@ class BackTranslation:
 
     def to_text(self) -> str:
         left_out = ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
-        how = ", ".join(f"{name} {value}" for name, value in self.decoding.items())
+        drawn = {name: value for name, value in self.decoding.items() if name not in ("beam", "sample")}
+        how = "drawn" if GenerateConfig(**self.decoding).samples else f"beam {self.decoding['beam']}"
+        how += "".join(f", {name} {value}" for name, value in drawn.items())
         lines = [f"{self.path}: {self.pairs:,} pairs ({how}){f'; left out: {left_out}' if left_out else ''}"]
         return "\n".join([*lines, f"next: regard train translate data.source=pairs.tsv,{self.path}"])
 
