@@ -240,3 +240,57 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from generation.spoken import image_classifier
 
     return image_classifier().save(tmp_path_factory.mktemp("images") / "model")
+
+
+# ---- exports
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    pytest.importorskip("ctranslate2")
+    from export.translators import writer
+    from regard.export.ctranslate2_export import export_ctranslate2
+
+    model, folder = writer(), tmp_path_factory.mktemp("ct2") / "model"
+    export_ctranslate2(model, folder)
+    return model, folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.bin", b""),
+        ("model.bin", b"\xff" * 200),
+        ("vocabulary.json", b""),
+        ("vocabulary.json", b"{}"),
+        ("vocabulary.json", b"[]"),
+        ("vocabulary.json", b"[1, 2]"),
+        ("vocabulary.json", b'["a"]'),
+        ("vocabulary.json", b"\xff"),
+        ("config.json", b"[]"),
+        ("config.json", b'{"bos_token": 5}'),
+        ("config.json", b"\xff"),
+    ],
+)
+def test_a_ctranslate2_directory_that_is_none(
+    exported: tuple[Any, Path], name: str, content: bytes, tmp_path: Path
+) -> None:
+    from regard.export.engines import Ct2Engine
+
+    model, folder = exported
+    shutil.copytree(folder, copy := tmp_path / "model")
+    Ct2Engine(copy, model.config, model.processor, threads=1)
+    (copy / name).write_bytes(content)
+    with pytest.raises(BadModelFile):
+        Ct2Engine(copy, model.config, model.processor, threads=1)
+
+
+@pytest.mark.parametrize("field", ["n_layers", "d_model", "max_len", "vocab_size"])
+def test_a_description_of_a_model_that_nobody_can_build(field: str, tmp_path: Path) -> None:
+    from regard.export.onnx_export import open_onnx
+
+    config = {"architecture": "decoder", "vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 1}
+    document = {"regard_onnx": 1, "maps": False, "config": {**config, field: 10**15}}
+    (tmp_path / "onnx.json").write_text(json.dumps(document))
+    with pytest.raises(BadModelFile, match="must be at most"):
+        open_onnx(tmp_path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -211,6 +212,9 @@ class Ct2Engine(Engine):
                 raise ValueError(f"compute_type={compute_type!r}: {error}") from None
             raise BadModelFile(f"{folder} cannot be opened by CTranslate2: {error}") from None
         self._source_tokens, self._target_tokens = vocabularies(config, processor)
+        for file in folder.glob("*vocabulary.json"):
+            if json.loads(file.read_bytes()) not in (self._source_tokens, self._target_tokens):
+                raise BadModelFile(f"{file} does not list the tokens of this model's tokenizer")
         self._ids = {token: index for index, token in enumerate(self._target_tokens)}
 
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadModelFile
-from ..foundation.files import replace_directory, write_atomic
+from ..foundation.files import atomic_file, replace_directory, write_atomic
 from ..foundation.jsonio import to_json, to_jsonable
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Manifest, file_names
@@ -154,14 +154,14 @@ def write_evaluation(target: Path, report: EvaluationReport) -> None:
     """Write the three files and their manifest into a new directory, which then replaces the old one."""
     check_replaceable(target)
     with replace_directory(target) as folder:
-        lines = []
-        for split in report.splits:
-            for index, row in enumerate(split.rows):
-                line: dict[str, Any] = {"split": split.name, "index": index, **row.to_dict()}
-                if other := split.other_row(index):
-                    line["other"] = {"output": other.output, "score": other.score, "loss": other.loss}
-                lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        write_atomic(folder / OUTPUTS, "".join(lines).encode("utf-8", "surrogatepass"))
+        with atomic_file(folder / OUTPUTS) as file:
+            for split in report.splits:
+                for index, row in enumerate(split.rows):
+                    line: dict[str, Any] = {"split": split.name, "index": index, **row.to_dict()}
+                    if other := split.other_row(index):
+                        line["other"] = {"output": other.output, "score": other.score, "loss": other.loss}
+                    text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+                    file.write(text.encode("utf-8", "surrogatepass"))
         write_atomic(folder / WORST, _worst_markdown(report).encode("utf-8", "surrogatepass"))
         write_atomic(folder / REPORT, to_json(report.to_dict()))
         Manifest.of(folder).write(folder)

@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -46,7 +46,7 @@ from ..precision import Precision
 MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS = 200_000, 1 << 25  # a tokenizer learns nothing from more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ExampleResult:
     """One evaluated example: what was asked, expected and produced, and how good that is (at most 1)."""
 
@@ -57,7 +57,7 @@ class ExampleResult:
     loss: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def first_target(self) -> str:
