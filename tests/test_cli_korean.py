@@ -91,6 +91,18 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch:
     assert not HANGUL.search(capsys.readouterr().out), "and English again"
 
 
+@pytest.mark.parametrize("width", [80, 93, 100])
+def test_no_word_of_a_help_text_is_cut(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)
+    for words in ([], ["train"], ["cost"]):
+        assert main([*words, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert not re.search(r"…\s*│$", said, flags=re.MULTILINE)
+    assert "원문이 따로 있으면 번역문의 토큰 수." in re.sub(r"\s*│\s*\n│\s*", " ", said)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("here")

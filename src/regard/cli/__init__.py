@@ -97,22 +97,31 @@ def localised_typer() -> Iterator[None]:
     if environment_language() == "en":
         yield
         return
+    from rich.text import Text
     from typer import rich_utils
 
     texts = {name: text for name, text in vars(rich_utils).items() if name.isupper() and isinstance(text, str)}
-    report = rich_utils.rich_format_error
+    report, strip = rich_utils.rich_format_error, Text.rstrip_end
 
     def report_localised(error: Any) -> None:
         message = localise(error.format_message())
         error.format_message = lambda: message
         report(error)
 
+    def strip_columns(line: Text, size: int) -> None:
+        """What rich means by `rstrip_end`, which counts characters where Korean ones take two columns each: a line
+        that fills its cell lost its last word to an ellipsis."""
+        if (n := min(len(line) - len(line.plain.rstrip()), line.cell_len - size)) > 0:
+            line.right_crop(n)
+
     try:
+        setattr(Text, "rstrip_end", strip_columns)  # noqa: B010  # an assignment is no type that mypy knows
         localised = {name: localise(text) for name, text in texts.items()}
         vars(rich_utils).update(localised, rich_format_error=report_localised)
         yield
     finally:
         vars(rich_utils).update(texts, rich_format_error=report)
+        setattr(Text, "rstrip_end", strip)  # noqa: B010
 
 
 class Command(_LocalisedHelp, TyperCommand):
