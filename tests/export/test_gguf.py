@@ -409,7 +409,8 @@ def test_llama_cpp_writes_the_same_text(float_type: Any, error: float, tmp_path:
     llama.cpp rounds what is multiplied with them too, so that a token may differ where two are nearly as likely."""
     write_gguf(writer(), tmp_path / "model.gguf", float_type)
     model = regard.load(tmp_path / "model.gguf", dtype="float32")
-    runtime = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, verbose=False, n_threads=1)
+    cache = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
+    runtime = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, verbose=False, n_threads=1, **cache)
     for prompt in PROMPTS:
         assert model.processor is not None
         ids = model.processor.tokenizer.encode(prompt)
