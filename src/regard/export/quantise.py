@@ -1,7 +1,8 @@
 """Int8 models as directories: int8 weights and their scales in safetensors, marked in config.json.
 
-``layers.quantised_linear`` rounds linear maps, token tables and the output matrix, one scale a row. q and k
-are still tapped where they are made, so the attention maps of an int8 model are exactly that model's.
+``layers.quantised_linear`` rounds linear maps, token tables and the output matrix, one scale a row, but for the columns
+that the largest inputs meet, which are found by running the model on random inputs. q and k are still tapped where they
+are made, so the attention maps of an int8 model are exactly that model's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import hub
 from ..errors import BadModelFile
@@ -23,7 +24,10 @@ from ..models import Model, build
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
-_HOW: dict[str, Any] = {"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
+_ALL_INT8: dict[str, Any] = {  # of older versions
+    **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
+}
+_HOW: dict[str, Any] = {**_ALL_INT8, "columns": "float32 for the largest inputs, one of 64, at least 4"}
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -33,7 +37,61 @@ def quantise(model: Model) -> Model:
         raise ValueError("this model is quantised already")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to quantise")
-    return cast(Model, round_in_place(copy.deepcopy(model)))
+    return cast(Model, round_in_place(copy.deepcopy(model), _measure_inputs(model)))
+
+
+@torch.no_grad()
+def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str, Tensor]:
+    """How large each input of every linear map gets, (in,) by the map's name: on random tokens or pixels, which show
+    the few that are large by their weights, whatever is read."""
+    sizes = _empty_sizes(model)
+    names = {part: name for name, part in model.named_modules()}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = module.hidden(args[0]) if names[module] == "head" else args[0]
+        sizes[names[module]] = torch.maximum(sizes[names[module]], x.detach().float().abs().flatten(0, -2).amax(0))
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name in sizes]
+    training = model.training
+    try:
+        model.eval()(*_random_inputs(model, n_rows, length))
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return sizes
+
+
+def _empty_sizes(model: Model) -> dict[str, Tensor]:
+    """A zero for each input of every linear map, by its name, and of the output matrix, by "head"."""
+    linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    sizes = {name: part.weight.new_zeros(part.in_features, dtype=torch.float32) for name, part in linears.items()}
+    if hasattr(model.head, "hidden"):
+        matrix = model.output_table if model.head.weight is None else model.head.weight
+        sizes["head"] = matrix.new_zeros(matrix.shape[1], dtype=torch.float32)
+    return sizes
+
+
+def _random_inputs(model: Model, n_rows: int, length: int) -> tuple[Tensor, ...]:
+    config, generator, device = model.config, torch.Generator().manual_seed(0), model.device
+
+    def tokens(n_tokens: int, longest: int) -> Tensor:
+        ids = torch.randint(n_tokens, (n_rows, min(length, longest)), generator=generator)
+        if config.bos_id is not None:
+            ids[:, 0] = config.bos_id
+        return ids.to(device)
+
+    dtype = next(model.parameters()).dtype
+    if config.source == "image":
+        source = torch.randn(n_rows, config.n_channels, config.image_size, config.image_size, generator=generator)
+    elif config.source == "regions":
+        source = torch.randn(n_rows, length, config.d_region + config.d_box, generator=generator)
+    else:
+        source = tokens(config.vocab_size, config.max_len)
+    source = source.to(device, dtype) if source.is_floating_point() else source
+    if config.architecture in ("encoder", "decoder"):
+        return (source,)
+    return source, tokens(config.output_vocab_size, config.max_target_len or config.max_len)
 
 
 def write_int8(model: Model, folder: Path) -> None:
@@ -86,8 +144,8 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     """Check a directory of an int8 model without reading its weights."""
     directory = hub.Directory(path, verify=verify)
     fields = directory.config()
-    if fields.get(MARK) != _HOW:
-        raise BadModelFile(f"{directory.root}: config.json has {MARK}={fields.get(MARK)!r}; regard reads {_HOW}")
+    if (how := fields.get(MARK)) not in (_HOW, _ALL_INT8):
+        raise BadModelFile(f"{directory.root}: config.json has {MARK}={how!r}; regard reads {_HOW}")
     resolved, weights = hub.read_config(fields), directory.weights()
     config, n_tensors = resolved.config, len(weights.layout)
     for name in ("n_layers", "n_decoder_layers"):  # building layers takes memory even on the meta device
@@ -96,7 +154,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
             raise BadModelFile(f"{directory.root}: config.json has {name}={count}, but there are {n_tensors} tensors")
     model = build(config, device="meta")
     n_parameters = model.n_parameters
-    model = cast(Model, round_in_place(model))
+    model = cast(Model, round_in_place(model, _empty_sizes(model) if how == _HOW else None))
     _check_tensors(directory.root, model, weights)
     model.processor = read_processor(directory, fields, config)
     model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)

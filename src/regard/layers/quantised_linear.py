@@ -2,8 +2,12 @@
 
 W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,   y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127
 
+A few inputs of a trained model are a hundred times larger than all others, which t would round to nothing. The columns
+of W for the largest inputs, one of 64, stay float32 (Dettmers et al. 2022), where it is known which those are.
+
 On a CPU the product is FBGEMM's over packed weights; elsewhere, and while tracing, plain integer arithmetic.
-State: ``weight`` int8 (out, in), ``scale`` float32 (out,) and ``bias`` float32 (out,) or none.
+State: ``weight`` int8 (out, in), ``scale`` float32 (out,) and ``bias`` float32 (out,) or none; ``columns`` (n,) and
+``column_weight`` float32 (out, n) where some stay float32, with 0 in their place in ``weight``.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +27,7 @@ from .embeddings import TokenEmbedding
 from .positions import check_ids
 
 _MAX_INT8 = 127
+_FLOAT_COLUMNS = 64  # one column of so many stays float32, and four at least
 # (float32 rows, their scale and zero point, packed weights) → float32; None where torch lacks it.
 _packed_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
 _pack_lock = threading.Lock()  # torch.backends.quantized.engine is global
@@ -36,14 +41,33 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().clamp(-_MAX_INT8, _MAX_INT8).to(torch.int8), scale
 
 
+class FloatColumns(NamedTuple):
+    """Columns of a matrix that stay float32: which, (n,), and their numbers (out, n)."""
+
+    columns: Tensor
+    column_weight: Tensor
+
+
+def split_columns(weight: Tensor, input_sizes: Tensor) -> tuple[Tensor, FloatColumns]:
+    """Weights (out, in) with 0 in the columns for the largest inputs, by their sizes (in,), and those columns."""
+    n_columns = min(len(input_sizes), max(4, -(-len(input_sizes) // _FLOAT_COLUMNS)))
+    columns = input_sizes.topk(n_columns).indices.sort().values
+    weight = weight.detach().float()
+    return weight.index_fill(1, columns, 0.0), FloatColumns(columns, weight[:, columns].contiguous())
+
+
 class Int8Linear(nn.Module):
     """y = x Wᵀ + b with int8 weights, for inference.   (…, in) → (…, out)"""
 
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
+    columns: Tensor | None
+    column_weight: Tensor | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, floats: FloatColumns | None = None
+    ) -> None:
         super().__init__()
         if weight.dtype != torch.int8 or scale.shape != weight.shape[:1]:
             got = f"{weight.dtype} and {tuple(scale.shape)}"
@@ -52,12 +76,16 @@ class Int8Linear(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
+        self.register_buffer("columns", None if floats is None else floats.columns)
+        self.register_buffer("column_weight", None if floats is None else floats.column_weight)
         self._packed: Any = None
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Int8Linear:
+    def of(cls, linear: nn.Linear, input_sizes: Tensor | None = None) -> Int8Linear:
+        """``input_sizes`` (in,): how large each input gets; without them no column stays float32."""
         bias: Tensor | None = linear.bias
-        return cls(*quantise_weight(linear.weight), None if bias is None else bias.detach().float().clone())
+        weight, floats = (linear.weight, None) if input_sizes is None else split_columns(linear.weight, input_sizes)
+        return cls(*quantise_weight(weight), None if bias is None else bias.detach().float().clone(), floats)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
@@ -69,6 +97,12 @@ class Int8Linear(nn.Module):
 
     def product_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias for float32 rows (R, in)."""
+        if self.columns is None or self.column_weight is None:
+            return self._int8_rows(x, bias)
+        apart = x[:, self.columns] @ self.column_weight.float().t()
+        return self._int8_rows(x.index_fill(1, self.columns, 0.0), bias) + apart
+
+    def _int8_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
             out = self._integer_product(x)
             return out if bias is None else out + bias.float()
@@ -112,15 +146,18 @@ class Int8Linear(nn.Module):
 class Int8Embedding(Int8Linear):
     """A token table in int8, times ``factor``; a tied head uses it as output matrix (``product``)."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, factor: float = 1.0) -> None:
-        super().__init__(weight, scale)
+    def __init__(self, weight: Tensor, scale: Tensor, factor: float = 1.0, floats: FloatColumns | None = None) -> None:
+        super().__init__(weight, scale, floats=floats)
         self.factor = factor
         self.vocab_size, self.d_model = weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, T) → (B, T, M)."""
         check_ids("token ids", ids, 0, self.vocab_size, "vocab_size")
-        return self.weight[ids] * (self.scale[ids] * self.factor)[..., None]
+        vectors = self.weight[ids] * (self.scale[ids] * self.factor)[..., None]
+        if self.columns is None or self.column_weight is None:
+            return vectors
+        return vectors.index_copy(-1, self.columns, self.column_weight[ids].to(vectors.dtype) * self.factor)
 
 
 class Int8Head(nn.Module):
@@ -128,10 +165,13 @@ class Int8Head(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, head: Any, tied: Int8Embedding | None) -> None:
+    def __init__(self, head: Any, tied: Int8Embedding | None, input_sizes: Tensor | None = None) -> None:
         super().__init__()
         weight, self.bias = head.weight, head.bias
-        self.output = None if tied is not None else Int8Linear(*quantise_weight(weight))
+        self.output = None
+        if tied is None:
+            weight, floats = (weight, None) if input_sizes is None else split_columns(weight, input_sizes)
+            self.output = Int8Linear(*quantise_weight(weight), None, floats)
         head.weight = head.bias = None
         self.inner = head  # the part before the output matrix
         self._tied = (tied,)  # in a tuple, so that it is no submodule and is saved once
@@ -147,20 +187,29 @@ class Int8Head(nn.Module):
         return self.inner.cap_logits(output.product(self.hidden(x), self.bias))
 
 
-def quantise(model: nn.Module) -> nn.Module:
-    """Convert a model's linear maps, token tables and output matrix to int8 in place; norms and positions stay."""
-    for module in list(model.modules()):
+def quantise(model: nn.Module, input_sizes: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Convert a model's linear maps, token tables and output matrix to int8 in place; norms and positions stay.
+
+    ``input_sizes``: how large each input of a linear map gets, by the map's name, and of the output matrix, by "head";
+    the columns for the largest stay float32.
+    """
+    sizes = {} if input_sizes is None else input_sizes
+    for parent, module in list(model.named_modules()):
         for name, part in list(module.named_children()):
             if type(part) is nn.Linear:
-                setattr(module, name, Int8Linear.of(part))
-    tables: list[Int8Embedding] = []
-    for name, part in list(model.named_children()):
-        if type(part) is TokenEmbedding:
-            tables.append(Int8Embedding(*quantise_weight(part.weight), part.scale))
-            setattr(model, name, tables[-1])
+                setattr(module, name, Int8Linear.of(part, sizes.get(f"{parent}.{name}" if parent else name)))
     head: Any = getattr(model, "head", None)
-    if hasattr(head, "hidden") and hasattr(head, "weight"):
-        model.head = Int8Head(head, tables[-1] if head.weight is None else None)
+    has_matrix = hasattr(head, "hidden") and hasattr(head, "weight")
+    tables = [(name, part) for name, part in model.named_children() if type(part) is TokenEmbedding]
+    quantised: list[Int8Embedding] = []
+    for name, part in tables:
+        is_output = has_matrix and head.weight is None and name == tables[-1][0]
+        whole: Tensor = part.weight
+        weight, floats = split_columns(whole, sizes["head"]) if is_output and "head" in sizes else (whole, None)
+        quantised.append(Int8Embedding(*quantise_weight(weight), part.scale, floats))
+        setattr(model, name, quantised[-1])
+    if has_matrix:
+        model.head = Int8Head(head, quantised[-1] if head.weight is None else None, sizes.get("head"))
     return model.requires_grad_(False).eval()
 
 
