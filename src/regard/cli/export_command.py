@@ -29,7 +29,9 @@ def export(
     ],
     path: Annotated[Path, argument("PATH", "The directory to write; whole or not at all.")],
     check: Annotated[Path | None, option("FILE", "Compare the metric on pairs, texts or labelled texts.")] = None,
-    bound: Annotated[float, typer.Option(min=0.0, help="Largest difference of a logit that is allowed.")] = 1e-4,
+    bound: Annotated[
+        float | None, option("SHARE", "Largest difference of a logit, by the logits' spread.", least=0, default="1e-4")
+    ] = None,
     same_text: Annotated[
         float | None,
         typer.Option(
@@ -63,7 +65,8 @@ def export(
     from regard.io import load
 
     text_bounds = {} if same_text is None else {"same_text": same_text, "int8_same_text": same_text}
-    limits = Bounds(max_abs=bound, delta=delta, **text_bounds)
+    logit_bounds: dict[str, Any] = {} if bound is None else {"max_abs": bound, "times_fp32": None}
+    limits = Bounds(delta=delta, **logit_bounds, **text_bounds)
     opened = load(model)
     terminal.progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:

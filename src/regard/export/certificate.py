@@ -7,6 +7,8 @@ of given tokens are compared. The document does not depend on when or where it w
 
 from __future__ import annotations
 
+import copy
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,13 +50,17 @@ _NEW_TOKENS = 16
 class Bounds:
     """How far an exported model may differ. None: it is measured without a bound."""
 
-    max_abs: float | None = 1e-4  # largest difference of a logit, or of a token's log probability; not for int8
+    # Largest difference of a logit, or of a token's log probability, as a share of the largest distance of a logit from
+    # the mean of its row, or of 1 where that is less; not for int8.
+    max_abs: float | None = 1e-4
+    times_fp32: float | None = 4.0  # or so many times what the formula in float32 differs from float64, if that is more
     same_text: float | None = 0.99  # least share of greedy texts with the same tokens; not for int8
     delta: float | None = 0.2  # largest loss of the metric on a file: points of BLEU, percent, perplexity; int8 too
     int8_same_text: float | None = None  # same_text for int8
+    int8_loss: float | None = 0.01  # by which share int8 may raise the perplexity of what the model itself says
 
     def __post_init__(self) -> None:
-        for name in ("max_abs", "same_text", "delta", "int8_same_text"):
+        for name in ("max_abs", "times_fp32", "same_text", "delta", "int8_same_text", "int8_loss"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative")
@@ -91,6 +97,8 @@ def certify(
     with inference(model):
         with reference_attention(model):
             references = [(case, full_logits(model, case)) for case in cases]
+            sizes = {"spread": _spread(references), "fp32_error": _fp32_error(model, references)}
+        given, bounds = bounds, _scale_bounds(bounds, **sizes)
         comparisons = _compare_torch_paths(model, references, bounds, compiled)
         engines = _open_engines(root, bounds)
         comparisons += _compare_engines(model, engines, references)
@@ -100,11 +108,13 @@ def certify(
         if check is not None:
             deltas = [(name, engine, limits.delta) for name, engine, limits in engines]
             file = check_file(TorchEngine(model), deltas, Path(check), beam)
+            _hold_perplexity(file, [name for name, _, limits in engines if limits.max_abs is None], bounds.int8_loss)
     document: dict[str, Any] = {
         "task": task_name(model.config),
         "parameters": model.n_parameters,
         "shapes": {"count": n_shapes, "seed": seed, "most": largest_sizes(cases)},
-        "bounds": asdict(bounds),
+        "bounds": asdict(given),
+        "logits": sizes,
         "comparisons": comparisons,
         "file": file,
     }
@@ -119,8 +129,8 @@ def broken_bounds(document: Mapping[str, Any]) -> list[str]:
             value = row.get(name)
             if bound is None or value is None:
                 continue
-            if value > bound if name == "max_abs" else value < bound:
-                relation = "more than" if name == "max_abs" else "less than"
+            if value < bound if name == "same_text" else value > bound:
+                relation = "less than" if name == "same_text" else "more than"
                 messages.append(f"{row['name']}: {name}={value:g} is {relation} the bound {bound:g}")
     file = document.get("file") or {}
     for row in file.get("engines", []):
@@ -145,6 +155,8 @@ def certificate_text(document: Mapping[str, Any]) -> str:
         number = "—" if row["max_abs"] is None else f"{row['max_abs']:.3g}"
         text = "—" if row["same_text"] is None else f"{100 * row['same_text']:.1f} %"
         free = ", without a bound" if row["name"] in _without_bounds(document) else ""
+        if row.get("loss") is not None and "int8" in row["name"]:
+            free += f", perplexity {100 * row['loss']:+.2g} %"
         lines.append(f"{row['name']:18}{number:>18}{text:>12}   {row['of']}{free}")
     if document.get("file"):
         file = document["file"]
@@ -166,11 +178,16 @@ def _without_bounds(document: Mapping[str, Any]) -> list[str]:
 
 
 def _passing_line(document: Mapping[str, Any]) -> str:
+    rows = [row for row in document["comparisons"] if "skipped" not in row]
+    if other := [row["name"] for row in rows if row["same_text"] == 0]:
+        return f"the bounds that are set hold, but {' and '.join(other)} wrote none of the texts the same"
     free = [name for name in _without_bounds(document) if name != "ctranslate2 int8"]
-    if not free or document.get("file"):
+    texts = [row["name"] for row in rows if "loss" in row["bounds"] and row["bounds"].get("same_text") is None]
+    if not (free or texts) or document.get("file"):
         return "every bound holds"
-    said = f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"
-    return f"{said}: --same-text 0.9 or --check FILE sets one; the others hold"
+    said = [f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"] if free else []
+    said += [f"the texts of {' and '.join(texts)} were measured, not held to a bound"] if texts else []
+    return f"{'; '.join(said)}: --same-text 0.9 or --check FILE sets one; the others hold"
 
 
 def full_logits(model: Model, case: ParityCase) -> Tensor:
@@ -253,12 +270,58 @@ def _compare(
     return _result(name, len(references), worst, None, bounds, "logits")
 
 
+def _spread(references: list[Reference]) -> float:
+    """The largest distance of a logit from the mean of its row."""
+    worst = max(float((logits - logits.mean(-1, keepdim=True)).abs().max()) for _, logits in references)
+    return float(f"{worst:.3g}")
+
+
+def _fp32_error(model: Model, references: list[Reference], n_cases: int = 8) -> float:
+    """How far the formula in float32 is from the same in float64, on the first cases."""
+    exact = copy.deepcopy(model).double()
+    worst = 0.0
+    for case, logits in references[:n_cases]:
+        source = case.source.double() if case.source.is_floating_point() else case.source
+        worst = max(worst, float((full_logits(exact, replace(case, source=source)) - logits).abs().max()))
+    return float(f"{worst:.3g}")
+
+
+def _scale_bounds(bounds: Bounds, spread: float, fp32_error: float) -> Bounds:
+    """Bounds whose ``max_abs`` is a number for these logits."""
+    if bounds.max_abs is None:
+        return bounds
+    least = 0.0 if bounds.times_fp32 is None else bounds.times_fp32 * fp32_error
+    return replace(bounds, max_abs=float(f"{max(bounds.max_abs * max(1.0, spread), least):.3g}"))
+
+
+def _divergence(found: Tensor, wanted: Tensor) -> float:
+    """The sum of KL(model ‖ engine) over tokens or classes, from logits (N, V)."""
+    log_p, log_q = wanted.float().log_softmax(-1), found.float().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum().nan_to_num(nan=math.inf))
+
+
+def _hold_perplexity(file: dict[str, Any], int8_names: list[str], loss: float | None) -> None:
+    """Hold int8 to a share of the perplexity on a file: a point of it means little or much, as it is large or small."""
+    for row in file["engines"] if file["metric"] == "perplexity" and loss is not None else ():
+        if row["name"] in int8_names and row.get("bound") is not None:
+            row["bound"] = round(loss * file["value"], 4)
+
+
 def _result(
-    name: str, n_shapes: int, worst: float | None, same: float | None, bounds: Bounds, of: str
+    name: str,
+    n_shapes: int,
+    worst: float | None,
+    same: float | None,
+    bounds: Bounds,
+    of: str,
+    loss: float | None = None,
 ) -> dict[str, Any]:
     limits = {"max_abs": bounds.max_abs, "same_text": bounds.same_text}
+    if bounds.max_abs is None and bounds.int8_loss is not None:
+        limits["loss"] = bounds.int8_loss
     max_abs = None if worst is None else float(f"{worst:.3g}")  # further digits depend on the processor
-    return {"name": name, "shapes": n_shapes, "max_abs": max_abs, "same_text": same, "of": of, "bounds": limits}
+    row = {"name": name, "shapes": n_shapes, "max_abs": max_abs, "same_text": same, "of": of, "bounds": limits}
+    return row if loss is None else {**row, "loss": float(f"{loss:.3g}")}
 
 
 def _skipped(name: str, reason: str) -> dict[str, Any]:
@@ -282,7 +345,7 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
         if name == "onnx" and has_int8_weights(root):
             engines.append(("onnx int8", open_engine(root, name), int8_bounds))
         elif name == "gguf":
-            engines += _open_gguf(root, bounds, int8_bounds)
+            engines += _open_gguf(root, bounds, replace(int8_bounds, int8_loss=None))
         elif name != "torch":
             engines.append((name, open_engine(root, name), bounds))
         else:
@@ -290,7 +353,8 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
             is_int8 = is_quantised(root)
             engines.append(("int8" if is_int8 else "read back", engine, int8_bounds if is_int8 else bounds))
         if name == "ctranslate2":
-            engines.append(("ctranslate2 int8", open_engine(root, name, compute_type="int8"), Bounds(None, None, None)))
+            free = Bounds(max_abs=None, same_text=None, delta=None, int8_loss=None)
+            engines.append(("ctranslate2 int8", open_engine(root, name, compute_type="int8"), free))
     return engines
 
 
@@ -313,10 +377,16 @@ def _compare_engines(
             of, pairs = "log P of given tokens", (_log_probs(engine, case, wanted) for case, wanted in references)
         else:
             of, pairs = "logits", ((_engine_logits(engine, case), wanted) for case, wanted in references)
-        worst, same = max(_distance(*pair) for pair in pairs), None
+        has_classes = of == "logits" and model.config.head != "none" and model.config.problem_type == "single_label"
+        worst, total, count, same = 0.0, 0.0, 0, None
+        for found, wanted in pairs:
+            worst, count = max(worst, _distance(found, wanted)), count + len(wanted)
+            total += _divergence(found, wanted) if has_classes and bounds.max_abs is None else 0.0
+        # exp of the mean divergence: by how much larger to the engine the perplexity of the model's own words is
+        loss = math.expm1(min(total / count, 50.0)) if has_classes and bounds.max_abs is None else None
         if writes:
             same = sum(a == b for a, b in zip(_texts(engine, prompts), own_texts, strict=True)) / len(prompts)
-        rows.append(_result(name, len(references), worst, same, bounds, of))
+        rows.append(_result(name, len(references), worst, same, bounds, of, loss))
         if isinstance(engine, GgufEngine) and engine.processor is not None:
             encode, texts = engine.tokenizer("target").encode, [text for text in PROBES if text]
             same = sum(engine.encode(text) == encode(text) for text in texts) / len(texts)
