@@ -21,6 +21,7 @@ from ..foundation.jsonio import parse_json, to_json
 from ..layers.quantised_linear import Int8Linear
 from ..layers.quantised_linear import quantise as round_in_place
 from ..models import Model, build
+from ..models.components import TokenHead
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
@@ -48,7 +49,7 @@ def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str
     names = {part: name for name, part in model.named_modules()}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = module.hidden(args[0]) if names[module] == "head" else args[0]
+        x = module.hidden(args[0]) if isinstance(module, TokenHead) else args[0]
         sizes[names[module]] = torch.maximum(sizes[names[module]], x.detach().float().abs().flatten(0, -2).amax(0))
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name in sizes]
@@ -66,7 +67,7 @@ def _empty_sizes(model: Model) -> dict[str, Tensor]:
     """A zero for each input of every linear map, by its name, and of the output matrix, by "head"."""
     linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     sizes = {name: part.weight.new_zeros(part.in_features, dtype=torch.float32) for name, part in linears.items()}
-    if hasattr(model.head, "hidden"):
+    if model.head is not None:
         matrix = model.output_table if model.head.weight is None else model.head.weight
         sizes["head"] = matrix.new_zeros(matrix.shape[1], dtype=torch.float32)
     return sizes
