@@ -24,9 +24,7 @@ from regard.hub import Manifest
 from regard.models import Model
 from regard.text.processor import Processor
 
-from .translators import learned, pairs, tokenizers, translator, writer
-
-QUICK: dict[str, Any] = {"n_shapes": 6, "compiled": False}
+from .translators import QUICK, learned, pairs, tokenizers, translator, writer
 
 
 def certificate(path: Path) -> dict[str, Any]:
@@ -35,13 +33,6 @@ def certificate(path: Path) -> dict[str, Any]:
 
 def rows_of(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in document["comparisons"]}
-
-
-@pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("check") / "pairs.tsv"
-    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs()[:12]), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +107,12 @@ def test_int8_drift_is_a_number_and_its_bleu_is_held(tmp_path: Path, check: Path
     assert open_engine(path).translate([pairs()[0][0]]) == [pairs()[0][1]]
 
 
-def test_int8_graphs_are_small_near_and_open_in_plain_onnxruntime(tmp_path: Path, check: Path) -> None:
+def test_int8_graphs_are_small_near_and_open_in_plain_onnxruntime(
+    tmp_path: Path, learned_graphs: dict[str, Path]
+) -> None:
     import onnxruntime
 
-    path = export(learned(), "onnx-int8", tmp_path / "out", check=check, **QUICK)
-    plain = export(learned(), "onnx", tmp_path / "plain", **QUICK)
+    path, plain = learned_graphs["int8"], learned_graphs["float32"]
     assert engines_in(path) == ["torch", "onnx"]
     row = rows_of(certificate(path))["onnx int8"]
     assert 1e-4 < row["max_abs"] < 5

@@ -6,7 +6,7 @@ import functools
 import json
 import random
 import shutil
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from regard.generation.generation_config import GenerateConfig
 from regard.generation.prompts import pad_prompts
 from regard.models import Decoder, EncoderDecoder, Model, Recurrent, build
 from regard.presets import PRESETS
+
+from .conftest import MadeOnce
 
 BOUND = 1e-4
 N_SHAPES = 50
@@ -73,12 +75,27 @@ def cases(names: list[str] | dict[str, Any]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
+_made_once: list[MadeOnce] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exports(made_once: MadeOnce) -> Iterator[None]:
+    _made_once.append(made_once)
+    yield
+    exported.cache_clear()
+
+
 @functools.cache
 def exported(name: str) -> tuple[Model, OnnxModel, Path]:
-    """A model and what came of it; exported once."""
+    """A model and what came of it."""
     preset, fields = ALL[name]
     model = small(preset, **fields)
-    folder = Path(tempfile.mkdtemp(prefix="onnx-"))
+    folder = _made_once[-1](name, lambda path: export_once(name, model, path))
+    return model, open_onnx(folder, threads=1), folder
+
+
+def export_once(name: str, model: Model, folder: Path) -> None:
+    """Every graph is traced once, except one with a complex transform."""
     run_decompositions, n_times = ExportedProgram.run_decompositions, 0
 
     def count(*args: Any, **options: Any) -> ExportedProgram:
@@ -89,25 +106,10 @@ def exported(name: str) -> tuple[Model, OnnxModel, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExportedProgram, "run_decompositions", count)
         export_onnx(model, folder, maps=True)
-    assert n_times == (name == "fourier"), "every graph is traced once, except one with a complex transform"
-    return model, open_onnx(folder, threads=1), folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _clean() -> Any:
-    yield
-    info = exported.cache_info()
-    for name in ALL if info.currsize else ():
-        if name in _asked:
-            shutil.rmtree(exported(name)[2], ignore_errors=True)
-    exported.cache_clear()
-
-
-_asked: set[str] = set()
+    assert n_times == (name == "fourier")
 
 
 def both(name: str) -> tuple[Model, OnnxModel]:
-    _asked.add(name)
     return exported(name)[:2]
 
 

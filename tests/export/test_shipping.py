@@ -18,7 +18,7 @@ from regard import cli
 from regard.export import export
 from training.runs import words_of, write_data
 
-from .translators import learned, pairs, translator
+from .translators import QUICK, pairs, translator
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "onnx"
 
@@ -65,7 +65,7 @@ def test_what_is_shipped_names_run_step_data_metrics_command_and_versions(
     quick = ("--shapes", "2", "--no-compile")
     for kind in ("safetensors", "int8"):
         assert cli.main(["export", str(run), kind, str(tmp_path / kind), *quick]) == 0
-    again = regard.export(regard.load(tmp_path / "safetensors"), "onnx", tmp_path / "again", n_shapes=2, compiled=False)
+    again = regard.export(regard.load(tmp_path / "safetensors"), "ctranslate2", tmp_path / "again", **QUICK)
     evaluation = json.loads((run / "evaluation.json").read_bytes())
     facts = json.loads((run / "provenance.json").read_bytes())
     for folder in (run / "model", tmp_path / "safetensors", tmp_path / "int8", again):
@@ -107,14 +107,10 @@ def test_a_step_says_its_own_metrics_and_an_altered_record_is_noticed(run: Path,
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def graphs(learned_graphs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tokenizer or two, float32 or int8."""
-    folder, quick = tmp_path_factory.mktemp("graphs"), {"n_shapes": 1, "compiled": False}
-    return {
-        "float32": export(learned(), "onnx", folder / "float32", **quick),
-        "int8": export(learned(), "onnx-int8", folder / "int8", **quick),
-        "two tokenizers": export(translator(joint=False, n_layers=1, max_len=24), "onnx", folder / "two", **quick),
-    }
+    two = translator(joint=False, n_layers=1, max_len=24)
+    return {**learned_graphs, "two tokenizers": export(two, "onnx", tmp_path_factory.mktemp("graphs") / "two", **QUICK)}
 
 
 def run_script(*words: object) -> str:

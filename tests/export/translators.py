@@ -15,6 +15,8 @@ from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
 from regard.text.tokenizer_training import train_pair, train_tokenizer
 
+QUICK: dict[str, Any] = {"n_shapes": 6, "compiled": False}  # of an export's certificate
+
 
 @functools.cache
 def pairs(count: int = 60) -> tuple[tuple[str, str], ...]:
