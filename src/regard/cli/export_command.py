@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from regard.errors import UsageError
+from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, argument, flag, option
@@ -80,4 +81,4 @@ def export(
     if as_json:
         terminal.print_json({"path": str(written), **certificate})
     else:
-        print(f"{written}: {', '.join(certificate['kinds'])}\n{certificate_text(certificate)}")
+        print(localise(f"{written}: {', '.join(certificate['kinds'])}\n{certificate_text(certificate)}"))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention.frame import ALL
 from ..foundation.files import atomic_file
+from ..foundation.language import localise
 from .labels import Label
 from .merged_view import MergedView
 
@@ -187,7 +188,7 @@ def print_heatmap(what: HeadSelection, console: Console | None = None) -> None:
     widest = max(cell_len(label.text) for label in sheet.cols) + 1
     width = max(2, min(n_columns // len(sheet.cols), max(_VALUE_WIDTH, min(widest, 8))))
     has_colour, scale = console.color_system is not None, sheet.scale()
-    console.print(Text(sheet.title, style="bold"))
+    console.print(Text(localise(sheet.title), style="bold"))
     for line in _header(sheet.cols, width, widest):
         console.print(Text(" " * margin + line), no_wrap=True, overflow="crop")
     for label, values in zip(sheet.rows, sheet.values.tolist(), strict=True):
