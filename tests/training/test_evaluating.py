@@ -115,6 +115,7 @@ def _changed(run: Path, copy: Path, file: str, change: Callable[[Any], None]) ->
     document = json.loads((copy / file).read_bytes())
     change(document)
     (copy / file).write_text(json.dumps(document))
+    (copy / "manifest.json").unlink()  # as in runs of older versions
     return copy
 
 
