@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,25 @@ def test_an_evaluation_that_is_not_finite_is_a_divergence(tmp_path: Path, capsys
     shutil.rmtree(tmp_path / "run")
     assert main(["train", "translate", *words]) == 4
     assert "not finite" in capsys.readouterr().err
+
+
+# ---- evaluations of many examples
+
+
+def test_writing_an_evaluation_takes_no_memory_for_each_example(tmp_path: Path) -> None:
+    from regard.training.evaluation_report import EvaluationReport, SplitReport, write_evaluation
+    from regard.training.tasks import ExampleResult
+
+    rows = tuple(ExampleResult(f"source {n}", "target", "output", 0.5, 1.0) for n in range(10_000))
+    assert not hasattr(rows[0], "__dict__")
+    split = SplitReport("valid", len(rows), {}, rows=rows, passages=False)
+    report = EvaluationReport("run", "translate", "last", {"source": "file"}, {}, (split,))
+    tracemalloc.start()
+    try:
+        write_evaluation(tmp_path / "out", report)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = (tmp_path / "out" / "outputs.jsonl").stat().st_size
+    assert size > 900_000
+    assert peak < 2.5 * size, "the worst are sorted, and the file is read once for its checksum"
