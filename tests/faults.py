@@ -134,8 +134,8 @@ FAULTS = [
     Fault(
         "sinusoids of another width",
         "layers/positions.py",
-        "-2.0 * pair / self.d_model)",
-        "-2.0 * pair / (self.d_model + 2))",
+        "exponents = 2.0 * pair / self.d_model",
+        "exponents = 2.0 * pair / (self.d_model + 2)",
         "tests/layers/test_positions.py tests/layers",
     ),
     Fault(
