@@ -588,7 +588,7 @@ SEEN_BY_ALL = {"attention_backend": "sdpa", "causal": False}
         ({"architecture": "decoder", "d_head": 32, "d_embed": 32, "head_transform": True}, None),
         ({"architecture": "encoder", "head": "masked-lm", "share_layers": True}, None),
         ({"architecture": "encoder", "head": "classify", "positions": "rope"}, None),
-        ({"architecture": "encoder", "head": "none", "mixer": "fourier"}, None),
+        ({"architecture": "encoder", "head": "none", "mixer": "fourier", "attention_backend": "auto"}, None),
         ({"architecture": "encoder-decoder", "n_decoder_layers": 2, "n_decoder_heads": 2, "d_decoder_ff": 96}, 24),
         ({"architecture": "encoder-decoder", "target_vocab_size": 70, "n_kv_heads": 1}, 24),
     ],
