@@ -227,7 +227,7 @@ def test_it_ends_with_the_explorer_which_answers_until_it_is_told_to_stop(made: 
 
 @pytest.mark.slow
 def test_it_speaks_korean(made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
+    monkeypatch.setenv("REGARD_LANG", "ko")
     assert main(["demo", "--no-serve", "--out", str(made), *WORDS]) == 0
     said = capsys.readouterr().out
     assert "6  학습" in said

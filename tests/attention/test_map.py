@@ -559,5 +559,7 @@ def test_bad_maps() -> None:
         name = "mixing"
         normaliser = "none"
 
-    with pytest.raises(ValueError, match="mechanism 'mixing' has no attention weights: its normaliser is 'none'"):
+    with pytest.raises(
+        ValueError, match="mechanism 'mixing' has normaliser='none', which is not 'softmax' or 'linear'"
+    ):
         AttentionMap(q, k, mechanism=Mixing())

@@ -56,8 +56,9 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    kinds = {"post": "bart", "pre": "mbart"} if config.positions == "learned" else {"post": "marian", "pre": "m2m_100"}
-    kind = kinds.get(config.norm_place, "bart")
+    kind = "m2m_100" if config.sinusoid_layout == "fairseq" else "marian"
+    if config.positions == "learned":
+        kind = "mbart" if config.norm_place == "pre" else "bart"
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": hf.write_head(config, _CLASSES[kind])["architectures"],
