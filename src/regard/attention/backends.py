@@ -115,7 +115,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _constant_in_graphs(function: F) -> F:
     """As torch.compiler.assume_constant_result, which imports the whole compiler where it is used."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by torch's compiler
     return function
 
 

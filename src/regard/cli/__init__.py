@@ -76,7 +76,7 @@ class _LocalisedHelp:
         return usage.replace("Usage:", localise("Usage:"), 1)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of typer's class, too
         for param in params:
             if getattr(param, "is_flag", False) and param.metavar is None:
                 param.metavar = ""
@@ -121,7 +121,7 @@ def localised_typer() -> Iterator[None]:
         yield
     finally:
         vars(rich_utils).update(texts, rich_format_error=report)
-        setattr(Text, "rstrip_end", strip)  # noqa: B010
+        setattr(Text, "rstrip_end", strip)  # noqa: B010  # as above
 
 
 class Command(_LocalisedHelp, TyperCommand):

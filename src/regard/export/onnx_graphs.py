@@ -162,7 +162,7 @@ def traceable(model: Model) -> Model:
             module.backend = "auto"  # while tracing it chooses among those that can be traced
         if isinstance(module, Recurrence):
             kernel = functools.partial(run_opaque_kernel, bidirectional=module.back is not None)
-            module.run_kernel = kernel  # type: ignore[method-assign]
+            module.run_kernel = kernel  # type: ignore[method-assign]  # of this traced copy alone
         if isinstance(module, MultiHeadAttention | Stack) and module.position_bias is not None:
             module.position_bias = PairwiseBias(module.position_bias)
     return traced

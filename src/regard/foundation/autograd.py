@@ -32,7 +32,7 @@ def first_derivative_only(what: str) -> Callable[[_Backward], _Backward]:
 
     def decorate(backward: _Backward) -> _Backward:
         @functools.wraps(backward)
-        def wrapped(ctx: Any, *slopes: Tensor) -> Any:
+        def run_backward(ctx: Any, *slopes: Tensor) -> Any:
             with torch.no_grad():
                 grads = backward(ctx, *slopes)
             if not torch.is_grad_enabled():
@@ -42,6 +42,6 @@ def first_derivative_only(what: str) -> Callable[[_Backward], _Backward]:
                 for grad in grads
             )
 
-        return wrapped  # type: ignore[return-value]  # the same signature
+        return run_backward  # type: ignore[return-value]  # the same signature
 
     return decorate

@@ -70,7 +70,7 @@ class TermTracker:
         for start in range(len(text)):
             after_word = state.after_word if start == 0 else not self.in_word(text[start - 1])
             longer = TermState(state.missing, text[start:], after_word)
-            found = list(self._begun(longer))
+            found = list(self._matching_sequences(longer))
             done = [number for number, tokens in found if len(tokens) == len(text) - start]
             if done:
                 missing = tuple(number for number in state.missing if number != done[0])
@@ -79,7 +79,7 @@ class TermTracker:
                 return longer
         return TermState(state.missing, (), not self.in_word(token))
 
-    def _begun(self, state: TermState) -> Iterator[tuple[int, Tokens]]:
+    def _matching_sequences(self, state: TermState) -> Iterator[tuple[int, Tokens]]:
         """The sequences of missing terms that begin with the partial one, each with its term's number."""
         for number in state.missing:
             term = self.terms[number]
@@ -91,7 +91,10 @@ class TermTracker:
         """The tokens that continue the partial term, or begin a missing one."""
         fresh = TermState(state.missing, (), not self.in_word(state.partial[-1]) if state.partial else state.after_word)
         n = len(state.partial)
-        return sorted({tokens[n] for _, tokens in self._begun(state)} | {tokens[0] for _, tokens in self._begun(fresh)})
+        return sorted(
+            {tokens[n] for _, tokens in self._matching_sequences(state)}
+            | {tokens[0] for _, tokens in self._matching_sequences(fresh)}
+        )
 
     def _n_needed(self, state: TermState) -> int:
         """Tokens still to be written: all of the missing terms, less what the end of the text has of one."""
@@ -99,7 +102,8 @@ class TermTracker:
         if not state.partial:
             return whole
         return min(
-            whole - self.terms[number].size + len(tokens) - len(state.partial) for number, tokens in self._begun(state)
+            whole - self.terms[number].size + len(tokens) - len(state.partial)
+            for number, tokens in self._matching_sequences(state)
         )
 
 

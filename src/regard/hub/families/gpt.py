@@ -18,6 +18,7 @@ from ..weight_steps import Drop, HeadsTogether, Rename, Step, Transpose
 from .llama import read_rope, write_rope
 
 _DECODER: dict[str, Any] = {"architecture": "decoder", "norm_place": "pre"}
+_BIASES = ("qkv_bias", "out_bias", "ff_bias")
 _GPT2_HEADS = {"GPT2LMHeadModel": "lm", "GPT2Model": "none"}
 _GPT2_FIELDS, _GPT2_LAYER = hf.field_names("gpt2"), hf.layer_names("gpt2")
 
@@ -40,13 +41,38 @@ def _with_padding(ours: dict[str, Any]) -> dict[str, Any]:
     return ours | {"pad_id": (ours["eos_id"] or 0) if ours["pad_id"] is None else ours["pad_id"]}
 
 
-def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+def _write_common(config: ModelConfig, kind: str, heads: dict[str, str], fields: hf.Fields) -> dict[str, Any]:
     return {
-        "model_type": "gpt2",
-        "architectures": hf.write_head(config, _GPT2_HEADS)["architectures"],
-        **hf.write_fields(config, _GPT2_FIELDS, nulls=True),
-        "activation_function": hf.from_our_activation(config.activation),
+        "model_type": kind,
+        "architectures": hf.write_head(config, heads)["architectures"],
+        **hf.write_fields(config, fields, nulls=True),
+        "eos_token_id": config.eos_id,
     }
+
+
+def _write_rotary(config: ModelConfig, kind: str, heads: dict[str, str], fields: hf.Fields) -> dict[str, Any]:
+    """What those with rotary positions share. The share that is rotated is always named: their defaults differ."""
+    rope = write_rope(config) | {"partial_rotary_factor": config.rope_fraction}
+    written = _write_common(config, kind, heads, fields) | {"rope_parameters": rope}
+    if "num_key_value_heads" in fields:
+        written["num_key_value_heads"] = config.n_kv_heads or config.n_heads
+    return written
+
+
+def _outer_steps(config: ModelConfig, table: str, norm: str, head: str = "lm_head.weight") -> list[Step]:
+    """The token table, the output matrix and the last norm."""
+    return [hf.token_head(config, table, head), Rename(table, "token.weight"), *hf.modules({norm: "decoder.norm"})]
+
+
+def _join_qkv(config: ModelConfig, theirs: str, ours: str) -> list[Step]:
+    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
+    qkv = [f"{theirs}self_attn.{x}_proj" for x in "qkv"]
+    return hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.n_heads * config.head_width, kv_rows, kv_rows))
+
+
+def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+    fields = _write_common(config, "gpt2", _GPT2_HEADS, _GPT2_FIELDS)
+    return fields | {"activation_function": hf.from_our_activation(config.activation)}
 
 
 def gpt2_steps(config: ModelConfig) -> list[Step]:
@@ -55,10 +81,8 @@ def gpt2_steps(config: ModelConfig) -> list[Step]:
     return [
         Drop(f"{theirs}attn.bias"),
         Drop(f"{theirs}attn.masked_bias"),
-        hf.token_head(config, f"{prefix}wte.weight"),
-        Rename(f"{prefix}wte.weight", "token.weight"),
+        *_outer_steps(config, f"{prefix}wte.weight", f"{prefix}ln_f"),
         Rename(f"{prefix}wpe.weight", "embeddings.position.weight"),
-        *hf.modules({f"{prefix}ln_f": "decoder.norm"}),
         *hf.modules(_GPT2_LAYER, theirs, ours),
         *(Transpose(f"{ours}{name}.weight") for name in ("attention.w_qkv", "attention.w_o", "ff.w_in", "ff.w_out")),
     ]
@@ -81,7 +105,7 @@ def read_opt(theirs: hf.ForeignFields) -> ModelConfig:
         position_offset=2,
         positions_skip_padding=True,
         norm_place="pre" if theirs.get("do_layer_norm_before", True) else "post",
-        **dict.fromkeys(("qkv_bias", "out_bias", "ff_bias"), theirs.get("enable_bias", True)),
+        **dict.fromkeys(_BIASES, theirs.get("enable_bias", True)),
         activation=theirs.activation("activation_function", "relu"),
         **ours,
     )
@@ -89,28 +113,22 @@ def read_opt(theirs: hf.ForeignFields) -> ModelConfig:
 
 def write_opt(config: ModelConfig) -> dict[str, Any]:
     return {
-        "model_type": "opt",
-        "architectures": hf.write_head(config, _OPT_HEADS)["architectures"],
-        **hf.write_fields(config, _OPT_FIELDS, nulls=True),
+        **_write_common(config, "opt", _OPT_HEADS, _OPT_FIELDS),
         "word_embed_proj_dim": config.d_model,
         "do_layer_norm_before": config.norm_place == "pre",
         "enable_bias": config.ff_bias,
         "activation_function": hf.from_our_activation(config.activation),
-        "eos_token_id": config.eos_id,
     }
 
 
 def opt_steps(config: ModelConfig) -> list[Step]:
     prefix = "decoder." if config.head == "none" else "model.decoder."
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
-    qkv = [f"{theirs}self_attn.{x}_proj" for x in "qkv"]
     return [
-        hf.token_head(config, f"{prefix}embed_tokens.weight"),
-        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
+        *_outer_steps(config, f"{prefix}embed_tokens.weight", f"{prefix}final_layer_norm"),
         Rename(f"{prefix}embed_positions.weight", "embeddings.position.weight"),
-        *hf.modules({f"{prefix}final_layer_norm": "decoder.norm"}),
         *hf.modules(hf.layer_names("opt"), theirs, ours),
-        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.d_model,) * 3),
+        *_join_qkv(config, theirs, ours),
     ]
 
 
@@ -136,14 +154,10 @@ def read_neox(theirs: hf.ForeignFields) -> ModelConfig:
 
 def write_neox(config: ModelConfig) -> dict[str, Any]:
     return {
-        "model_type": "gpt_neox",
-        "architectures": hf.write_head(config, _NEOX_HEADS)["architectures"],
-        **hf.write_fields(config, _NEOX_FIELDS, nulls=True),
+        **_write_rotary(config, "gpt_neox", _NEOX_HEADS, _NEOX_FIELDS),
         "use_parallel_residual": config.parallel_residual != "none",
         "attention_bias": config.qkv_bias,
         "hidden_act": hf.from_our_activation(config.activation),
-        "eos_token_id": config.eos_id,
-        "rope_parameters": write_rope(config) | {"partial_rotary_factor": config.rope_fraction},
     }
 
 
@@ -152,9 +166,7 @@ def neox_steps(config: ModelConfig) -> list[Step]:
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
     return [
         *(Drop(f"{theirs}attention.{x}") for x in ("bias", "masked_bias", "rotary_emb.inv_freq")),
-        hf.token_head(config, f"{prefix}embed_in.weight", "embed_out.weight"),
-        Rename(f"{prefix}embed_in.weight", "token.weight"),
-        *hf.modules({f"{prefix}final_layer_norm": "decoder.norm"}),
+        *_outer_steps(config, f"{prefix}embed_in.weight", f"{prefix}final_layer_norm", "embed_out.weight"),
         *hf.modules(hf.layer_names("gpt_neox"), theirs, ours),
         *(HeadsTogether(f"{ours}attention.w_qkv.{kind}", config.n_heads) for kind in ("weight", "bias")),
     ]
@@ -181,36 +193,24 @@ def read_phi(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_phi(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": "phi",
-        "architectures": hf.write_head(config, _PHI_HEADS)["architectures"],
-        **hf.write_fields(config, _PHI_FIELDS, nulls=True),
-        "num_key_value_heads": config.n_kv_heads or config.n_heads,
-        "hidden_act": hf.from_our_activation(config.activation),
-        "eos_token_id": config.eos_id,
-        "rope_parameters": write_rope(config) | {"partial_rotary_factor": config.rope_fraction},
-    }
+    fields = _write_rotary(config, "phi", _PHI_HEADS, _PHI_FIELDS)
+    return fields | {"hidden_act": hf.from_our_activation(config.activation)}
 
 
 def phi_steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "model."
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
-    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
-    qkv = [f"{theirs}self_attn.{x}_proj" for x in "qkv"]
     return [
         Drop(f"{theirs}self_attn.rotary_emb.inv_freq"),
-        hf.token_head(config, f"{prefix}embed_tokens.weight"),
+        *_outer_steps(config, f"{prefix}embed_tokens.weight", f"{prefix}final_layernorm"),
         Rename("lm_head.bias", "head.bias"),
-        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
-        *hf.modules({f"{prefix}final_layernorm": "decoder.norm"}),
         *hf.modules(hf.layer_names("phi"), theirs, ours),
-        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.d_model, kv_rows, kv_rows)),
+        *_join_qkv(config, theirs, ours),
     ]
 
 
 _STARCODER_HEADS = {"Starcoder2ForCausalLM": "lm", "Starcoder2Model": "none"}
 _STARCODER_FIELDS = hf.field_names("starcoder2")
-_BIASES = ("qkv_bias", "out_bias", "ff_bias")
 
 
 def read_starcoder2(theirs: hf.ForeignFields) -> ModelConfig:
@@ -227,14 +227,9 @@ def read_starcoder2(theirs: hf.ForeignFields) -> ModelConfig:
 
 def write_starcoder2(config: ModelConfig) -> dict[str, Any]:
     return {
-        "model_type": "starcoder2",
-        "architectures": hf.write_head(config, _STARCODER_HEADS)["architectures"],
-        **hf.write_fields(config, _STARCODER_FIELDS, nulls=True),
-        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        **_write_rotary(config, "starcoder2", _STARCODER_HEADS, _STARCODER_FIELDS),
         "use_bias": config.ff_bias,
         "hidden_act": hf.from_our_activation(config.activation),
-        "eos_token_id": config.eos_id,
-        "rope_parameters": write_rope(config),
     }
 
 
@@ -261,14 +256,9 @@ def read_stablelm(theirs: hf.ForeignFields) -> ModelConfig:
 
 def write_stablelm(config: ModelConfig) -> dict[str, Any]:
     return {
-        "model_type": "stablelm",
-        "architectures": hf.write_head(config, _STABLELM_HEADS)["architectures"],
-        **hf.write_fields(config, _STABLELM_FIELDS, nulls=True),
-        "num_key_value_heads": config.n_kv_heads or config.n_heads,
+        **_write_rotary(config, "stablelm", _STABLELM_HEADS, _STABLELM_FIELDS),
         "use_parallel_residual": config.parallel_residual != "none",
         "use_qkv_bias": config.qkv_bias,
-        "eos_token_id": config.eos_id,
-        "rope_parameters": write_rope(config) | {"partial_rotary_factor": config.rope_fraction},
     }
 
 
@@ -276,18 +266,15 @@ def rotary_steps(config: ModelConfig) -> list[Step]:
     """The tensors of StarCoder 2 and StableLM, named as LLaMA's but for the feed-forward network and biases."""
     prefix = "" if config.head == "none" else "model."
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
-    kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
-    qkv, gates = [f"{theirs}self_attn.{x}_proj" for x in "qkv"], [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
+    gates = [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
     feed_forward = hf.modules(hf.layer_names("starcoder2"), theirs, ours)
     if config.activation == "swiglu":
         joined = hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff,) * 2)
         feed_forward = [*joined, *hf.modules({"mlp.down_proj": "ff.w_out"}, theirs, ours)]
     return [
-        hf.token_head(config, f"{prefix}embed_tokens.weight"),
-        Rename(f"{prefix}embed_tokens.weight", "token.weight"),
-        *hf.modules({f"{prefix}norm": "decoder.norm"}),
+        *_outer_steps(config, f"{prefix}embed_tokens.weight", f"{prefix}norm"),
         *hf.modules({"self_attn.o_proj": "attention.w_o", **hf.layer_names("llama")}, theirs, ours),
-        *hf.join_modules(qkv, f"{ours}attention.w_qkv", (config.d_model, kv_rows, kv_rows)),
+        *_join_qkv(config, theirs, ours),
         *feed_forward,
     ]
 
