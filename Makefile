@@ -75,7 +75,7 @@ format: $(STAMP)  ## rewrite the sources as ruff wants them
 # Stopped and called again, it goes on where it stopped. SERVE=0 ends by itself; WORDS="train.steps=20" makes it short.
 SERVE ?= 1
 WORDS ?=
-demo: $(STAMP)  ## everything once, in three minutes: train, test, look inside, ship, explore (SERVE=0: ends by itself)
+demo: $(STAMP)  ## everything once, in seven minutes: train, test, look inside, ship, explore (SERVE=0: ends by itself)
 	@$(BIN)/regard demo $(if $(filter 0 no false,$(SERVE)),--no-serve) $(WORDS)
 
 bench: $(STAMP)  ## time and memory of every attention mechanism against length; table and PNG in benchmarks/out

@@ -261,7 +261,7 @@ def test_a_word_rule_is_recognised_by_its_regex() -> None:
     ("name", "fields", "said"),
     [
         ("gpt2", {}, "this one has the architecture of gpt2"),
-        ("transformer-tiny", {}, "the architecture of marian"),
+        ("transformer-tiny", {}, "architecture='encoder-decoder'"),
         ("llama-1b", {"activation": "geglu"}, "activation='geglu'"),
         ("llama-1b", {"activation": "relu2"}, "activation='relu2'"),
         ("mistral-7b", {}, "window=4"),

@@ -1,4 +1,4 @@
-"""`regard demo`: everything once, in three minutes; `regard serve`: the explorer in the browser."""
+"""`regard demo`: everything once, in seven minutes; `regard serve`: the explorer in the browser."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def demo(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a translator here, test it on unseen combinations, look inside, ship it, explore it: about 3 minutes.
+    """Train a translator here, test it on unseen combinations, look inside, ship it, explore it: about 7 minutes.
 
     Stopped anywhere, the same command goes on where it stopped. Words change the recipe, as in `regard train`.
     """

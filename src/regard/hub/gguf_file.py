@@ -90,6 +90,8 @@ def gguf_steps(architecture: str, n_heads: int, n_kv_heads: int) -> list[Step]:
 
 def gguf_obstacles(config: ModelConfig) -> list[str]:
     """Why llama.cpp cannot run a model; empty where it can."""
+    if config.architecture != "decoder":
+        return [f"architecture={config.architecture!r}"]
     written = write_config(config)
     if written.obstacles:
         return list(written.obstacles)
