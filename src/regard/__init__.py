@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .generation.tag_words import tag
     from .generation.text_generation import caption, classify, generate, stream, translate
     from .io import load
+    from .lens.activations import ActivationRecord, capture
     from .lens.look import Look, look
     from .models import Model
     from .models.build import build
@@ -35,6 +36,7 @@ _EXPORTS = {
     "generation": "caption classify generate stream tag translate",
     "io": "load",
     "lens": "Look look",
+    "lens.activations": "ActivationRecord capture",
     "models": "Model build",
     "presets": "PRESETS preset",
     "recipes": "RECIPES",
@@ -45,6 +47,7 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 __all__ = [
     "PRESETS",
     "RECIPES",
+    "ActivationRecord",
     "AttentionMap",
     "Cost",
     "DataConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "back_translate",
     "build",
     "caption",
+    "capture",
     "classify",
     "cost",
     "distill",

@@ -36,8 +36,8 @@ class Edit:
         """Replace the heads' output (B, H, T, D) before w_o."""
         return output
 
-    def states(self, owner: nn.Module, x: Tensor) -> Tensor:
-        """Replace the hidden states (B, T, M) before a stack or after a layer."""
+    def states(self, owner: nn.Module, point: str, x: Tensor) -> Tensor:
+        """Replace an activation (B, T, width) of a stack or layer; ``point`` says which ("input", "ff.neurons")."""
         return x
 
 
@@ -57,9 +57,9 @@ def apply_edits_to_heads(owner: nn.Module, call: AttentionCall, output: Tensor) 
     return output
 
 
-def apply_edits_to_states(owner: nn.Module, x: Tensor) -> Tensor:
+def apply_edits_to_states(owner: nn.Module, point: str, x: Tensor) -> Tensor:
     for edit in _edits_for(owner):
-        x = edit.states(owner, x)
+        x = edit.states(owner, point, x)
     return x
 
 

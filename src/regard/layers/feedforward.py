@@ -85,13 +85,18 @@ class FeedForward(nn.Module):
         return out
 
     def _compute(self, x: Tensor) -> Tensor:
+        return self.project(self.neurons(x))
+
+    def neurons(self, x: Tensor) -> Tensor:
+        """The hidden layer after activation and gate.   (…, M) → (…, d_ff)"""
         hidden = self.w_in(x)  # (…, d_ff), or gate and up side by side (…, 2 d_ff)
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
-            hidden = self.f(gate) * up
-        else:
-            hidden = self.f(hidden)
-        hidden = self.dropout(hidden)
+            return self.dropout(self.f(gate) * up)
+        return self.dropout(self.f(hidden))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """What the neurons write.   (…, d_ff) → (…, M)"""
         if not self._widens(hidden):
             return self.w_out(hidden)
         product = F.linear(hidden.float(), self.w_out.weight.float())

@@ -1,6 +1,6 @@
-"""Hook sites of a model, and the capture behind a look: one pass on the fast path with the recorder on.
+"""The capture behind a look: one pass on the fast path with the recorder on; and a model's attentions by kind.
 
-A hook site is named as modules are ("decoder.blocks.3"), an attention by kind ("self", "cross", "encoder") and layer.
+An attention is named by kind ("self", "cross", "encoder") and layer, other activations as ``models.sites`` lists them.
 The pass stops at the last hidden states: logits of all positions are never formed. Attention depends on a text and not
 on the search that wrote it, so one pass over the written text shows what every decoding step saw.
 """
@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention, record
 from ..attention.taps import Recorder
+from ..foundation.checks import did_you_mean
 from ..generation import GenerateConfig, Generated
 from ..generation.generate import generate as generate_tokens
 from ..generation.generate import inference
 from ..generation.prompts import default_output_length, max_text_length
 from ..generation.text_codec import resolve_config
 from ..models import Model, Stack
+from ..models.sites import HEADS, HookSite, full_name
 from .capture_inputs import SourceInput, decode_ids, read_source, read_target_ids, read_token_ids, tokenizers
 from .labels import Label, label_of_thing, numbered_labels, token_labels
 
@@ -36,37 +37,15 @@ if TYPE_CHECKING:
 Head = tuple[str, int, int]  # (kind, layer, head)
 GenerateOptions = Mapping[str, Any] | GenerateConfig  # a GenerateConfig or its fields
 
-_SITE_NAME = re.compile(
-    r"(?P<stack>encoder|decoder)(?:\.blocks\.(?P<layer>\d+)(?:\.(?P<part>attention|cross_attention))?)?(?:\.output)?"
-)
-
-
-class HookSite(NamedTuple):
-    """A place in the forward pass where activations can be read and replaced."""
-
-    name: str
-    owner: nn.Module  # a stack (its input), a layer (its output) or an attention (its heads' outputs)
-    call: int  # which call of the owner in one pass: layers that share a module are its calls 0, 1 …
-
 
 def hook_site(model: Model, name: str) -> HookSite:
-    """The site "decoder": input of the first layer, (B, T, M); "decoder.blocks.3": output of layer 3, (B, T, M);
-    "decoder.blocks.3.attention" or "….cross_attention": outputs of its heads, (B, H, T, D)."""
-    parts, by_name = _SITE_NAME.fullmatch(name), stacks(model)
-    if parts is None or parts["stack"] not in by_name:
-        have = [f"{own}, {own}.blocks.0 to {own}.blocks.{stack.n_layers - 1}" for own, stack in by_name.items()]
-        raise ValueError(f"place={name!r} is none of this model's: {'; '.join(have) or 'it has no stack of layers'}")
-    stack = by_name[parts["stack"]]
-    if parts["layer"] is None:
-        return HookSite(name, stack, 0)
-    layer = int(parts["layer"])
-    if layer >= stack.n_layers:
-        raise ValueError(f"place={name!r}: the {parts['stack']} has {stack.n_layers} layers, 0 to {stack.n_layers - 1}")
-    block = stack.blocks[layer % len(stack.blocks)]  # layers may share blocks
-    owner = block if parts["part"] is None else getattr(block, parts["part"])
-    if owner is None or (parts["part"] is not None and not isinstance(owner, MultiHeadAttention)):
-        raise ValueError(f"place={name!r}: this layer has no such attention")
-    return HookSite(name, owner, layer // len(stack.blocks))
+    """The site of this name, which may be short: "decoder.blocks.3" for its output, see ``models.sites``."""
+    sites = getattr(model, "_orig_mod", model).sites()
+    if full_name(name) in sites:
+        return sites[full_name(name)]
+    have = [f"the {own} has {stack.n_layers} layers, 0 to {stack.n_layers - 1}" for own, stack in stacks(model).items()]
+    near = did_you_mean(full_name(name), sites)
+    raise ValueError(f"place={name!r} is none of model.sites(): {'; '.join(have) or 'it has no stack of layers'}{near}")
 
 
 def stacks(model: Model) -> dict[str, Stack]:
@@ -81,8 +60,14 @@ def attention_sites(model: Model) -> dict[str, list[HookSite]]:
     sites: dict[str, list[HookSite]] = {}
     for name, kind, _, module in model.attention_sites():
         layers = sites.setdefault(kind, [])
-        layers.append(HookSite(name, module, sum(site.owner is module for site in layers)))
+        layers.append(HookSite(name, HEADS, module, "heads", sum(site.owner is module for site in layers)))
     return sites
+
+
+def attention_name(kind: str, layer: int) -> str:
+    """The name of an attention as ``models.sites`` lists it: "decoder.blocks.3.cross_attention"."""
+    stack, part = "encoder" if kind == "encoder" else "decoder", "cross_attention" if kind == "cross" else "attention"
+    return f"{stack}.blocks.{layer}.{part}"
 
 
 def attention_modules(model: Model) -> dict[str, list[nn.Module]]:
@@ -214,6 +199,15 @@ def _name_attentions(model: Model, capture: Capture) -> Capture:
         if k is not None and k.shape[2] != len(cols[kind]):  # Linformer attends to sums of keys
             cols[kind] = numbered_labels("summary", k.shape[2])
     return replace(capture, sites=sites, cols=cols)
+
+
+def write_target(model: Model, source: Any) -> list[int]:
+    """What an encoder-decoder writes greedily for one source, as its decoder is fed it."""
+    limit = max(1, max_text_length(model.config, target=True) - 1)
+    if model.config.source == "text":
+        limit = default_output_length(model.config, len(source[0]), multiple=1)
+    generated = generate_tokens(model, source, GenerateConfig(max_new_tokens=limit))
+    return [*generated.prompts[0], *generated.best[0].content]
 
 
 def _generate(model: Model, prompts: Any, source: SourceInput | None, options: GenerateOptions) -> Generated:

@@ -30,43 +30,50 @@ from ..attention.masks import Causal, Mask, Window
 from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.block import Stack
-from .capture import Head, HookSite, attention_modules, attention_site, attention_sites, hook_site, resolve_kind
+from ..models.sites import HookSite
+from .capture import Head, attention_modules, attention_site, attention_sites, hook_site, resolve_kind
 
 Change = Tensor | Callable[[Tensor], Tensor]  # a new activation, or a function of the old one
 _WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head held at a time
 
 
-OutputChange = Callable[[Any, Tensor], Tensor]  # of the attention call (None at a stack or a layer) and the activation
+OutputChange = Callable[[Any, Tensor], Tensor]  # of the attention call (None at a layer) and the activation
 CallChange = Callable[[AttentionCall], AttentionCall]
 
 
-class _SiteEdit(Edit):
+class SiteEdit(Edit):
     """Changes activations, or attention calls, at hook sites; a module that layers share is told apart by its calls."""
 
     def __init__(
         self, model: Model, outputs: Mapping[HookSite, OutputChange], calls: Mapping[HookSite, CallChange] | None = None
     ) -> None:
         super().__init__(model)
-        self._outputs = {(site.owner, site.call): change for site, change in outputs.items()}
+        self._outputs = {(site.owner, site.call, site.point): change for site, change in outputs.items()}
         self._calls = {(site.owner, site.call): change for site, change in (calls or {}).items()}
         self._n_layers = Counter(module for modules in attention_modules(model).values() for module in modules)
         self._n_calls: Counter[nn.Module] = Counter()  # since the stack began
 
     def call(self, owner: nn.Module, call: AttentionCall) -> AttentionCall:
         self._n_calls[owner] += 1
-        change = self._calls.get(self._place(owner))
-        return call if change is None else change(call)
+        for point in ("q", "k", "v"):
+            change = self._outputs.get((*self._place(owner), point))
+            if change is not None:
+                changed: Any = {point: change(call, getattr(call, point))}
+                call = replace(call, **changed)
+        edit = self._calls.get(self._place(owner))
+        return call if edit is None else edit(call)
 
     def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
-        change = self._outputs.get(self._place(owner))
+        change = self._outputs.get((*self._place(owner), "heads"))
         return output if change is None else change(call, output)
 
-    def states(self, owner: nn.Module, x: Tensor) -> Tensor:
+    def states(self, owner: nn.Module, point: str, x: Tensor) -> Tensor:
         if isinstance(owner, Stack):
             for module in owner.modules():
                 del self._n_calls[module]
-        self._n_calls[owner] += 1
-        change = self._outputs.get(self._place(owner))
+        if point == "input":  # the first activation of a stack or layer
+            self._n_calls[owner] += 1
+        change = self._outputs.get((*self._place(owner), point))
         return x if change is None else change(None, x)
 
     def _place(self, owner: nn.Module) -> tuple[nn.Module, int]:
@@ -78,7 +85,7 @@ class _SiteEdit(Edit):
 HeadChange = Callable[[AttentionCall, Tensor], Tensor]  # of the call and a head's output (B, T, D)
 
 
-def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> _SiteEdit:
+def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
     """Replaces the outputs of single heads."""
     by_site: dict[HookSite, dict[int, HeadChange]] = {}
     for (kind, layer, head), change in changes.items():
@@ -90,7 +97,7 @@ def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> _SiteEdit:
             heads[head] = change(call, heads[head]).to(output.dtype)
         return torch.stack(heads, dim=1)
 
-    return _SiteEdit(model, {site: partial(edit, changes) for site, changes in by_site.items()})
+    return SiteEdit(model, {site: partial(edit, changes) for site, changes in by_site.items()})
 
 
 @contextmanager
@@ -161,8 +168,8 @@ def _apply_weights(weights: Tensor | AttentionMap, values: Tensor, n_rows: int) 
 def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pick | None = None) -> Iterator[None]:
     """Activation patching: activations of another run replace this run's (Vig et al. 2020, Meng et al. 2022).
 
-    activations  by hook site, "decoder.blocks.3" or "encoder" (B, T, M), see ``capture.hook_site``, or by head
-                 ("self", 3, 0) (B, T, D); a tensor, or a function of the activation it replaces
+    activations  by hook site ("decoder.blocks.3.ff.neurons", see ``model.sites()``) or by head ("self", 3, 0)
+                 (B, T, D); a tensor, or a function of the activation it replaces
     positions    replace only these tokens; the tensor has as many, or is that of a whole text
     """
     sites: dict[HookSite, OutputChange] = {}
@@ -173,7 +180,7 @@ def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pic
             sites[hook_site(model, name)] = new
         else:
             heads[_check_head_name(name)] = new
-    with use_edit(_SiteEdit(model, sites)), use_edit(_head_edit(model, heads)):
+    with use_edit(SiteEdit(model, sites)), use_edit(_head_edit(model, heads)):
         yield
 
 
@@ -212,18 +219,18 @@ def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
         activations[name] = x.detach()
         return x
 
-    with use_edit(_SiteEdit(model, {hook_site(model, name): partial(collect, name) for name in places})):
+    with use_edit(SiteEdit(model, {hook_site(model, name): partial(collect, name) for name in places})):
         yield activations
 
 
-def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: CallChange) -> _SiteEdit:
+def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: CallChange) -> SiteEdit:
     """Changes mask or scores of the attentions of some kinds and layers."""
     if layers is None:
         sites = attention_sites(model)
         selected = [site for kind in kinds for site in sites.get(kind, [])]
     else:
         selected = [attention_site(model, kind, layer) for layer in set(layers) for kind in kinds]
-    return _SiteEdit(model, {}, dict.fromkeys(selected, change))
+    return SiteEdit(model, {}, dict.fromkeys(selected, change))
 
 
 @contextmanager

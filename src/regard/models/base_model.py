@@ -17,6 +17,7 @@ from ..layers import TokenEmbedding
 from . import components
 from .block import Stack
 from .components import ClassHead, TagHead, TokenHead
+from .sites import HookSite, stack_sites
 
 
 class DecoderShape(NamedTuple):
@@ -137,6 +138,15 @@ class Model(nn.Module):
 
     def stacks(self) -> list[Stack]:
         return [module for module in self.modules() if isinstance(module, Stack)]
+
+    def sites(self) -> dict[str, HookSite]:
+        """Every activation that can be captured and replaced, by name, in the order of the forward pass.
+
+        See ``models.sites`` for the names and shapes. A recurrent model has none but its attention.
+        """
+        stacks = ((name, getattr(self, name, None)) for name in ("encoder", "decoder"))
+        found = (site for name, stack in stacks if isinstance(stack, Stack) for site in stack_sites(name, stack))
+        return {site.name: site for site in found}
 
     def attention_sites(self) -> list[AttentionSite]:
         """Every attention with weights, encoder first, each stack's own before its cross-attention."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import Frame, masks
 from ..attention.biases import Bias
 from ..attention.cache import Cache, ModelCache
-from ..attention.edits import apply_edits_to_states
+from ..attention.edits import apply_edits_to_states, has_edits
 from ..attention.masks import Mask
 from ..attention.taps import tap
 from ..config import ModelConfig
@@ -66,20 +67,34 @@ class Residuals(NamedTuple):
     parallel: bool
     dropout: RowMap | None = None
 
-    def run(self, x: Tensor, attend: RowMap, attend_memory: RowMap | None, feed_forward: RowMap) -> Tensor:
-        """The layer's output, from functions that compute its sub-layers."""
+    def run(
+        self,
+        x: Tensor,
+        attend: RowMap,
+        attend_memory: RowMap | None,
+        feed_forward: RowMap,
+        at: Callable[[str, Tensor], Tensor] = lambda point, x: x,
+    ) -> Tensor:
+        """The layer's output, from functions that compute its sub-layers.
+
+        ``at`` is shown every activation by name and returns what takes its place.
+        """
         if self.parallel:
             shared = None if self.ff.before is not None else _apply(self.attention.before, x)
-            y = attend(_apply(self.attention.before, x) if shared is None else shared)
-            z = feed_forward(_apply(self.ff.before, x) if shared is None else shared)
-            return x + _apply(self.dropout, y) + _apply(self.dropout, z)
-        x = self._add(x, self.attention, attend)
+            y = attend(at("attention.input", _apply(self.attention.before, x) if shared is None else shared))
+            z = feed_forward(at("ff.input", _apply(self.ff.before, x) if shared is None else shared))
+            y, z = at("attention.output", _apply(self.dropout, y)), at("ff.output", _apply(self.dropout, z))
+            return x + y + z
+        x = at("after_attention", self._add(x, "attention", self.attention, attend, at))
         if attend_memory is not None:
-            x = self._add(x, self.cross, attend_memory)
-        return self._add(x, self.ff, feed_forward)
+            x = at("after_cross_attention", self._add(x, "cross_attention", self.cross, attend_memory, at))
+        return self._add(x, "ff", self.ff, feed_forward, at)
 
-    def _add(self, x: Tensor, norms: SublayerNorms, run: RowMap) -> Tensor:
-        y = _apply(self.dropout, _apply(norms.output, run(_apply(norms.before, x))))
+    def _add(
+        self, x: Tensor, name: str, norms: SublayerNorms, run: RowMap, at: Callable[[str, Tensor], Tensor]
+    ) -> Tensor:
+        y = _apply(norms.output, run(at(f"{name}.input", _apply(norms.before, x))))
+        y = at(f"{name}.output", _apply(self.dropout, y))
         return _apply(norms.total, x + y if self.residual else y)
 
 
@@ -116,8 +131,10 @@ class Block(nn.Module):
         attend_memory = None
         if self.cross_attention is not None:
             attend_memory = lambda y: self._attend_memory(y, context.memory, cross_cache)  # noqa: E731
-        x = self.residuals().run(x, lambda y: self._attend(y, context, cache), attend_memory, self.ff)
-        return tap("output", apply_edits_to_states(self, x), self)
+        at = partial(apply_edits_to_states, self)
+        attend = lambda y: self._attend(y, context, cache)  # noqa: E731
+        x = self.residuals().run(at("input", x), attend, attend_memory, self._feed_forward, at)
+        return tap("output", at("output", x), self)
 
     def residuals(self) -> Residuals:
         """How the sub-layers are added up."""
@@ -141,6 +158,11 @@ class Block(nn.Module):
         mask = context.mask if self.mask is None else self.mask if context.mask is None else context.mask & self.mask
         positions, bias = context.positions, context.position_bias
         return self.attention(x, mask=mask, positions=positions, cache=cache, position_bias=bias)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        if not has_edits(self):
+            return self.ff(x)
+        return self.ff.project(apply_edits_to_states(self, "ff.neurons", self.ff.neurons(x)))
 
     def _attend_memory(self, x: Tensor, memory: Memory | None, cache: Cache | None) -> Tensor:
         assert self.cross_attention is not None
@@ -184,7 +206,7 @@ class Stack(nn.Module):
         if self.causal:
             mask = masks.causal() if mask is None else masks.causal() & mask
         context = LayerContext(mask, positions, self.position_bias, memory)
-        x = apply_edits_to_states(self, x)
+        x = apply_edits_to_states(self, "input", x)
         for layer in range(self.n_layers):
             block = self.blocks[layer % len(self.blocks)]
             own = None if cache is None else cache.layers[layer]

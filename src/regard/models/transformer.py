@@ -50,7 +50,7 @@ class Decoder(Model):
         if documents is not None:
             packed = masks.packed(documents)
             mask = packed if mask is None else packed & mask
-        x = self.embeddings(self.token(tokens), _positions(self.config, tokens, positions, cache))
+        x = self.embeddings(self.token(tokens), embedding_positions(self.config, tokens, positions, cache))
         return self.decoder(x, mask=mask, positions=positions, cache=cache)
 
 
@@ -128,7 +128,9 @@ class EncoderDecoder(SourceToTarget):
         cache: ModelCache | None = None,
     ) -> Tensor:
         padding_mask, positions = _positions_in_cache(padding_mask, positions, cache)
-        x = self.target_embeddings(self.target_table(target), _positions(self.config, target, positions, cache))
+        x = self.target_embeddings(
+            self.target_table(target), embedding_positions(self.config, target, positions, cache)
+        )
         return self.decoder(x, mask=mask_from_padding(padding_mask), positions=positions, memory=memory, cache=cache)
 
 
@@ -141,7 +143,7 @@ def _embed(
 ) -> Tensor:
     if model.token is None:
         return model.embeddings(*vision_inputs(model.config, source))
-    return model.embeddings(model.token(source), _positions(model.config, source, positions), segments)
+    return model.embeddings(model.token(source), embedding_positions(model.config, source, positions), segments)
 
 
 def _positions_in_cache(
@@ -156,8 +158,8 @@ def _positions_in_cache(
     return None, torch.where(padding_mask, positions, -1)
 
 
-def _positions(
-    config: ModelConfig, tokens: Tensor, positions: Tensor | None, cache: ModelCache | None = None
+def embedding_positions(
+    config: ModelConfig, tokens: Tensor, positions: Tensor | None = None, cache: ModelCache | None = None
 ) -> Tensor | None:
     """The positions (B, T) that embeddings add; None for 0, 1, 2 …"""
     if positions is not None:

@@ -1,0 +1,194 @@
+"""The residual stream as a sum of what was written into it, read through a linear map.
+
+A token's state is the sum of its embeddings and of what every head and feed-forward network wrote there. With each
+norm's scale taken as the constant that it was in this pass, all that follows is linear, so a readout (K, M) of the
+state, a logit or a query, is exactly the sum of the readouts of the parts (Elhage et al. 2021). The walk goes down the
+layers and carries the readout through every norm it meets, so post-norm and sandwich norms are split as exactly as
+pre-norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import MultiHeadAttention
+from ..layers import Embeddings, LayerNorm, RMSNorm
+from ..models.block import Block, Stack, SublayerNorms
+from ..models.transformer import embedding_positions
+
+if TYPE_CHECKING:
+    from .activations import ActivationRecord
+
+
+class Place(NamedTuple):
+    """One token of one prompt in a stack."""
+
+    stack: str  # "encoder" or "decoder"
+    prompt: int
+    position: int
+
+
+@dataclass
+class ResidualSplit:
+    """A readout of a token's state, by who wrote it. Everything is fp64; the parts sum to ``total``."""
+
+    embeddings: dict[str, Tensor]  # "token", "position", "segment", or "embedding" where they are one: (K,)
+    heads: dict[str, Tensor]  # by kind of attention: (layers, H, K)
+    mixers: Tensor  # (layers, K): of layers that mix tokens without heads
+    ff: Tensor  # (layers, K): feed-forward networks, without their biases
+    bias: Tensor  # (K,): biases of norms, projections and networks
+    readouts: dict[str, Tensor] = field(default_factory=dict)  # by sub-layer: the readout of its output (K, M)
+
+    @property
+    def total(self) -> Tensor:
+        parts = [*self.embeddings.values(), *(x.sum((0, 1)) for x in self.heads.values())]
+        return torch.stack([*parts, self.mixers.sum(0), self.ff.sum(0), self.bias]).sum(0)
+
+    def writers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every part (K,) and its name: "token", "self.0.3" (kind, layer, head), "ff.1", "bias"."""
+        yield from self.embeddings.items()
+        for kind, parts in self.heads.items():
+            for layer, by_head in enumerate(parts):
+                yield from ((f"{kind}.{layer}.{head}", part) for head, part in enumerate(by_head))
+        for name, by_layer in (("mixer", self.mixers), ("ff", self.ff)):
+            yield from ((f"{name}.{layer}", part) for layer, part in enumerate(by_layer) if part.any())
+        yield "bias", self.bias
+
+
+def split_residual(
+    record: ActivationRecord, place: Place, layer: int, readout: Tensor, part: str = "attention"
+) -> ResidualSplit:
+    """Split readout (K, M) · x, for x the state of a token as ``part`` of this layer reads it, before the layer's norm.
+
+    The part "attention" reads what the layers below wrote, "cross_attention" also what its own layer's attention did.
+    """
+    stack: Stack = getattr(record.model, place.stack)
+    zeros = torch.zeros(layer, len(readout), dtype=torch.float64, device=record.model.device)
+    split = ResidualSplit({}, {}, zeros.clone(), zeros.clone(), readout.new_zeros(len(readout)))
+    reader = _Reader(record, place, split, readout)
+    if part == "cross_attention":
+        reader.descend(layer, stack.blocks[layer % len(stack.blocks)], ["attention"])
+    for index in reversed(range(layer)):
+        reader.descend(index, stack.blocks[index % len(stack.blocks)])  # layers may share blocks
+    reader.read_embeddings()
+    for kind, parts in split.heads.items():
+        split.heads[kind] = parts.flip(0)  # they were read from the last layer down
+    return split
+
+
+class _Reader:
+    """Walks down the layers with the readout of the state at hand."""
+
+    def __init__(self, record: ActivationRecord, place: Place, split: ResidualSplit, readout: Tensor) -> None:
+        self.record, self.place, self.split, self.readout = record, place, split, readout
+
+    def descend(self, layer: int, block: Any, parts: Iterable[str] = ("attention", "cross_attention", "ff")) -> None:
+        """From the state after a layer, or after some of its sub-layers, to the state before it."""
+        assert isinstance(block, Block)
+        norms, name = block.residuals(), f"{self.place.stack}.blocks.{layer}"
+        if norms.parallel:
+            for part, of_part in (("ff", norms.ff), ("attention", norms.attention)):
+                self._read(layer, name, part, block, of_part, self.readout)
+            return
+        middle = "after_attention" if block.cross_attention is None else "after_cross_attention"
+        steps = ("ff", norms.ff, middle), ("cross_attention", norms.cross, "after_attention")
+        for part, of_part, before in (*steps, ("attention", norms.attention, "input")):
+            if part in parts and getattr(block, part) is not None:
+                self._step(layer, name, part, block, of_part, before)
+
+    def _step(self, layer: int, name: str, part: str, block: Block, norms: SublayerNorms, before: str) -> None:
+        """From x' = total(x + y) to x, with the readout of y taken on the way."""
+        y = self._at(f"{name}.{part}.output")
+        x = self._at(f"{name}.{before}")
+        self.readout = self._through(norms.total, x + y if block.residual else y, self.readout)
+        self._read(layer, name, part, block, norms, self.readout)
+        if not block.residual:
+            self.readout = torch.zeros_like(self.readout)
+
+    def _read(self, layer: int, name: str, part: str, block: Block, norms: SublayerNorms, readout: Tensor) -> None:
+        """Add what one sub-layer wrote to the split."""
+        module: Any = getattr(block, part)
+        if part == "ff":
+            hidden, project = self._at(f"{name}.ff.neurons"), module.w_out
+        elif isinstance(module, MultiHeadAttention):
+            hidden, project = self._at(f"{name}.{part}.heads").flatten(), module.w_o  # (H · D,)
+        else:
+            self.split.mixers[layer] = readout @ self._at(f"{name}.{part}.output")
+            return
+        weight = project.weight.double()
+        bias = 0 if project.bias is None else project.bias.double()
+        readout = self._through(norms.output, weight @ hidden + bias, readout)
+        self.split.readouts[f"{name}.{part}"] = readout
+        self.split.bias += readout @ bias if project.bias is not None else 0
+        if part == "ff":
+            self.split.ff[layer] = readout @ (weight @ hidden)
+            return
+        kind = "cross" if part == "cross_attention" else "encoder" if self.place.stack == "encoder" else "self"
+        by_head = ((readout @ weight) * hidden).unflatten(1, (module.n_heads, -1)).sum(-1).T[None]  # (1, H, K)
+        seen = self.split.heads.get(kind)
+        self.split.heads[kind] = by_head if seen is None else torch.cat((seen, by_head))
+
+    def read_embeddings(self) -> None:
+        """Token, position and segment, where the stack reads text; else the input of the first layer as one part."""
+        whole = self._at(self.place.stack)
+        parts = self._text_embeddings()
+        if parts is None:
+            self.split.embeddings["embedding"] = self.readout @ whole
+            return
+        module, vectors = parts
+        if module.projection is not None:
+            self.split.bias += self.readout @ module.projection.bias.double()
+            self.readout = self.readout @ module.projection.weight.double()
+        self.readout = self._through(module.norm, torch.stack(list(vectors.values())).sum(0), self.readout)
+        for name, vector in vectors.items():
+            self.split.embeddings[name] = self.readout @ vector
+
+    def _text_embeddings(self) -> tuple[Embeddings, dict[str, Tensor]] | None:
+        model: Any = self.record.model
+        is_target = self.place.stack == "decoder" and model.is_encoder_decoder
+        module = model.target_embeddings if is_target else model.embeddings
+        if not isinstance(module, Embeddings):
+            return None
+        tokens = self.record.inputs.tensors[-1 if is_target else 0][self.place.prompt][None]
+        at = self.place.position
+        table = model.target_table if is_target else model.token
+        vectors = {"token": table(tokens[:, at : at + 1])[0, 0].double()}
+        if module.segment is not None:
+            vectors["segment"] = module.segment.weight[0].double() * module.segment.scale
+        if module.position is not None:
+            positions = embedding_positions(model.config, tokens)
+            index = torch.tensor([at], device=tokens.device) if positions is None else positions[0, at : at + 1]
+            vectors["position"] = module.position(index, table.weight.dtype)[-1].double()
+        return module, vectors
+
+    def _at(self, name: str) -> Tensor:
+        return self.record.at(name, self.place.prompt, self.place.position)
+
+    def _through(self, norm: Any, x: Tensor, readout: Tensor) -> Tensor:
+        """``readout_before_norm``, with the norm's own bias added to the split."""
+        readout, bias = readout_before_norm(norm, x, readout)
+        self.split.bias += bias
+        return readout
+
+
+def readout_before_norm(norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
+    """The readout (K, M) of a norm's output as one of its input x (M,), whose scale is held fixed; and a constant (K,).
+
+    LayerNorm  y = (x − mean x) · weight / σ + bias      RMSNorm  y = x · (weight + offset) / rms
+    """
+    nothing = readout.new_zeros(len(readout))
+    if norm is None or isinstance(norm, nn.Identity):
+        return readout, nothing
+    if isinstance(norm, LayerNorm):
+        bias = nothing if norm.bias is None else readout @ norm.bias.double()
+        scaled = readout * norm.weight.double() * (x.var(unbiased=False) + norm.eps).rsqrt()
+        return scaled - scaled.mean(-1, keepdim=True), bias
+    if isinstance(norm, RMSNorm):
+        scale = (x.square().mean() + norm.eps).rsqrt()
+        return readout * (norm.weight.double() + norm.offset) * scale, nothing
+    raise ValueError(f"{type(norm).__name__} is no norm that can be split; LayerNorm and RMSNorm are")

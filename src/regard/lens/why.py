@@ -1,0 +1,145 @@
+"""Why a head looked there: the score q · k of one query and one key, split by who wrote each side.
+
+q = R W_q Norm(x_row) and k = R W_k Norm(x_col) are readouts of two tokens' states (``lens.residual``). With the norms'
+scales held fixed both are sums over writers, embeddings, heads and feed-forward networks of the layers below, and the
+score is the sum over all pairs of writers plus the position bias. RoPE's rotation R is part of each readout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Dot, MultiHeadAttention
+from .capture import attention_site
+from .residual import Place, readout_before_norm, split_residual
+
+if TYPE_CHECKING:
+    from .activations import ActivationRecord
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreSplit:
+    """One attention score as a sum over (writer of the query's side, writer of the key's side)."""
+
+    score: float  # the model's own, before mask and softmax
+    pairs: Tensor  # (queries, keys), fp64
+    queries: list[str]  # names of the rows of ``pairs``: "token", "position", "self.0.3", "ff.1", "bias"
+    keys: list[str]
+    position_bias: float  # ALiBi, T5 and Transformer-XL add this
+
+    @property
+    def parts(self) -> dict[tuple[str, str], float]:
+        """Every pair of writers and what it contributes; with the position bias they sum to the score."""
+        named = zip(self.queries, self.pairs.tolist(), strict=True)
+        return {(q, k): value for q, row in named for k, value in zip(self.keys, row, strict=True)}
+
+    @property
+    def total(self) -> float:
+        return float(self.pairs.sum()) + self.position_bias
+
+    def top(self, n: int = 10) -> list[tuple[str, str, float]]:
+        """The n pairs of the largest size, either sign."""
+        parts = sorted(self.parts.items(), key=lambda part: -abs(part[1]))[:n]
+        return [(query, key, value) for (query, key), value in parts]
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{query} × {key} {value:+.2f}" for query, key, value in self.top(3))
+        return f"ScoreSplit({self.score:.3f} = {best} …)"
+
+
+@torch.no_grad()
+def split_score(
+    record: ActivationRecord, kind: str, layer: int, head: int, row: int, col: int, prompt: int = 0
+) -> ScoreSplit:
+    """Split the score of query ``row`` and key ``col`` of one head; for a cross-attention ``col`` is in the source."""
+    model: Any = record.model
+    site = attention_site(model, kind, layer, head)
+    module = site.owner
+    if not isinstance(module, MultiHeadAttention) or not isinstance(module.mechanism, Dot) or module.norms_all_heads:
+        raise ValueError("a score is split where it is a dot product of queries and keys of one head")
+    row, col = record.index(prompt, row), record.index(prompt, col, source=kind == "cross")
+    stack = "encoder" if kind == "encoder" else "decoder"
+    group = head * module.n_kv_heads // module.n_heads
+    width, n_tokens = module.d_head, max(record.lengths)
+    q_rows, k_rows = slice(head * width, (head + 1) * width), slice(group * width, (group + 1) * width)
+    q_names, q_parts = _split_side(record, module, "q", q_rows, Place(stack, prompt, row), layer, n_tokens)
+    key_layer = None if kind == "cross" else layer
+    key_place = Place("encoder" if kind == "cross" else stack, prompt, col)
+    k_names, k_parts = _split_side(record, module, "k", k_rows, key_place, key_layer, n_tokens)
+    call = record.call(layer=layer, kind=kind)
+    pair = slice(row, row + 1), slice(col, col + 1)
+    bias = 0.0
+    if call.bias is not None:
+        with_bias = call.tile(*pair, masked=False)
+        without = replace(call, bias=None).tile(*pair, masked=False)
+        bias = float((with_bias - without)[prompt, head])
+    q, k = call.q[prompt, head, row].double(), call.k[prompt, group, col].double()
+    scale = module.mechanism.factor(width)
+    pairs = scale * q_parts @ k_parts.T
+    return ScoreSplit(float(q @ k) * scale + bias, pairs, q_names, k_names, bias)
+
+
+def _split_side(
+    record: ActivationRecord,
+    module: MultiHeadAttention,
+    side: str,
+    rows: slice,
+    place: Place,
+    layer: int | None,
+    n_tokens: int,
+) -> tuple[list[str], Tensor]:
+    """Names of the writers of a query or key, and what each contributes (writers, D).
+
+    layer  whose attention reads the state; None: the state is the encoder's last, which every cross-attention reads
+    """
+    readout, constant = _projection(module, side, rows)
+    name, norm = _reading_state(record, module, place, layer)
+    state = record.at(name, place.prompt, place.position)
+    readout, bias = readout_before_norm(norm, state, readout)
+    constant = constant + bias
+    own_norm = module.q_norm if side == "q" else module.k_norm
+    if own_norm is not None:
+        within, bias = readout_before_norm(own_norm, readout @ state + constant, torch.eye(len(readout)).to(readout))
+        readout, constant = within @ readout, within @ constant + bias
+    if module.rope is not None:
+        rotation = _rotation(module.rope, len(readout), place.position, n_tokens).to(readout)
+        readout, constant = rotation @ readout, rotation @ constant
+    part = "cross_attention" if name.endswith("after_attention") else "attention"
+    n_layers = getattr(record.model, place.stack).n_layers if layer is None else layer
+    parts = dict(split_residual(record, place, n_layers, readout, part).writers())
+    parts["bias"] = parts["bias"] + constant
+    return list(parts), torch.stack(list(parts.values()))
+
+
+def _projection(module: MultiHeadAttention, side: str, rows: slice) -> tuple[Tensor, Tensor]:
+    """Weight (D, M) and bias (D,) of one head's queries or keys."""
+    weight = module.w_q if side == "q" else module.w_k
+    project = module.w_qkv if not module.cross else module.w_query if side == "q" else module.w_kv
+    start = module.n_heads * module.d_head if side == "k" and not module.cross else 0
+    bias: Tensor | None = project.bias
+    whole = weight.new_zeros(len(weight)) if bias is None else bias[start : start + len(weight)]
+    return weight[rows].double(), whole[rows].double()
+
+
+def _reading_state(
+    record: ActivationRecord, module: MultiHeadAttention, place: Place, layer: int | None
+) -> tuple[str, Any]:
+    """The site of the state that a query or key is made from, and the norm in between."""
+    stack: Any = getattr(record.model, place.stack)
+    if layer is None:
+        return f"{place.stack}.blocks.{stack.n_layers - 1}.output", stack.norm
+    block = stack.blocks[layer % len(stack.blocks)]
+    residuals = block.residuals()
+    if module is block.cross_attention:
+        return f"{place.stack}.blocks.{layer}.after_attention", residuals.cross.before
+    return f"{place.stack}.blocks.{layer}.input", residuals.attention.before
+
+
+def _rotation(rope: Any, width: int, position: int, n_tokens: int) -> Tensor:
+    """RoPE at one position as a matrix (D, D)."""
+    basis = torch.eye(width, dtype=torch.float64)[None, None]  # D vectors as D tokens, all at this position
+    return rope(basis, torch.full((width,), position), n_tokens)[0, 0].T

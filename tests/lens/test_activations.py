@@ -1,0 +1,160 @@
+"""Captured activations against module hooks, the model's own output, single prompts and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from models.small import inputs_of, small, source_of
+from regard.lens.activations import ActivationRecord, capture
+from regard.lens.interventions import patch
+from regard.models import Model
+
+FAMILIES = {
+    **{"decoder": "gpt2", "grouped": "llama-1b", "translator": "transformer-base", "t5": "t5-small"},
+    **{"encoder": "bert-base-masked", "classifier": "sentiment", "vit": "vit-tiny", "captioner": "captioner"},
+}
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def model(request: pytest.FixtureRequest) -> Model:
+    return small(FAMILIES[request.param], **({"n_kv_heads": 2} if request.param == "grouped" else {}))
+
+
+def captured(model: Model, seed: int = 2, **options: Any) -> ActivationRecord:
+    _, *target = inputs_of(model.config)
+    return capture(model, source_of(model.config, seed=seed), *target, **options)
+
+
+def output(model: Model, record: ActivationRecord) -> Tensor:
+    with torch.no_grad():
+        return model(*record.inputs.tensors, **record.inputs.masks)
+
+
+def test_every_site_is_captured_in_the_shape_it_is_listed_with(model: Model) -> None:
+    record = captured(model)
+    assert list(record) == list(model.sites())
+    config, source = model.config, record["encoder" if hasattr(model, "encoder") else "decoder"]
+    for name, site in model.sites().items():
+        stack = name.split(".")[0]
+        rows, keys = record[stack].shape[1], source if "cross" in name else record[stack]
+        heads = config.n_heads if stack == "encoder" else config.n_decoder_heads or config.n_heads
+        width = config.d_head or config.d_model // heads
+        sizes = {"B": 3, "T": rows, "S": keys.shape[1], "M": config.d_model, "H": heads, "D": width}
+        sizes |= {"G": config.n_kv_heads or heads, "F": config.d_ff}
+        assert record[name].shape == tuple(sizes[letter] for letter in site.shape.strip("()").split(", ")), name
+
+
+def test_activations_are_those_that_module_hooks_see(model: Model) -> None:
+    stack, record = "encoder" if hasattr(model, "encoder") else "decoder", captured(model)
+    block, seen = getattr(model, stack).blocks[1], {}
+    for name, module in (("attention", block.attention), ("ff", block.ff), ("w_o", block.attention.w_o)):
+        module.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0]}))
+    output(model, record)
+    layer = f"{stack}.blocks.1"
+    torch.testing.assert_close(record[f"{layer}.attention.input"], seen["attention"])
+    torch.testing.assert_close(record[f"{layer}.ff.input"], seen["ff"])
+    torch.testing.assert_close(record[f"{layer}.attention.heads"].transpose(1, 2).flatten(2), seen["w_o"])
+
+
+def test_a_run_patched_with_itself_at_any_site_is_itself(model: Model) -> None:
+    record = captured(model)
+    before = output(model, record)
+    for name in model.sites():
+        with patch(model, {name: record[name]}):
+            assert torch.equal(output(model, record), before), name
+        with patch(model, {name: lambda x: x + 1}):
+            is_shift = "attention.k" in name and model.config.positions != "t5"  # one number for all keys: softmax
+            assert is_shift or not torch.equal(output(model, record), before), name
+
+
+def test_prompts_of_unequal_length_are_as_each_alone() -> None:
+    model = small("gpt2")
+    rows = [[5, 6, 7, 8, 9], [5, 6], [9, 3, 4]]
+    together = capture(model, rows)
+    assert together.lengths == [5, 2, 3]
+    for index, row in enumerate(rows):
+        alone = capture(model, [row])
+        for name in ("decoder.blocks.1.ff.neurons", "decoder.blocks.1.output"):
+            torch.testing.assert_close(together[name][index, : len(row)], alone[name][0])
+        torch.testing.assert_close(together.logits[index, len(row) - 1], alone.logits[0, -1])
+
+
+def test_sites_and_positions_are_chosen() -> None:
+    model = small("gpt2")
+    whole = captured(model)
+    some = captured(model, sites=["*.ff.neurons", "decoder.blocks.1"], positions=[2, -1])
+    assert list(some) == ["decoder.blocks.0.ff.neurons", "decoder.blocks.1.ff.neurons", "decoder.blocks.1.output"]
+    for name in some:
+        assert torch.equal(some[name], whole[name][:, [2, -1]])
+    with pytest.raises(KeyError, match="was not captured"):
+        some["decoder.blocks.0"]
+    with pytest.raises(ValueError, match=r"'decoder.blocks.0.mlp' matches none of model.sites\(\)"):
+        captured(model, sites="decoder.blocks.0.mlp")
+
+
+def test_gradients_are_those_of_the_reference_and_the_parameters_keep_theirs(model: Model) -> None:
+    record = captured(model, grad=True)
+    plain = captured(_with_backend(model, "reference"), grad=True)
+    metric = lambda logits: logits.logsumexp(-1).sum()  # noqa: E731
+    found, expected = record.gradients(metric), plain.gradients(metric)
+    assert list(found) == list(expected)
+    assert len(found) > 20
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match="capture with grad=True"):
+        captured(model).gradients(metric)
+
+
+def _with_backend(model: Model, backend: str) -> Model:
+    twin = regard.build(model.config.with_(attention_backend=backend)).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def test_a_step_along_the_gradient_changes_the_metric_by_its_square() -> None:
+    model = small("gpt2").double()
+    record = captured(model, grad=True)
+    metric = lambda logits: logits[:, -1, 7]  # noqa: E731
+    for name, gradient in record.gradients(metric).items():
+        with patch(model, {name: lambda x, gradient=gradient: x + 1e-6 * gradient}):
+            moved = metric(output(model, record)) - metric(record.logits.detach())
+        torch.testing.assert_close(moved.sum(), 1e-6 * gradient.square().sum(), rtol=1e-3, atol=1e-12)
+
+
+def test_weights_are_those_of_a_look() -> None:
+    model = small("transformer-base")
+    source, target = inputs_of(model.config)
+    record = capture(model, source[:1], target[:1])
+    look = regard.look(model, source[0].tolist(), record.inputs.tensors[1][0].tolist())
+    for kind in look.kinds:
+        weights = record.attention(layer=1, kind=kind).tile()[0, 2]
+        torch.testing.assert_close(weights, look.weights(layer=1, head=2, kind=kind), atol=1e-6, rtol=1e-5)
+
+
+def test_a_compiled_model_gives_the_same_record() -> None:
+    model = small("gpt2")
+    compiled: Any = torch.compile(model, backend="eager")
+    expected, found = captured(model), captured(compiled)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_heads_write_sums_to_the_output() -> None:
+    model = small("gpt2")
+    record = captured(model)
+    bias = model.decoder.blocks[1].attention.w_o.bias
+    written = record.head_results(layer=1).sum(1) + bias
+    torch.testing.assert_close(written, record["decoder.blocks.1.attention.output"], atol=1e-6, rtol=1e-5)
+
+
+def test_without_a_target_a_translator_writes_its_own() -> None:
+    model = small("transformer-base")
+    source, _ = inputs_of(model.config)
+    record = capture(model, [source[0].tolist(), source[1].tolist()[:3]])
+    assert record.inputs.source_lengths == [source.shape[1], 3]
+    assert len(record.lengths) == 2 == len(record.logits)
