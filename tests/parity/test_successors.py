@@ -33,6 +33,7 @@ OPT = {name: value for name, value in SIZES.items() if name != "intermediate_siz
 OPT |= {"word_embed_proj_dim": 24}
 WIDE = {**SIZES, "hidden_size": 32}  # heads of 8, of which a part can be rotated
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}}
+ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
 LOCAL = {"rope_type": "default", "rope_theta": 50.0}
 Case = tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -113,6 +114,24 @@ CASES: dict[str, Case] = {
         },
     ),
     "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {**SIZES, **GROUPED}),
+    "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {**SIZES, **GROUPED, **ROUTED}),
+    "mixtral one expert, window": (
+        hf.MixtralForCausalLM,
+        hf.MixtralConfig,
+        {**SIZES, **GROUPED, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 4},
+    ),
+    "mixtral states": (hf.MixtralModel, hf.MixtralConfig, {**SIZES, **GROUPED, "num_local_experts": 4}),
+    "qwen3_moe": (
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        {**SIZES, **GROUPED, **ROUTED, "head_dim": 8, "norm_topk_prob": True, "moe_intermediate_size": 20},
+    ),
+    "qwen3_moe shares of all": (
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        {**SIZES, **GROUPED, **ROUTED, "attention_bias": True, "moe_intermediate_size": 20},
+    ),
+    "olmoe": (hf.OlmoeForCausalLM, hf.OlmoeConfig, {**SIZES, **GROUPED, **ROUTED}),
     "olmo2 biases, tied": (
         hf.Olmo2ForCausalLM,
         hf.Olmo2Config,
@@ -165,6 +184,11 @@ def test_what_the_features_become() -> None:
     assert (read("exaone4").rope_layers, read("exaone4").qk_norm_over) == ((0, 2), "head")
     assert (read("exaone4 no window").rope_layers, read("olmo3").window_layers) == (None, (0, 2))
     assert (read("stablelm").rope_fraction, read("stablelm side by side").parallel_residual) == (0.25, "one-norm")
+    mixtral, qwen3_moe = read("mixtral"), read("qwen3_moe")
+    assert (mixtral.experts, mixtral.experts_per_token, mixtral.balance_loss) == (6, 3, 0.02)
+    assert (qwen3_moe.experts, qwen3_moe.d_ff, qwen3_moe.renormalise_experts) == (6, 20, True)
+    assert not read("qwen3_moe shares of all").renormalise_experts
+    assert read("olmoe").qk_norm_over == "all"
     assert (read("starcoder2").window, read("starcoder2").norm) == (4, "layer")
 
 
@@ -194,6 +218,10 @@ def test_older_spellings_mean_the_same() -> None:
         ("gemma2", {"head_dim": None}, "head_dim"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("olmoe", {"clip_qkv": 5.0}, "clip_qkv=5.0"),
         ("gpt_neox", {"architectures": ["GPTNeoXForSequenceClassification"]}, "GPTNeoXForSequenceClassification"),
     ],
 )
@@ -203,7 +231,8 @@ def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, A
 
 def test_generation_is_theirs(tmp_path: Path) -> None:
     """Greedy and beam tokens, through the engine that a CPU uses."""
-    for name in ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2", "exaone4", "stablelm"):
+    names = ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2", "exaone4", "stablelm")
+    for name in (*names, "mixtral"):
         model_class, config_class, fields = CASES[name]
         theirs = tiny(model_class, config_class(**fields))
         theirs.save_pretrained(tmp_path / name)

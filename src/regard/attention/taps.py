@@ -169,7 +169,7 @@ class Recorder:
     """The recorded tensors and attention calls of one model, by module name, in order."""
 
     def __init__(self, model: nn.Module, values: bool = True) -> None:
-        self.values = values  # whether v, outputs and ``tap`` tensors are kept too
+        self.values = values  # whether v, outputs and all ``tap`` tensors are kept too
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
         self._module_names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
         self._last = _TapRecord()
@@ -281,9 +281,12 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
-def tap(name: str, x: Tensor, owner: nn.Module | None = None) -> Tensor:
-    """Show x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x."""
-    if _recorder is not None and _recorder.values:
+def tap(name: str, x: Tensor, owner: nn.Module | None = None, small: bool = False) -> Tensor:
+    """Show x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x.
+
+    What is ``small`` is kept by a recorder without ``values`` too.
+    """
+    if _recorder is not None and (small or _recorder.values):
         _recorder._append(owner, name, x.detach(), x)
     return x
 

@@ -32,6 +32,7 @@ def look(
     layer: Annotated[int, typer.Option(metavar="N", help="From 1; -1 is the last.")] = -1,
     head: Annotated[int | None, option("N", "From 1; else the mean of all.")] = None,
     top: Annotated[int | None, option("K", "Say the K tokens each one looks at.", least=1)] = None,
+    experts: Annotated[bool, flag("--experts", "Say which experts each token goes through.")] = False,
     words: Annotated[bool, flag("--words", "Sub-words as words.")] = False,
     specials: Annotated[bool, flag("--specials/--no-specials", "Show special tokens.")] = True,
     out: Annotated[Path | None, option("F", f"Write a file: {', '.join(_SUFFIXES)}.")] = None,
@@ -85,7 +86,9 @@ def look(
         if out is not None:
             _write_file(seen, out, layer=layer, head=head, **merging)
             terminal.progress(f"wrote {out}")
-        if as_json or top is not None:
+        if experts:
+            _print_routing(seen, layer, kind, as_json)
+        elif as_json or top is not None:
             view = select_head(seen, **merging).view
             rows = view.top(top or 3, layer=layer, head=head)
             if as_json:
@@ -135,6 +138,22 @@ def _rows_to_dict(rows: Sequence[Any], cols: Sequence[Any]) -> list[dict[str, An
         looks_at = [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in at]
         dicts.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
     return dicts
+
+
+def _print_routing(seen: Look, layer: int, kind: str | None, as_json: bool) -> None:
+    """The experts of each token in one layer, that with the largest weight first."""
+    kind = "self" if kind == "cross" else kind  # experts follow all attention of a layer
+    routing = seen.routing(layer=layer, kind=kind)
+    rows: list[dict[str, Any]] = []
+    tokens = zip(seen.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
+    for label, chosen, weights in tokens:
+        pairs = zip(chosen, weights, strict=True)
+        rows.append({"text": label.text, "experts": [{"expert": e, "weight": weight} for e, weight in pairs]})
+    if as_json:
+        terminal.print_json({"layer": layer, "tokens": rows})
+        return
+    for row in rows:
+        print(f"{row['text']:>12}  " + "  ".join(f"expert {x['expert']} {x['weight']:.2f}" for x in row["experts"]))
 
 
 def _check_known_alignment(path: str) -> None:

@@ -145,6 +145,18 @@ class ModelConfig(Config):
     """relu, gelu, gelu_tanh, silu, quick_gelu, relu2, or gated: swiglu, geglu, geglu_tanh, reglu."""
     ff_bias: bool = True
     """Bias in the feed-forward network."""
+    experts: int | None = None
+    """Feed-forward networks, d_ff wide, in a layer, to a few of which a router sends each token; None: one for all."""
+    experts_per_token: int = 2
+    """How many of the experts each token goes through."""
+    shared_experts: int = 0
+    """Further experts, which every token goes through."""
+    renormalise_experts: bool = True
+    """The weights of a token's experts sum to 1 (Mixtral), or are the router's probabilities among all (OLMoE)."""
+    balance_loss: float = 0.01
+    """Factor on the loss that wants all experts used alike, E Σ f P (Switch Transformer)."""
+    router_z_loss: float = 0.001
+    """Factor on the loss that wants small router logits, (log Σ exp)² (ST-MoE)."""
     share_layers: bool = False
     """One set of weights for all layers (ALBERT)."""
 
@@ -216,7 +228,8 @@ class ModelConfig(Config):
         self.check_at_least(1, _POSITIVE)
         for most, names in _LARGEST.items():
             self.check_at_most(most, names)
-        self.check_at_least(0, ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id"))
+        self.check_at_least(0, ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id", "shared_experts"))
+        self.check_at_least(0, ("balance_loss", "router_z_loss"))
         self.check_shares(
             ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
         )
@@ -271,7 +284,7 @@ _POSITIVE = (
     *("vocab_size", "target_vocab_size", "d_model", "n_layers", "n_decoder_layers", "n_heads", "n_decoder_heads"),
     *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
     *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
-    "sparsity_size",
+    *("sparsity_size", "experts", "experts_per_token"),
 )
 # No model is larger; what a damaged file says would take forever to build, or overflow.
 _LARGEST = {
@@ -279,6 +292,7 @@ _LARGEST = {
     2**20: (
         *("d_model", "d_head", "d_ff", "d_decoder_ff", "d_embed", "d_region", "n_heads", "n_decoder_heads"),
         *("n_kv_heads", "n_channels", "image_size", "patch_size", "mixer_size", "t5_buckets"),
+        *("experts", "experts_per_token", "shared_experts"),
     ),
     2**31 - 1: (*_POSITIVE, "n_segments", "position_offset", "t5_max_distance", "pad_id", "bos_id", "eos_id"),
 }
@@ -420,6 +434,10 @@ def _check_layers(config: ModelConfig) -> None:
                 raise ValueError(f"parallel_residual={config.parallel_residual!r} needs {name}={needed!r}")
         if config.architecture == "encoder-decoder":
             raise ValueError(f"parallel_residual={config.parallel_residual!r} leaves no place for cross-attention")
+    if config.experts is not None and config.experts_per_token > config.experts:
+        raise ValueError(f"experts_per_token={config.experts_per_token} is more than experts={config.experts}")
+    if config.experts is None and config.shared_experts:
+        raise ValueError(f"shared_experts={config.shared_experts} needs experts=…, among which a router chooses")
     if config.score_cap is not None and config.mixer != "dot":
         raise ValueError(f"score_cap={config.score_cap} caps the scores of mixer='dot', not {config.mixer!r}")
     for name in ("rope_layers", "window_rope_base"):
@@ -437,6 +455,7 @@ def _check_layers(config: ModelConfig) -> None:
 _NOT_RECURRENT = (
     *("mixer", "window", "sparsity", "causal", "residual", "share_layers", "embedding_norm", "n_segments"),
     *("head_transform", "parallel_residual", "score_cap", "norm_offset", "qk_norm", "rope_layers", "window_rope_base"),
+    *("experts", "shared_experts"),
 )
 
 

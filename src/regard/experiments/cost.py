@@ -70,6 +70,7 @@ def cost(
         flops_backward=_flops_amount(flops, "backward"),
         flops_forward_seen=_flops_amount(flops, "forward_seen"),
         flops_backward_seen=_flops_amount(flops, "backward_seen"),
+        flops_all_experts=_flops_of_all_experts(config, batch, length, source_length),
         attention_matrix=_attention_matrix(config, setting),
         kv_cache=Amount({f"{layer.kind} {layer.layer}": layer.bytes for layer in layers}),
         cache_layers=tuple(layers),
@@ -153,6 +154,11 @@ def _flops_amount(flops: list[Flops], field: str) -> Amount:
         name = f"{part.part} {part.kind}"
         totals[name] = totals.get(name, 0.0) + getattr(part, field)
     return Amount(totals, "operations")
+
+
+def _flops_of_all_experts(config: ModelConfig, batch: int, length: int, source_length: int | None) -> float:
+    every = config if config.experts is None else config.with_(experts_per_token=config.experts)
+    return sum(part.forward for part in count(every, batch, length, source_length))
 
 
 def _attention_matrix(config: ModelConfig, setting: Setting) -> Amount:

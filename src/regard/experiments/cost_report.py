@@ -14,7 +14,7 @@ from ..foundation.plotting import INK, SOFT, new_figure, style_panel
 from ..models.model_flops import count, stacks_of
 from .benchmarking import format_table
 from .cost_devices import Device, Floor, source_tokens
-from .flops_estimate import ALL_PAIRS, CacheDtype, CacheLayer, LayerKind, kv_cache
+from .flops_estimate import ALL_PAIRS, EXPERTS, CacheDtype, CacheLayer, LayerKind, kv_cache
 from .memory_estimate import Setting, TrainingMemory
 
 
@@ -69,6 +69,7 @@ class Cost:
     flops_backward: Amount
     flops_forward_seen: Amount  # only the pairs a mask lets through: about half of causal attention
     flops_backward_seen: Amount
+    flops_all_experts: float  # forward, did every token go through every expert; without experts as flops_forward
     attention_matrix: Amount  # weights of all pairs, were they stored, in the precision of the products
     kv_cache: Amount
     cache_layers: tuple[CacheLayer, ...]
@@ -78,6 +79,13 @@ class Cost:
     floors: dict[str, Floor]  # of a forward pass, a training step, and the last token of each text in decoding
     crossover: dict[str, float | None]  # lengths from which attention outweighs matrices; None: it never does
     layer_kinds: tuple[LayerKind, ...]
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that one token meets: all but those of the experts it does not go through."""
+        experts = sum(n for part, n in self.parameters.parts.items() if part.endswith(f" {EXPERTS}"))
+        share = 1.0 if self.config.experts is None else self.config.experts_per_token / self.config.experts
+        return self.parameters.total - experts * (1 - share)
 
     @property
     def activations(self) -> Amount:
@@ -102,6 +110,8 @@ class Cost:
             "setting": asdict(self.setting),
             "device": asdict(self.device),
             **{name: getattr(self, name).to_dict() for name in ("parameters", *flops, "attention_matrix")},
+            "active_parameters": self.active_parameters,
+            "flops_all_experts": self.flops_all_experts,
             "kv_cache": {**self.kv_cache.to_dict(), "numbers": self.cache_numbers, "layers": layers},
             "activations": None if memory is None else self.activations.to_dict(),
             "training": training,
@@ -173,6 +183,10 @@ def headline(cost: Cost) -> str:
 def _parameter_table(cost: Cost) -> str:
     total = cost.parameters.total
     parts = [[f"  {part}", f"{n:,.0f}", f"{100 * n / total:.1f} %"] for part, n in cost.parameters.parts.items() if n]
+    if cost.config.experts is not None:
+        active = cost.active_parameters
+        which = f"  active: {cost.config.experts_per_token} of {cost.config.experts} experts a token"
+        parts.append([which, f"{active:,.0f}", f"{100 * active / total:.1f} %"])
     return format_table([["parameters", "number", "share"], *parts, ["  all", f"{total:,.0f}", ""]])
 
 
@@ -182,6 +196,8 @@ def _flops_table(cost: Cost) -> str:
     for part in cost.flops_forward.parts:
         rows.append([f"  {part}", *(format_count(column.parts[part]) for column in columns)])
     rows.append(["  all", *(format_count(column.total) for column in columns)])
+    if cost.config.experts is not None:
+        rows.append(["  all, were every expert used", format_count(cost.flops_all_experts), "", "", ""])
     return f"{format_table(rows)}\n  seen: pairs of tokens that a mask hides are not counted"
 
 

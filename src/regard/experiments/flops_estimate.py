@@ -18,6 +18,7 @@ from ..config.mixers import keys_per_query
 from ..models import components
 from ..models.block import Block
 from ..models.build import build
+from ..models.experts import ExpertLinear
 from ..models.model_flops import Flops, StackShape, mixing_flops, source_places, stacks_of
 from ..models.recurrent_cells import StateCache
 from ..training.optimiser import roles
@@ -45,14 +46,17 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
     """Every parameter once, tied ones where they are first met."""
     model = build(config, device="meta")
     by_muon = {role.param for role in roles(model) if role.in_layer}
-    multiplied = {module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    products = (nn.Linear, nn.Conv2d, ExpertLinear)
+    multiplied = {module.weight for module in model.modules() if isinstance(module, products)}
+    in_experts = {p for x in model.modules() if isinstance(x, ExpertLinear) for p in x.parameters()}
     counts: dict[tuple[str, str], list[int]] = {}
     for name, p in model.named_parameters():
         # Some matrices belong to no nn.Linear but are multiplied with all the same.
         projects = name.endswith(("patches.weight", "head.weight", "w_r")) or ".mechanism.w_" in name
         is_bias = p.dim() == 1 and name.endswith(".bias") and any(f".{part}." in f".{name}" for part in _PRODUCTS)
         is_cast = p in multiplied or projects or is_bias
-        entry = counts.setdefault(_part_and_kind(name), [0, 0, 0])
+        part, kind = _part_and_kind(name)
+        entry = counts.setdefault((part, EXPERTS if p in in_experts else kind), [0, 0, 0])
         for n, counted in enumerate((True, is_cast, p in by_muon)):
             entry[n] += p.numel() if counted else 0
     layers = {name: sum(isinstance(x, Block) for x in stack.modules()) for name, stack in model.named_children()}
@@ -64,6 +68,7 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
     ]
 
 
+EXPERTS = "experts"  # the kind of parameters of which a token meets only a part
 _PRODUCTS = ("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "transform", "projection", "patches", "out", "dense")
 _KINDS = {"attention": "attention", "cross_attention": "cross attention", "ff": "feed-forward"}
 _NORMS = ("attention_norm", "cross_norm", "ff_norm", "attention_output_norm", "cross_output_norm", "ff_output_norm")

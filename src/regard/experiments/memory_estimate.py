@@ -14,7 +14,7 @@ from typing import Literal
 
 from ..config import ModelConfig
 from ..models.model_flops import StackShape, n_patches, source_places, stacks_of
-from .flops_estimate import ParameterGroup
+from .flops_estimate import EXPERTS, ParameterGroup
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Attention = Literal["fused", "reference"]
@@ -226,12 +226,17 @@ class _StackStages:
     def feed_forward(self) -> StepStage:
         config, stack, width = self.config, self.stack, self.setting.width
         n_saved, n_backward, n_dropout = _HIDDEN_UNITS[config.activation]
-        hidden = float(width * self.tokens * stack.d_ff)
+        networks = config.experts_per_token + config.shared_experts if config.experts is not None else 1
+        hidden = float(width * self.tokens * stack.d_ff * networks)
         saved = self._sublayer_saved() | {"hidden": n_saved * hidden}
+        if config.experts is not None:
+            # Rows sorted by expert, what the experts made of them, the same in the tokens' order; fp32 probabilities.
+            saved["routed"] = 3.0 * width * self.tokens * config.experts_per_token * config.d_model
+            saved["router"] = 4.0 * self.tokens * (config.d_model + 3 * config.experts)
         if config.activation_dropout:
             saved["hidden dropout"] = 1.0 * self.tokens * stack.d_ff + n_dropout * hidden
         backward = self.stream + width * self.tokens * config.d_model + n_backward * hidden
-        weights = self.weight_bytes(stack.name, "feed-forward")
+        weights = self.weight_bytes(stack.name, "feed-forward", EXPERTS)
         return StepStage(f"{stack.name} feed-forward", saved, self.stream + hidden, backward, *weights)
 
     def last_norm(self) -> StepStage:

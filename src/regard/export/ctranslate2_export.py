@@ -42,6 +42,7 @@ _REQUIRED = {  # the only values that CTranslate2 supports
     "qk_norm_over": "head",
     "rope_layers": None,
     "window_rope_base": None,
+    "experts": None,
 }
 
 

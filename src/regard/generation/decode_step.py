@@ -229,7 +229,7 @@ class DecodeStep:
         return block.residuals().run(x, attend, None, block.ff)
 
     def _few(self, x: Tensor, block: Block, k: Tensor, v: Tensor) -> Tensor:
-        attention, ff, linear = attention_of(block), block.ff, self.ops.linear
+        attention, ff, linear = attention_of(block), ff_of(block), self.ops.linear
         y = linear(x, attention.w_qkv.weight, attention.w_qkv.bias, norm=norm_of(block.attention_norm))
         x = linear(self._attend(attention, y, k, v), attention.w_o.weight, attention.w_o.bias, residual=x)
         activation = None if ff.gated else ff.activation
@@ -241,7 +241,7 @@ class DecodeStep:
         product, in_parts, add_norm = self.products.product, self.products.product_in_parts, self.ops.add_norm
         y, bias = None, None  # what the previous sublayer adds to x
         for block, (k, v) in zip(self.blocks, self.cache, strict=True):
-            attention, ff = attention_of(block), block.ff
+            attention, ff = attention_of(block), ff_of(block)
             x, z = add_norm(x, y, bias, norm_of(block.attention_norm))
             z = self._attend(attention, product(z, attention.w_qkv.weight, attention.w_qkv.bias), k, v)
             y, bias = in_parts(z, attention.w_o.weight), attention.w_o.bias
@@ -269,6 +269,11 @@ class DecodeStep:
 def attention_of(block: Block) -> MultiHeadAttention:
     assert isinstance(block.attention, MultiHeadAttention)
     return block.attention
+
+
+def ff_of(block: Block) -> FeedForward:
+    assert isinstance(block.ff, FeedForward)
+    return block.ff
 
 
 def norm_of(norm: nn.Module | None) -> Norm:
@@ -302,7 +307,7 @@ def can_fuse(model: Decoder) -> bool:
     head, norms = model.head, [model.decoder.norm]
     linears: list[nn.Module] = []
     for block in blocks_of(model):
-        if block.norm_place != "pre" or not block.residual or block.parallel:
+        if block.norm_place != "pre" or not block.residual or block.parallel or not isinstance(block.ff, FeedForward):
             return False
         attention = attention_of(block)
         norms += [block.attention_norm, block.ff_norm]

@@ -46,6 +46,8 @@ _BLOCKS = (
 )
 _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*_DROPOUTS, "init_std", "attention_backend", "more_eos_ids"), lambda c: False),
+    (("balance_loss", "router_z_loss"), lambda c: False),
+    (("experts_per_token", "renormalise_experts"), lambda c: c.experts is not None),
     (("cell", "alignment", "bidirectional", "input_feeding"), lambda c: c.architecture == "recurrent"),
     (_BLOCKS, lambda c: c.architecture != "recurrent"),
     (("n_decoder_heads", "d_decoder_ff", "max_target_len"), lambda c: c.architecture == "encoder-decoder"),

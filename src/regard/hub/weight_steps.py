@@ -111,6 +111,40 @@ class Join(Step):
 
 
 @dataclass(frozen=True)
+class StackExperts(Step):
+    """A matrix of each expert {e} as one tensor (E, rows, columns); several of one expert lie one below the other."""
+
+    theirs: tuple[str, ...]
+    ours: str
+    n_experts: int
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        for name in tensors:
+            match = _regex(self.theirs[0]).fullmatch(name)
+            if match is None or match["e"] != "0":
+                continue
+            places = [match.groupdict() | {"e": e} for e in range(self.n_experts)]
+            names = [[pattern.format(**place) for pattern in self.theirs] for place in places]
+            if all(one in tensors for own in names for one in own):
+                parts = [torch.cat([out.pop(one) for one in own]) for own in names]
+                out[self.ours.format(**match.groupdict())] = torch.stack(parts)
+        return out
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        out = dict(tensors)
+        for name, x in tensors.items():
+            match = _regex(self.ours).fullmatch(name)
+            if match is None or x.dim() != 3:
+                continue
+            del out[name]
+            for e, own in enumerate(x):
+                for pattern, part in zip(self.theirs, own.chunk(len(self.theirs)), strict=True):
+                    out[pattern.format(**match.groupdict(), e=e)] = part.contiguous()
+        return out
+
+
+@dataclass(frozen=True)
 class HeadsTogether(Step):
     """Rows stored head by head, (q, k, v) of each, as all queries, then all keys, then all values (GPT-NeoX)."""
 

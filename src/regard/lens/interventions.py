@@ -71,7 +71,7 @@ class SiteEdit(Edit):
         if isinstance(owner, Stack):
             for module in owner.modules():
                 del self._n_calls[module]
-        if point == "input":  # the first activation of a stack or layer
+        if point in ("input", "router"):  # the first activation of a stack or layer, the only one of experts
             self._n_calls[owner] += 1
         change = self._outputs.get((*self._place(owner), point))
         return x if change is None else change(None, x)

@@ -22,6 +22,7 @@ from ..foundation.files import write_atomic
 from ..generation import GenerateConfig, Generated, sampling
 from ..generation.text_generation import check_can_classify, rank_classes
 from ..models import Model, ModelOrPath, open_model
+from ..models.experts import Experts, Routing
 from . import render
 from .capture import Capture, GenerateOptions, capture_look
 from .capture_inputs import tokenizers
@@ -213,6 +214,17 @@ class Look:
         from .patterns import patterns
 
         return patterns(self, kind=kind)
+
+    def routing(self, *, layer: int = -1, kind: str | None = None) -> Routing:
+        """Where the router of one layer sent the tokens: probabilities of all experts (T, E), those chosen and their
+        weights (T, k). ``kind`` names the stack by its own attention, "encoder" or "self"."""
+        kind = self._kind(kind)
+        name, call = self._capture.sites[kind][self._layer(kind, layer)]
+        place = f"{name.rpartition('.')[0]}.ff"
+        experts = self.model.get_submodule(place)
+        if not isinstance(experts, Experts):
+            raise ValueError("this model has no experts: all tokens go through the same feed-forward network")
+        return experts.choose(self._capture.recorder.tensors[f"{place}.router"][call][0])
 
     # ---- hidden states
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..attention import MultiHeadAttention
 from ..layers import Embeddings, LayerNorm, RMSNorm
 from ..models.block import Block, Stack, SublayerNorms
+from ..models.experts import Experts
 from ..models.transformer import embedding_positions
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class _Reader:
     def _read(self, layer: int, name: str, part: str, block: Block, norms: SublayerNorms, readout: Tensor) -> None:
         """Add what one sub-layer wrote to the split."""
         module: Any = getattr(block, part)
+        if isinstance(module, Experts):
+            self.split.ff[layer] = readout @ self._at(f"{name}.ff.output")
+            return
         if part == "ff":
             hidden, project = self._at(f"{name}.ff.neurons"), module.w_out
         elif isinstance(module, MultiHeadAttention):

@@ -79,7 +79,7 @@ class Model(nn.Module):
         if std is None:
             return
         for name, p in self.named_parameters():
-            if p.dim() >= 2:
+            if p.dim() >= 2 and not name.endswith(".bias"):
                 adds_to_residual = config.norm_place != "post" and name.endswith(("w_o.weight", "w_out.weight"))
                 nn.init.normal_(p, std=std / (2 * config.n_layers) ** 0.5 if adds_to_residual else std)
 

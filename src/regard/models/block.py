@@ -26,6 +26,7 @@ from ..attention.taps import tap
 from ..config import ModelConfig
 from ..layers import Rope
 from . import components
+from .experts import Experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +161,7 @@ class Block(nn.Module):
         return self.attention(x, mask=mask, positions=positions, cache=cache, position_bias=bias)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        if not has_edits(self):
+        if not has_edits(self) or isinstance(self.ff, Experts):
             return self.ff(x)
         return self.ff.project(apply_edits_to_states(self, "ff.neurons", self.ff.neurons(x)))
 

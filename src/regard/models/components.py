@@ -16,6 +16,7 @@ from ..attention.biases import Alibi, Bias, T5Bias, XLRelative
 from ..attention.masks import Mask, bigbird, grid_windows, strided, window
 from ..attention.mechanisms import Dot, Mechanism
 from ..config import ModelConfig
+from .experts import Experts
 
 
 class TokenHead(nn.Module):
@@ -120,10 +121,18 @@ def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     return layers.make_norm(config.norm, width, config.norm_eps, bias=config.norm_bias, offset=config.norm_offset)
 
 
-def feed_forward(config: ModelConfig, d_ff: int) -> layers.FeedForward:
+def feed_forward(config: ModelConfig, d_ff: int) -> layers.FeedForward | Experts:
     """With T5's bias between RMS norms, what it adds in fp16 is fp32, as in transformers."""
     is_t5 = config.positions == "t5" and config.norm == "rms" and config.norm_place == "pre"
     dropout, bias = config.activation_dropout, config.ff_bias
+    if config.experts is not None:
+        return Experts(
+            *(config.d_model, d_ff, config.activation, dropout, bias),
+            n_experts=config.experts,
+            k=config.experts_per_token,
+            n_shared=config.shared_experts,
+            renormalise=config.renormalise_experts,
+        )
     return layers.FeedForward(config.d_model, d_ff, config.activation, dropout, bias, fp32_output=is_t5)
 
 

@@ -154,7 +154,12 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
         by_token = mixing_flops(config, stack, stack.memory, cross=True)
         yield _unmasked(stack.name, "cross attention", stack.n_layers * tokens * by_token)
     matrices = 3 if config.activation in GATED else 2
-    yield _unmasked(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * stack.d_ff * matrices)
+    networks = 1
+    if config.experts is not None:
+        networks = config.experts_per_token + config.shared_experts
+        yield _unmasked(stack.name, "router", stack.n_layers * 2.0 * tokens * width * config.experts)
+    hidden = networks * stack.d_ff
+    yield _unmasked(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * hidden * matrices)
 
 
 def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:

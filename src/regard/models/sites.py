@@ -10,6 +10,7 @@ decoder.blocks.3.attention.output        what attention adds to the residual str
 decoder.blocks.3.after_attention         the residual stream between attention and feed-forward (B, T, M)
 decoder.blocks.3.ff.input, .ff.output    what the feed-forward network reads, and adds         (B, T, M)
 decoder.blocks.3.ff.neurons              its hidden layer, after activation and gate           (B, T, F)
+decoder.blocks.3.ff.router               probabilities of its experts, where it has any        (B, T, E)
 decoder.blocks.3.output                  the residual stream after layer 3                     (B, T, M)
 
 ``cross_attention`` and ``after_cross_attention`` are there where a layer attends to a memory; an encoder's sites begin
@@ -25,6 +26,7 @@ from torch import nn
 
 from ..attention import MultiHeadAttention
 from .block import Block, Stack
+from .experts import Experts
 
 
 class HookSite(NamedTuple):
@@ -37,7 +39,8 @@ class HookSite(NamedTuple):
     call: int  # which call of the owner in one pass: layers that share a module are its calls 0, 1 …
 
 
-STATES, HEADS, KEYS, NEURONS = "(B, T, M)", "(B, H, T, D)", "(B, G, S, D)", "(B, T, F)"
+STATES, HEADS, KEYS = "(B, T, M)", "(B, H, T, D)", "(B, G, S, D)"
+NEURONS, CHOICES = "(B, T, F)", "(B, T, E)"
 
 
 def stack_sites(name: str, stack: Stack) -> Iterator[HookSite]:
@@ -64,7 +67,12 @@ def _layer_sites(name: str, block: Block, call: int) -> Iterator[HookSite]:
         yield site(f"{part}.output")
         if not block.parallel:
             yield site(f"after_{part}")
-    yield from (site("ff.input"), site("ff.neurons", NEURONS), site("ff.output"), site("output"))
+    yield site("ff.input")
+    if isinstance(block.ff, Experts):
+        yield HookSite(f"{name}.ff.router", CHOICES, block.ff, "router", call)
+    else:
+        yield site("ff.neurons", NEURONS)
+    yield from (site("ff.output"), site("output"))
 
 
 def full_name(name: str) -> str:

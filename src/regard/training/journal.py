@@ -22,6 +22,7 @@ TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
 METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
 # With a panel of their own each, best first: what a person looks for before the rest.
+EXPERT_LOAD = ("expert_load_max", "expert_load_min")  # of the experts used most and least, in lines of training
 WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
 # Few evaluations are dots on a line; of many the line is enough.
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
@@ -103,14 +104,17 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     if not records:
         return
     figure = new_figure(12, 5.6)
-    groups = _groups([record for record in records if is_evaluation(record)])
+    load = [name for name in EXPERT_LOAD if any(_is_number(record.get(name)) for record in records)]
+    groups = _groups([record for record in records if is_evaluation(record)])[: 1 if load else 2]
+    groups += [load] if load else []
     heights = [1.0] * len(groups) + [0.62 if groups else 1.0]
     place = {"left": 0.05, "right": 0.88, "top": 0.80, "bottom": 0.10, "wspace": 0.46, "hspace": 0.6}
     grid = figure.add_gridspec(len(heights), 2, width_ratios=(1.45, 1), height_ratios=heights, **place)
     most = max(record["step"] for record in records)
     _draw_loss(_panel(figure, grid[:, 0], "Loss", most), records)
     for row, group in enumerate(groups):
-        _draw_metrics(_panel(figure, grid[row, 1], " and ".join(map(_name, group)), most), records, group)
+        title = "Load of experts, 1 is even" if group == load else " and ".join(map(_name, group))
+        _draw_metrics(_panel(figure, grid[row, 1], title, most), records, group, evaluation=group != load)
     _draw_rate(_panel(figure, grid[-1, 1], "Learning rate", most), _points(records, "lr", evaluation=False))
     _draw_title(figure, metrics_jsonl, records)
     picture = io.BytesIO()
@@ -197,14 +201,14 @@ def _loss_scale(panel: Any, values: list[float]) -> None:
         panel.set_ylim(low - 0.10 * room, high + 0.06 * room)
 
 
-def _draw_metrics(panel: Any, records: list[dict[str, Any]], group: list[str]) -> None:
+def _draw_metrics(panel: Any, records: list[dict[str, Any]], group: list[str], evaluation: bool = True) -> None:
     ends: list[tuple[float, float, str, str]] = []
     for name, colour in zip(group, METRICS, strict=False):
-        steps, values = _points(records, name, evaluation=True)
+        steps, values = _points(records, name, evaluation=evaluation)
         panel.plot(steps, values, color=colour, linewidth=1.9, zorder=3, **(DOTS if len(steps) <= 40 else {}))
         label = f"{_name(name)} " if len(group) > 1 else ""
         ends.append((steps[-1], values[-1], f"{label}{values[-1]:.4g}", colour))
-    first = _points(records, group[0], evaluation=True)[1]
+    first = _points(records, group[0], evaluation=evaluation)[1]
     if len(group) == 1 and max(first) > 1 and not _percent(group[0]):  # perplexity falls as the loss does
         _loss_scale(panel, first)
     low, high = panel.get_ylim()
@@ -267,5 +271,13 @@ def _draw_title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
 def _name(metric: str) -> str:
     """valid_exact_match → Exact match; BLEU, chrF and CIDEr as their authors write them."""
     words = metric.removeprefix("valid_").replace("_", " ")
-    known = {"bleu": "BLEU", "chrf": "chrF", "cider": "CIDEr", "f1": "F1", "bleu4": "BLEU-4"}
+    known = {
+        "expert load max": "most",
+        "expert load min": "least",
+        "bleu": "BLEU",
+        "chrf": "chrF",
+        "cider": "CIDEr",
+        "f1": "F1",
+        "bleu4": "BLEU-4",
+    }
     return known.get(words.lower(), words[:1].upper() + words[1:])

@@ -136,7 +136,10 @@ class Loop:
                     self._accumulate(batch, number)
                 loss, norm, lr = self._update(batches, numbers)
                 at.seconds += time.perf_counter() - started
-                self.reporter.step(at.step, loss=loss, lr=lr, grad_norm=norm, n_tokens=at.n_tokens)
+                numbers_of_routers = self.objective.router_numbers
+                self.reporter.step(
+                    at.step, loss=loss, lr=lr, grad_norm=norm, n_tokens=at.n_tokens, **numbers_of_routers
+                )
                 at.begin_step()
                 evaluates = self._due(train.eval_every) or at.step == train.steps
                 improved = evaluates and self._evaluate()

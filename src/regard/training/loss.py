@@ -15,6 +15,7 @@ from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
 from ..models import Model
 from ..models.components import TokenHead
+from ..models.experts import take_router_losses
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +245,8 @@ _chunked.register_autograd(_backward, setup_context=_setup_context)
 class Objective(nn.Module):
     """Model and loss as one module, so that it can be compiled, wrapped and sharded as one.
 
-    A batch → the sum of the loss over its targets; the caller divides by their number over all processes.
+    A batch → the sum of the loss over its targets; the caller divides by their number over all processes. In training
+    the losses of routers are part of it, and ``router_numbers`` says how the last batch was routed.
     ``reference`` is a frozen model that the loss compares with, its last argument where there is one.
     """
 
@@ -258,6 +260,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.smoothing, self.loss = model, smoothing, batch_loss if loss is None else loss
         self._reference = (reference,)  # in a tuple, so that it is no submodule: neither trained, sharded nor saved
+        self.router_numbers: dict[str, Tensor] = {}
 
     @property
     def reference(self) -> Model | None:
@@ -265,7 +268,24 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         others = () if self.reference is None else (self.reference,)
-        return self.loss(self.model, batch, self.smoothing if self.training else 0.0, *others)
+        loss = self.loss(self.model, batch, self.smoothing if self.training else 0.0, *others)
+        return loss + self._router_loss(batch) if self.training and self.has_routers else loss
+
+    @property
+    def has_routers(self) -> bool:
+        return getattr(getattr(self.model, "config", None), "experts", None) is not None
+
+    def _router_loss(self, batch: Batch) -> Tensor:
+        """The routers' losses, meant over layers, as often as there are targets, by whose number the sum is divided."""
+        config, layers = self.model.config, take_router_losses(self.model)
+        balance, z, load = (torch.stack(parts) for parts in zip(*layers, strict=True))
+        total = config.balance_loss * balance.mean() + config.router_z_loss * z.mean()
+        load = load * load.shape[-1]  # (layers, E), 1 where all are used alike
+        numbers = {"router_loss": total, "expert_load_max": load.amax(), "expert_load_min": load.amin()}
+        self.router_numbers = {name: x.detach() for name, x in numbers.items()}
+        targets = batch.targets
+        n_targets = targets.numel() if targets.is_floating_point() else (targets != IGNORE).sum()
+        return total * n_targets
 
 
 def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:

@@ -21,6 +21,7 @@ from ..config import TrainConfig
 from ..foundation.checks import check_positive, check_probability
 from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
+from ..models.experts import ExpertLinear
 from ..models.recurrent_cells import Gates
 from .shards import is_dtensor, shard_like
 
@@ -332,7 +333,8 @@ def _is_table(module: nn.Module, own: str) -> bool:
     """Rows that are looked up or added, not multiplied with: embeddings, positions, class tokens, biases of heads."""
     if isinstance(module, Bias):
         return own != "w_r"  # Transformer-XL's projection of distances
-    return isinstance(module, nn.Embedding | VisionEmbeddings) or (isinstance(module, Additive) and own == "v")
+    rows = {Additive: "v", ExpertLinear: "bias"}
+    return isinstance(module, nn.Embedding | VisionEmbeddings) or rows.get(type(module)) == own
 
 
 def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:

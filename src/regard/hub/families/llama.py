@@ -7,6 +7,8 @@ olmo2, 3     norms on the outputs of sub-layers, and over all query and all key 
 exaone4      norms as olmo2, over each head; layers without a window have no positions
 eurobert     an encoder with the same layers
 phi3         the same as llama with q, k and v in one tensor; rotates a part of each head
+mixtral      experts instead of one feed-forward network (Jiang et al. 2024)
+qwen3_moe    experts in the layers of qwen3; olmoe: with norms over all query and all key heads
 gemma        1 + w in the norms, embeddings scaled; gemma2 norms before and after, caps scores and logits, has a window
              in every other layer; gemma3_text turns windowed layers by another base
 """
@@ -20,7 +22,7 @@ from typing import Any
 
 from ...config import ModelConfig, RopeScalingConfig
 from .. import hf_family as hf
-from ..weight_steps import Drop, Rename, Step
+from ..weight_steps import Drop, Rename, StackExperts, Step
 
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 _GEMMA = {"norm_offset": 1.0, "scale_embeddings": True}
@@ -59,6 +61,9 @@ _LINE = {
     "olmo2": _member("Olmo2", {**_OLMO, "qk_norm_over": "all"}, defaults="olmo2", can_have_window=False),
     "olmo3": _member("Olmo3", {**_OLMO, "qk_norm_over": "all"}, defaults="olmo2", always_windowed=True),
     "exaone4": _member("Exaone4", _OLMO, defaults="olmo2", always_windowed=True),
+    "mixtral": _member("Mixtral", defaults="mixtral", always_windowed=True),
+    "qwen3_moe": _member("Qwen3Moe", {"qk_norm": True}, defaults="qwen3_moe", can_have_window=False),
+    "olmoe": _member("Olmoe", {"qk_norm": True, "qk_norm_over": "all"}, defaults="olmoe", can_have_window=False),
     "gemma": _member("Gemma", _GEMMA, defaults="gemma", can_have_window=False),
     "gemma2": _member("Gemma2", {**_GEMMA, "norm_place": "both"}, defaults="gemma", always_windowed=True),
     "gemma3_text": _member(
@@ -71,11 +76,15 @@ _LINE = {
 }
 _PHI3 = _member("Phi3", defaults="olmo2", always_windowed=True)
 _CAPPED = ("gemma2", "gemma3_text")
+_WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 _NAMED_HEAD_WIDTH = ("qwen3", "gemma", *_CAPPED)  # theirs is not d_model / n_heads where the field is missing
 
 
 def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
+    if kind in _WITH_EXPERTS:  # one number under two names, by version
+        number = theirs.get("num_local_experts", theirs.get("num_experts"))
+        theirs = hf.ForeignFields(theirs.fields | {"num_local_experts": number, "num_experts": number})
     ours = _read_common(theirs, _LINE[kind]) | read_rope(theirs)
     if kind in _NAMED_HEAD_WIDTH:
         ours["d_head"] = theirs.need("head_dim")
@@ -92,6 +101,12 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
         ours["rope_layers"] = None if len(rotated) == n_layers else rotated
     if kind == "exaone4" and ours["window"] is not None:
         ours["rope_layers"] = ours["window_layers"]
+    if kind in _WITH_EXPERTS:
+        for name, only in (("router_jitter_noise", 0.0), ("decoder_sparse_step", 1), ("clip_qkv", None)):
+            theirs.only(name, only)
+        theirs.only("mlp_only_layers", [])
+        theirs.only("use_sliding_window", False)
+        ours["router_z_loss"] = 0.0  # they have none
     bias = theirs.get("attention_bias", False)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
     return ModelConfig(**ours, ff_bias=theirs.get("mlp_bias", False))
@@ -207,8 +222,10 @@ def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScali
 def write_llama(config: ModelConfig) -> dict[str, Any]:
     kind = _kind(config)
     fields = _write_common(config, kind, _LINE[kind])
-    if kind in ("llama", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", *_CAPPED):
+    if kind in ("llama", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "qwen3_moe", "olmoe", *_CAPPED):
         fields["attention_bias"] = config.qkv_bias
+    if kind in _WITH_EXPERTS:
+        fields |= hf.write_fields(config, hf.field_names(_LINE[kind].defaults))
     if kind in ("llama", "smollm3"):
         fields["mlp_bias"] = config.ff_bias
     if kind in ("qwen2", "qwen3", "smollm3"):
@@ -264,6 +281,8 @@ def _kind(config: ModelConfig) -> str:
         return "olmo2" if config.window is None else "olmo3"
     if config.norm_place == "output":
         return "exaone4"
+    if config.experts is not None:
+        return "mixtral" if not config.qk_norm else "qwen3_moe" if config.qk_norm_over == "head" else "olmoe"
     if config.rope_layers is not None:
         return "smollm3"
     if config.qk_norm:
@@ -298,7 +317,22 @@ def llama_steps(config: ModelConfig) -> list[Step]:
         *_outer_steps(config, prefix),
         *hf.modules(hf.layer_names("llama line") | hf.layer_names(norms), theirs, ours),
         *hf.join_modules(qkv, f"{ours}attention.w_qkv", (q_rows, kv_rows, kv_rows)),
-        *hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff, config.d_ff)),
+        *(hf.join_modules(gates, f"{ours}ff.w_in", (config.d_ff,) * 2) if config.experts is None else []),
+        *(_expert_steps(config, theirs, ours) if config.experts is not None else []),
+    ]
+
+
+def _expert_steps(config: ModelConfig, theirs: str, ours: str) -> list[Step]:
+    """Their matrices are one by one: gate, up and down, which Mixtral calls w1, w3 and w2."""
+    kind, n_experts = _kind(config), config.experts or 0
+    place, names = "mlp.experts.{e}.", ("gate_proj", "up_proj", "down_proj")
+    if kind == "mixtral":
+        place, names = "block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")
+    gate, up, down = (f"{theirs}{place}{name}.weight" for name in names)
+    return [
+        *hf.modules(hf.layer_names(kind), theirs, ours),
+        StackExperts((gate, up), f"{ours}ff.w_in.weight", n_experts),
+        StackExperts((down,), f"{ours}ff.w_out.weight", n_experts),
     ]
 
 
