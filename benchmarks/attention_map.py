@@ -1,9 +1,10 @@
 """What it costs to look: questions to the AttentionMap of a long causal attention with a T5 bias, time and memory.
 
     python benchmarks/attention_map.py --length 16384 --heads 8 --width 64
+    python benchmarks/attention_map.py --device cuda --heads 12 --bias none --repeats 7
 
 "cold" is a fresh map that knows none of its normalisers. Memory is the growth of the peak resident set since before the
-first question, so it only ever rises down the table.
+first question, so it only ever rises down the table; on a GPU what a question holds above the map.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class Row:
     ask: Question
     bar: float | None = None  # seconds
     warm: bool = False
+    gpu_bar: float | None = None
 
 
-def questions(length: int, heads: int) -> list[Row]:
+def questions(length: int, heads: int, every: bool) -> list[Row]:
     side = min(256, length)
     last = slice(length - side, length)
     middle = slice((length - side) // 2, (length - side) // 2 + side)
@@ -46,7 +48,7 @@ def questions(length: int, heads: int) -> list[Row]:
     return [
         Row(f"tile {side}×{side}, last rows", heads, lambda m: m.tile(last, middle), 0.030, warm=True),
         Row(f"tile {side}×{side}, last rows, cold", 1, lambda m: m.head(0, one).tile(last, middle), 0.030),
-        Row(f"tile {side}×{side}, last rows, cold", heads, lambda m: m.tile(last, middle)),
+        Row(f"tile {side}×{side}, last rows, cold", heads, lambda m: m.tile(last, middle), gpu_bar=0.030),
         Row(f"tile {side}×{side}, middle rows, cold", heads, lambda m: m.tile(middle, slice(0, side))),
         Row("row, cold", heads, lambda m: m.row(length - 1)),
         Row("top 10 of a row, cold", heads, lambda m: m.top(10, length - 1)),
@@ -57,10 +59,22 @@ def questions(length: int, heads: int) -> list[Row]:
         Row("pooled 256×256, cold", heads, lambda m: m.pooled(grid(256), grid(256)), 2.0),
         Row("entropy, cold", 1, lambda m: m.head(0, one).entropy()),
         Row("column sums, cold", 1, lambda m: m.head(0, one).column_sums()),
+        *(
+            [
+                Row("entropy, cold", heads, lambda m: m.entropy(), gpu_bar=0.060),
+                Row("column sums, cold", heads, lambda m: m.column_sums()),
+                Row("top 10 of every row, cold", heads, lambda m: m.top(10)),
+                Row("pooled 256×256 max, cold", heads, lambda m: m.pooled(grid(256), grid(256), "max")),
+            ]
+            if every
+            else []
+        ),
     ]
 
 
-def peak_mib() -> float:
+def peak_mib(on_gpu: bool) -> float:
+    if on_gpu:
+        return torch.cuda.max_memory_allocated() / (1 << 20)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
@@ -69,10 +83,17 @@ def timed(ask: Question, make: Callable[[], AttentionMap], repeats: int) -> floa
     taken = []
     for _ in range(repeats):
         fresh = make()
+        wait(fresh.device)
         start = time.perf_counter()
         ask(fresh)
+        wait(fresh.device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def main() -> int:
@@ -81,10 +102,16 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many is printed")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bias", default="t5", choices=["t5", "none"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of q and k")
     options = parser.parse_args()
     torch.manual_seed(0)
+    on_gpu = options.device != "cpu"
     shape = (1, options.heads, options.length, options.width)
-    q, k, bias = torch.randn(shape), torch.randn(shape), T5Bias(options.heads)
+    like = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    q, k = torch.randn(shape, **like), torch.randn(shape, **like)
+    bias = T5Bias(options.heads).to(options.device) if options.bias == "t5" else None
 
     def fresh() -> AttentionMap:
         return AttentionMap(q, k, masks.causal(), bias)
@@ -92,16 +119,22 @@ def main() -> int:
     asked = fresh()
     asked.tile(slice(-256, None), 0)  # its last rows are known from here on
     matrix = options.heads * options.length**2 * 4 / (1 << 20)
-    print(f"{options.heads} heads, length {options.length}, width {options.width}, fp32, causal, T5 bias")
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; the matrix would take {matrix:,.0f} MiB\n")
+    sizes = f"{options.heads} heads, length {options.length}, width {options.width}"
+    print(f"{sizes}, {options.dtype}, causal, bias {options.bias}")
+    where = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    print(f"{where}, torch {torch.__version__}; the matrix would take {matrix:,.0f} MiB\n")
     print(f"{'question':36}{'heads':>6}{'median ms':>12}{'bar ms':>9}{'':>6}{'peak growth MiB':>18}")
-    before, missed = peak_mib(), 0
-    for row in questions(options.length, options.heads):
+    before, missed = peak_mib(on_gpu), 0
+    for row in questions(options.length, options.heads, on_gpu):
+        if on_gpu:
+            row.ask(fresh())  # compiles
+            torch.cuda.reset_peak_memory_stats()
         seconds = timed(row.ask, (lambda: asked) if row.warm else fresh, options.repeats)
-        bar = "" if row.bar is None else f"{row.bar * 1e3:.0f}"
-        verdict = "" if row.bar is None else "PASS" if seconds <= row.bar else "FAIL"
+        limit = row.gpu_bar or row.bar if on_gpu else row.bar
+        bar = "" if limit is None else f"{limit * 1e3:.0f}"
+        verdict = "" if limit is None else "PASS" if seconds <= limit else "FAIL"
         missed += verdict == "FAIL"
-        growth = peak_mib() - before
+        growth = peak_mib(on_gpu) - before
         print(f"{row.what:36}{row.heads:>6}{seconds * 1e3:>12.1f}{bar:>9}{verdict:>6}{growth:>18.0f}", flush=True)
     return 1 if missed else 0
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.attention import Additive, Concat, Dot, Frame, General, Linear, Linformer, Mechanism, Performer
 from regard.attention.biases import Bias
 from regard.attention.masks import Mask
+from regard.attention.mechanisms import CappedDot
 
 DEVICES_HERE = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
 
@@ -70,6 +71,7 @@ class Squares(Dot):
 
 MECHANISMS: dict[str, Callable[[Sizes], Mechanism]] = {
     "dot": lambda n: Dot(),
+    "capped-dot": lambda n: CappedDot(1.5),
     "general": lambda n: General(n.h, n.d),
     "additive": lambda n: Additive(n.h, n.d),
     "concat": lambda n: Concat(n.h, n.d),
@@ -169,7 +171,8 @@ def naive_scores(mechanism: Mechanism, q: Tensor, k: Tensor) -> Tensor:
         return torch.einsum("bhid,bhjd->bhij", q, k).square() / q.shape[-1]
     assert isinstance(mechanism, Dot)
     scale = 1 / math.sqrt(q.shape[-1]) if mechanism.scale is None else mechanism.scale
-    return torch.einsum("bhid,bhjd->bhij", q, k) * scale
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
+    return torch.tanh(scores / mechanism.cap) * mechanism.cap if isinstance(mechanism, CappedDot) else scores
 
 
 def _favor(mechanism: Performer, x: Tensor) -> Tensor:

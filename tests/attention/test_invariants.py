@@ -299,7 +299,7 @@ UNDECLARED = sorted(
 def expected_on_cpu(kind: str, direction: str, feature: str) -> list[str]:
     """The backends that compute a feature on a CPU, written down without the capability table."""
     masked = feature in ("plain", "causal", "padding", "mask", "gqa")
-    softmax, biased = kind in ("dot", "additive", "scores"), feature in ("bias", "trainable bias")
+    softmax, biased = kind in ("dot", "capped", "additive", "scores"), feature in ("bias", "trainable bias")
     padded = feature in ("plain", "padding", "gqa")
     dropped = feature in ("dropout", "seed")
     fits_summary = kind == "summary" and (padded or dropped)

@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from .attend import prepare
 from .biases import Bias
 from .frame import ALL, Frame, Span, span_length, split_span
+from .map_kernels import MOST_KEPT, MapKernels
 from .masks import Mask
 from .mechanisms import Mechanism
 from .score_matrix import INF, ScoreMatrix, TileWalk, exp_minus_, p_log_p
@@ -103,6 +105,17 @@ class AttentionMap:
         self._walk = walk
         self._parts: dict[tuple[range, range], AttentionMap] = {}
 
+    @cached_property
+    def _kernels(self) -> MapKernels | None:
+        return MapKernels.of(self._walk)
+
+    def _compute_lse(self, rows: Span) -> None:
+        """Compute lse of those of these rows that lack it, on a GPU with a kernel."""
+        if self._kernels is not None and isinstance(rows, slice) and self._kernels.takes(rows):
+            self._kernels.compute_lse(rows)
+        else:
+            self._walk.compute_lse(rows)
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, T, S)."""
@@ -144,7 +157,7 @@ class AttentionMap:
         some_cols = as_span(cols, n_keys, "cols", self.device)
         out = walk.lse.new_zeros(b, h, span_length(some_rows, n_queries), span_length(some_cols, n_keys))
         for row_span, here in walk.chunks(some_rows, walk.plan.block[0]):
-            walk.compute_lse(row_span)
+            self._compute_lse(row_span)
             lse = walk.lse[:, :, row_span, None]
             for col_span, masked, there in walk.visible_columns(row_span, some_cols):
                 scores = walk.scores(row_span, col_span, masked)
@@ -164,7 +177,7 @@ class AttentionMap:
         walk = self._walk
         for rows, seen in walk.stripes():
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                walk.compute_lse(rows)
+                self._compute_lse(rows)
                 tiles = walk.walk(rows, seen)
             while True:  # no_grad and autocast are restored before each yield
                 with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -180,8 +193,9 @@ class AttentionMap:
     @_exact_reading
     def lse(self) -> Tensor:
         """log Σ_j exp(s_ij) of every row (linear kernel: log Σ_j s_ij), (B, H, T); +inf where it sees nothing."""
-        for rows in split_span(slice(0, self.shape[2]), self._walk.plan.block[0]):
-            self._walk.compute_lse(rows)
+        size = self._walk.plan.block[0] if self._kernels is None else self.shape[2]
+        for rows in split_span(slice(0, self.shape[2]), size):
+            self._compute_lse(rows)
         return self._walk.lse.clone()
 
     @_exact_reading
@@ -191,6 +205,8 @@ class AttentionMap:
         if not 1 <= k <= n_keys:
             raise ValueError(f"top k={k} must lie between 1 and the {n_keys} keys")
         some_rows = as_span(ALL if rows is None else rows, n_queries, "rows", self.device)
+        if isinstance(some_rows, slice) and k <= MOST_KEPT and self._kernels and self._kernels.takes(some_rows):
+            return Ranked(*self._kernels.top(k, some_rows))
         shape = (b, h, span_length(some_rows, n_queries), k)
         values, indices = walk.lse.new_zeros(shape), torch.full(shape, -1, device=self.device)
         height, width = walk.plan.block
@@ -208,6 +224,8 @@ class AttentionMap:
     def entropy(self) -> Tensor:
         """-Σ_j A_ij log A_ij of every row in nats, (B, H, T)."""
         walk = self._walk
+        if self._kernels is not None:
+            return self._kernels.entropy(slice(0, self.shape[2]))
         out = torch.zeros_like(walk.lse)
         for rows, blocks in walk.stripes():
             sums = [(p_log_p(p).sum(-1), p.sum(-1), m[..., 0]) for _, p, m in walk.walk(rows, blocks)]
@@ -230,12 +248,14 @@ class AttentionMap:
             raise ValueError(f"x of shape {tuple(x.shape)} does not fit (batch, heads, any, queries) = {sizes}")
         if stay and n_queries != n_keys:
             raise ValueError(f"stay=True needs as many keys as queries, got {n_keys} keys and {n_queries} queries")
+        if self._kernels is not None and (pushed := self._kernels.push(x)) is not None:
+            return pushed + x * (walk.lse == INF)[:, :, None] if stay else pushed
         out = walk.lse.new_zeros(b, h, x.shape[2], n_keys)
         for rows, blocks in walk.stripes():
             carried = x[..., rows].to(out.dtype)
             if not carried.any():
                 continue
-            walk.compute_lse(rows)
+            self._compute_lse(rows)
             lse = walk.lse[:, :, None, rows]
             for cols, p, m in walk.walk(rows, blocks):
                 out[..., cols] += (carried * walk.rescale_factor(m.transpose(-1, -2), lse)) @ p
@@ -248,11 +268,23 @@ class AttentionMap:
         """An overview (B, H, h, w): mean or max of each cell; ``torch.tensor_split`` cuts T into h and S into w."""
         if reduce not in ("mean", "max"):
             raise ValueError(f"reduce={reduce!r} is neither 'mean' nor 'max'")
+        n_queries, n_keys = self.shape[2:]
+        for name, count, total, of in (("h", h, n_queries, "queries"), ("w", w, n_keys, "keys")):
+            if not 1 <= count <= total:
+                raise ValueError(f"pooled {name}={count} must lie between 1 and the {total} {of}")
+        cells = None if self._kernels is None else self._kernels.cells(h, w, reduce == "max")
+        out = self._walk_cells(h, w, reduce) if cells is None else cells
+        if reduce == "max":
+            return out
+        return out.div_(_cell_sizes(n_queries, h, out)[:, None] * _cell_sizes(n_keys, w, out))
+
+    def _walk_cells(self, h: int, w: int, reduce: str) -> Tensor:
+        """Sum or max of each cell, (B, H, h, w)."""
         walk, (n_batch, n_heads, n_queries, n_keys) = self._walk, self.shape
         height, width = walk.plan.block
-        wide = _cells(n_keys, w, width, "w", "keys")
+        wide = _cells(n_keys, w, width)
         height = min(height, max(1, 4 * height * width // w))  # a stripe of the result is held beside the tiles
-        tall = _cells(n_queries, h, height, "h", "queries")
+        tall = _cells(n_queries, h, height)
         columns, apart = [cols for cols, _ in wide], _unjoinable_starts(wide)
         first, last = {cols.start: cells.start for cols, cells in wide}, {cols.stop: cells.stop for cols, cells in wide}
         out = walk.lse.new_zeros(n_batch, n_heads, h, w)
@@ -267,9 +299,7 @@ class AttentionMap:
                 units[..., cells] = m
             values.mul_(walk.rescale_factor(units, walk.lse[:, :, rows, None]))
             _accumulate(out[:, :, row_cells], _reduce_cells(values, 2, row_cells, reduce), reduce)
-        if reduce == "max":
-            return out
-        return out.div_(_cell_sizes(n_queries, h, out)[:, None] * _cell_sizes(n_keys, w, out))
+        return out
 
 
 # ---- arguments
@@ -329,10 +359,8 @@ def freeze(part: Any) -> Any:
 # ---- cells of an overview
 
 
-def _cells(total: int, count: int, most: int, name: str, of: str) -> list[tuple[slice, slice]]:
+def _cells(total: int, count: int, most: int) -> list[tuple[slice, slice]]:
     """An axis cut like ``tensor_split``, as (indices, cells): several cells of one size, or a part of one cell."""
-    if not 1 <= count <= total:
-        raise ValueError(f"pooled {name}={count} must lie between 1 and the {total} {of}")
     size, larger = divmod(total, count)
     pieces, start, cell = [], 0, 0
     while cell < count:

@@ -27,9 +27,9 @@ MASKS = ("causal", "padding", "mask")  # "mask": any other mask
 BIASES = ("bias", "trainable bias", "content bias")  # "content bias" reads q and k
 DROPOUT = ("dropout", "seed")  # "seed": the dropout mask is fixed by a given seed
 FEATURES = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT, "weights")  # "weights": returns the weights
-# Values of ``Mechanism.kind``: dot products · v · tanh(q + k) · other scores under a softmax · products of feature maps
-# · other positive scores divided by their sum · dot products with a summary of the keys.
-KINDS = ("dot", "additive", "scores", "kernel", "shares", "summary")
+# Values of ``Mechanism.kind``: dot products · those with a soft cap · v · tanh(q + k) · other scores under a softmax ·
+# products of feature maps · other positive scores divided by their sum · dot products with a summary of the keys.
+KINDS = ("dot", "capped", "additive", "scores", "kernel", "shares", "summary")
 DEVICES = ("cpu", "cuda", "mps")
 OTHER_DEVICE = "mps"  # unlisted devices (meta, xpu …) have torch's own operations, like this one
 DIRECTIONS = ("forward", "backward")
@@ -44,16 +44,17 @@ class Capability(NamedTuple):
     feature: str
 
 
+_TILED = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)
 _FUSED = ("plain", *MASKS, "bias", "trainable bias", "gqa")
 _TABLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    ("reference", ("dot", "additive", "scores"), DEVICES, DIRECTIONS, FEATURES),
+    ("reference", ("dot", "capped", "additive", "scores"), DEVICES, DIRECTIONS, FEATURES),
     ("reference", ("kernel", "shares"), DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT, "weights")),
     ("reference", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT, "weights")),
-    ("tiled", ("dot", "additive", "scores"), DEVICES, DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
+    ("tiled", ("dot", "capped", "additive", "scores"), DEVICES, DIRECTIONS, _TILED),
     ("tiled", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT)),
     ("sdpa", ("dot",), DEVICES, DIRECTIONS, (*_FUSED, "dropout")),
     ("sdpa", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
-    ("triton", ("dot",), ("cuda",), DIRECTIONS, ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)),
+    ("triton", ("dot", "capped"), ("cuda",), DIRECTIONS, _TILED),
     ("triton", ("additive",), ("cuda",), DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT)),
     ("flex", ("dot",), ("cuda",), DIRECTIONS, _FUSED),
     ("flex", ("dot",), ("cpu",), ("forward",), _FUSED),

@@ -161,6 +161,7 @@ class CappedDot(Dot):
     """The scaled dot product with a soft cap (Gemma 2, 2024): s_ij = cap · tanh(scale · q_i · k_j / cap)."""
 
     name = "capped-dot"
+    kind = "capped"
 
     def __init__(self, cap: float, scale: float | None = None) -> None:
         super().__init__(scale)

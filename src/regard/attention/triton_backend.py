@@ -22,7 +22,7 @@ from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelativ
 from .frame import Frame
 from .mask import EMPTY, FULL, And, Mask, plan
 from .masks import Causal, Dense, Document, Everything, Lengths, Packed, ValidKeys, Window
-from .mechanisms import Dot
+from .mechanisms import CappedDot, Dot
 from .reference import draw_seed
 from .score_matrix import AttentionCall
 
@@ -40,7 +40,8 @@ def triton_is_fast(call: AttentionCall) -> bool:
         return False
     if torch.compiler.is_compiling() and _split(call.mask)[1]:  # a sparse plan is made outside the graph
         return False
-    return call.q.element_size() == 2 or call.mechanism.kind == "additive" or isinstance(call.bias, XLRelative)
+    only_tiles_compete = call.mechanism.kind != "dot" or isinstance(call.bias, XLRelative)
+    return call.q.element_size() == 2 or only_tiles_compete
 
 
 def triton_obstacle(call: AttentionCall) -> str | None:
@@ -59,6 +60,8 @@ def triton_obstacle(call: AttentionCall) -> str | None:
         return "this bias"
     if "xl" in kinds and _split(call.mask)[1]:
         return "a block-sparse mask with a Transformer-XL bias"
+    if "xl" in kinds and isinstance(call.mechanism, CappedDot):
+        return "capped scores with a Transformer-XL bias"
     if parts and not _is_dot(call):
         return "a bias with this mechanism"
     for part in parts:
@@ -70,7 +73,7 @@ def triton_obstacle(call: AttentionCall) -> str | None:
 
 
 def _is_dot(call: AttentionCall) -> bool:
-    return call.mechanism.kind == "dot"
+    return call.mechanism.kind in ("dot", "capped")
 
 
 def _scale(call: AttentionCall) -> float:
@@ -123,6 +126,7 @@ def options(call: AttentionCall) -> Options:
         offset=call.frame.steady[0] - call.frame.steady[1],
         seed=seed if call.dropout > 0 else None,
         dropout=call.dropout,
+        cap=call.mechanism.cap if isinstance(call.mechanism, CappedDot) else 0.0,
     )
     return replace(made, **_mask_options(call.mask, call.frame), **_bias_options(call.bias, call.frame))
 

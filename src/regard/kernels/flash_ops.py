@@ -87,7 +87,7 @@ def padded_width(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _dense_strides(x: Tensor | None) -> tuple[int, ...]:
+def dense_strides(x: Tensor | None) -> tuple[int, ...]:
     """From one batch row, head, eight queries, query and key to the next; 0 where batch or heads share.
 
     (B, H, T, S), or (B, H, T / 8, 8, S), whose queries need not follow one another in even steps.
@@ -128,7 +128,7 @@ def _row_phases(o: Options, n_rows: int, n_keys: int, block_m: int, block_n: int
     return first, 4 if o.left >= 0 or n_rows % block_m else 3
 
 
-def _flags(o: Options) -> dict[str, bool]:
+def flags(o: Options) -> dict[str, bool]:
     return {
         "LENGTHS": o.lengths is not None, "DOCS": o.q_docs is not None, "PLAN": o.row_plan is not None,
         "LEFT": o.left >= 0, "RIGHT": o.right >= 0, "CAP": o.cap != 0, "SLOPE": o.slopes is not None,
@@ -136,7 +136,7 @@ def _flags(o: Options) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def _tensors(
+def tensors(
     o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None, strip: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The pointers that all kernels take, q standing in for what is absent."""
@@ -144,7 +144,7 @@ def _tensors(
     return tuple(q if x is None else x for x in given)
 
 
-def _numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
+def numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
     """The scalars that all kernels take."""
     reach = 0 if o.table is None else o.table.shape[1] // 2
     threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
@@ -154,7 +154,7 @@ def _numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _strip(o: Options) -> Tensor | None:
+def make_strip(o: Options) -> Tensor | None:
     """The table laid out as the tiles read it (``attention_tiles.table_strip``), (H, 128, reach · 2 + 400) fp32."""
     if o.table is None:
         return None
@@ -213,11 +213,11 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | No
     lse = torch.empty(n_batch, n_heads, n_rows, dtype=torch.float32, device=q.device)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
     first, last = _key_phases(o, n_keys, block_n)
-    strip = _strip(o)
+    strip = make_strip(o)
     kernels.forward[(n_batch * n_heads, -(-n_rows // block_m))](
-        q, k, v, out, lse, *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_dense_strides(o.dense), *plan_strides(o.row_plan),
-        N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
+        q, k, v, out, lse, *tensors(o, q, ranges, o.row_plan, strip), *numbers(o, n_rows, n_keys), *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dense_strides(o.dense), *plan_strides(o.row_plan),
+        N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
@@ -242,17 +242,17 @@ def launch_backward(
     """Fill ``to``; returns the table's gradient (H, 2 · reach + 1) in fp32 where it is wanted."""
     q, k, v, d_out = (_rows_contiguous(x) for x in (q, k, v, d_out))
     (n_batch, n_heads, n_rows, d), (n_groups, n_keys), dv = q.shape, k.shape[1:3], v.shape[3]
-    row_dot, rep, strip = torch.empty_like(lse), n_heads // n_groups, _strip(o)
+    row_dot, rep, strip = torch.empty_like(lse), n_heads // n_groups, make_strip(o)
     block_m, block_n, warps, stages = tile_sizes("queries", q, v, o)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
     first, last = _key_phases(o, n_keys, block_n)
     band, d_far = _table_buffers(o, lse) if to.table else (row_dot, row_dot)
     kernels.backward_queries[(n_batch * n_heads, -(-n_rows // block_m))](
         q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
-        *_tensors(o, q, ranges, o.row_plan, strip), *_numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
+        *tensors(o, q, ranges, o.row_plan, strip), *numbers(o, n_rows, n_keys), band.shape[-1], *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *to.d_q.stride()[:3],
-        *_dense_strides(o.dense), *_dense_strides(to.d_dense), *plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep,
-        D=d, DV=dv, **_flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last,
+        *dense_strides(o.dense), *dense_strides(to.d_dense), *plan_strides(o.row_plan), N_HEADS=n_heads, REP=rep,
+        D=d, DV=dv, **flags(o), D_TABLE=to.table, D_DENSE=_sharing(to.d_dense, q), FIRST=first, LAST=last,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
@@ -260,10 +260,10 @@ def launch_backward(
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.k_docs, o.q_docs, block_n, block_m)
     first, last = _row_phases(o, n_rows, n_keys, block_m, block_n)
     kernels.backward_keys[(n_batch * n_groups, -(-n_keys // block_n))](
-        q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *_tensors(o, q, ranges, o.column_plan, strip),
-        *_numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
-        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *_dense_strides(o.dense), *plan_strides(o.column_plan),
-        N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **_flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,
+        q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *tensors(o, q, ranges, o.column_plan, strip),
+        *numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
+        *to.d_k.stride()[:3], *to.d_v.stride()[:3], *dense_strides(o.dense), *plan_strides(o.column_plan),
+        N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip
