@@ -41,6 +41,7 @@ from .flash_ops import (
 
 Args = tuple[Any, ...]
 BLOCK = PLAN_BLOCK
+PRECISION, WARPS, STAGES = "ieee", 4, 2
 _VARYING = ["first_block", "threshold", "first_row", "first_key", "first_head"]
 
 
@@ -284,11 +285,11 @@ def _launch(
     kernel: Any, grid: tuple[int, ...], q: Tensor, k: Tensor, o: Options, given: Args, extra: Args, **own: Any
 ) -> None:
     plan = o.column_plan if kernel is column_walk else o.row_plan
-    warps, stages = (4, 2) if q.shape[3] <= 128 else (8, 1)
+    warps, stages = (WARPS, STAGES) if q.shape[3] <= 128 else (8, 1)
     kernel[grid](
         q, k, *given, *tensors(o, q, None, plan, make_strip(o)), *numbers(o, q.shape[2], k.shape[2]), *q.stride()[:3],
         *k.stride()[:3], *dense_strides(o.dense), *plan_strides(plan), *extra, N_HEADS=q.shape[1],
-        REP=q.shape[1] // k.shape[1], D=q.shape[3], **flags(o), PRECISION="ieee", **own, BLOCK=BLOCK,
+        REP=q.shape[1] // k.shape[1], D=q.shape[3], **flags(o), PRECISION=PRECISION, **own, BLOCK=BLOCK,
         BLOCK_D=padded_width(q.shape[3]), num_warps=warps, num_stages=stages
     )  # fmt: skip
 
