@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) --dist worksteal
 PYTEST_SERIAL   := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
 
-.PHONY: help install browser test check lint types format demo bench faults clean
+.PHONY: help install browser test check lint types format demo bench faults trust clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ check: lint types  ## the inner loop, under 2 minutes: linters, types, the quick
 
 faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (about half an hour)
 	$(BIN)/python tests/faults.py
+
+trust: browser  ## try every promise of docs/trust.md at full size (an hour and a half) and write its table
+	$(BIN)/python tests/trust/promises.py
 
 lint: $(STAMP)  ## ruff, format and rules
 	$(BIN)/ruff format --check .

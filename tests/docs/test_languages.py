@@ -15,7 +15,7 @@ from regard.cli import app
 from . import markdown
 
 ROOT = markdown.ROOT
-PAGES_IN_BOTH = [ROOT / "docs" / f"{name}.md" for name in ("build", "labels", "look", "results", "ship")]
+PAGES_IN_BOTH = [ROOT / "docs" / f"{name}.md" for name in ("build", "labels", "look", "results", "ship", "trust")]
 ENGLISH = [ROOT / "README.md", *PAGES_IN_BOTH, *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 PAGES = [pytest.param(file, id=markdown.name_of(file)) for file in markdown.documents()]
 

@@ -285,10 +285,10 @@ def test_a_damaged_one_is_told_of_and_the_one_before_is_used(
     assert same(checkpoints.at(200).tensors(), some_tensors(3))
 
 
-def test_one_without_a_manifest_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     (Checkpoints(tmp_path, keep=1).write(1, some_tensors(), {}) / "manifest.json").unlink()
-    assert Checkpoints(tmp_path, keep=1).latest() is None
-    assert "manifest.json" in caplog.text
+    with pytest.raises(BadModelFile, match=r"no checkpoint that is whole: .*manifest\.json"):
+        Checkpoints(tmp_path, keep=1).latest()
 
 
 @pytest.mark.parametrize(

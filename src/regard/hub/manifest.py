@@ -59,13 +59,16 @@ class Manifest:
                 manifest = cls({name: Entry(**entry) for name, entry in files.items()}, rest.get("training"))
             case _:
                 raise BadModelFile(f"{root / NAME} is not a manifest of regard's")
-        if manifest.text() != text:  # so that not a bit of it can change unseen
+        if text not in (manifest.text(), manifest.text(digest=False)):  # so that not a bit of it can change unseen
             raise BadModelFile(f"{root / NAME} is damaged: it is not written as regard writes it")
         return manifest
 
-    def text(self) -> bytes:
+    def text(self, *, digest: bool = True) -> bytes:
+        """manifest.json; ``digest``: with the SHA-256 of the training record, which older versions did not write."""
         files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
-        training = {} if self.training is None else {"training": self.training}
+        training: dict[str, Any] = {} if self.training is None else {"training": self.training}
+        if training and digest:
+            training["training_sha256"] = hashlib.sha256(to_json(training)).hexdigest()
         return to_json({"regard_manifest": _VERSION, **training, "files": files})
 
     def write(self, root: Path) -> None:

@@ -99,15 +99,23 @@ class Checkpoints:
         return Checkpoint(self._path(step))
 
     def latest(self) -> Checkpoint | None:
-        """The newest that is what its manifest says; None where there is none. Damaged ones are told of in the log."""
+        """The newest that is what its manifest says; damaged ones after it are told of in the log. None where there is
+        none at all; where all are damaged, BadModelFile: a run that went on from nothing would lose what was done."""
 
         def newest() -> int | None:
+            faults: list[BadModelFile | OSError] = []
             for step in reversed(self.steps()):
                 try:
-                    return self._check_step(step)
+                    self._check_step(step)
                 except (BadModelFile, OSError) as error:
                     self._damaged.add(step)
-                    _log.warning("%s; the checkpoint before it is taken", error)
+                    faults.append(error)
+                else:
+                    for fault in faults:
+                        _log.warning("%s; the checkpoint before it is taken", fault)
+                    return step
+            if faults:
+                raise BadModelFile(f"{self.root} has no checkpoint that is whole: {faults[0]}")
             return None
 
         step = self._choose_on_main(newest)

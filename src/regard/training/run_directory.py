@@ -219,8 +219,8 @@ class RunDirectory:
             name = f"the average of steps {', '.join(map(str, last))}"
             return self._model_with(average(_weights(x, has_ema) for x in found), last[-1], name, merged), name
         latest = checkpoints.latest()
-        if latest is None:
-            raise BadModelFile(f"{self.root} has no checkpoint that is whole")
+        if latest is None:  # removed meanwhile
+            raise BadModelFile(f"{self.root} has no checkpoint")
         chosen, note = latest if step is None else checkpoints.at(step), ", averaged as it went" if has_ema else ""
         with wrong_values_as_bad_file(latest.path / "state.json"):
             best = latest.state["at"]["best_step"]
