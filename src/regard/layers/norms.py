@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.d,), self.weight, self.bias, self.eps)
+        with keep_half(self.weight):
+            return F.layer_norm(x, (self.d,), self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.d}, eps={self.eps}, bias={self.bias is not None}"
@@ -52,7 +55,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.offset == 0.0 and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, (self.d,), self.weight, self.eps)
+            with keep_half(self.weight):
+                return F.rms_norm(x, (self.d,), self.weight, self.eps)
         # In fp32: weight + offset rounded to bf16 would lose small weights, and the fused kernel wants one dtype, which
         # half-precision activations and fp32 weights (autocast) do not have. The narrower of the two goes on.
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -61,6 +65,14 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.d}, eps={self.eps}, offset={self.offset}"
+
+
+def keep_half(weight: Tensor) -> AbstractContextManager[object]:
+    """Around a norm: the output of one with half-precision weights stays so under autocast, which would make it fp32;
+    the kernels sum in fp32 either way."""
+    if weight.dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(weight.device.type):
+        return nullcontext()
+    return torch.autocast(weight.device.type, enabled=False)
 
 
 def make_norm(kind: str, d: int, eps: float = 1e-5, *, bias: bool = True, offset: float = 0.0) -> nn.Module:

@@ -30,6 +30,7 @@ from .reporter import Reporter
 from .shards import is_sharded
 from .signals import Interrupted, Signals, broken_gradient, broken_output
 from .tasks import Task
+from .working_weights import WorkingWeights
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Prefetch(AbstractContextManager["Prefetch"]):
             return self._make(number).to(self._device)
         for ahead in range(number, number + self._stride * self._ahead, self._stride):
             if ahead not in self._coming:
-                self._coming[ahead] = self._pool.submit(lambda n: self._make(n).pin_memory(), ahead)
+                self._coming[ahead] = self._pool.submit(lambda n: self._make(n).counted().pin_memory(), ahead)
         return self._coming.pop(number).result().to(self._device)
 
     def __exit__(self, *exception: object) -> None:
@@ -96,6 +97,27 @@ class Position:
         self.micro, self.losses, self.n_targets, self.n_tokens = 0, [], 0, 0
 
 
+@dataclass(frozen=True)
+class UnreadStep:
+    """A step whose loss and gradient norm are still on the GPU: whether they are finite is read during the next."""
+
+    step: int
+    batches: list[Batch]
+    numbers: list[int]
+    loss: Tensor
+    norm: Tensor
+    finite: Tensor  # one bool, in pinned memory, once ``copied`` is done
+    copied: torch.cuda.Event
+
+    @classmethod
+    def of(cls, step: int, batches: list[Batch], numbers: list[int], loss: Tensor, norm: Tensor) -> UnreadStep:
+        finite = torch.empty((), dtype=torch.bool, pin_memory=True)
+        finite.copy_(loss.isfinite() & norm.isfinite(), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(step, batches, numbers, loss, norm, finite, copied)
+
+
 @dataclass
 class Loop:
     """Everything a run consists of, put together by ``trainer.py``, and the loop over it."""
@@ -112,11 +134,13 @@ class Loop:
     checkpoints: Checkpoints
     reporter: Reporter
     ema: Ema | None = None
+    working: WorkingWeights | None = None  # whose objective ``step_module`` then is
     callbacks: Sequence[Callable[[StepRecord], None]] = ()
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     at: Position = field(default_factory=Position)
     saved: int | None = None  # the step of the last checkpoint that was written or read
     stopgap: int | None = None  # a checkpoint written only because the run was asked to stop: the next replaces it
+    unread: UnreadStep | None = None  # the last step, until it is known to be finite
 
     def run(self) -> None:
         """From where it stands to ``train.steps``; raises Interrupted or Diverged when it does not get there."""
@@ -135,6 +159,8 @@ class Loop:
                         self._save_and_stop(signals.asked)
                     self._accumulate(batch, number)
                 loss, norm, lr = self._update(batches, numbers)
+                if self.callbacks or at.step == 1 or self._due(train.log_every) or at.step == train.steps:
+                    self._check_finite()  # before anybody sees the numbers
                 at.seconds += time.perf_counter() - started
                 numbers_of_routers = self.objective.router_numbers
                 self.reporter.step(
@@ -177,6 +203,8 @@ class Loop:
                 # Gradients of several processes are averaged; what is wanted is their sum.
                 loss = self.step_module(batch) * (self.group.world / max(1, self.at.n_targets))
             self.precision.backward(loss)
+        if self.working is not None:
+            self.working.hand_over_gradients()
         self.at.losses.append(loss.detach() / self.group.world)
         self.at.micro += 1
 
@@ -185,22 +213,47 @@ class Loop:
         self.precision.unscale(self.optimiser.optimisers)
         norm = clip_grad_norm(self.objective.parameters(), self.train.clip)
         loss = self.group.sum(torch.stack([torch.as_tensor(x, device=norm.device) for x in self.at.losses]).sum())
-        finite_loss, finite_norm = torch.stack([loss.isfinite(), norm.isfinite()]).tolist()
-        # Gradients may have overflowed only because the loss is scaled up, which the scaler then does less.
-        may_skip = self.precision.scales and self.precision.state()["scale"] > 1
-        if not finite_loss or not (finite_norm or may_skip):
-            raise self._diverged(batches, numbers, float(loss), float(norm))
+        finite_norm = True
+        if norm.is_cuda and not self.precision.scales:
+            self._check_finite()  # of the step before, while the GPU works on this one
+            self.unread = UnreadStep.of(self.at.step + 1, batches, numbers, loss, norm)
+            self.optimiser.skip_where(~(loss.isfinite() & norm.isfinite()))
+        else:
+            finite_loss, finite_norm = torch.stack([loss.isfinite(), norm.isfinite()]).tolist()
+            # Gradients may have overflowed only because the loss is scaled up, which the scaler then does less.
+            may_skip = self.precision.scales and self.precision.state()["scale"] > 1
+            if not finite_loss or not (finite_norm or may_skip):
+                raise self._diverged(self.at.step + 1, batches, numbers, float(loss), float(norm))
         factor = self.schedule(self.at.step + 1)
         self.optimiser.set_lr(factor)
         # A scaler would skip only those optimisers whose own gradients overflowed; a step is made whole or not at all.
         self.precision.step(self.optimiser.optimisers if finite_norm else [])
         self.optimiser.zero_grad()
+        if self.working is not None:
+            self.working.refresh()
         if self.ema is not None:
             self.ema.update()
         self.at.step += 1
         return loss, norm, factor * self.train.lr
 
-    def _diverged(self, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
+    def _check_finite(self) -> None:
+        """Diverged where the last step's loss or gradients were not finite. The optimiser then left the weights as
+        they were, so what broke is found by computing that step again."""
+        last, self.unread = self.unread, None
+        if last is None:
+            return
+        last.copied.synchronize()
+        if last.finite:
+            return
+        self.optimiser.zero_grad()
+        for batch, number in zip(last.batches, last.numbers, strict=True):
+            seed_everything(self.train.seed, "batch", number)
+            with self.precision.forward():
+                loss = self.objective(batch)
+            loss.backward()
+        raise self._diverged(last.step, last.batches, last.numbers, float(last.loss), float(last.norm))
+
+    def _diverged(self, step: int, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
         output = None
         with gather_parameters(self.objective), self.precision.forward():
             for batch, number in zip(batches, numbers, strict=True):
@@ -210,7 +263,7 @@ class Loop:
         outputs, gradients = zip(*self.group.gather_objects((output, broken_gradient(self.objective))), strict=True)
         place = next((found for found in (*outputs, *gradients) if found), "the loss")
         return Diverged(
-            f"step {self.at.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; not finite first in {place}; "
+            f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}; not finite first in {place}; "
             f"{self._last_checkpoint()}"
         )
 
@@ -238,6 +291,7 @@ class Loop:
     def _evaluate(self) -> bool:
         """Look at held-out data; True where it was never better."""
         train, found, shown = self.train, None, []
+        self._check_finite()
         self._check_weights()
         with self.reporter.paused():
             with self._evaluation_mode():
@@ -296,6 +350,7 @@ class Loop:
         at = self.at
         if self.saved == at.step and not at.micro:
             return
+        self._check_finite()
         tensors, state = self._tensors(), self._state()
         # Finite gradients may still make weights that are not, and a step may be left half done: neither is kept. Of a
         # scaled loss gradients may overflow; the scaler sees to those.
@@ -338,6 +393,8 @@ class Loop:
         with wrong_values_as_bad_file(checkpoint.path / "state.json"):
             self._restore_state(state, checkpoint.step)
         checkpoint.fill("model/", self.model.state_dict())
+        if self.working is not None:
+            self.working.refresh()
         self.optimiser.load_state_tensors(checkpoint.tensors("optimiser/"))
         if self.ema is not None:
             self.ema.load_state_tensors(checkpoint.tensors("ema/"))

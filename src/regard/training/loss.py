@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention.triton_backend import HAS_TRITON
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
@@ -42,8 +44,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On a device; from pinned memory the copy does not wait."""
-        moved = self._map(lambda x: x.to(device, non_blocking=True))
-        return replace(moved, n_counted=self.n_targets)
+        return self.counted()._map(lambda x: x.to(device, non_blocking=True))
+
+    def counted(self) -> Batch:
+        """The same, its targets counted."""
+        return replace(self, n_counted=self.n_targets)
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
@@ -66,6 +71,7 @@ def shift_targets(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
 _BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # fp16 has nothing between 0 and 6e-8: probabilities, at most 1, are lifted out of the way of that, exactly.
 _LIFT = 2.0**15
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _ROWS_AT_ONCE = {"cuda": 8192}  # of logits in ``token_losses``; 1024 elsewhere
 LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum over the batch's targets
 
@@ -105,6 +111,7 @@ def linear_cross_entropy(
     *,
     n_counted: int | None = None,
     chunk: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """``cross_entropy(hidden @ weightᵀ + bias, targets)`` whose logits, where they are large, are never held whole.
 
@@ -113,22 +120,31 @@ def linear_cross_entropy(
 
     Rows without a target are left out of the products. Counting them on a GPU would synchronise, so there all rows
     are computed unless ``n_counted`` gives the exact number of targets other than IGNORE.
-    ``chunk`` rows at a time, else as many as suit the device.
+    ``chunk`` rows at a time, else as many as suit the device. ``cap``: of logits cap · tanh(logit / cap).
 
+    In bf16 on a GPU a kernel of ours (``kernels.cross_entropy``) computes the same, whatever the size.
     torch 2.13 has a chunked loss too: without label smoothing, without torch.compile, and with every row.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten()
     most = _BYTES.get(rows.device.type, _BYTES["cuda"]) // (4 * weight.shape[0])
     skips_rows = n_counted is not None and 2 * n_counted <= rows.shape[0]  # worth leaving out the others, however small
-    if chunk is None and rows.shape[0] <= most and not skips_rows:
-        return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
     device = rows.device.type
     low = torch.is_autocast_enabled(device) and rows.dtype != torch.float64  # which autocast leaves as it is
     dtype = torch.get_autocast_dtype(device) if low else rows.dtype
-    size = max(1, most) if chunk is None else chunk
-    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs)
+    fused = has_fused_loss(rows.device, dtype)
+    if not fused and cap is not None:
+        return cross_entropy(torch.tanh(F.linear(rows, weight, bias) / cap) * cap, flat, smoothing)
+    if not fused and chunk is None and rows.shape[0] <= most and not skips_rows:
+        return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
+    size = max(1, most) if chunk is None and not fused else chunk
+    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs, cap)
     return total
+
+
+def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the loss of a product of this type is computed by the kernel of ``kernels.cross_entropy``."""
+    return dtype == torch.bfloat16 and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
 
 
 @torch.library.custom_op("regard::linear_cross_entropy", mutates_args=())
@@ -138,19 +154,23 @@ def _chunked(
     bias: Tensor | None,
     targets: Tensor,
     smoothing: float,
-    chunk: int,
+    chunk: int | None,
     n_counted: int | None,
     dtype: torch.dtype,
     for_hidden: bool,
     for_weight: bool,
     for_bias: bool,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and its gradients: that of a chunk is made beside its loss, softmax(z) - y, and its logits can go.
 
     An operator of its own, so that torch.compile takes it as it is, whatever the lengths, and never unrolls the chunks.
     """
-    total, d_hidden, d_weight, d_bias = _zeros(hidden, weight, for_hidden, for_weight, for_bias)
     places = _places(targets, n_counted)
+    if has_fused_loss(hidden.device, dtype):
+        return _fused(hidden, weight, bias, targets, places, smoothing, cap, chunk, (for_hidden, for_weight, for_bias))
+    assert chunk is not None
+    total, d_hidden, d_weight, d_bias = _zeros(hidden, weight, dtype, for_hidden, for_weight, for_bias)
     n_rows = targets.shape[0] if places is None else places.shape[0]
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):  # each product's dtype is chosen here
@@ -166,6 +186,28 @@ def _chunked(
             if for_weight:
                 d_weight += _product(d_logits.T, x)
     return total, d_hidden, d_weight, d_bias
+
+
+def _fused(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    places: Tensor | None,
+    smoothing: float,
+    cap: float | None,
+    chunk: int | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from ..kernels.cross_entropy import linear_cross_entropy_and_slopes as compute
+
+    if places is None:
+        return compute(hidden, weight, bias, targets, IGNORE, smoothing, cap, chunk, needs)
+    some = compute(hidden[places], weight, bias, targets[places], IGNORE, smoothing, cap, chunk, needs)
+    total, d_hidden, *others = some
+    if needs[0]:
+        d_hidden = d_hidden.new_zeros(hidden.shape).index_copy_(0, places, d_hidden)
+    return total, d_hidden, *others
 
 
 def _places(targets: Tensor, n_counted: int | None) -> Tensor | None:
@@ -210,11 +252,12 @@ def _product(slope: Tensor, x: Tensor) -> Tensor:
 
 
 def _zeros(
-    hidden: Tensor, weight: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, for_hidden: bool, for_weight: bool, for_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum and the three gradients to begin with; those nobody needs have no numbers."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = hidden.new_zeros((), dtype=wide)
+    wide = dtype if has_fused_loss(hidden.device, dtype) else wide
     d_hidden = hidden.new_zeros(hidden.shape if for_hidden else 0, dtype=wide)
     d_weight = hidden.new_zeros(weight.shape if for_weight else 0, dtype=wide)
     return total, d_hidden, d_weight, hidden.new_zeros(len(weight) if for_bias else 0, dtype=wide)
@@ -222,12 +265,12 @@ def _zeros(
 
 @_chunked.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _zeros(hidden, weight, *rest[-3:])
+    return _zeros(hidden, weight, *rest[5:9])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
-    ctx.needs = inputs[-3:]
+    ctx.needs = inputs[8:11]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -236,7 +279,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     slopes = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
     grads = [(slope * d_total).to(dtype) if needed else None for slope, dtype, needed in slopes]
-    return (*grads, *[None] * 8)
+    return (*grads, *[None] * 9)
 
 
 _chunked.register_autograd(_backward, setup_context=_setup_context)
@@ -305,11 +348,9 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
         losses = label_losses(logits, targets, problem_type)
         return (losses if batch.weights is None else losses * batch.weights).sum()
     states, weight = _states_and_weight(model, batch)
-    if head.cap is not None:
-        return cross_entropy(head.cap_logits(F.linear(states, weight, head.bias)), batch.targets, smoothing)
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted
-    return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets)
+    return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets, cap=head.cap)
 
 
 @torch.no_grad()

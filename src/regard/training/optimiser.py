@@ -141,6 +141,8 @@ class Muon(torch.optim.Optimizer):
     def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum = group["lr"], group["momentum"]
         grads = [param.grad for param in params if param.grad is not None]
+        if (skips := getattr(self, "found_inf", None)) is not None:
+            grads = [torch.where(skips > 0, 0.0, grad) for grad in grads]
         for param in params:
             if "momentum" not in self.state[param]:
                 self.state[param]["momentum"] = torch.zeros_like(param)
@@ -238,6 +240,12 @@ class Optimiser:
         """``factor`` (what a Schedule gives) times each group's peak."""
         for group in self._groups():
             group["lr"] = group[_PEAK] * factor
+
+    def skip_where(self, broken: Tensor) -> None:
+        """Where this bool, which may still be on its way on a GPU, is true, the next step changes no weight; of Muon's
+        it may still add their momentum."""
+        for optimiser in self.optimisers:
+            optimiser.found_inf = broken.float()  # type: ignore[attr-defined]  # what fused kernels read, as a GradScaler gives it
 
     def step(self) -> None:
         for optimiser in self.optimisers:

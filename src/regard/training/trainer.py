@@ -55,6 +55,7 @@ from .run_directory import (
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
+from .working_weights import WorkingWeights, uses_working_weights
 
 Callback = Callable[[StepRecord], None]
 
@@ -279,7 +280,8 @@ def _run(
     objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
     choice = _choose_precision(config, objective, first, group, run)
     precision = Precision(choice.precision, group.device)
-    step_module: nn.Module = objective
+    working = WorkingWeights(objective, precision.dtype) if uses_working_weights(precision, group) else None
+    step_module: nn.Module = objective if working is None else working.objective
     if group.is_distributed:
         kind = "ddp" if config.train.parallel == "auto" else config.train.parallel
         step_module = parallelise(objective, kind, group, precision.dtype)
@@ -311,6 +313,7 @@ def _run(
         checkpoints=checkpoints,
         reporter=reporter,
         ema=None if config.train.ema is None else Ema(model, config.train.ema),
+        working=working,
         callbacks=callbacks,
     )
     with reporter, precision.settings():

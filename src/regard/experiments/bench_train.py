@@ -1,0 +1,303 @@
+"""``regard bench train``: how fast a training step is, beside plain torch and transformers in the same run.
+
+Tokens are random: the time of a step does not depend on which they are. A step is forward, backward, the norm of the
+gradient, AdamW; medians after a warm-up. Peers are written as their users write them, with autocast in half precision:
+a decoder as nanoGPT has it (vocabulary padded to a multiple of 64), an encoder-decoder around ``nn.Transformer``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, TrainConfig
+from ..models.build import build
+from ..training.compilation import Compiled
+from ..training.loss import Batch, Objective
+from ..training.optimiser import build_optimiser
+from ..training.parallel import Group, clip_grad_norm
+from ..training.precision import Precision, PrecisionName
+from ..training.working_weights import WorkingWeights, uses_working_weights
+from .benchmarking import format_table
+
+Contender = Literal["regard", "torch", "transformers"]
+CONTENDERS: tuple[Contender, ...] = ("regard", "torch", "transformers")
+_RECIPE = TrainConfig(lr=6e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+Step = Callable[[Batch], Tensor]  # one whole training step → its loss, still on the device
+
+
+@dataclass(frozen=True)
+class TrainingSpeed:
+    """One contender: the median of its steps; ``memory`` of a GPU, at most; ``note`` where it could not be measured."""
+
+    contender: str
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    memory: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    name: str
+    device: str
+    batch: int
+    length: int
+    precision: str
+    compiled: bool
+    cases: list[TrainingSpeed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON."""
+        return {**asdict(self), "torch": torch.__version__}
+
+    def to_text(self) -> str:
+        how = f"{self.precision}, {'compiled' if self.compiled else 'eager'}, {self.device}, torch {torch.__version__}"
+        rows = [["step of", "ms", "tokens/s", "of regard's", "GPU memory, GiB"]]
+        ours = next((x.tokens_per_s for x in self.cases if x.contender == "regard"), None)
+        for x in self.cases:
+            if x.step_s is None or x.tokens_per_s is None:
+                rows.append([x.contender, x.note, "", "", ""])
+                continue
+            share = "" if ours is None else f"{x.tokens_per_s / ours:.2f}"
+            memory = "" if x.memory is None else f"{x.memory / 2**30:.1f}"
+            rows.append([x.contender, f"{1e3 * x.step_s:,.1f}", f"{x.tokens_per_s:,.0f}", share, memory])
+        return f"{self.name}, {self.batch} × {self.length} tokens: {how}\n\n{format_table(rows)}"
+
+
+def bench_train(
+    config: ModelConfig,
+    name: str,
+    *,
+    batch: int = 8,
+    length: int = 64,
+    precision: PrecisionName = "fp32",
+    compile: bool = False,
+    contenders: Sequence[Contender] = CONTENDERS,
+    steps: int = 10,
+    device: torch.device | str = "cpu",
+    progress: Callable[[str], None] = lambda line: None,
+) -> TrainBench:
+    """Tokens a second of each contender at one shape; of an encoder-decoder its target tokens, sources as long."""
+    if config.head != "lm" or config.source != "text" or config.architecture not in ("decoder", "encoder-decoder"):
+        raise ValueError(f"{name} is no decoder or encoder-decoder of text; this benchmark needs one")
+    if length > config.max_len:
+        raise ValueError(f"{length} tokens do not fit into max_len={config.max_len} of {name}")
+    device, cases = torch.device(device), []
+    made = random_batch(config, batch, length).to(device)
+    for contender in contenders:
+        progress(f"{contender}, {batch} × {length}")
+        torch.manual_seed(0)
+        try:
+            how = Precision(precision, device)
+            with how.settings():
+                seconds, memory = measure_steps(STEPS[contender](config, how, compile), made, device, steps)
+            cases.append(TrainingSpeed(contender, seconds, batch * length / seconds, memory))
+        except (ImportError, torch.OutOfMemoryError) as error:
+            cases.append(TrainingSpeed(contender, note=str(error).splitlines()[0]))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return TrainBench(name, where, batch, length, precision, compile, cases)
+
+
+def random_batch(config: ModelConfig, batch: int, length: int) -> Batch:
+    generator = torch.Generator().manual_seed(batch)
+    source, target = (torch.randint(3, config.vocab_size, (batch, length + 1), generator=generator) for _ in range(2))
+    inputs = (target[:, :-1].contiguous(),)
+    if config.architecture == "encoder-decoder":
+        inputs = (source[:, :-1].contiguous(), *inputs)
+    return Batch(inputs, target[:, 1:].contiguous(), n_tokens=batch * length)
+
+
+def measure_steps(step: Step, batch: Batch, device: torch.device, steps: int) -> tuple[float, int | None]:
+    """The median seconds of a step, and the most GPU memory. On a GPU the host never waits within the measurement."""
+    for _ in range(3):
+        step(batch)
+    if device.type != "cuda":
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            step(batch)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times), None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step(batch)
+        event.record()
+    torch.cuda.synchronize()
+    gaps = [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+    return statistics.median(gaps), torch.cuda.max_memory_allocated()
+
+
+# ---- the contenders
+
+
+def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
+    """The loop's own step without the loop: what ``regard train`` can reach at most."""
+    model = build(config).to(precision.device)
+    objective = Objective(model).train()
+    working = WorkingWeights(objective) if uses_working_weights(precision, Group(device=precision.device)) else None
+    inner = objective if working is None else working.objective
+    module: nn.Module = Compiled(inner) if compile else inner
+    optimiser = build_optimiser(model, _RECIPE)
+
+    def step(batch: Batch) -> Tensor:
+        with precision.forward():
+            loss = module(batch) / batch.targets.numel()
+        precision.backward(loss)
+        if working is not None:
+            working.hand_over_gradients()
+        clip_grad_norm(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        if working is not None:
+            working.refresh()
+        return loss.detach()
+
+    return step
+
+
+def plain_step(module: nn.Module, precision: Precision, compile: bool) -> Step:
+    """How nanoGPT's ``train.py`` makes a step: fp32 weights, autocast, fused AdamW."""
+    module.to(precision.device).train()
+    fast: Any = torch.compile(module) if compile else module
+    matrices, others = [p for p in module.parameters() if p.dim() > 1], [p for p in module.parameters() if p.dim() < 2]
+    groups: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=precision.device.type == "cuda")
+    forward: Callable[[], AbstractContextManager[Any]] = precision.forward
+
+    def step(batch: Batch) -> Tensor:
+        with forward():
+            loss = fast(*batch.inputs, batch.targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+class PlainDecoderLayer(nn.Module):
+    """A layer of GPT-2 in plain torch."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.d_model
+        self.n_heads = config.n_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.gelu = nn.Linear(width, config.d_ff), nn.Linear(config.d_ff, width), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (h.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for h in self.qkv(self.norm_1(x)).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.down(self.gelu(self.up(self.norm_2(x))))
+
+
+class PlainDecoder(nn.Module):
+    """GPT-2 as nanoGPT has it: tied head, vocabulary padded to 64s.   tokens, targets (B, T) → mean loss"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        n_tokens = -(-config.vocab_size // 64) * 64
+        self.token, self.position = nn.Embedding(n_tokens, config.d_model), nn.Embedding(config.max_len, config.d_model)
+        self.layers = nn.ModuleList(PlainDecoderLayer(config) for _ in range(config.n_layers))
+        self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, n_tokens, bias=False)
+        self.head.weight = self.token.weight
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class PlainTranslator(nn.Module):
+    """``nn.Transformer`` with a shared, tied table.   source, target, targets (B, T) → mean loss"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, n_heads = config.d_model, config.n_heads
+        n_layers, n_decoder_layers = config.n_layers, config.n_decoder_layers or config.n_layers
+        self.token, self.position = nn.Embedding(config.vocab_size, width), nn.Embedding(config.max_len, width)
+        nn.init.normal_(self.token.weight, std=width**-0.5)
+        self.dropout, self.scale = nn.Dropout(config.embedding_dropout), width**0.5
+        self.body = nn.Transformer(
+            width, n_heads, n_layers, n_decoder_layers, config.d_ff, config.dropout, batch_first=True
+        )
+
+    def forward(self, source: Tensor, target: Tensor, targets: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        states = self.body(self._embed(source), self._embed(target), tgt_mask=mask, tgt_is_causal=True)
+        return F.cross_entropy(F.linear(states, self.token.weight).flatten(0, 1), targets.flatten())
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) * self.scale + self.position(places))
+
+
+class HuggingFaceLoss(nn.Module):
+    """A model of transformers with the mean loss of its logits, so that no label is shifted twice."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if find_spec("transformers") is None:
+            raise ImportError("transformers is not installed")
+        import transformers
+
+        sizes: dict[str, Any]
+        if config.architecture == "decoder":
+            sizes = {"n_embd": config.d_model, "n_layer": config.n_layers, "n_head": config.n_heads}
+            rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+            sizes |= {"vocab_size": config.vocab_size, "n_positions": config.max_len, "n_inner": config.d_ff}
+            settings = transformers.GPT2Config(use_cache=False, **sizes, **rates)
+            self.body: Any = transformers.GPT2LMHeadModel(settings)
+            return
+        sizes = {"d_model": config.d_model, "encoder_layers": config.n_layers, "encoder_ffn_dim": config.d_ff}
+        sizes |= {"decoder_layers": config.n_decoder_layers or config.n_layers, "decoder_ffn_dim": config.d_ff}
+        sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), config.n_heads)
+        settings = transformers.MarianConfig(
+            vocab_size=config.vocab_size, dropout=config.dropout, activation_function="relu", use_cache=False,
+            max_position_embeddings=config.max_len, scale_embedding=True, pad_token_id=0, eos_token_id=2,
+            decoder_start_token_id=1, **sizes,
+        )  # fmt: skip
+        self.body = transformers.MarianMTModel(settings)
+
+    def forward(self, *tokens: Tensor) -> Tensor:
+        *inputs, targets = tokens
+        names = ("input_ids",) if len(inputs) == 1 else ("input_ids", "decoder_input_ids")
+        logits = self.body(**dict(zip(names, inputs, strict=True))).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def torch_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
+    plain = PlainDecoder if config.architecture == "decoder" else PlainTranslator
+    return plain_step(plain(config), precision, compile)
+
+
+def transformers_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
+    return plain_step(HuggingFaceLoss(config), precision, compile)
+
+
+STEPS: dict[Contender, Callable[[ModelConfig, Precision, bool], Step]] = {
+    "regard": regard_step,
+    "torch": torch_step,
+    "transformers": transformers_step,
+}

@@ -1,0 +1,59 @@
+"""Weights to compute with in half precision, beside the fp32 weights that are trained, averaged and saved.
+
+Of mixed precision (Micikevicius et al. 2018) autocast keeps one set of weights, converts it in every pass and keeps the
+residual stream in fp32. Here the model of the run keeps its fp32 weights (the "master" weights), and a copy of it in
+bf16 computes loss and gradients: half the bytes in every pass, and nothing to convert but once a step.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .loss import Objective
+from .parallel import Group
+from .precision import Precision
+
+
+def uses_working_weights(precision: Precision, group: Group) -> bool:
+    """In bf16 on one GPU. On a CPU, in fp16, whose loss is scaled, and over several processes autocast converts."""
+    return precision.dtype == torch.bfloat16 and precision.device.type == "cuda" and not group.is_distributed
+
+
+class WorkingWeights:
+    """``objective``: the given one over a copy of its model whose fp32 parameters are in ``dtype``.
+
+    Buffers, tokenizers and the reference model are shared with the original; parameters that are tied stay tied.
+    """
+
+    def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16) -> None:
+        model = objective.model
+        self._pairs = [(p, _half(p, dtype)) for p in model.parameters() if p.dtype == torch.float32]
+        memo: dict[int, Any] = {id(shared): shared for shared in (model.processor, model.provenance, *model.buffers())}
+        memo |= {id(own): half for own, half in self._pairs}
+        copied = copy.deepcopy(model, memo)
+        self.objective = Objective(copied, objective.smoothing, objective.loss, objective.reference)
+        self.objective.train()
+
+    @torch.no_grad()
+    def hand_over_gradients(self) -> None:
+        """Add the gradients of the working weights, which are then gone, to those of the model in fp32."""
+        pairs = [(own, half.grad) for own, half in self._pairs if half.grad is not None]
+        wide = [torch.empty_like(own) for own, _ in pairs]
+        torch._foreach_copy_(wide, [grad for _, grad in pairs])
+        for (own, _), grad in zip(pairs, wide, strict=True):
+            own.grad = grad if own.grad is None else own.grad.add_(grad)
+        for _, half in self._pairs:
+            half.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the model's weights as they are now: after a step of the optimiser, and after they were read."""
+        torch._foreach_copy_([half.detach() for _, half in self._pairs], [own.detach() for own, _ in self._pairs])
+
+
+def _half(p: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
