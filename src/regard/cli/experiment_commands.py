@@ -90,7 +90,10 @@ def ablate(
         raise typer.Exit(1)
 
 
-bench_app = typer.Typer(help="Measure: attention against length, generation by batch and beam.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure: attention against length, generation by batch and beam, a training step beside its peers.",
+    no_args_is_help=True,
+)
 
 
 def _parse_numbers(text: str, option: str) -> list[int]:
@@ -177,6 +180,53 @@ def generate(
         n_new=new,
         progress=terminal.progress,
     )
+    terminal.print_result(result, as_json)
+
+
+@bench_app.command("train")
+def bench_training(
+    model: Annotated[
+        str, argument("MODEL", "A preset of a decoder or an encoder-decoder.", completion.presets_or_models)
+    ],
+    words: Words = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text, and of its source.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps whose median is taken.")] = 10,
+    peers: Annotated[str, typer.Option(help="regard, torch, transformers, separated by commas.")] = (
+        "regard,torch,transformers"
+    ),
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How fast a training step is, beside plain torch and transformers in the same run.
+
+    Words change the model (model.n_layers=4), the precision (train.precision=bf16) and compilation (train.compile=on).
+    """
+    from regard.config import ModelConfig, TrainConfig
+    from regard.config.overrides import build_section, parse_overrides
+    from regard.experiments.bench_train import CONTENDERS, bench_train
+    from regard.experiments.cost import resolve_model
+
+    wanted = split_commas(peers)
+    for peer in wanted:
+        if peer not in CONTENDERS:
+            raise typer.BadParameter(f"{peer!r} is none of {', '.join(CONTENDERS)}", param_hint="--peers")
+    typed = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
+    recipe = build_section("train", TrainConfig, typed.get("train", {}))
+    _, config, _ = resolve_model(model, dict(typed.get("model", {})))
+    with terminal.usage_errors("length"):
+        result = bench_train(
+            config,
+            model,
+            batch=batch,
+            length=length,
+            precision=recipe.precision,
+            compile=None if recipe.compile == "auto" else recipe.compile == "on",
+            contenders=wanted,  # type: ignore[arg-type]  # checked against CONTENDERS above
+            steps=steps,
+            device=terminal.device_name(device),
+            progress=terminal.progress,
+        )
     terminal.print_result(result, as_json)
 
 

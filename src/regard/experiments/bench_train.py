@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, TrainConfig
+from ..hub.hf_config import transformers_twin
 from ..models.build import build
 from ..training.compilation import Compiled
 from ..training.loss import Batch, Objective
 from ..training.optimiser import build_optimiser
 from ..training.parallel import Group, clip_grad_norm
-from ..training.precision import Precision, PrecisionName
+from ..training.precision import Precision, PrecisionName, supported_precisions
 from ..training.working_weights import WorkingWeights, uses_working_weights
 from .benchmarking import format_table
 
@@ -81,38 +81,44 @@ def bench_train(
     *,
     batch: int = 8,
     length: int = 64,
-    precision: PrecisionName = "fp32",
-    compile: bool = False,
+    precision: PrecisionName | Literal["auto"] = "auto",
+    compile: bool | None = None,
     contenders: Sequence[Contender] = CONTENDERS,
     steps: int = 10,
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
 ) -> TrainBench:
-    """Tokens a second of each contender at one shape; of an encoder-decoder its target tokens, sources as long."""
+    """Tokens a second of each contender at one shape; of an encoder-decoder its target tokens, sources as long.
+
+    ``precision`` auto: bf16 where a GPU has it, else fp32. ``compile`` None: on a GPU.
+    """
     if config.head != "lm" or config.source != "text" or config.architecture not in ("decoder", "encoder-decoder"):
         raise ValueError(f"{name} is no decoder or encoder-decoder of text; this benchmark needs one")
     if length > config.max_len:
         raise ValueError(f"{length} tokens do not fit into max_len={config.max_len} of {name}")
     device, cases = torch.device(device), []
+    on_gpu = device.type == "cuda"
+    if precision == "auto":
+        precision = "bf16" if on_gpu and "bf16" in supported_precisions(device) else "fp32"
+    compile, how = on_gpu if compile is None else compile, Precision(precision, device)
     made = random_batch(config, batch, length).to(device)
     for contender in contenders:
         progress(f"{contender}, {batch} × {length}")
         torch.manual_seed(0)
         try:
-            how = Precision(precision, device)
             with how.settings():
                 seconds, memory = measure_steps(STEPS[contender](config, how, compile), made, device, steps)
             cases.append(TrainingSpeed(contender, seconds, batch * length / seconds, memory))
-        except (ImportError, torch.OutOfMemoryError) as error:
+        except (ImportError, ValueError, torch.OutOfMemoryError) as error:
             cases.append(TrainingSpeed(contender, note=str(error).splitlines()[0]))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    where = torch.cuda.get_device_name(device) if on_gpu else device.type
     return TrainBench(name, where, batch, length, precision, compile, cases)
 
 
 def random_batch(config: ModelConfig, batch: int, length: int) -> Batch:
     generator = torch.Generator().manual_seed(batch)
     source, target = (torch.randint(3, config.vocab_size, (batch, length + 1), generator=generator) for _ in range(2))
-    inputs = (target[:, :-1].contiguous(),)
+    inputs: tuple[Tensor, ...] = (target[:, :-1].contiguous(),)
     if config.architecture == "encoder-decoder":
         inputs = (source[:, :-1].contiguous(), *inputs)
     return Batch(inputs, target[:, 1:].contiguous(), n_tokens=batch * length)
@@ -208,7 +214,7 @@ class PlainDecoderLayer(nn.Module):
         return x + self.down(self.gelu(self.up(self.norm_2(x))))
 
 
-class PlainDecoder(nn.Module):
+class PlainGPT(nn.Module):
     """GPT-2 as nanoGPT has it: tied head, vocabulary padded to 64s.   tokens, targets (B, T) → mean loss"""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -258,37 +264,17 @@ class HuggingFaceLoss(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if find_spec("transformers") is None:
-            raise ImportError("transformers is not installed")
-        import transformers
-
-        sizes: dict[str, Any]
-        if config.architecture == "decoder":
-            sizes = {"n_embd": config.d_model, "n_layer": config.n_layers, "n_head": config.n_heads}
-            rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-            sizes |= {"vocab_size": config.vocab_size, "n_positions": config.max_len, "n_inner": config.d_ff}
-            settings = transformers.GPT2Config(use_cache=False, **sizes, **rates)
-            self.body: Any = transformers.GPT2LMHeadModel(settings)
-            return
-        sizes = {"d_model": config.d_model, "encoder_layers": config.n_layers, "encoder_ffn_dim": config.d_ff}
-        sizes |= {"decoder_layers": config.n_decoder_layers or config.n_layers, "decoder_ffn_dim": config.d_ff}
-        sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), config.n_heads)
-        settings = transformers.MarianConfig(
-            vocab_size=config.vocab_size, dropout=config.dropout, activation_function="relu", use_cache=False,
-            max_position_embeddings=config.max_len, scale_embedding=True, pad_token_id=0, eos_token_id=2,
-            decoder_start_token_id=1, **sizes,
-        )  # fmt: skip
-        self.body = transformers.MarianMTModel(settings)
+        self.body = transformers_twin(config)
 
     def forward(self, *tokens: Tensor) -> Tensor:
         *inputs, targets = tokens
         names = ("input_ids",) if len(inputs) == 1 else ("input_ids", "decoder_input_ids")
-        logits = self.body(**dict(zip(names, inputs, strict=True))).logits
+        logits = self.body(**dict(zip(names, inputs, strict=True)), use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def torch_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
-    plain = PlainDecoder if config.architecture == "decoder" else PlainTranslator
+    plain = PlainGPT if config.architecture == "decoder" else PlainTranslator
     return plain_step(plain(config), precision, compile)
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, get_args
 
 from ..config import Head, ModelConfig
@@ -122,6 +123,20 @@ def write_config(config: ModelConfig) -> WrittenConfig:
     if _distance(nearest)[0] > 0:
         nearest = [one for one in nearest if one.difference is None or one.difference.field in _KINDS]
     return WrittenConfig({"model_type": OWN_TYPE, _OWN_SECTION: section}, (), tuple(str(one) for one in nearest))
+
+
+def transformers_twin(config: ModelConfig) -> Any:
+    """The model of transformers with the same architecture, its weights random."""
+    written = write_config(config)
+    if written.obstacles:
+        raise ValueError(f"transformers has no twin of this model: {written.obstacles[0]}")
+    if find_spec("transformers") is None:
+        raise ImportError("transformers is not installed")
+    import transformers
+
+    fields = {name: value for name, value in written.fields.items() if name != "model_type"}
+    settings = transformers.AutoConfig.for_model(written.model_type, **fields)
+    return getattr(transformers, written.fields["architectures"][0])(settings)
 
 
 def token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:

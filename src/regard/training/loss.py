@@ -204,10 +204,10 @@ def _fused(
     if places is None:
         return compute(hidden, weight, bias, targets, IGNORE, smoothing, cap, chunk, needs)
     some = compute(hidden[places], weight, bias, targets[places], IGNORE, smoothing, cap, chunk, needs)
-    total, d_hidden, *others = some
+    total, d_hidden, d_weight, d_bias = some
     if needs[0]:
         d_hidden = d_hidden.new_zeros(hidden.shape).index_copy_(0, places, d_hidden)
-    return total, d_hidden, *others
+    return total, d_hidden, d_weight, d_bias
 
 
 def _places(targets: Tensor, n_counted: int | None) -> Tensor | None:
