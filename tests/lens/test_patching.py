@@ -1,0 +1,124 @@
+"""Sweeps against patches made one by one, and their estimates against the sweeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.small import inputs_of, small, source_of
+from regard.lens.activations import capture
+from regard.lens.interventions import patch
+from regard.lens.patching import Over, attribution_patching, logit_difference, patching_sweep
+from regard.models import Model
+
+FAMILIES = {"decoder": "gpt2", "grouped": "llama-1b", "translator": "transformer-base", "classifier": "sentiment"}
+
+
+def prompts(model: Model, seed: int, n: int = 1) -> Tensor:
+    return source_of(model.config, batch=n, seed=seed)
+
+
+def test_a_sweep_is_every_patch_made_alone() -> None:
+    for name in ("gpt2", "sentiment", "vit-tiny"):
+        model = small(name)
+        metric = logit_difference(model, 1, 2)
+        clean, corrupted = prompts(model, 2), prompts(model, 9)
+        stack = "decoder" if name == "gpt2" else "encoder"
+        record = capture(model, clean)
+        with torch.no_grad():
+            ends = metric(model(clean)), metric(model(corrupted))
+
+            def effect(change: dict[Any, Any], positions: Any = None, ends: Any = ends, model: Model = model) -> float:
+                with patch(model, change, positions):
+                    return float((metric(model(corrupted)) - ends[1]) / (ends[0] - ends[1]))  # noqa: B023
+
+            by_token = patching_sweep(model, clean, corrupted, metric, batch=5)
+            by_head = patching_sweep(model, clean, corrupted, metric, over="heads")
+            by_neuron = patching_sweep(model, clean, corrupted, metric, over="neurons")
+            for layer in range(2):
+                site = f"{stack}.blocks.{layer}"
+                for position in range(3):
+                    found = effect({f"{site}.input": record[f"{site}.input"]}, [position])
+                    assert float(by_token.effects[layer, position]) == pytest.approx(found, abs=1e-4)
+                kind = "self" if name == "gpt2" else "encoder"
+                found = effect({(kind, layer, 3): record[f"{site}.attention.heads"][:, 3]})
+                assert float(by_head.effects[layer, 3]) == pytest.approx(found, abs=1e-4)
+                new = record[f"{site}.ff.neurons"]
+                found = effect({f"{site}.ff.neurons": lambda x, new=new: torch.cat((new[..., :1], x[..., 1:]), -1)})
+                assert float(by_neuron.effects[layer, 0]) == pytest.approx(found, abs=1e-4)
+        assert by_token.axes == ("layer", "position")
+        assert by_head.axes == ("layer", "head")
+        assert by_neuron.effects.shape == (2, model.config.d_ff)
+
+
+def test_patching_the_whole_input_brings_all_of_it_back() -> None:
+    model = small("gpt2")
+    clean, corrupted = prompts(model, 2, 3), prompts(model, 9, 3)
+    found = patching_sweep(model, clean, corrupted, logit_difference(model, 4, 5), by_position=False)
+    torch.testing.assert_close(found.effects, torch.ones(2), atol=1e-4, rtol=1e-4)
+    assert found.axes == ("layer",)
+
+
+def test_an_encoder_decoder_is_patched_on_either_side() -> None:
+    model = small("transformer-base")
+    clean, target = inputs_of(model.config, batch=1)
+    corrupted, metric = prompts(model, 9), logit_difference(model, 4, 5)
+    options: dict[str, Any] = {"target": (target, target), "by_position": False}
+    encoder = patching_sweep(model, clean, corrupted, metric, kind="encoder", **options)
+    torch.testing.assert_close(encoder.effects, torch.ones(2), atol=1e-4, rtol=1e-4)
+    cross = patching_sweep(model, clean, corrupted, metric, over="cross_attention", **options)
+    heads = patching_sweep(model, clean, corrupted, metric, over="heads", kind="cross", **options)
+    assert cross.effects.shape == (2,)
+    assert heads.effects.shape == (2, 4)
+    assert float(cross.effects[0].abs()) > 1e-3
+
+
+OVER: tuple[Over, ...] = ("residual", "attention", "ff", "neurons", "heads", "q", "k", "v")
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("by_position", [False, True])
+def test_near_prompts_have_the_effects_that_are_estimated(over: Over, by_position: bool) -> None:
+    model = small("llama-1b").double()
+    clean, corrupted = prompts(model, 2), prompts(model, 9)
+    with torch.no_grad():  # embeddings that hardly differ: the first order is then all there is
+        table = model.token.weight
+        table.copy_(table[:1] + 1e-3 * (table - table[:1]))
+    metric = logit_difference(model, 4, 5)
+    options: dict[str, Any] = {"over": over, "by_position": by_position}
+    exact = patching_sweep(model, clean, corrupted, metric, **options)
+    for qk_fix in (True, False):
+        found = attribution_patching(model, clean, corrupted, metric, qk_fix=qk_fix, **options)
+        assert found.effects.shape == exact.effects.shape
+        assert found.axes == exact.axes
+        torch.testing.assert_close(found.effects, exact.effects, atol=2e-2, rtol=2e-2)
+
+
+def test_behind_a_saturated_softmax_only_the_refitted_attention_sees_the_effect() -> None:
+    model = small("gpt2", n_layers=1, norm="none").double()
+    with torch.no_grad():  # scores so large that a row looks at one key alone, and nothing but sums after attention
+        model.decoder.blocks[0].attention.w_qkv.weight[:48] *= 100
+        model.decoder.blocks[0].ff.w_out.weight.zero_()
+    clean, corrupted = prompts(model, 2), prompts(model, 9)
+    metric = logit_difference(model, 4, 5)
+    exact = patching_sweep(model, clean, corrupted, metric, over="q").effects
+    plain = attribution_patching(model, clean, corrupted, metric, over="q", qk_fix=False).effects
+    fixed = attribution_patching(model, clean, corrupted, metric, over="q").effects
+    torch.testing.assert_close(fixed, exact)
+    assert exact.abs().max() > 100 * plain.abs().max()
+
+
+def test_wrong_pairs_are_refused_in_a_sentence() -> None:
+    model = small("gpt2")
+    metric = logit_difference(model, 4, 5)
+    with pytest.raises(ValueError, match="pair 0 has 3 tokens clean and 2 corrupted"):
+        patching_sweep(model, [[4, 5, 6]], [[4, 5]], metric)
+    with pytest.raises(ValueError, match="there are 1 clean prompts and 2 corrupted ones"):
+        patching_sweep(model, [[4, 5, 6]], [[4, 5, 6], [4, 5, 7]], metric)
+    with pytest.raises(ValueError, match="the metric of pair 0 is the same on both prompts"):
+        patching_sweep(model, [[4, 5, 6]], [[4, 5, 6]], metric)
+    with pytest.raises(ValueError, match="by_position=False"):
+        patching_sweep(model, [[4, 5, 6], [4, 5]], [[4, 7, 6], [7, 5]], metric)
