@@ -88,6 +88,9 @@ class DataConfig(Config):
     """Share of the tokens that a masked language model must guess."""
     hide_rate: float = 0.0
     """Share of the tokens of a training text to classify, or to translate from, that become <mask> (word dropout)."""
+    bpe_dropout: float = 0.0
+    """Probability that a merge of BPE is left out; the pairs a translator learns from are cut into sub-words anew in
+    every epoch (0.1 is usual)."""
     channels: Literal["model", "auto"] = "model"
     """Of images: as many as model.n_channels; auto: 3 where the images to learn from have colours."""
     shift: int = 0
@@ -112,7 +115,7 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.check_shares(("valid_fraction", "hide_rate"))
+        self.check_shares(("valid_fraction", "hide_rate", "bpe_dropout"))
         if not 0.0 < self.mask_rate < 1.0:
             raise ValueError(f"mask_rate={self.mask_rate} must lie in (0, 1)")
         self.check_at_least(0, ("shift",))

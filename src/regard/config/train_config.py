@@ -81,6 +81,9 @@ class TrainConfig(Config):
     """Largest norm of the gradient; None: any."""
     label_smoothing: float = 0.0
     """Share of each target spread over all classes (the paper: 0.1)."""
+    r_drop: float = 0.0
+    """Weight of the distance between two passes over each batch that differ in dropout (R-Drop, its α: 5 is usual for
+    translation); 0: one pass."""
     class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
     """Factors on the training loss of each class: one for each in the order of data.labels, or balanced, n / (classes ×
     n of the class), by which every class counts as much as any other."""
@@ -169,6 +172,8 @@ class TrainConfig(Config):
         self.check_shares(("label_smoothing", "ema", "floor"))
         if self.quantize != "none" and self.lora is None:
             raise ValueError(f"quantize={self.quantize} needs lora: what is stored in four bits cannot learn")
+        if self.r_drop and self.teacher is not None:
+            raise ValueError(f"r_drop={self.r_drop} compares a model with itself; leave it out beside teacher")
         if not 0 <= self.teacher_weight <= 1:
             raise ValueError(f"teacher_weight={self.teacher_weight} must lie in [0, 1]")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -182,6 +187,7 @@ _POSITIVE = ("steps", "batch_tokens", "batch_size", "accumulate", "keep", "log_e
 _NOT_NEGATIVE = (
     *("warmup", "schedule_start", "average", "eval_every", "eval_examples", "save_every", "samples", "weight_decay"),
     "eps",
+    "r_drop",
 )
 
 

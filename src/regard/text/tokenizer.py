@@ -256,6 +256,24 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     @cached_property
+    def merge_ranks(self) -> dict[tuple[str, str], int]:
+        """The merges of byte-level BPE in the order they are made; nothing for any other kind."""
+        model = json.loads(self.content)["model"] if self.is_native else {}
+        merges = model.get("merges") or () if model.get("type") == "BPE" else ()
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
+        return {(first, second): rank for rank, (first, second) in enumerate(pairs)}
+
+    def split_words(self, text: str) -> list[str]:
+        """The words of a text as byte-level BPE spells them: no merge crosses from one to the next."""
+        words: Any = self._backend.pre_tokenizer
+        return [word for word, _ in words.pre_tokenize_str(replace_surrogates(text))]
+
+    @cached_property
+    def token_ids(self) -> dict[str, int]:
+        """The id of every entry of the vocabulary."""
+        return dict(self._backend.get_vocab())
+
+    @cached_property
     def all_special_ids(self) -> frozenset[int]:
         """Every token that stands for no text: the five, and whatever else the file calls special."""
         ids = {self.token_id(token) for token in self._special_tokens} | set(self.special_ids.values())

@@ -28,7 +28,7 @@ from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
 from ..models import Model
 from .finetuning import same_processors
-from .loss import Batch, LossFunction, batch_loss, cross_entropy
+from .loss import Batch, LossFunction, batch_loss, cross_entropy, r_drop_loss
 from .predictors import data_config_for, open_predictor, task_for
 from .tasks import Task
 from .tasks.translation import Translate
@@ -59,7 +59,9 @@ def distillation_loss(
 
 
 def loss_of_run(recipe: TrainConfig, task: Task) -> LossFunction:
-    """The task's loss or, with a teacher, that of distillation."""
+    """The task's loss or, with a teacher, that of distillation, or with train.r_drop that of two passes."""
+    if recipe.r_drop:
+        return partial(r_drop_loss, weight=recipe.r_drop)
     if recipe.teacher is None:
         return task.loss
     return partial(distillation_loss, weight=recipe.teacher_weight, temperature=recipe.teacher_temperature)

@@ -53,6 +53,10 @@ class Batch:
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
 
+    def repeated(self) -> Batch:
+        """Every row twice: all of them, then all of them again."""
+        return self._map(lambda x: torch.cat([x, x]))
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         options = {name: change(x) for name, x in self.options.items()}
         weights = None if self.weights is None else change(self.weights)
@@ -351,6 +355,22 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted
     return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets, cap=head.cap)
+
+
+def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: float = 5.0) -> Tensor:
+    """½ (L₁ + L₂) + weight · ¼ (KL(p₁ ‖ p₂) + KL(p₂ ‖ p₁)) of two passes with dropout (R-Drop, Liang et al. 2021).
+
+    Half of the paper's sum, so that a target weighs as much as in ``batch_loss``, which is the loss of held-out data.
+    Both passes are one over the batch and its copy, since every row has a dropout of its own.
+    """
+    if not model.training:
+        return batch_loss(model, batch, smoothing)
+    twice = batch.repeated()
+    logits = model(*twice.inputs, **twice.options)
+    p, log_p = (f(logits, dim=-1, dtype=torch.float32).chunk(2) for f in (torch.softmax, torch.log_softmax))
+    divergence = ((p[0] - p[1]) * (log_p[0] - log_p[1])).sum(-1)
+    divergence = torch.where(batch.targets != IGNORE, divergence, 0.0).sum()
+    return (cross_entropy(logits, twice.targets, smoothing, twice.weights) + weight / 2 * divergence) / 2
 
 
 @torch.no_grad()

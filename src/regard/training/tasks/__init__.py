@@ -9,6 +9,7 @@ from ...data.sources import Source
 from ...errors import UsageError
 from ...recipes import unfit_model
 from ...text.processor import Processor
+from ..loss import batch_loss
 from .captioning import CaptionTask
 from .chat_tuning import SupervisedFineTuning
 from .classification import Classify, ClassifyImages
@@ -58,7 +59,15 @@ def open_task(
     if not task_class.accepts(config.model):
         raise UsageError(unfit_model(config.task, config.model.model_dump()))
     task_class.check_config(config)
+    _check_regularisation(config, task_class)
     return task_class(config, source, processor)
+
+
+def _check_regularisation(config: RunConfig, task_class: type[Task]) -> None:
+    if config.data.bpe_dropout and not issubclass(task_class, Translate):
+        raise UsageError(f"data.bpe_dropout is for the task translate, not for {config.task}")
+    if config.train.r_drop and (task_class.loss is not batch_loss or config.data.problem_type != "single_label"):
+        raise UsageError("train.r_drop compares probabilities of tokens or classes, which this loss is not made of")
 
 
 def task_class_of(model_name: str, model: ModelConfig) -> type[Task]:

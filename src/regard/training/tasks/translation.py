@@ -9,10 +9,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch.nn.functional as F
 
-from ...config import ModelConfig
+from ...config import ModelConfig, RunConfig
 from ...data.batching import BatchPlan
+from ...data.bpe_dropout import BpeDropout
 from ...data.examples import Example, Pair
+from ...data.sources import Source
 from ...data.token_files import Pieces, TokenFile, whole_documents
+from ...errors import UsageError
 from ...generation import GenerateConfig, generate
 from ...generation.prompts import default_output_length
 from ...models import Model
@@ -33,6 +36,11 @@ class Translate(Task):
     template = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "bleu": "bleu", "chrf": "chrf", "exact": "exact"}
     evaluation_options = ("beam", "length_penalty")
+
+    def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
+        super().__init__(config, source, processor)
+        if config.data.bpe_dropout and not all(side.merge_ranks for side in (self._source, self._target)):
+            raise UsageError("data.bpe_dropout is for data.tokenizer=bpe: no other kind has merges to leave out")
 
     def _new_processor(self) -> Processor:
         train = [cast(Pair, x) for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
@@ -92,8 +100,31 @@ class Translate(Task):
         # The plan knows one limit for both sides, so what is too long on its own side is made too long for that.
         return self._plan_by_length(np.where(longer[:, None], most.max() + 1, lengths), int(most.max()))
 
-    def _train_batch(self, epoch: int, index: list[int]) -> Batch:
+    @cached_property
+    def _bpe_dropout(self) -> tuple[BpeDropout, BpeDropout]:
+        """Sources and targets to be cut anew in every epoch."""
+
+        def side(name: str, tokenizer: Tokenizer) -> BpeDropout:
+            texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
+            return BpeDropout(tokenizer, texts, self.config.data.bpe_dropout, self.config.train.seed)
+
+        return side("source", self._source), side("target", self._target)
+
+    def _train_rows(self, epoch: int, index: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Sources and targets at ``index``; what would be too long when it is cut anew is left as it was."""
         sources, targets = ([side.document(i) for i in index] for side in self._train)
+        if not self.config.data.bpe_dropout:
+            return sources, targets
+        new_sources, new_targets = (side.rows(epoch, index) for side in self._bpe_dropout)
+        most_source, most_target = self._readable
+        for place, (source, target) in enumerate(zip(new_sources, new_targets, strict=True)):
+            if len(source) < most_source and len(target) < most_target:
+                sources[place] = [*source, self._source.eos_id]
+                targets[place] = [self._target.bos_id, *target, self._target.eos_id]
+        return sources, targets
+
+    def _train_batch(self, epoch: int, index: list[int]) -> Batch:
+        sources, targets = self._train_rows(epoch, index)
         return self._collate(self._hide_tokens(sources, epoch, index), targets)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
