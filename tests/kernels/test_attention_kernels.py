@@ -143,6 +143,9 @@ CASES = {
     "dropout": Case(lambda c: causal(), dropout=0.3),
 }
 
+if INTERPRETED:  # three blocks of 32 tell as much as four
+    CASES = {name: replace(case, t=case.t * 3 // 5, s=case.s * 3 // 5) for name, case in CASES.items()}
+
 
 def call_of(case: Case, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> tuple[AttentionCall, list[Tensor]]:
     """The prepared call in a dtype, and what gets a gradient."""
@@ -228,9 +231,10 @@ def plain_formula(call: AttentionCall) -> Tensor:
 
 
 def test_empty_rows_are_zero_with_zero_gradients() -> None:
-    output, d_q, *_ = compute(triton, CASES["before the first key"], torch.float32)
-    assert output[:, :, :50].eq(0).all()
-    assert d_q[:, :, :50].eq(0).all()
+    case = CASES["before the first key"]
+    output, d_q, *_ = compute(triton, case, torch.float32)
+    assert output[:, :, : case.t - case.s].eq(0).all()
+    assert d_q[:, :, : case.t - case.s].eq(0).all()
 
 
 def test_heads_and_rows_of_transformer_xl_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,17 @@ it: "clear" blocks are seen whole and, with a table, lie beyond its reach, where
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, operation by operation: small tiles
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Finite, so that a row that has seen nothing gives exp2(-inf - m) = 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
-STRIP_ROWS: tl.constexpr = tl.constexpr(128)  # the largest block of queries or keys with a table
+STRIP_ROWS: tl.constexpr = tl.constexpr(32 if INTERPRETED else 128)  # the largest block of queries or keys with a table
 
 
 @triton.jit

@@ -5,7 +5,6 @@ The kernels are in ``flash_attention``; here their tile sizes are chosen and the
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..foundation.autograd import first_derivative_only
 from . import flash_attention as kernels
-from .attention_tiles import STRIP_ROWS, table_strip
+from .attention_tiles import INTERPRETED, STRIP_ROWS, table_strip
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLAN_BLOCK = 32 if INTERPRETED else 64  # queries and keys in a block of a sparse plan
 
 

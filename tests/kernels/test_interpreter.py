@@ -1,0 +1,35 @@
+"""Some of the kernels' tests at small shapes in Triton's interpreter, where there is no GPU but triton.
+
+Triton decides when it is imported, so they run in a process of their own. ``make install`` puts triton, which torch's
+CPU builds come without, into a directory of its own: there it changes nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+TRITON = Path(sys.prefix) / "share" / "triton"
+HERE = Path(__file__).parent
+FLASH = ("window ahead", "causal lengths", "packed", "strided", "dense bias shared", "dropout")
+OTHERS = ("xl padded", "additive padded", "capped t5")
+MAPS = ("bigbird-t5",)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' own tests run on the GPU")
+@pytest.mark.skipif(not TRITON.exists() and find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_in_tritons_interpreter() -> None:
+    tests = [f"{HERE / 'test_attention_kernels.py'}::test_in_float32[{name}]" for name in FLASH + OTHERS]
+    tests += [f"{HERE / 'test_map_kernels.py'}::test_every_reading_is_that_of_the_walk[{name}-40-40]" for name in MAPS]
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"{len(tests)} passed" in done.stdout
