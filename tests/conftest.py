@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 from trust.promises import pytest_pyfunc_call, pytest_runtest_makereport, pytest_terminal_summary, tally  # noqa: F401
 
 os.environ["REGARD_LANG"] = "en"  # whatever the developer reads
+os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes milliseconds for each of forty a run
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script with `&`: processes of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

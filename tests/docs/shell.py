@@ -46,7 +46,7 @@ _WARM = (
     *("onnx", "onnxscript", "onnxruntime", "transformers", "fastapi", "uvicorn", "PIL.Image", "tokenizers"),
     *("regard.cli", "regard.io", "regard.training.trainer", "regard.training.evaluation", "regard.lens.look"),
     *("regard.lens.render_html", "regard.lens.head_scores", "regard.export.export_model", "regard.export.engines"),
-    *("docs.no_curves", "regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
+    *("docs.quick_runs", "regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
 )
 
 
@@ -159,7 +159,7 @@ def _start_forks_of_sweeps() -> None:
     from regard.experiments import sweep_runner
 
     server = forkserver._forkserver  # type: ignore[attr-defined]
-    server.set_forkserver_preload([*sweep_runner._PRELOAD, "docs.no_curves"])
+    server.set_forkserver_preload([*sweep_runner._PRELOAD, "docs.quick_runs"])
     with sweep_runner._child_environment():
         server.ensure_running()
     server.ensure_running = lambda: None  # it is the child of this process alone, which is not asked for it again

@@ -32,6 +32,25 @@ from regard.web.server import explorer
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PAIRS = 48
 STEPS = 70
+# Nothing is on its way any more, and what came is drawn.
+SETTLED = """() => new Promise((done, fail) => {
+  setTimeout(() => fail(new Error("the page is still busy")), 120_000);
+  const drawn = () => requestAnimationFrame(() => requestAnimationFrame(done));
+  const look = () => document.getElementById("app").ariaBusy === "false" ? drawn() : requestAnimationFrame(look);
+  look();
+})"""
+BOX = """(selector) => {
+  const node = document.querySelector(selector);
+  node.scrollIntoViewIfNeeded();
+  const { x, y, width, height } = node.getBoundingClientRect();
+  return { x, y, width, height };
+}"""
+TIP = """() => {
+  const tip = document.querySelector(".tip");
+  if (!tip?.checkVisibility()) return null;
+  const about = [...tip.querySelectorAll(".of")].map((one) => one.innerText);
+  return { number: tip.querySelector(".num").innerText, about };
+}"""
 EVERY_SENTENCE = "async () => (await import('/static/i18n.js')).everySentence()"
 
 
@@ -109,11 +128,24 @@ class Tab:
     def __init__(self, page: Any, home: str) -> None:
         self.page, self.home, self.largest = page, home, 0
         self.complaints: list[str] = []
-        page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.complaints.append(message.text)
-        )
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("response", self._weigh)
+        self._heard = {"console": self._hear, "pageerror": self._hear_error, "response": self._weigh}
+        for event, listener in self._heard.items():
+            page.on(event, listener)
+
+    def leave(self) -> None:
+        """Nobody listens any more, and the next who comes finds nothing of what was done here."""
+        for event, listener in self._heard.items():
+            self.page.remove_listener(event, listener)
+        self.page.evaluate("() => localStorage.clear()")
+        self.page.mouse.move(0, 0)
+        self.page.goto("about:blank")
+
+    def _hear(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _hear_error(self, error: Any) -> None:
+        self.complaints.append(str(error))
 
     def _weigh(self, answer: Any) -> None:
         if answer.status >= 400:
@@ -130,20 +162,17 @@ class Tab:
 
     def settled(self) -> None:
         """Nothing is on its way any more, and what came is drawn."""
-        self.page.wait_for_selector('#app[aria-busy="false"]')
-        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.page.evaluate(SETTLED)
 
     @property
     def state(self) -> dict[str, str]:
         return {name: values[0] for name, values in parse_qs(urlsplit(self.page.url).fragment).items()}
 
     def tabs(self) -> list[str]:
-        return [each.get_attribute("data-view") for each in self.page.query_selector_all("nav button")]
+        return self.page.eval_on_selector_all("nav button", "(all) => all.map((one) => one.dataset.view)")
 
     def box(self, selector: str = ".stage .sheet") -> dict[str, float]:
-        node = self.page.locator(selector).first
-        node.scroll_into_view_if_needed()
-        return node.bounding_box()
+        return self.page.evaluate(BOX, selector)
 
     def _place(self, selector: str, x: float, y: float) -> tuple[int, int]:
         """On a whole pixel: a browser moves the pointer in parts of one, but clicks on whole ones."""
@@ -162,8 +191,14 @@ class Tab:
     def tip(self) -> tuple[float, list[str]]:
         """The note at the pointer: its number, and what it is about."""
         self.page.wait_for_selector(".tip:visible")
-        about = [each.inner_text() for each in self.page.query_selector_all(".tip .of")]
-        return as_number(self.page.inner_text(".tip .num")), about
+        shown = self.tip_now()
+        assert shown is not None
+        return shown
+
+    def tip_now(self) -> tuple[float, list[str]] | None:
+        """The note at the pointer, where there is one at this moment."""
+        shown = self.page.evaluate(TIP)
+        return None if shown is None else (as_number(shown["number"]), shown["about"])
 
     def weight(self, row: int, col: int) -> float:
         """A weight in the reading beside the picture."""
@@ -171,7 +206,7 @@ class Tab:
 
     def texts(self) -> list[str]:
         """What a drawing made of SVG says."""
-        return [each.text_content() for each in self.page.query_selector_all(".stage svg text")]
+        return self.page.eval_on_selector_all(".stage svg text", "(all) => all.map((one) => one.textContent)")
 
     def exported(self, kind: str) -> bytes:
         with self.page.expect_download() as waiting:
@@ -188,11 +223,15 @@ class Tab:
         self.speak_korean()
         yield "ko"
 
+    def to(self, view: str) -> None:
+        """To another view, as a click on its name brings it."""
+        self.page.eval_on_selector(f'nav [data-view="{view}"]', "(button) => button.click()")
+        self.settled()
+
     def every_view(self, *views: str) -> list[str]:
         """Open each view, or those named, put the pointer on it, and find nothing wrong."""
         for view in views or self.tabs():
-            self.page.click(f'nav [data-view="{view}"]')
-            self.settled()
+            self.to(view)
             assert self.page.inner_text(".message") == "", view
             box = self.box()
             assert box["width"] > 100, view

@@ -49,16 +49,23 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
+@pytest.fixture(scope="package")
+def page(browser: Any) -> Any:
+    """One page for all tests of a worker: a new one costs the browser more than most tests."""
+    return browser.new_page(viewport=WIDE, locale="en-US", accept_downloads=True)
+
+
 @pytest.fixture
-def tab(browser: Any, home: str) -> Iterator[Tab]:
-    """A page; what it complains about in its console fails the test, and so does an answer that was not asked for."""
+def tab(page: Any, home: str) -> Iterator[Tab]:
+    """The page; what it complains about in its console fails the test, and so does an answer that was not asked for."""
     from .browsing import Tab
 
-    page = browser.new_page(viewport=WIDE, locale="en-US", accept_downloads=True)
     page.set_default_timeout(60_000)  # machines are busy at times
+    if page.viewport_size != WIDE:
+        page.set_viewport_size(WIDE)
     here = Tab(page, home)
     yield here
-    page.close()
+    here.leave()
     assert here.complaints == []
     assert here.largest <= 1_000_000
 

@@ -155,8 +155,7 @@ def test_a_classifier_says_its_class(tab: Tab, critic: Model, models: dict[str, 
     exact = regard.classify(critic, REVIEWS[0])[0].all
     tab.open(model="critic")
     for view in tab.tabs():
-        tab.page.click(f'nav [data-view="{view}"]')
-        tab.settled()
+        tab.to(view)
         said = [each.inner_text().split("\n") for each in tab.page.query_selector_all(".classes li")]
         assert said == [[name, as_percent(chance)] for name, chance in exact.items()]
     tab.open(model="images")

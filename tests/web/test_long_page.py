@@ -35,13 +35,13 @@ def long_look(long_model: Model) -> Look:
 
 
 @pytest.fixture
-def tab(browser: Any, long_model: Model) -> Iterator[Tab]:
+def tab(page: Any, long_model: Model) -> Iterator[Tab]:
     with serving({"long": long_model}) as home:
-        page = browser.new_page(viewport=WIDE, locale="en-US", accept_downloads=True)
         page.set_default_timeout(120_000)
+        page.set_viewport_size(WIDE)
         here = Tab(page, home)
         yield here
-        page.close()
+        here.leave()
     assert here.complaints == []
     assert 4 * 256 * 256 <= here.largest <= 1_000_000
 

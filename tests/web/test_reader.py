@@ -68,8 +68,7 @@ def test_phone_width(tab: Tab, scene: Path, theme: str, lang: str) -> None:
         else:
             tab.open(model=model, text=TEXT, beam=2, theme=theme, lang=lang)
         for view in tab.tabs():
-            tab.page.click(f'nav [data-view="{view}"]')
-            tab.settled()
+            tab.to(view)
             assert tab.page.evaluate("() => document.documentElement.scrollWidth") <= 360, view
         views |= set(tab.tabs())
     assert len(views) == 10

@@ -21,7 +21,7 @@ from .conftest import TEXT
 CLOSE = {"abs": 2e-6, "rel": 2e-4}  # six decimals, or four digits of what is smaller
 
 # The server writes a small text before a screen can show it: its lines come one after the other, a while apart.
-SLOWLY = """
+SLOWLY = """() => {
 const ask = window.fetch;
 window.fetch = async (...asked) => {
   const answer = await ask(...asked);
@@ -36,7 +36,7 @@ window.fetch = async (...asked) => {
   } });
   return new Response(body, { headers: answer.headers });
 };
-"""
+}"""
 LISTEN = """() => {
   window.frames_drawn = [];
   new MutationObserver(() => {
@@ -103,12 +103,12 @@ def test_every_head_of_a_locked_token(tab: Tab, seen: Look) -> None:
     box, found = tab.box(), set()
     for x in range(int(box["width"] * 0.6), int(box["width"]), 7):
         tab.page.mouse.move(box["x"] + x, box["y"] + 8 + 30 * 4.5)
-        about = [each.inner_text() for each in tab.page.query_selector_all(".tip:not([hidden]) .of")]
-        if about and about[-1].startswith("Head "):
+        shown, about = tab.tip_now() or (0.0, [""])
+        if about[-1].startswith("Head "):
             head = int(about[-1].split()[1]) - 1  # people count from 1
             found.add(head)
             exact = float(seen.weights(layer=1, head=head, kind="encoder")[2, 4])
-            assert tab.tip()[0] == pytest.approx(exact, **CLOSE)
+            assert shown == pytest.approx(exact, **CLOSE)
     assert found == {0, 1, 2, 3}
 
 
@@ -168,8 +168,8 @@ def test_alignment(tab: Tab, seen: Look) -> None:
 def test_alignment_is_drawn_while_it_is_written(tab: Tab, seen: Look, head: int) -> None:
     """Each token comes with its row of weights, and its lines are there before the next token is."""
     exact = seen.weights(layer=1, head=None if head < 0 else head, kind="cross")
-    tab.page.add_init_script(SLOWLY)
     tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=head, row=0, col=2)
+    tab.page.evaluate(SLOWLY)
     tab.page.evaluate(LISTEN)
     with tab.page.expect_response("**/api/stream") as streamed:
         tab.page.click('[data-do="write"]')
@@ -275,8 +275,8 @@ def test_heads_are_called_after_their_patterns(tab: Tab, seen: Look) -> None:
     words = dict(tab.open(model="en-ko", text=TEXT, view="patterns").page.evaluate(EVERY_SENTENCE))
     assert {*NAMES.values(), "diagonal", "mixed"} == {key[6:] for key in words if key.startswith("label.")}
     for kind, found in names.items():
-        for nth, language in enumerate(("en", "ko")):
-            tab.open(model="en-ko", text=TEXT, view="patterns", kind=kind, lang=language)
+        tab.open(model="en-ko", text=TEXT, view="patterns", kind=kind)
+        for nth, _ in enumerate(tab.languages()):
             assert {words[f"label.{name}"][nth] for name in found} <= set(tab.texts())
 
 
@@ -319,8 +319,8 @@ def test_the_score_of_what_was_given_up_is_under_the_pointer(tab: Tab) -> None:
     for y in range(20, int(box["height"]), 27):
         for x in range(30, int(box["width"]), 60):
             tab.page.mouse.move(box["x"] + x, box["y"] + y)
-            if tab.page.locator(".tip:visible").count():
-                told.append(tab.tip())
+            if shown := tab.tip_now():
+                told.append(shown)
     scores = [float(line[3]) for line in tab.table()[1:]]
     assert any("given up here" in about for _, about in told)
     for score, _ in told:

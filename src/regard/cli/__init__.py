@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
@@ -199,6 +200,12 @@ def _is_out_of_memory(failure: RuntimeError) -> bool:
     return type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(failure)
 
 
+@cache
+def _program(language: str) -> Any:
+    """The commands with their help in this language. typer reads every signature anew for each, which takes a while."""
+    return typer.main.get_command(app)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the only place where exceptions become exit codes."""
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -206,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.allow_any_text()
     try:
         with localised_typer():
-            app(args=arguments, prog_name="regard", obj=options)
+            _program(environment_language())(args=arguments, prog_name="regard", obj=options)
     except SystemExit as end:  # typer has already printed a usage error (2) or seen Ctrl-C (130)
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
