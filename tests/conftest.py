@@ -13,7 +13,7 @@ from trust.promises import pytest_pyfunc_call, pytest_runtest_makereport, pytest
 
 os.environ["REGARD_LANG"] = "en"  # whatever the developer reads
 os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes milliseconds for each of forty a run
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script with `&`: processes of tests would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun by a script with `&`: processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
