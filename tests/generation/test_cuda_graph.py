@@ -1,6 +1,7 @@
-"""Captured decoding: the step written out is the model, and what runs ahead writes what the plain walk writes.
+"""Captured decoding: the step written out is the model, and what runs ahead writes what the eager search writes.
 
-Without a GPU the same code runs uncaptured; the kernels run in Triton's interpreter where TRITON_INTERPRET=1 is set.
+Without a GPU the same code runs uncaptured, with the same buffers and indices; the kernels run in Triton's interpreter
+where TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
@@ -15,16 +16,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.small import small
+from models.small import small, source_of
 from regard.attention.taps import record
 from regard.config import RopeScalingConfig
 from regard.generation import Generated, cuda_graph, generate, stream_tokens
-from regard.generation.cuda_graph import CapturedStep, CudaGraphEngine, GraphDecoder, can_capture, release_captures
-from regard.generation.decode_step import DecodeState, DecodeStep, TorchOps, can_fuse, capture_obstacle
+from regard.generation.captured_search import SearchBuffers
+from regard.generation.cuda_graph import (
+    CapturedStep,
+    CudaGraphEngine,
+    GraphDecoder,
+    GraphShape,
+    can_capture,
+    release_captures,
+)
+from regard.generation.decode_step import DecodeState, DecodeStep, StepKeys, TorchOps, can_fuse, capture_obstacle
 from regard.generation.generate import prepare
 from regard.generation.generation_config import GenerateConfig
-from regard.generation.prompts import pad_prompts
-from regard.models import Decoder
+from regard.generation.prompts import ModelInputs, pad_prompts, pad_sources
+from regard.models import Decoder, EncoderDecoder, Model
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
@@ -39,8 +48,14 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {5: 4.0, 7: float("-inf")}},
     "stops": {"stop": [[9], [12, 4]]},
     "by step": {"no_repeat_ngram": 2, "min_new_tokens": 1},
+    "not too short": {"min_new_tokens": 6},
     "forced": {"prefix": (8, 9)},
     "beam": {"beam": 3, "n_best": 2},
+    "beam of groups": {"beam": 4, "groups": 2, "diversity_penalty": 0.4, "n_best": 3},
+    "beam to the end": {"beam": 3, "early_stopping": "never", "length_penalty": 0.6, "penalty_form": "gnmt"},
+    "beam that ends": {"beam": 3, "early_stopping": True, "ended_first": True, "logit_bias": {2: 3.0}},
+    "beam not too short": {"beam": 3, "min_new_tokens": 6},
+    "beam by step": {"beam": 3, "no_repeat_ngram": 2, "stop": [[9]]},
 }
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -52,8 +67,20 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled": ("gpt2", {"logit_scale": 0.3, "attention_scale": 0.2, "norm_bias": False}),
     "shared": ("gpt2", {"share_layers": True, "norm": "rms"}),
 }
-ONLY_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+FORMS |= {
     "post-norm": ("gpt2", {"norm_place": "post"}),
+    "post-norm rms": ("gpt2", {"norm_place": "post", "norm": "rms", "embedding_norm": True}),
+    "alibi": ("gpt2", {"positions": "alibi"}),
+}
+WITH_ENCODER: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformer": ("transformer-base", {}),
+    "pre-norm": ("transformer-base", {"norm_place": "pre", "n_kv_heads": 2, "target_vocab_size": 29}),
+    "t5": ("t5-small", {}),
+    "gated t5": ("t5-small", {"activation": "geglu", "tie_head": False}),
+    "captioner": ("captioner", {}),
+}
+ONLY_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "both norms": ("gpt2", {"norm_place": "both"}),
     "no norm": ("gpt2", {"norm": "none"}),
 }
 
@@ -71,6 +98,19 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[prepare.__module__], "can_capture", as_on_cuda)
 
 
+def eager(*inputs: Any, **fields: Any) -> Generated:
+    """``generate`` without captured steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[prepare.__module__], "can_capture", lambda model: False)
+        return generate(*inputs, **fields)
+
+
+def sources_of(model: Model) -> Any:
+    """Three sources: of different lengths, where they are texts."""
+    whole = source_of(model.config)
+    return whole if model.config.source == "image" else [row[:n] for row, n in zip(whole, (9, 4, 6), strict=True)]
+
+
 def texts(made: Generated) -> list[list[tuple[list[int], str]]]:
     return [[(text.tokens, text.finish) for text in some] for some in made.hypotheses]
 
@@ -84,36 +124,78 @@ def same(one: Generated, other: Generated) -> None:
 # ---- the step
 
 
-def steps_of(model: Decoder, form: Any, parts: Any, n: int = 4) -> tuple[Tensor, Tensor]:
-    """Logits (n, R, V) of n given tokens a row after ragged prompts: by the step, and by whole texts."""
-    prompts = pad_prompts(PROMPTS, model.config, GenerateConfig(max_new_tokens=n + 1), model.device)
-    given = torch.randint(3, 31, (n, len(PROMPTS)), generator=torch.Generator().manual_seed(1)).to(model.device)
+def steps_of(model: Model, form: Any, parts: Any, n: int = 4, copies: int = 1) -> tuple[Tensor, Tensor]:
+    """Logits (n, R, V) of n given tokens a row after ragged prompts: by the step, and by whole texts.
+
+    Of several copies, each row continues another one at every step.
+    """
+    rows, device = len(PROMPTS) * copies, model.device
+    prompts = pad_prompts(PROMPTS, model.config, GenerateConfig(max_new_tokens=n + 1), device)
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randint(3, 29, (n, rows), generator=generator).to(device)
+    sources = None if model.is_decoder_only else [x.to(device) for x in sources_of(model)]
+    told = [[*row] for row in PROMPTS for _ in range(copies)]
     with torch.no_grad():
-        writer = GraphDecoder(model, len(PROMPTS), 12, form=form, ops=parts)
-        model.hidden(prompts.tokens, positions=prompts.positions, cache=writer.cache)
-        lengths = torch.tensor([len(row) for row in PROMPTS], device=model.device)
-        writer.state.begin(lengths, lengths + n)
-        made = []
-        for tokens in given:
-            writer.state.tokens.copy_(tokens)
-            out = writer.logits()()
-            assert out is not None
-            made.append(out.clone())
-        whole = []
-        for row, prompt in enumerate(PROMPTS):
-            text = torch.tensor([[*prompt, *given[:, row].tolist()]], device=model.device)
-            whole.append(model(text)[0, len(prompt) :])
-    return torch.stack(made), torch.stack(whole, 1)
+        engine = CudaGraphEngine(model, None if sources is None else pad_sources(sources, model))
+        decoder = GraphDecoder(
+            model, GraphShape(len(PROMPTS), copies, 12, 0 if sources is None else 32), form=form, ops=parts
+        )
+        engine._capture = lambda *_: decoder.logit_step()  # type: ignore[method-assign]
+        engine.decoder = decoder
+        engine.prefill(prompts, copies)
+        made, whole = [], []
+        for step, tokens in enumerate(given):
+            order = torch.randint(copies, (rows,), generator=generator) + torch.arange(rows) // copies * copies
+            if step:
+                engine.select(order.to(device))
+                told = [[*told[row]] for row in order.tolist()]
+            made.append(engine.decode_one_token(tokens))
+            for row, token in zip(told, tokens.tolist(), strict=True):
+                row.append(token)
+            whole.append(
+                torch.stack([_last_logits(model, text, sources, row // copies) for row, text in enumerate(told)])
+            )
+    return torch.stack(made), torch.stack(whole)
+
+
+def _last_logits(model: Model, text: list[int], sources: list[Tensor] | None, number: int) -> Tensor:
+    tokens = torch.tensor([text], device=model.device)
+    if sources is None:
+        return model(tokens)[0, -1].float()
+    return model(pad_sources([sources[number]], model).values, tokens)[0, -1].float()
 
 
 @pytest.mark.parametrize("form", ["plain", "few", "many"])
 @pytest.mark.parametrize("which", FORMS)
 def test_every_form_of_the_step_is_the_model(which: str, form: str) -> None:
     name, fields = FORMS[which]
-    model = decoder(name, **fields).double()
+    model = small(name, **fields).double()
     assert can_fuse(model)
     made, whole = steps_of(model, form, TorchOps)
-    torch.testing.assert_close(made, whole.to(made.dtype), rtol=1e-6 if form == "few" else 1e-9, atol=1e-6)
+    torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["plain", "few", "many"])
+@pytest.mark.parametrize("which", WITH_ENCODER)
+def test_every_form_of_the_step_reads_the_encoder(which: str, form: str) -> None:
+    name, fields = WITH_ENCODER[which]
+    model = small(name, **fields).double()
+    assert isinstance(model, EncoderDecoder)
+    made, whole = steps_of(model, form, TorchOps)
+    torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5-small", "transformer-base"])
+def test_beams_continue_one_another_without_copies_of_keys(name: str) -> None:
+    model = small(name).double()
+    made, whole = steps_of(model, None, TorchOps, copies=3)
+    torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoders_keys_are_held_once_a_source() -> None:
+    keys = StepKeys(small("transformer-base"), 12, 16, copies=4, source_len=8)
+    assert {x.shape[0] for pair in keys.memory for x in pair} == {3}
+    assert {x.shape[0] for pair in keys.layers for x in pair} == {12}
 
 
 @pytest.mark.parametrize("which", ONLY_PLAIN)
@@ -122,15 +204,13 @@ def test_other_layers_keep_their_own_order(which: str) -> None:
     model = decoder(name, **fields).double()
     made, whole = steps_of(model, None, TorchOps)
     torch.testing.assert_close(made, whole)
-    with pytest.raises(ValueError, match="form='few' needs plain pre-norm layers"):
+    with pytest.raises(ValueError, match="form='few' needs plain pre-norm or post-norm layers"):
         steps_of(model, "few", TorchOps)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"positions": "alibi"},
-        {"positions": "t5"},
         {"positions": "xl"},
         {"mixer": "additive"},
         {"mixer": "linear"},
@@ -143,10 +223,9 @@ def test_what_cannot_be_written_out_says_why(fields: dict[str, Any]) -> None:
     model = decoder("gpt2", **fields)
     why = capture_obstacle(model)
     assert why is not None
-    cache = model.new_cache(1, 8)
     with pytest.raises(ValueError, match=why):
-        DecodeStep(model, cache, DecodeState.empty(1, 8, model.device))
-    assert capture_obstacle(small("transformer-base")) is not None
+        DecodeStep(model, StepKeys(model, 1, 8), DecodeState.empty(1, 8, model.device))
+    assert capture_obstacle(small("bahdanau-gru")) is not None
 
 
 def test_rows_that_are_done_stay_at_their_last_place() -> None:
@@ -169,55 +248,108 @@ def test_a_capture_without_cuda_is_the_function() -> None:
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
 @pytest.mark.parametrize("search", SEARCHES)
-def test_what_runs_ahead_writes_what_the_walk_writes(name: str, search: str) -> None:
+def test_what_runs_ahead_writes_what_the_search_writes(name: str, search: str) -> None:
     model, fields = decoder(name).double(), SEARCHES[search]
     for n_new in (1, 7, 40):  # 40: beyond max_len, where rows end one by one
-        told = generate(model, PROMPTS, max_new_tokens=n_new, **fields)
-        same(generate(model, PROMPTS, max_new_tokens=n_new, cache="static", **fields), told)
-        for index, prompt in enumerate(PROMPTS):  # the same writer serves, whatever it held before
+        told = eager(model, PROMPTS, max_new_tokens=n_new, **fields)
+        same(generate(model, PROMPTS, max_new_tokens=n_new, **fields), told)
+        for index, prompt in enumerate(PROMPTS):  # the same decoder serves, whatever it held before
             alone = generate(model, prompt, max_new_tokens=n_new, cache="static", **fields)
             assert texts(alone)[0] == texts(told)[index]
 
 
 @pytest.mark.usefixtures("graphed")
-def test_the_writer_is_used_again_until_the_weights_move() -> None:
-    model = decoder("gpt2").double()
-    config = GenerateConfig(cache="static", max_new_tokens=4)
+@pytest.mark.parametrize("which", WITH_ENCODER)
+@pytest.mark.parametrize("search", ["greedy", "drawn", "stops", "beam", "beam of groups", "beam by step"])
+def test_captured_translations_are_those_of_the_eager_search(which: str, search: str) -> None:
+    name, given = WITH_ENCODER[which]
+    model, fields = small(name, **given).double(), SEARCHES[search]
+    sources = sources_of(model)
+    for target in (None, PROMPTS):
+        told = eager(model, sources, max_new_tokens=14, target=target, **fields)
+        same(generate(model, sources, max_new_tokens=14, target=target, **fields), told)
+    assert model in cuda_graph._decoders
+    assert model not in cuda_graph._refused
 
-    def writer() -> GraphDecoder:
-        engine, prompts = prepare(model, cuda_graph_given(PROMPTS), config)
+
+@pytest.mark.usefixtures("graphed")
+def test_a_batch_fills_a_part_of_a_larger_capture() -> None:
+    """Five and six texts share the decoder of eight, and further rows change nothing."""
+    model = small("transformer-base").double()
+    sources = source_of(model.config, batch=6)
+    for fields in ({}, {"beam": 3}):
+        for n in (5, 6):
+            told = eager(model, sources[:n], max_new_tokens=9, **fields)
+            same(generate(model, sources[:n], max_new_tokens=9, **fields), told)
+    assert [shape.prompts for shape in cuda_graph._decoders[model]] == [8, 8]
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_captured_search_records_what_each_step_kept() -> None:
+    model = small("transformer-base").double()
+    fields: dict[str, Any] = {"beam": 3, "max_new_tokens": 20, "logit_bias": {2: 2.5}}
+    told, made = eager(model, sources_of(model), **fields), generate(model, sources_of(model), **fields)
+    n = len(told.steps or ())
+    assert n
+    assert made.steps is not None
+    assert made.parents is not None
+    assert told.parents is not None
+    for one, other in zip(made.steps[:n], told.steps or (), strict=True):
+        assert one.prompt.tolist() == other.prompt.tolist()
+        for name in ("parent", "token", "score", "ended_parent", "ended_token", "ended_score"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=1e-4)
+    for prompt, hypotheses in enumerate(told.hypotheses):
+        n_steps = max(len(text.tokens) for text in hypotheses)
+        assert torch.equal(made.parents[:n_steps, prompt], told.parents[:n_steps, prompt])
+
+
+@pytest.mark.usefixtures("graphed")
+def test_steps_end_soon_after_the_last_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    plain = DecodeStep.logits
+    monkeypatch.setattr(DecodeStep, "logits", lambda step: calls.append(1) or plain(step))
+    model = small("transformer-base", max_len=300).double()
+    for fields in ({}, {"beam": 2, "early_stopping": True}):
+        calls.clear()
+        generate(model, sources_of(model), max_new_tokens=250, logit_bias={2: 60.0}, **fields)
+        assert len(calls) <= 2 * cuda_graph.BLOCK_STEPS
+
+
+@pytest.mark.usefixtures("graphed")
+def test_the_decoder_is_used_again_until_the_weights_move() -> None:
+    model = decoder("gpt2").double()
+    config = GenerateConfig(max_new_tokens=4)
+
+    def used() -> GraphDecoder:
+        engine, prompts = prepare(model, ModelInputs(PROMPTS, None), config)
         assert isinstance(engine, CudaGraphEngine)
         with torch.no_grad():
             engine.prefill(prompts)
         assert engine.decoder is not None
         return engine.decoder
 
-    first = writer()
+    first = used()
     gc.collect()
-    assert writer() is first
+    assert used() is first
     before = texts(generate(model, PROMPTS, config))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(-1.0)  # trained in place: the capture reads the new values
-    assert texts(generate(model, PROMPTS, config)) == texts(generate(model, PROMPTS, max_new_tokens=4)) != before
-    assert writer() is first
+    assert texts(generate(model, PROMPTS, config)) == texts(eager(model, PROMPTS, config)) != before
+    assert used() is first
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
-    assert writer() is not first
+    assert used() is not first
     release_captures(model)
     assert model not in cuda_graph._decoders
-
-
-def cuda_graph_given(rows: list[list[int]]) -> Any:
-    from regard.generation.generate import ModelInputs
-
-    return ModelInputs(rows, None)
 
 
 @pytest.mark.usefixtures("graphed")
 def test_a_model_is_let_go() -> None:
     model = decoder("gpt2").double()
-    generate(model, PROMPTS, cache="static", max_new_tokens=3)
+    for fields in ({}, {"beam": 2}):
+        generate(model, PROMPTS, max_new_tokens=3, **fields)
     n_before = len(cuda_graph._decoders)
+    assert any(isinstance(x, SearchBuffers) for y in cuda_graph._decoders[model].values() for x in y._captures.values())
     del model
     gc.collect()
     assert len(cuda_graph._decoders) == n_before - 1
@@ -226,8 +358,8 @@ def test_a_model_is_let_go() -> None:
 @pytest.mark.usefixtures("graphed")
 def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
     model = decoder("gpt2").double()
-    told = [generate(model, prompt, max_new_tokens=12).hypotheses[0][0].tokens for prompt in ([5, 6], [9, 4])]
-    one, other = (stream_tokens(model, prompt, max_new_tokens=12, cache="static") for prompt in ([5, 6], [9, 4]))
+    told = [eager(model, prompt, max_new_tokens=12).hypotheses[0][0].tokens for prompt in ([5, 6], [9, 4])]
+    one, other = (stream_tokens(model, prompt, max_new_tokens=12) for prompt in ([5, 6], [9, 4]))
     found: list[list[int]] = [[], []]
     for stream, tokens in ((one, found[0]), (other, found[1])) * 12:
         tokens += [token for token in [next(stream, None)] if token is not None]
@@ -235,27 +367,19 @@ def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.usefixtures("graphed")
-def test_captured_steps_and_others_go_together() -> None:
-    """decode_tokens, truncate and select between captured steps: the cache counts what they wrote."""
-    model = decoder("gpt2").double()
-    config = GenerateConfig(cache="static", max_new_tokens=10)
-    prompt, after = [5, 6, 7], [8, 9, 10, 11, 12]
-    with torch.no_grad():
-        whole = model(torch.tensor([[*prompt, *after]]))[0, 2:].float()
-        engine, prompts = prepare(model, cuda_graph_given([prompt, prompt]), config)
-        made = [engine.prefill(prompts)]
-        made.append(engine.decode_one_token(torch.tensor([8, 8])))
-        made += engine.decode_tokens(torch.tensor([[9, 13], [9, 13]])).unbind(1)[:1]
-        engine.truncate(5)
-        engine.select(torch.tensor([1, 0]))
-        made += [engine.decode_one_token(torch.tensor([token] * 2)) for token in (10, 11)]
-        made += engine.decode_tokens(torch.tensor([[12], [12]])).unbind(1)
-    for logits, told in zip(made, whole, strict=True):
-        torch.testing.assert_close(logits, told.expand(2, -1))
+@pytest.mark.parametrize("name", ["gpt2", "t5-small"])
+def test_a_draft_is_checked_by_the_plain_engine(name: str) -> None:
+    """Which reads several tokens at once and takes some back."""
+    model, draft = small(name).double(), small(name, n_layers=1).double()
+    prompt = PROMPTS[0] if name == "gpt2" else sources_of(model)[:1]
+    made = generate(model, prompt, max_new_tokens=9, draft=draft)
+    assert texts(made) == texts(eager(model, prompt, max_new_tokens=9))
 
 
 @pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize("fails", ["GraphDecoder", "GraphDecoder.chooser", "GraphDecoder.logits"])
+@pytest.mark.parametrize(
+    "fails", ["GraphDecoder", "GraphDecoder.token_steps", "GraphDecoder.logit_step", "CapturedStep"]
+)
 @pytest.mark.parametrize("fields", [{}, {"beam": 3}, {"no_repeat_ngram": 2}], ids=str)
 def test_what_cannot_be_captured_is_written_all_the_same(
     monkeypatch: pytest.MonkeyPatch, fails: str, fields: dict[str, Any]
@@ -263,21 +387,23 @@ def test_what_cannot_be_captured_is_written_all_the_same(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    model = decoder("gpt2").double()
-    told = generate(model, PROMPTS, max_new_tokens=6, **fields)
+    model = small("t5-small").double()
+    sources = sources_of(model)
+    told = eager(model, sources, max_new_tokens=6, **fields)
     monkeypatch.setattr(f"regard.generation.cuda_graph.{fails}", fail)
-    used = fails == "GraphDecoder" or (fails == "GraphDecoder.chooser") == (not fields)
-    if used:
+    monkeypatch.setattr("regard.generation.captured_search.CapturedStep", cuda_graph.CapturedStep)
+    used = {"GraphDecoder.token_steps": not fields, "GraphDecoder.logit_step": "no_repeat_ngram" in fields}
+    if used.get(fails, True):
         with pytest.warns(UserWarning, match="without a CUDA graph: RuntimeError: operation not permitted"):
-            same(generate(model, PROMPTS, max_new_tokens=6, cache="static", **fields), told)
+            same(generate(model, sources, max_new_tokens=6, **fields), told)
         assert model in cuda_graph._refused
-    same(generate(model, PROMPTS, max_new_tokens=6, cache="static", **fields), told)
+    same(generate(model, sources, max_new_tokens=6, cache="static", **fields), told)
 
 
 @pytest.mark.usefixtures("graphed")
 def test_a_window_goes_the_other_way_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     model = decoder("gpt2", window=3).double()
-    same(generate(model, PROMPTS, max_new_tokens=8, cache="static"), generate(model, PROMPTS, max_new_tokens=8))
+    same(generate(model, PROMPTS, max_new_tokens=8), eager(model, PROMPTS, max_new_tokens=8))
     assert not recwarn.list
     assert model not in cuda_graph._refused  # a text shorter than the window may be captured yet
 
@@ -343,6 +469,61 @@ def test_the_kernel_of_attention(
             assert torch.equal(own[0][row, :, length], inputs[1][row])
             assert torch.equal(own[1][row, :, length], inputs[2][row])
     near(results[kernels(), dtype], results[TorchOps, dtype], results[TorchOps, torch.float64])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("added", ["origin", "bias", "both"])
+def test_the_kernel_of_attention_over_other_rows_with_a_bias(device: str, dtype: torch.dtype, added: str) -> None:
+    rows, heads, groups, width, slots = 5, 4, 2, 24, 90
+    q = draw(rows, heads, width, device=device, dtype=dtype)
+    k, v = (draw(rows, groups, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    held = [draw(rows, groups, slots, width, device=device, dtype=dtype, seed=s) for s in (3, 4)]
+    lengths = torch.tensor([0, 1, 63, 64, 89], device=device)
+    origin = torch.randint(rows, (rows, slots), generator=torch.Generator().manual_seed(5)).to(device)
+    bias = draw(heads, slots, device=device, dtype=dtype, seed=6)
+    results = []
+    for parts, wide in ((kernels(), dtype), (TorchOps, dtype), (TorchOps, torch.float64)):
+        inputs, own = [x.to(wide) for x in (q, k, v)], [x.clone().to(wide) for x in held]
+        index = None if added == "bias" else origin
+        results.append(
+            parts.attend_one(*inputs, *own, lengths, 0.2, index, None if added == "origin" else bias.to(wide))
+        )
+    near(*results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups", "width", "slots"), [(4, 4, 64, 96), (6, 2, 24, 40)])
+def test_the_kernel_of_attention_to_a_memory(
+    device: str, dtype: torch.dtype, heads: int, groups: int, width: int, slots: int
+) -> None:
+    q = draw(6, heads, width, device=device, dtype=dtype)
+    k, v = (draw(3, groups, slots, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    source, lengths = (torch.tensor(x, device=device) for x in ([0, 0, 1, 1, 2, 2], [slots, 1, 33]))
+    for x in (k, v):
+        x[2, :, 33:] = 0
+    exact = TorchOps.attend_memory(*(x.double() for x in (q, k, v)), source, lengths, 0.2)
+    low = TorchOps.attend_memory(q, k, v, source, lengths, 0.2)
+    for x in (k, v):
+        x[2, :, 33:] = float("nan")  # what lies beyond must not be read
+    near(kernels().attend_memory(q, k, v, source, lengths, 0.2), low, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_the_kernel_of_a_product_normalises_the_residual_too(device: str, dtype: torch.dtype, kind: str) -> None:
+    x, weight = (draw(r, 130, device=device, dtype=dtype, seed=r) for r in (3, 33))
+    residual, gain, shift = (draw(*n, 33, device=device, dtype=dtype, seed=s) for n, s in (((3,), 6), ((), 7), ((), 8)))
+    norm = (kind, gain, shift if kind == "layer" else None, 1e-5)
+    wide: Any = (kind, *(None if x is None else x.double() for x in norm[1:3]), 1e-5)
+    options = {"residual_norm": norm, "scale": 0.3}
+    exact = TorchOps.linear(
+        x.double(), weight.double(), residual=residual.double(), **{**options, "residual_norm": wide}
+    )
+    ours, plain = (parts.linear(x, weight, residual=residual, **options) for parts in (kernels(), TorchOps))
+    near(ours, plain, exact)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -430,7 +611,7 @@ def test_the_kernel_of_embeddings(device: str, dtype: torch.dtype, places: bool)
 @pytest.mark.parametrize("advance", [False, True])
 def test_the_kernel_of_the_greedy_choice(device: str, dtype: torch.dtype, vocab: int, advance: bool) -> None:
     logits = draw(4, vocab, device=device, dtype=dtype) * 3
-    logits[1, [7, 20]] = logits.max() + 1  # of equals the first
+    logits[1, [7, 20, 25]] = logits.max() + 1  # of equals the first
     logits[2] = float("-inf")
     logits[2, 11] = 1.0
     states = []
@@ -438,19 +619,38 @@ def test_the_kernel_of_the_greedy_choice(device: str, dtype: torch.dtype, vocab:
         state = DecodeState.empty(4, 6, torch.device(device))
         state.begin(torch.tensor([3, 4, 5, 6]), torch.tensor([9, 4, 9, 9]))
         state.steps.copy_(torch.tensor([0, 1, 2, 5]))
-        parts.store_greedy_tokens(logits, *state, advance)
+        parts.store_greedy_tokens(logits, *state, advance, 7, 2)
         states.append(state)
     for name, ours, plain in zip(DecodeState._fields, *states, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    assert states[0].tokens[1:3].tolist() == [7, 11]
+    assert states[0].tokens[1:3].tolist() == [20, 11]  # 7 is the end token, and step 1 is too soon for it
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [31, 5000])
+def test_the_kernel_of_the_best_tokens(device: str, dtype: torch.dtype, vocab: int) -> None:
+    logits = draw(4, vocab, device=device, dtype=dtype) * 3
+    logits[2] = float("-inf")
+    logits[2, 11] = 1.0
+    found = []
+    for parts in (kernels(), TorchOps):
+        scores, tokens = parts.best_tokens(logits, 6)
+        best = scores.topk(6)
+        found.append((best.values, tokens.gather(1, best.indices)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+    ours, plain = (logits.gather(1, tokens)[[0, 1, 3]] for _, tokens in found)  # equals may come in any order
+    assert torch.equal(ours, plain)
+    assert found[0][1][2, 0] == 11
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["plain", "few", "many"])
-@pytest.mark.parametrize("which", ["gpt2", "llama", "grouped"])
-def test_the_step_made_of_kernels_is_the_model(device: str, which: str, form: str) -> None:
-    name, fields = FORMS[which]
-    made, whole = steps_of(decoder(name, **fields).to(device), form, kernels())
+@pytest.mark.parametrize("which", ["gpt2", "llama", "grouped", "post-norm", "transformer", "t5", "captioner"])
+@pytest.mark.parametrize("copies", [1, 3])
+def test_the_step_made_of_kernels_is_the_model(device: str, which: str, form: str, copies: int) -> None:
+    name, fields = {**FORMS, **WITH_ENCODER}[which]
+    made, whole = steps_of(small(name, **fields).to(device), form, kernels(), copies=copies)
     torch.testing.assert_close(made, whole, rtol=1e-4, atol=1e-4)
 
 
@@ -460,22 +660,28 @@ def test_the_step_made_of_kernels_is_the_model(device: str, which: str, form: st
 class TestCuda:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
+    @pytest.mark.parametrize("name", ["gpt2", "llama-1b", "transformer-base", "t5-small", "captioner"])
     @pytest.mark.parametrize("search", SEARCHES)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
     def test_captured_texts_are_those_of_the_cpu(self, name: str, search: str, dtype: torch.dtype) -> None:
         model, fields = small(name).to(dtype), SEARCHES[search]
-        told = [texts(generate(model, PROMPTS, max_new_tokens=n, **fields)) for n in (1, 9, 40)]
+        inputs = PROMPTS if model.is_decoder_only else sources_of(model)
+        told = [texts(generate(model, inputs, max_new_tokens=n, **fields)) for n in (1, 9, 40)]
         model.cuda()
         for _ in range(2):  # captured, then used again
             for n, some in zip((1, 9, 40), told, strict=True):
-                assert texts(generate(model, PROMPTS, max_new_tokens=n, cache="static", **fields)) == some
+                assert texts(generate(model, inputs, max_new_tokens=n, **fields)) == some
+        assert model in cuda_graph._decoders
+        assert model not in cuda_graph._refused
 
-    def test_it_is_captured(self) -> None:
+    @pytest.mark.parametrize("fields", [{}, {"beam": 2}], ids=str)
+    def test_it_is_captured(self, fields: dict[str, Any]) -> None:
         model = small("gpt2").cuda()
-        generate(model, PROMPTS, cache="static", max_new_tokens=9)
+        generate(model, PROMPTS, max_new_tokens=9, **fields)
         (kept,) = cuda_graph._decoders[model].values()
-        assert isinstance(next(iter(kept._captures.values()))._run.__self__, torch.cuda.CUDAGraph)
+        (captured,) = kept._captures.values()
+        step = captured.steps if isinstance(captured, SearchBuffers) else captured
+        assert isinstance(step._run.__self__, torch.cuda.CUDAGraph)
         with record(model):
             assert not can_capture(model)
         handle = model.modules().__next__().register_forward_hook(lambda *_: None)
@@ -483,14 +689,15 @@ class TestCuda:
         handle.remove()
         assert can_capture(model)
 
-    def test_weights_trained_between_two_texts_count(self) -> None:
-        model = small("gpt2").cuda()
-        generate(model, PROMPTS, cache="static", max_new_tokens=9)
+    @pytest.mark.parametrize("name", ["gpt2", "transformer-base"])
+    def test_weights_trained_between_two_texts_count(self, name: str) -> None:
+        model = small(name).cuda()
+        inputs = PROMPTS if name == "gpt2" else sources_of(model)
+        generate(model, inputs, max_new_tokens=9)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(-1.0)
-        told = texts(generate(model, PROMPTS, max_new_tokens=9))
-        assert texts(generate(model, PROMPTS, cache="static", max_new_tokens=9)) == told
+        assert texts(generate(model, inputs, max_new_tokens=9)) == texts(eager(model, inputs, max_new_tokens=9))
 
     @pytest.mark.parametrize("rows", [2, 64])
     def test_half_precision_is_as_near_as_eager(self, rows: int) -> None:
@@ -499,17 +706,25 @@ class TestCuda:
         with torch.no_grad():
             told = exact(tokens).float()
             low = wide_model().cuda().bfloat16()
-            eager = low(tokens).float()
-            writer = GraphDecoder(low, rows, 48)
-            writer.state.begin(torch.zeros_like(writer.state.lengths), torch.full_like(writer.state.last, 47))
-            made = []
-            for column in tokens.unbind(1):
-                writer.state.tokens.copy_(column)
-                out = writer.logits()()
-                assert out is not None
-                made.append(out.float().clone())  # the next step writes there
-        off, eager_off = ((x - told).square().mean().sqrt().item() for x in (torch.stack(made, 1), eager))
+            eager_logits = low(tokens).float()
+            made = teacher_forced(low, tokens)
+        off, eager_off = ((x - told).square().mean().sqrt().item() for x in (made, eager_logits))
         assert off <= 2 * eager_off
+
+
+def teacher_forced(model: Decoder, tokens: Tensor) -> Tensor:
+    """Logits (R, T, V) by captured steps."""
+    rows, length = tokens.shape
+    decoder = GraphDecoder(model, GraphShape(rows, 1, length))
+    step = decoder.logit_step()
+    decoder.begin(torch.zeros_like(tokens[:, 0]), torch.full_like(tokens[:, 0], length))
+    made = []
+    for column in tokens.unbind(1):
+        decoder.state.tokens.copy_(column)
+        out = step()
+        assert out is not None
+        made.append(out.float().clone())  # the next step writes there
+    return torch.stack(made, 1)
 
 
 def wide_model() -> Decoder:

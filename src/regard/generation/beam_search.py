@@ -21,9 +21,10 @@ from torch import Tensor
 from ..foundation.cancellation import check_cancelled
 from .cached_engine import DecodingEngine
 from .cpu_engine import accelerate
+from .decode_step import ops_for
 from .generation_config import GenerateConfig
 from .prompts import Prompts
-from .sampling import filter_logits
+from .sampling import filter_logits, has_filters
 from .stop_conditions import END, GOING_ON, LENGTH, Finish, StopStrings, finish_reason, stop_codes
 
 _CORE_CACHE = 2**20  # numbers that fit into the cache of a CPU core
@@ -105,6 +106,7 @@ class Pool(NamedTuple):
 class Beams:
     """The state of the prompts that are not finished."""
 
+    step: Tensor  # (1,) how many steps are done
     prompt: Tensor  # (B,) its number
     limit: Tensor  # (B,)
     texts: Tensor  # (B, k · groups, L) tokens so far
@@ -114,7 +116,9 @@ class Beams:
 
     def select(self, mask: Tensor) -> Beams:
         prompt, limit, texts = self.prompt[mask], self.limit[mask], self.texts[mask]
-        return Beams(prompt, limit, texts, self.score[mask], self.open[mask], Pool(*(x[mask] for x in self.pool)))
+        return Beams(
+            self.step, prompt, limit, texts, self.score[mask], self.open[mask], Pool(*(x[mask] for x in self.pool))
+        )
 
 
 class BeamSearch:
@@ -130,30 +134,33 @@ class BeamSearch:
         self.n_ends = len(ends) + (0 if strings is None else _STRING_ENDS)
         self.n_candidates = max(2, 1 + self.n_ends) * self.size
 
+    def prepare_penalties(self, max_tokens: int, device: torch.device) -> None:
+        """Compute the length penalties of texts of up to ``max_tokens`` tokens."""
+        values = [1.0, *(self.config.length_penalty_at(n) for n in range(1, max_tokens + 1))]
+        self._penalties = torch.tensor(values, device=device)
+
     def run(self, prompts: Prompts) -> list[list[Hypothesis]]:
         """The n_best texts of each prompt."""
         n, k, device = len(prompts), self.config.beam, prompts.tokens.device
         self.parents = torch.zeros(int(prompts.limit.max()), n, k, dtype=torch.int64, device=device)
         self.tokens = torch.zeros_like(self.parents)
         self.steps: list[BeamStep] = []
-        beams = self._initial_beams(prompts)
+        self.prepare_penalties(len(self.parents), device)
+        beams = self.initial_beams(prompts)
         finished: list[list[Hypothesis]] = [[] for _ in range(n)]
         logits = self.engine.prefill(prompts, copies=k)
         for step in range(len(self.parents)):
             check_cancelled()
-            nexts, ended = self._advance(beams, logits, step)
-            parent, token = (torch.cat([getattr(c, name) for c in nexts], -1) for name in ("beam", "token"))  # (B, k)
+            taken = self.advance(beams, logits, step)
+            parent, token = taken.parent, taken.token  # (B, k)
             self.parents[step, beams.prompt], self.tokens[step, beams.prompt] = parent, token
-            score = torch.stack([c.score for c in nexts], 1)
-            texts = (x.flatten(1) for x in (score, ended.beam, ended.token, ended.score))
-            self.steps.append(BeamStep(beams.prompt, parent, token, *texts))
+            self.steps.append(taken)
             done = ~beams.open.any(-1)
             if done.all() or (done.any() and not self.engine.static):
-                self._collect(beams.select(done), finished)
+                self.collect(beams.select(done), finished)
             if done.all():
                 break
             rows = torch.arange(len(done), device=device)[:, None] * k + parent
-            beams.score = score
             beams.texts = torch.cat([beams.texts.flatten(0, 1)[rows], token[..., None]], -1)
             if not self.engine.static:
                 beams, rows, token = beams.select(~done), rows[~done], token[~done]
@@ -161,7 +168,7 @@ class BeamSearch:
             logits = self.engine.decode_one_token(token.flatten())
         return finished
 
-    def _initial_beams(self, prompts: Prompts) -> Beams:
+    def initial_beams(self, prompts: Prompts) -> Beams:
         shape, device = (len(prompts), self.config.groups, self.size), prompts.tokens.device
         score = torch.full(shape, -math.inf, device=device)
         zeros = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -169,14 +176,26 @@ class BeamSearch:
         score = score.index_fill(2, torch.tensor([0], device=device), 0.0)  # one beam a group, not k equal ones
         texts = prompts.texts[:, None].expand(-1, self.config.beam, -1)
         open_ = torch.ones(shape[:2], dtype=torch.bool, device=device)
-        return Beams(torch.arange(len(prompts), device=device), prompts.limit, texts, score, open_, pool)
+        numbers, step = torch.arange(len(prompts), device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        return Beams(step, numbers, prompts.limit, texts, score, open_, pool)
 
-    def _advance(self, beams: Beams, logits: Tensor, step: int) -> tuple[list[Candidates], Candidates]:
-        """The next beams of each group, and the texts that ended, which go to the pools."""
+    def advance(self, beams: Beams, logits: Tensor, step: int | Tensor) -> BeamStep:
+        """The next beams of each prompt, and the texts that ended, which go to the pools; ``beams`` holds both then.
+
+        ``step`` is beams.step as a number where that is known: some filters go by it.
+        """
+        nexts, ended = self._advance(beams, logits, step)
+        parent, token = (torch.cat([getattr(c, name) for c in nexts], -1) for name in ("beam", "token"))  # (B, k)
+        beams.score, beams.step = torch.stack([c.score for c in nexts], 1), beams.step + 1
+        texts = (x.flatten(1) for x in (beams.score, ended.beam, ended.token, ended.score))
+        return BeamStep(beams.prompt, parent, token, *texts)
+
+    def _advance(self, beams: Beams, logits: Tensor, step: int | Tensor) -> tuple[list[Candidates], Candidates]:
+        """The next beams of each group, and the texts that ended."""
         n, n_groups, k = beams.score.shape
         logits, texts = (x.reshape(n, n_groups, k, -1) for x in (logits, beams.texts))
         price = torch.zeros_like(logits[:, 0, 0]) if n_groups > 1 else None  # (B, V)
-        at_limit = (step + 1 >= beams.limit)[:, None]
+        at_limit = (beams.step + 1 >= beams.limit)[:, None]
         nexts: list[Candidates] = []
         finished: list[Candidates] = []
         for group in range(n_groups):
@@ -193,13 +212,13 @@ class BeamSearch:
             price.scatter_add_(1, nexts[-1].token, cost.expand_as(nexts[-1].score))
             price.scatter_add_(1, top.token, cost * ends[:, :k])
         new = Candidates(*(torch.stack(parts, 1) for parts in zip(*finished, strict=True)))
-        beams.pool = self._update_pool(beams, new, step)
+        beams.pool = self._update_pool(beams, new)
         best_going = torch.stack([c.score.amax(-1) for c in nexts], 1)  # (B, groups)
-        beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going, step + 1)
+        beams.open = beams.open & ~at_limit & self._may_improve(beams, best_going)
         return nexts, new
 
     def _candidates(
-        self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int, group: int
+        self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int | Tensor, group: int
     ) -> Candidates:
         """The best continuations of one group's beams, from logits (B, k, V) and log P so far, ``past`` (B, k)."""
         n, k, n_tokens = logits.shape
@@ -210,6 +229,8 @@ class BeamSearch:
                 exact = self._topk(logits[ties], texts[ties], past[ties], None if price is None else price[ties], step)
                 for values, exact_values in zip(best, exact, strict=True):
                     values.index_copy_(0, ties, exact_values)
+        elif price is None and not has_filters(self.config, step):
+            best = self._topk_of_each(logits, past)
         else:
             best = self._topk(logits, texts, past, price, step)
         score, diverse, index = best
@@ -220,19 +241,32 @@ class BeamSearch:
         code = stop_codes(token.flatten(), before, step + 1, self.config, self.eos_id, self.strings).view_as(token)
         return Candidates(score, diverse, beam + group * k, token, code)
 
-    def _topk(self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int) -> TopScores:
+    def _topk(self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int | Tensor) -> TopScores:
         """The best of all tokens of all beams, sorted together."""
         n, k, n_tokens = logits.shape
         scores = filter_logits(
-            logits.log_softmax(-1).flatten(0, 1), texts.flatten(0, 1), step, self.config, self.eos_id
+            logits.log_softmax(-1, dtype=torch.float32).flatten(0, 1),
+            texts.flatten(0, 1),
+            step,
+            self.config,
+            self.eos_id,
         )
         scores = (scores.view(n, k, -1) + past[..., None]).flatten(1)  # (B, k · V)
         diverse = scores if price is None else (scores.view(n, k, -1) - price[:, None]).flatten(1)
         diverse, index = diverse.topk(min(self.n_candidates, k * n_tokens))
         return scores.gather(1, index), diverse, index
 
+    def _topk_of_each(self, logits: Tensor, past: Tensor) -> TopScores:
+        """The same without filters and price: the best tokens of each beam, then the best of those."""
+        n, k, n_tokens = logits.shape
+        score, token = ops_for(logits).best_tokens(logits.flatten(0, 1), min(self.n_candidates, n_tokens))
+        index = token.view(n, k, -1) + torch.arange(k, device=token.device)[:, None] * n_tokens
+        score = (score.view(n, k, -1) + past[..., None]).flatten(1)
+        score, order = score.topk(min(self.n_candidates, score.shape[1]))
+        return score, score, index.flatten(1).gather(1, order)
+
     def _topk_per_beam(
-        self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int
+        self, logits: Tensor, texts: Tensor, past: Tensor, price: Tensor | None, step: int | Tensor
     ) -> tuple[TopScores, Tensor]:
         """The same from the best of each beam, and for which prompts (B,) ties make the order uncertain: two sums may
         round to one.
@@ -258,10 +292,10 @@ class BeamSearch:
         order = order[:, : self.n_candidates]
         return (score.gather(1, order), diverse[:, : self.n_candidates], index.gather(1, order)), tied
 
-    def _update_pool(self, beams: Beams, new: Candidates, step: int) -> Pool:
+    def _update_pool(self, beams: Beams, new: Candidates) -> Pool:
         """The open pools with the texts that just finished, reduced to the best."""
-        score = (new.score / self.config.length_penalty_at(step + 1)).masked_fill(~beams.open[..., None], -math.inf)
-        finished = Pool(score, torch.full_like(new.token, step), new.beam, new.token, new.code)
+        score = (new.score / self._penalties[beams.step + 1]).masked_fill(~beams.open[..., None], -math.inf)
+        finished = Pool(score, beams.step.expand_as(new.token), new.beam, new.token, new.code)
         both = Pool(*(torch.cat(pair, -1) for pair in zip(beams.pool, finished, strict=True)))
         order = both.score.argsort(dim=-1, descending=True, stable=True)
         if self.config.ended_first:
@@ -269,17 +303,17 @@ class BeamSearch:
             order = order.gather(-1, ended.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True))
         return Pool(*(x.gather(-1, order[..., : self.pool_size]) for x in both))
 
-    def _may_improve(self, beams: Beams, best: Tensor, n_tokens: int) -> Tensor:
+    def _may_improve(self, beams: Beams, best: Tensor) -> Tensor:
         """(B, groups): whether further steps can still change a pool, by the rule of transformers."""
         config, worst = self.config, beams.pool.score[..., -1]
         full = worst.isfinite()
         if config.early_stopping is True:
             return ~full & best.isfinite()
-        lengths = beams.limit.tolist() if config.early_stopping == "never" and config.length_penalty > 0 else [n_tokens]
-        penalty = torch.tensor([config.length_penalty_at(n) for n in lengths], device=best.device)[:, None]
-        return best.isfinite() & (~full | (best / penalty > worst))
+        longest = config.early_stopping == "never" and config.length_penalty > 0
+        penalty = self._penalties[beams.limit if longest else beams.step + 1]
+        return best.isfinite() & (~full | (best / penalty[:, None] > worst))
 
-    def _collect(self, beams: Beams, finished: list[list[Hypothesis]]) -> None:
+    def collect(self, beams: Beams, finished: list[list[Hypothesis]]) -> None:
         """Write the best texts of finished prompts, over all their groups, into ``finished``."""
         steps = int(beams.pool.step.max())
         parents, tokens = (x[:steps, beams.prompt].tolist() for x in (self.parents, self.tokens))

@@ -9,12 +9,14 @@ engine.select(rows)                          continue with some rows, in any ord
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..attention import MultiHeadAttention, taps
+from ..attention.biases import Bias
 from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..attention.edits import has_edits
@@ -118,8 +120,11 @@ def check_logits(logits: Tensor) -> Tensor:
     return logits
 
 
-def step_obstacle(model: Model) -> str | None:
-    """Why a Transformer's decode step cannot be computed past its modules, in a few words; None where it can."""
+def step_obstacle(model: Model, takes_bias: Callable[[Bias], bool] = lambda bias: False) -> str | None:
+    """Why a Transformer's decode step cannot be computed past its modules, in a few words; None where it can.
+
+    ``takes_bias`` says which position bias of all layers the step can add.
+    """
     if torch.is_autocast_enabled(model.device.type):
         return "autocast says in which numbers each layer computes"
     if taps._recorder is not None:
@@ -128,7 +133,8 @@ def step_obstacle(model: Model) -> str | None:
         return "what passes through its layers is changed on its way"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "hooks wait for its modules to be called"
-    if not model.decoder.causal or model.decoder.position_bias is not None:
+    bias = model.decoder.position_bias
+    if not model.decoder.causal or (bias is not None and not takes_bias(bias)):
         return "its layers share a position bias, or look ahead"
     if rope_depends_on_length(model.config):
         return "its angles follow the longest text of the batch"

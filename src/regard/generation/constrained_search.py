@@ -149,7 +149,7 @@ class ConstrainedSearch(BeamSearch):
         self.states = [[tracker.start] * self.size for tracker in self.trackers]
         return super().run(prompts)
 
-    def _advance(self, beams: Beams, logits: Tensor, step: int) -> tuple[list[Candidates], Candidates]:
+    def _advance(self, beams: Beams, logits: Tensor, step: int | Tensor) -> tuple[list[Candidates], Candidates]:
         options = self._options(beams, logits, step)
         at_limit = step + 1 >= beams.limit
         has_text = beams.pool.score[:, 0].isfinite().any(-1)
@@ -163,13 +163,11 @@ class ConstrainedSearch(BeamSearch):
         device = beams.score.device
         following, ended = _candidates(nexts, self.size, device), _candidates(finished, self.pool_size, device)
         ended = Candidates(*(x[:, None] for x in ended))
-        beams.pool = self._update_pool(beams, ended, step)
-        beams.open = (
-            beams.open & ~at_limit[:, None] & self._may_improve(beams, following.score.amax(-1)[:, None], step + 1)
-        )
+        beams.pool = self._update_pool(beams, ended)
+        beams.open = beams.open & ~at_limit[:, None] & self._may_improve(beams, following.score.amax(-1)[:, None])
         return [following], ended
 
-    def _options(self, beams: Beams, logits: Tensor, step: int) -> list[list[_Option]]:
+    def _options(self, beams: Beams, logits: Tensor, step: int | Tensor) -> list[list[_Option]]:
         """For each prompt the best continuations of its beams, and those that begin or continue a term."""
         n, _, width = beams.score.shape
         numbers, texts = beams.prompt.tolist(), beams.texts.flatten(0, 1)

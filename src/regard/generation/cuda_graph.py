@@ -1,8 +1,8 @@
 """Decoding with CUDA graphs: the decode step is captured once and replayed for every token.
 
 A step of a small model is a hundred launches of two microseconds each; launched one by one they wait for Python.
-Captured, they run back to back, the chosen token is written where the next step reads it, and the host reads the tokens
-only every few steps to see which texts have ended. On a CPU the same code runs without capture, for tests.
+Captured, several steps at a time, they run back to back, the chosen token is written where the next step reads it, and
+the host reads tokens a block late to see which texts have ended. On a CPU the same code runs without capture (tests).
 """
 
 from __future__ import annotations
@@ -12,38 +12,43 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..attention.cache import StaticCache
+from ..foundation.cancellation import check_cancelled
 from ..models import Model
 from ..models.components import window_of
-from .cached_engine import DecodingEngine, check_logits
-from .decode_step import DecodeState, DecodeStep, Form, capture_obstacle
+from .cached_engine import CacheName, DecodingEngine
+from .decode_step import DecodeState, DecodeStep, Form, StepKeys, capture_obstacle
 from .generation_config import GenerateConfig
-from .prompts import Prompts, max_text_length
+from .prompts import Prompts, Sources, max_text_length
 from .sampling import ChosenTokens, decode_loop, draw_tokens, filter_logits, token_log_probs, uniform_draws
 from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
+BLOCK_STEPS = 8  # captured together; the host reads after each block, one block late
 _WARM_UPS = 3
-_MAX_CAPTURES = 8  # captures of one step, each with its own way to choose tokens
+_MAX_CAPTURES = 8  # captures of one decoder, each with its own way to choose tokens
 _LENGTH_MULTIPLE = 128  # cache lengths are multiples of this, so that texts of similar length share a capture
-_MAX_DECODERS = 2  # kept for a model, each with its cache
-_AHEAD = 32  # tokens between two reads by the host
+_SOURCE_MULTIPLE = 64  # the same for sources
+_MAX_DECODERS = 4  # kept for a model, each with its keys and values
+_MAX_KEPT_BYTES = 8 << 30  # of them together
+
+Captured = TypeVar("Captured")
 
 
 class CapturedStep:
     """A function without arguments as a CUDA graph over the tensors it reads and writes; ``out`` is its result.
 
-    It runs a few times before the capture, to load kernels and choose algorithms; the caller discards what that writes.
+    It runs a few times before the capture, to load kernels and choose algorithms; what that writes is the caller's to
+    overwrite. A call runs it ``repeats`` times.
     """
 
-    def __init__(self, run: Callable[[], Tensor | None], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], Tensor | None], device: torch.device, repeats: int = 1) -> None:
         self.out: Tensor | None = None
+        self._run: Callable[[], Any] = lambda: [run() for _ in range(repeats)][-1]
         if device.type != "cuda":
-            self._run: Callable[[], Any] = run
             return
         with torch.cuda.device(device):
             side = torch.cuda.Stream()
@@ -55,7 +60,7 @@ class CapturedStep:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.out = run()
+                self.out = self._run()
         self._run = graph.replay
 
     def __call__(self) -> Tensor | None:
@@ -63,73 +68,93 @@ class CapturedStep:
         return result if self.out is None else self.out
 
 
-class GraphDecoder:
-    """A decode step for a number of rows and a cache length: its cache, state and captures, which are reused.
+class GraphShape(NamedTuple):
+    """What a captured step is made for: its rows are prompts · copies."""
 
-    ``compile`` applies torch.compile to the step before it is captured; ``form`` and ``ops`` are those of DecodeStep.
+    prompts: int
+    copies: int
+    max_len: int  # positions of a text
+    source_len: int = 0  # positions of the encoder's output; 0: there is none
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.copies
+
+
+class GraphDecoder:
+    """A decode step for some rows and lengths: its keys, state and captures, which are reused.
+
+    Steps are captured before ``begin``, since warming up writes tokens and keys. ``compile`` applies torch.compile to
+    the step before it is captured; ``form`` and ``ops`` are those of DecodeStep.
     """
 
     def __init__(
-        self, model: Model, rows: int, max_len: int, *, form: Form | None = None, ops: Any = None, compile: bool = False
+        self, model: Model, shape: GraphShape, *, form: Form | None = None, ops: Any = None, compile: bool = False
     ) -> None:
-        self.rows, self.max_len, self.device = rows, max_len, model.device
-        self.cache = model.new_cache(rows, max_len)
-        self.state = DecodeState.empty(rows, max_len + _WARM_UPS + 1, model.device)
-        self.step = DecodeStep(model, self.cache, self.state, form, ops)
+        self.shape, self.device, rows = shape, model.device, shape.rows
+        self.keys = StepKeys(model, rows, shape.max_len, shape.copies, shape.source_len)
+        self.state = DecodeState.empty(rows, shape.max_len + BLOCK_STEPS + _WARM_UPS, model.device)
+        self.step = DecodeStep(model, self.keys, self.state, form, ops)
         n_steps = len(self.state.history)
         # New tokens first, then the prompt: the filters that are captured do not depend on the order.
-        self.texts = torch.full((rows, n_steps + max_len), -1, dtype=torch.int64, device=model.device)
+        self.texts = torch.full((rows, n_steps + shape.max_len), -1, dtype=torch.int64, device=model.device)
         self.draws = torch.zeros(rows, n_steps, dtype=torch.float64, device=model.device)
         self.owner: weakref.ref[object] | None = None  # the engine that uses it
         self.addresses = _parameter_addresses(model)
-        self._logits: Callable[[], Tensor] = self.step.logits
+        self.logits: Callable[[], Tensor] = self.step.logits
         if compile:
-            self._logits = torch.compile(self.step.logits, dynamic=False, fullgraph=True)
-        self._captures: dict[Any, CapturedStep] = {}
+            self.logits = torch.compile(self.step.logits, dynamic=False, fullgraph=True)
+        self._captures: dict[Any, Any] = {}
 
-    def logits(self) -> CapturedStep:
+    @property
+    def n_bytes(self) -> int:
+        return sum(x.nbytes for pair in (*self.keys.layers, *self.keys.memory) for x in pair)
+
+    def begin(self, lengths: Tensor, limit: Tensor) -> None:
+        """The first n rows continue texts of ``lengths`` (n,) by at most ``limit`` (n,) tokens; others go nowhere."""
+        state, n = self.state, len(lengths)
+        for x in (state.lengths, state.last, state.steps):
+            x.zero_()
+        state.lengths[:n], state.last[:n] = lengths, lengths + limit - 1
+
+    def logit_step(self) -> CapturedStep:
         """The step alone: reads ``state.tokens`` and returns logits, which the next call overwrites."""
 
         def run() -> Tensor:
-            logits = self._logits()
+            logits = self.logits()
             self.state.advance()
             return logits
 
-        return self._capture("logits", run)
+        return self.capture("logits", lambda: CapturedStep(run, self.device))
 
-    def chooser(self, config: GenerateConfig, eos_id: int | None) -> CapturedStep:
-        """The step and the choice of the next token, which the next step reads."""
+    def token_steps(self, config: GenerateConfig, eos_id: int | None, repeats: int = BLOCK_STEPS) -> CapturedStep:
+        """Steps that each choose the token that the next one reads."""
 
         def run() -> None:
-            self.choose(self._logits(), config, eos_id, advance=True)
+            self.choose(self.logits(), config, eos_id, advance=True)
 
         drawing = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
-        filters = (config.repetition_penalty, tuple(sorted(config.logit_bias.items())))
-        return self._capture((drawing, filters, eos_id), run)
+        filters = (config.repetition_penalty, tuple(sorted(config.logit_bias.items())), config.min_new_tokens)
+        return self.capture((drawing, filters, eos_id, repeats), lambda: CapturedStep(run, self.device, repeats))
 
-    def _capture(self, key: Any, run: Callable[[], Tensor | None]) -> CapturedStep:
+    def capture(self, key: Any, make: Callable[[], Captured]) -> Captured:
+        """What was captured under this key, or a new capture."""
         if key not in self._captures:
             while len(self._captures) >= _MAX_CAPTURES:
                 self._captures.pop(next(iter(self._captures)))
-            # Warming up chooses tokens and writes their keys at the first position, which is undone afterwards.
-            touched = [*self.state, *(x[:, :, :1] for pair in self.step.cache for x in pair)]
-            before = [x.clone() for x in touched]
-            self.state.begin(torch.zeros_like(self.state.lengths), torch.zeros_like(self.state.last))
-            try:
-                self._captures[key] = CapturedStep(run, self.device)
-            finally:
-                for x, old in zip(touched, before, strict=True):
-                    x.copy_(old)
-        return self._captures[key]
+            self.begin(torch.zeros_like(self.state.lengths), torch.ones_like(self.state.last))
+            self._captures[key] = make()
+        captured: Captured = self._captures[key]
+        return captured
 
     def choose(self, logits: Tensor, config: GenerateConfig, eos_id: int | None, advance: bool) -> None:
         """Choose the next token of every row and append it; ``advance`` moves past the token that the step read."""
         state = self.state
         if not config.samples and not config.logit_bias and config.repetition_penalty == 1.0:
-            self.step.ops.store_greedy_tokens(logits, *state, advance)
+            self.step.ops.store_greedy_tokens(logits, *state, advance, eos_id, config.min_new_tokens)
             return
         logits = logits.float()
-        scores = filter_logits(logits, self.texts, 0, config, eos_id)
+        scores = filter_logits(logits, self.texts, state.steps, config, eos_id)
         draws = self.draws.gather(1, state.steps[:, None])[:, 0]
         tokens = draw_tokens(scores, draws) if config.samples else scores.argmax(-1)
         if advance:
@@ -143,37 +168,48 @@ def _parameter_addresses(model: Model) -> int:
     return hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
 
 
-_decoders: weakref.WeakKeyDictionary[Model, OrderedDict[tuple[int, int], GraphDecoder]] = weakref.WeakKeyDictionary()
+_decoders: weakref.WeakKeyDictionary[Model, OrderedDict[GraphShape, GraphDecoder]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()
 
 
-def graph_decoder_for(engine: CudaGraphEngine, rows: int, min_len: int) -> GraphDecoder | None:
-    """A decoder with a cache of at least ``min_len``: an earlier one, if the weights have not moved and it is unused.
+def graph_shape(model: Model, n_prompts: int, copies: int, min_len: int, source_len: int) -> GraphShape | None:
+    """The shape that serves so many prompts and positions, rounded up so that similar batches share a capture.
 
-    None where a layer's window is smaller than that, because ring caches are not captured.
+    None where a layer's window is smaller than that, because a captured step sees all keys.
     """
-    model = engine.model
-    windows = [size for n in range(model.config.n_layers) if (size := window_of(model.config, n)) is not None]
-    max_len = -(-min_len // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-    max_len = min(max_len, max(max_text_length(model.config), min_len), *windows)
+    target = not model.is_decoder_only
+    windows = [size for n in range(model.decoder.n_layers) if (size := window_of(model.config, n)) is not None]
+    max_len = _round_up(min_len, _LENGTH_MULTIPLE)
+    max_len = min(max_len, max(max_text_length(model.config, target), min_len), *windows)
     if max_len < min_len:
         return None
+    n_prompts = n_prompts if n_prompts <= 4 else _round_up(n_prompts, 8 if n_prompts <= 64 else 32)
+    return GraphShape(n_prompts, copies, max_len, _round_up(source_len, _SOURCE_MULTIPLE))
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def graph_decoder_for(engine: CudaGraphEngine, shape: GraphShape) -> GraphDecoder:
+    """A decoder of this shape: an earlier one, if the weights have not moved and no other engine uses it."""
+    model = engine.model
     with _lock:
         decoders = _decoders.setdefault(model, OrderedDict())
-        decoder = decoders.pop((rows, max_len), None)
+        decoder = decoders.pop(shape, None)
         owner = None if decoder is None or decoder.owner is None else decoder.owner()
         if decoder is None or decoder.addresses != _parameter_addresses(model) or owner not in (None, engine):
-            while len(decoders) >= _MAX_DECODERS:
+            while len(decoders) >= _MAX_DECODERS or sum(x.n_bytes for x in decoders.values()) > _MAX_KEPT_BYTES:
                 decoders.popitem(last=False)
-            decoder = GraphDecoder(model, rows, max_len)
-        decoders[rows, max_len] = decoder
+            decoder = GraphDecoder(model, shape)
+        decoders[shape] = decoder
         decoder.owner = weakref.ref(engine)
     return decoder
 
 
 def release_captures(model: Model) -> None:
-    """Free a model's captures and their caches."""
+    """Free a model's captures and their keys."""
     _decoders.pop(model, None)
     _refused.pop(model, None)
 
@@ -184,144 +220,146 @@ def can_capture(model: Model) -> bool:
 
 
 class CudaGraphEngine(DecodingEngine):
-    """A decoder-only model with captured steps, for every search that uses ``decode_one_token``."""
+    """A Transformer with captured steps, for every search; where they cannot be captured, the plain engine.
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model, cache="static")
+    The prompts, and the sources if there are any, go through the model once each; captured steps then read their keys.
+    """
+
+    def __init__(self, model: Model, sources: Sources | None = None, cache: CacheName = "growing") -> None:
+        super().__init__(model, sources, cache)
         self.decoder: GraphDecoder | None = None
-        self._cache_is_behind = False  # whether captured steps wrote tokens that the cache has not counted
+        self._step: CapturedStep | None = None  # of ``decode_one_token``
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
-        try:
-            self.decoder = graph_decoder_for(self, len(prompts) * copies, self._cache_length(prompts))
-        except Exception as error:  # no memory: decode without a graph
-            self._disable_capture(error)
-        if self.decoder is None:
+        begun = self.begin(prompts, copies, lambda decoder: decoder.logit_step())
+        if begun is None:
+            self._max_length = None
             return super().prefill(prompts, copies)
-        rows = torch.arange(len(prompts), device=prompts.tokens.device).repeat_interleave(copies)
-        self._cache, self._cache_is_behind = self.decoder.cache, False
-        self._cache.reset()
-        positions = None if prompts.positions is None else prompts.positions[rows]
-        logits = check_logits(self._logits(self._states(prompts.tokens[rows], positions)))
-        lengths = torch.tensor([len(row) for row in prompts.rows], device=self.decoder.device)
-        self.decoder.state.begin(lengths[rows], (lengths + prompts.limit)[rows] - 1)
+        self._step, logits = begun
         return logits
+
+    def begin(
+        self, prompts: Prompts, copies: int, capture: Callable[[GraphDecoder], Captured]
+    ) -> tuple[Captured, Tensor] | None:
+        """What ``capture`` makes of a decoder, and the logits (B · copies, V) after the prompts.
+
+        None, and nothing has been read, where that cannot be captured.
+        """
+        captured = self._capture(prompts, copies, capture)
+        if captured is None or self.decoder is None:
+            return None
+        self.static = False
+        logits = super().prefill(prompts)
+        self.static = True  # rows stay in place
+        decoder, device = self.decoder, prompts.tokens.device
+        lengths = torch.tensor([len(row) for row in prompts.rows], device=device)
+        decoder.begin(lengths.repeat_interleave(copies), prompts.limit.repeat_interleave(copies))
+        bias = self.model.decoder.position_bias
+        decoder.keys.begin(self._cache, decoder.state.lengths, prompts.positions, self._padding_mask, bias)
+        self._cache = self.model.new_cache()  # captured steps have their own
+        return captured, logits if copies == 1 else logits.repeat_interleave(copies, 0)
+
+    def _capture(self, prompts: Prompts, copies: int, capture: Callable[[GraphDecoder], Captured]) -> Captured | None:
+        source_len = 0 if self._memory is None else self._memory.states.shape[1]
+        shape = graph_shape(self.model, len(prompts), copies, self._cache_length(prompts), source_len)
+        if shape is None or self.model in _refused:
+            return None
+        try:
+            self.decoder = graph_decoder_for(self, shape)
+            return capture(self.decoder)
+        except Exception as error:  # no memory, a library that cannot be captured, no compiler
+            release_captures(self.model)
+            self.decoder, _refused[self.model] = None, f"{type(error).__name__}: {error}"
+            warnings.warn(f"decoding goes on without a CUDA graph: {_refused[self.model]:.300}", stacklevel=3)
+            return None
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
-        step = self._captured_step(lambda decoder: decoder.logits())
-        if self.decoder is None or step is None:
+        if self.decoder is None or self._step is None:
             return super().decode_one_token(tokens)
-        self.decoder.state.tokens.copy_(tokens)
-        self._cache_is_behind = True
-        logits = step()
+        self.decoder.state.tokens[: len(tokens)] = tokens
+        logits = self._step()
         assert logits is not None
-        return logits.to(torch.float32, copy=True)
-
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        self._update_cache()
-        logits = super().decode_tokens(tokens)
-        self._update_state()
-        return logits
-
-    def truncate(self, length: int) -> None:
-        self._update_cache()
-        super().truncate(length)
-        self._update_state()
+        return logits[: len(tokens)].to(torch.float32, copy=True)
 
     def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        if self.decoder is not None:
-            for x in (self.decoder.state.lengths, self.decoder.state.last):
-                x.copy_(x.index_select(0, rows))
+        if self.decoder is None:
+            return super().select(rows)
+        state, n = self.decoder.state, len(rows)
+        for x in (state.lengths, state.last):
+            x[:n] = x.index_select(0, rows)
+        self.decoder.keys.select(rows, state.lengths)
 
-    def blocks(
-        self, prompts: Prompts, copies: int, config: GenerateConfig, ahead: int
-    ) -> Iterator[tuple[Tensor, Tensor]] | None:
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError("CudaGraphEngine goes one token at a time; several are for the plain engine")
+
+    def truncate(self, length: int) -> None:
+        raise NotImplementedError("CudaGraphEngine takes nothing back; that is for the plain engine")
+
+    def blocks(self, prompts: Prompts, config: GenerateConfig) -> Iterator[tuple[Tensor, ...]] | None:
         """Tokens and log-probabilities (n, R) of the next n steps, on the host; None where that cannot be captured.
 
         While one block is read the next one is computed, so that a few tokens too many are chosen.
         """
-        eos_id = self.model.config.eos_id
-        by_step = config.no_repeat_ngram or config.prefix or config.min_new_tokens  # depends on the token's number
-        if config.beam > 1 or by_step or (config.logit_bias and eos_id is None):
+        eos_id, copies = self.model.config.eos_id, config.n_best
+        if not can_choose_captured(config, eos_id):
             return None
-        logits = self.prefill(prompts, copies)
-        step = self._captured_step(lambda decoder: decoder.chooser(config, eos_id))
-        if self.decoder is None or step is None:
+        begun = self.begin(prompts, copies, lambda decoder: decoder.token_steps(config, eos_id))
+        if begun is None or self.decoder is None:
             return None
-        decoder, n_steps, texts = self.decoder, len(self.decoder.state.history), prompts.texts
+        (steps, logits), decoder, n = begun, self.decoder, len(prompts) * copies
+        n_steps, texts = len(decoder.state.history), prompts.texts
         decoder.texts.fill_(-1)
-        decoder.texts[:, n_steps : n_steps + texts.shape[1]] = texts.repeat_interleave(copies, 0)
+        decoder.texts[:n, n_steps : n_steps + texts.shape[1]] = texts.repeat_interleave(copies, 0)
         if config.samples:
             draws = uniform_draws(config, len(prompts), copies)[:, :n_steps]
-            decoder.draws[:, : draws.shape[1]].copy_(draws)
-        decoder.choose(logits, config, eos_id, advance=False)
-        self._cache_is_behind = True
-        return _read_blocks(step, decoder.state, int(prompts.limit.max()), ahead)
-
-    def _captured_step(self, capture: Callable[[GraphDecoder], CapturedStep]) -> CapturedStep | None:
-        if self.decoder is None:
-            return None
-        try:
-            return capture(self.decoder)
-        except Exception as error:  # a library that cannot be captured, no compiler: decode without a graph
-            self._update_cache()
-            self._disable_capture(error)
-            return None
-
-    def _disable_capture(self, error: Exception) -> None:
-        release_captures(self.model)
-        self.decoder = None
-        _refused[self.model] = f"{type(error).__name__}: {error}"
-        warnings.warn(f"decoding goes on without a CUDA graph: {_refused[self.model]:.300}", stacklevel=3)
-
-    def _update_cache(self) -> None:
-        """Count the tokens that captured steps wrote into the cache."""
-        if self.decoder is None or not self._cache_is_behind:
-            return
-        lengths, self._cache_is_behind = self.decoder.state.lengths, False
-        for layer in self._cache.layers:
-            assert isinstance(layer, StaticCache)
-            if len(layer.lengths) < len(lengths):
-                layer._split_rows()
-            layer._lengths.copy_(lengths)
-            slots = torch.arange(layer.max_len + 1, device=lengths.device)
-            layer._slots.pos.copy_(torch.where(slots < lengths[:, None], slots, -1))
-            layer._count = None
-
-    def _update_state(self) -> None:
-        if self.decoder is not None:
-            self.decoder.state.lengths.copy_(torch.minimum(self._cache.lengths, self.decoder.state.last))
+            decoder.draws[:n, : draws.shape[1]] = draws.to(decoder.device)
+        first = logits.new_zeros(decoder.shape.rows, logits.shape[1])
+        first[:n] = logits
+        decoder.choose(first, config, eos_id, advance=False)
+        state = decoder.state
+        return read_blocks(
+            steps,
+            lambda start, stop: (state.history[start:stop, :n], state.log_probs[start:stop, :n]),
+            int(prompts.limit.max()),
+        )
 
 
-def _read_blocks(step: CapturedStep, state: DecodeState, n_steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first token is chosen already; each turn launches the next steps before it waits for the previous ones."""
-    read, done = _copy_to_host(state, 0, 1), 1
+def can_choose_captured(config: GenerateConfig, eos_id: int | None) -> bool:
+    """Whether tokens can be chosen by captured steps: not where that needs what the host knows alone."""
+    return not (config.no_repeat_ngram or config.prefix or (config.logit_bias and eos_id is None))
+
+
+def read_blocks(
+    steps: CapturedStep, read: Callable[[int, int], tuple[Tensor, ...]], n_steps: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """``read(start, stop)`` on the host, block by block up to ``n_steps``; step 0 is done already.
+
+    Each turn launches the next block before it waits for the previous one.
+    """
+    previous, done = _copy_to_host(read(0, 1)), 1
     while done < n_steps:
-        n = min(ahead, n_steps - done)
-        for _ in range(n):
-            step()
-        read_previous, read = read, _copy_to_host(state, done, done + n)
-        done += n
-        yield read_previous()
-    yield read()
+        check_cancelled()
+        steps()
+        stop = min(done + BLOCK_STEPS, n_steps)
+        block, done = _copy_to_host(read(done, stop)), stop
+        yield previous()
+        previous = block
+    yield previous()
 
 
-def _copy_to_host(state: DecodeState, start: int, stop: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Start to copy some steps of the history to the host; what is returned waits for the copy."""
-    tokens, log_probs = (
-        x[start:stop].to("cpu", non_blocking=True, copy=True) for x in (state.history, state.log_probs)
-    )
-    event = torch.cuda.Event() if state.history.is_cuda else None
+def _copy_to_host(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """Start to copy tensors to the host; what is returned waits for the copies."""
+    copies = tuple(x.to("cpu", non_blocking=True, copy=True) for x in tensors)
+    event = torch.cuda.Event() if tensors[0].is_cuda else None
     if event is not None:
         event.record()
 
-    def read() -> tuple[Tensor, Tensor]:
+    def wait() -> tuple[Tensor, ...]:
         if event is not None:
             event.synchronize()
-        return tokens, log_probs
+        return copies
 
-    return read
+    return wait
 
 
 def graph_decode_loop(
@@ -330,19 +368,17 @@ def graph_decode_loop(
     config: GenerateConfig,
     eos_id: int | None,
     strings: StopStrings | None = None,
-    ahead: int = _AHEAD,
 ) -> Iterator[ChosenTokens]:
     """The steps of ``decode_loop``; captured steps run ahead, and here it is decided which texts have ended."""
-    copies = config.n_best
-    blocks = engine.blocks(prompts, copies, config, ahead) if isinstance(engine, CudaGraphEngine) else None
+    blocks = engine.blocks(prompts, config) if isinstance(engine, CudaGraphEngine) else None
     if blocks is None:
         yield from decode_loop(engine, prompts, config, eos_id, strings)
         return
-    limit = prompts.limit.cpu().repeat_interleave(copies)
+    limit = prompts.limit.cpu().repeat_interleave(config.n_best)
     rows, step = torch.arange(len(limit)), 0
     done = torch.zeros_like(rows, dtype=torch.bool)
     reads_text = bool(config.stop) or strings is not None
-    texts = prompts.texts.cpu().repeat_interleave(copies, 0)
+    texts = prompts.texts.cpu().repeat_interleave(config.n_best, 0)
     for block in blocks:
         for tokens, log_probs in zip(*block, strict=True):
             step += 1

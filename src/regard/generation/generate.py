@@ -13,6 +13,7 @@ from torch import Tensor
 from ..models import Model
 from .beam_search import BeamSearch, BeamStep, Hypothesis
 from .cached_engine import CacheName, DecodingEngine
+from .captured_search import run_captured
 from .constrained_search import ConstrainedSearch, Term
 from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
 from .generation_config import GenerateConfig
@@ -21,8 +22,6 @@ from .sampling import ChosenTokens
 from .speculative import DraftStatistics, SpeculativeDecoder, check_draft
 from .stop_conditions import StopStrings
 from .text_codec import merge_config
-
-_STREAM_AHEAD = 8  # tokens that captured steps run ahead of the reader of a stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,18 +104,25 @@ def generate(
     return parts[0] if len(parts) == 1 else _join_groups(groups, parts)
 
 
-def prepare(model: Model, inputs: ModelInputs, config: GenerateConfig) -> tuple[DecodingEngine, Prompts]:
-    """Pad the prompts and run the encoder, if there is one."""
+def prepare(
+    model: Model, inputs: ModelInputs, config: GenerateConfig, one_by_one: bool = True
+) -> tuple[DecodingEngine, Prompts]:
+    """Pad the prompts and run the encoder, if there is one; ``one_by_one`` as in ``new_engine``."""
     name = "prompt" if inputs.sources is None else "target"
     prompts = pad_prompts(inputs.rows, model.config, config, model.device, name)
-    return new_engine(model, inputs, config.cache), prompts
+    return new_engine(model, inputs, config.cache, one_by_one), prompts
 
 
-def new_engine(model: Model, inputs: ModelInputs, cache: CacheName = "growing") -> DecodingEngine:
-    """An engine that has read the sources, if there are any, and no token yet."""
-    if cache == "static" and can_capture(model):
-        return CudaGraphEngine(model)
-    return DecodingEngine(model, None if inputs.sources is None else pad_sources(inputs.sources, model), cache)
+def new_engine(
+    model: Model, inputs: ModelInputs, cache: CacheName = "growing", one_by_one: bool = True
+) -> DecodingEngine:
+    """An engine that has read the sources, if there are any, and no token yet.
+
+    ``one_by_one``: it will read one token of each text at a time and take none back.
+    """
+    captures = one_by_one and cache in ("growing", "static") and can_capture(model)
+    engine = CudaGraphEngine if captures else DecodingEngine
+    return engine(model, None if inputs.sources is None else pad_sources(inputs.sources, model), cache)
 
 
 def _generate_group(
@@ -143,7 +149,7 @@ def _generate_with_terms(
 
 
 def _search(search: BeamSearch, prompts: Prompts) -> Generated:
-    hypotheses = search.run(prompts)
+    hypotheses = run_captured(search, prompts) or search.run(prompts)
     n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 
@@ -151,8 +157,9 @@ def _search(search: BeamSearch, prompts: Prompts) -> Generated:
 def _speculative_decoder(
     model: Model, draft: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
 ) -> tuple[SpeculativeDecoder, Prompts]:
-    engine, prompts = prepare(model, inputs, config)
-    return SpeculativeDecoder(engine, new_engine(draft, inputs), n_tokens, config, strings), prompts
+    engine, prompts = prepare(model, inputs, config, one_by_one=False)
+    guessing = new_engine(draft, inputs, one_by_one=False)
+    return SpeculativeDecoder(engine, guessing, n_tokens, config, strings), prompts
 
 
 def _independent_groups(model: Model, inputs: ModelInputs, one_by_one: bool) -> list[list[int]]:
@@ -211,7 +218,7 @@ def stream_tokens(
             raise ValueError(f"a stream is one text, but {len(checked.rows)} were asked for")
         if draft is None:
             engine, prompts = prepare(model, checked, config)
-            steps = graph_decode_loop(engine, prompts, config, model.config.eos_id, ahead=_STREAM_AHEAD)
+            steps = graph_decode_loop(engine, prompts, config, model.config.eos_id)
         else:
             decoder, prompts = _speculative_decoder(model, draft, checked, config, None, draft_tokens)
             steps = decoder.decode(prompts)

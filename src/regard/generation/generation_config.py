@@ -82,8 +82,9 @@ class GenerateConfig(Config):
     """Whether too long a prompt loses its beginning, and too long a source its end; otherwise it is an error."""
     cache: Literal["growing", "static", "static-bf16", "static-int8"] = "growing"
     """Growing: as long as the text, and finished rows leave the batch. Static: preallocated, one shape for every step
-    and row r of the batch always the same prompt's, for compiled steps and for recording; its keys and values as the
-    model computes them, or rounded to half or a quarter of the memory."""
+    and row r of the batch always the same prompt's, for recording; its keys and values as the model computes them, or
+    rounded to half or a quarter of the memory. Steps captured in CUDA graphs have keys of their own instead of either,
+    unless they are to be rounded."""
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -71,10 +71,16 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def filter_logits(
-    scores: Tensor, texts: Tensor, step: int, config: GenerateConfig, eos_id: int | None, in_place: bool = False
+    scores: Tensor,
+    texts: Tensor,
+    step: int | Tensor,
+    config: GenerateConfig,
+    eos_id: int | None,
+    in_place: bool = False,
 ) -> Tensor:
     """All filters of a config on float32 scores (R, V) before new token number ``step``, in the order of transformers.
 
+    A captured step knows its number as a tensor alone, (1,) or (R,), and has no prefix.
     ``in_place``: the caller does not need these scores again, and they may be overwritten.
     """
     if config.logit_bias:
@@ -83,9 +89,12 @@ def filter_logits(
         scores = repetition_penalty(scores, texts, config.repetition_penalty)
     if config.no_repeat_ngram:
         scores = no_repeat_ngram(scores, texts, config.no_repeat_ngram)
-    if eos_id is not None and step < config.min_new_tokens:
+    if eos_id is not None and isinstance(step, Tensor) and config.min_new_tokens:
+        early = (step < config.min_new_tokens)[:, None]
+        scores = torch.where(early, forbid_token(scores, eos_id), scores)
+    elif eos_id is not None and not isinstance(step, Tensor) and step < config.min_new_tokens:
         scores = forbid_token(scores, eos_id, in_place)
-    if step < len(config.prefix):
+    if not isinstance(step, Tensor) and step < len(config.prefix):
         scores = force_token(scores, config.prefix[step])
     if config.temperature is not None:
         scores = scores / config.temperature
@@ -104,6 +113,13 @@ def filter_logits(
     if stuck.any():
         raise ValueError("no_repeat_ngram and logit_bias forbid every token, and this model has no eos_id to end with")
     return scores
+
+
+def has_filters(config: GenerateConfig, step: int | Tensor) -> bool:
+    """Whether ``filter_logits`` changes scores before new token number ``step``, but for what is drawn from."""
+    always = config.logit_bias or config.repetition_penalty != 1.0 or config.no_repeat_ngram
+    first = max(config.min_new_tokens, len(config.prefix))  # the first number that they do not depend on
+    return bool(always) or (first > 0 if isinstance(step, Tensor) else step < first)
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:

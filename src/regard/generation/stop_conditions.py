@@ -60,20 +60,26 @@ class StopStrings:
 
 
 def stop_codes(
-    tokens: Tensor, texts: Tensor, n_new: int, config: GenerateConfig, eos_id: int | None, strings: StopStrings | None
+    tokens: Tensor,
+    texts: Tensor,
+    n_new: int | Tensor,
+    config: GenerateConfig,
+    eos_id: int | None,
+    strings: StopStrings | None,
 ) -> Tensor:
     """Codes (R,) for tokens (R,) after ``texts`` (R, L): GOING_ON, END, TEXT, or STOP + the number of the sequence.
 
-    ``n_new`` counts new tokens, this one included: a stop sequence lies among them, never in the prompt.
+    ``n_new`` counts new tokens, this one included: a stop sequence lies among them, never in the prompt. It may be a
+    tensor where there are neither sequences nor strings.
     """
     codes = torch.full_like(tokens, GOING_ON)
-    if n_new >= config.min_new_tokens:
+    if not isinstance(n_new, Tensor) and n_new >= config.min_new_tokens:
         for number, stop in sorted(enumerate(config.stop), key=lambda one: len(one[1])):  # of several, the longest
             before = torch.tensor(stop[:-1], dtype=tokens.dtype, device=tokens.device)
             if n_new >= len(stop):
                 matches = (tokens == stop[-1]) & (texts[:, texts.shape[1] - len(before) :] == before).all(-1)
                 codes = torch.where(matches, STOP + number, codes)
-    if strings is not None:
+    if strings is not None and not isinstance(n_new, Tensor):
         codes = torch.where(strings.matches(tokens, texts, n_new), TEXT, codes)
     return codes if eos_id is None else torch.where(tokens == eos_id, END, codes)
 

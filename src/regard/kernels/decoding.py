@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of a decode step: one token per row through a Transformer's layers in few launches.
 
-At small batches a step is bound by launches and memory bandwidth. A layer takes five launches for a few rows: norm +
-product + activation, attention with its cache, product + residual, and the feed-forward part likewise.
+At small batches a step is bound by launches and memory bandwidth. A sublayer takes two or three launches for a few
+rows: norm + product + activation, attention with its cache, product + residual.
 ``generation.decode_step`` has the same functions in plain torch.
 """
 
@@ -13,85 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_attention import attend_memory, attend_one, launch_next, overlap, wait_for_previous
+
+__all__ = ["add_norm", "attend_memory", "attend_one", "best_tokens", "embed", "linear", "product"]
+__all__ += ["product_in_parts", "product_is_faster", "store_greedy_tokens"]
+
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "quick_gelu": 5, "relu2": 6}
 NORMS = {None: 0, "layer": 1, "rms": 2}
-_LOG2_E = 1.4426950408889634
-
-
-# ---- attention of one query over a cache
-
-
-@triton.jit
-def _attend(
-    q, k_new, v_new, k_held, v_held, lengths, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g, held_s,
-    REP: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Program (b, h): store the new key and value in slot lengths[b] and attend to slots 0 … lengths[b].
-
-    ``scale`` includes log₂ e, for exp2.
-    """
-    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g = h // REP
-    length = tl.load(lengths + b).to(tl.int32)
-    d = tl.arange(0, BLOCK_D)
-    inside = d < D
-    query = tl.load(q + b * q_b + h * q_h + d, mask=inside, other=0.0).to(tl.float32) * scale
-    key = tl.load(k_new + b * k_b + g * k_g + d, mask=inside, other=0.0)
-    value = tl.load(v_new + b * v_b + g * v_g + d, mask=inside, other=0.0)
-    k_at, v_at = k_held + b * held_b + g * held_g, v_held + b * held_b + g * held_g
-    if h % REP == 0:
-        tl.store(k_at + length.to(tl.int64) * held_s + d, key, mask=inside)
-        tl.store(v_at + length.to(tl.int64) * held_s + d, value, mask=inside)
-    # Each line of the tile has its own running softmax, merged at the end: no synchronisation in the loop.
-    s = tl.arange(0, BLOCK_S)
-    top = tl.full([BLOCK_S], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    mixed = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for start in range(0, length, BLOCK_S):
-        seen = start + s < length
-        at = (start + s)[:, None] * held_s + d[None, :]
-        both = seen[:, None] & inside[None, :]
-        keys = tl.load(k_at + at, mask=both, other=0.0).to(tl.float32)
-        values = tl.load(v_at + at, mask=both, other=0.0).to(tl.float32)
-        scores = tl.where(seen, tl.sum(keys * query[None, :], 1), -1e30)
-        higher = tl.maximum(top, scores)
-        before = tl.exp2(top - higher)
-        weights = tl.where(seen, tl.exp2(scores - higher), 0.0)
-        total = total * before + weights
-        mixed = mixed * before[:, None] + weights[:, None] * values
-        top = higher
-    own = tl.sum(query * key.to(tl.float32), 0)
-    highest = tl.maximum(tl.max(top, 0), own)
-    share, own = tl.exp2(top - highest), tl.exp2(own - highest)
-    result = tl.sum(mixed * share[:, None], 0) + own * value.to(tl.float32)
-    result = result / (tl.sum(total * share, 0) + own)
-    tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
-
-
-def attention_tile(n_programs: int) -> tuple[int, int]:
-    """Keys in a tile and warps: few programs need larger tiles to saturate the memory."""
-    return (512, 8) if n_programs < 264 else (64, 8)
-
-
-@torch.library.custom_op("regard::attend_one", mutates_args=("k_held", "v_held"))
-def attend_one(
-    q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float
-) -> Tensor:
-    """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths, where k and v (R, G, D) go in → (R, H · D)."""
-    rows, n_heads, width = q.shape
-    out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
-    block, warps = attention_tile(rows * n_heads)
-    _attend[(rows, n_heads)](
-        q, k, v, k_held, v_held, lengths, out, scale * _LOG2_E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), k_held.stride(0), k_held.stride(1), k_held.stride(2), REP=n_heads // k.shape[1],
-        D=width, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps
-    )  # fmt: skip
-    return out
-
-
-@attend_one.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, k_held: Tensor, v_held: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+Norm = tuple[str, Tensor, Tensor | None, float]  # ("layer" or "rms", gain, shift, eps)
 
 
 # ---- products with a few rows
@@ -115,30 +44,34 @@ def _act(y, ACT: tl.constexpr):
 
 
 @triton.jit
+def _statistics(x, K, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean (0 for rms) and factor that normalise x (K,), at most BLOCK numbers."""
+    k = tl.arange(0, BLOCK)
+    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    mean = tl.sum(value, 0) / K if NORM == 1 else 0.0
+    value = tl.where(k < K, value - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(value * value, 0) / K + eps)
+
+
+@triton.jit
 def _linear(
-    x, weight, bias, residual, gain, shift, out, N, eps, K: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr
+    x, weight, bias, residual, gain, shift, res_gain, res_shift, out, N, scale, eps, res_eps, K: tl.constexpr,
+    NORM: tl.constexpr, ACT: tl.constexpr, RES_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    HAS_RES_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_RES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (block of outputs, row): residual + act(norm(x) Wᵀ + bias), everything between in float32."""
+    """Program (block of outputs, row): res_norm(residual) + act(scale · norm(x) Wᵀ + bias), in float32 between."""
+    launch_next(EARLY)
     n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     live = n < N
     lines = weight + n[:, None].to(tl.int64) * K
-    # Loaded before the norm is computed, to overlap with it.
+    # Loaded before the norm is computed, to overlap with it and with the kernel before.
     tile = tl.load(lines + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+    wait_for_previous(EARLY)
     mean, factor = 0.0, 1.0
-    if NORM == 1:
-        total = tl.zeros([BLOCK_K], tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            total += tl.load(x + row * K + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        mean = tl.sum(total, 0) / K
     if NORM != 0:
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            part = tl.load(x + row * K + start + k, mask=start + k < K, other=0.0).to(tl.float32) - mean
-            squares += tl.where(start + k < K, part * part, 0.0)
-        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        mean, factor = _statistics(x + row * K, K, eps, NORM, BLOCK_ROW)
     summed = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         inside = start + k < K
@@ -150,18 +83,25 @@ def _linear(
             if HAS_SHIFT:
                 part += tl.load(shift + start + k, mask=inside, other=0.0).to(tl.float32)
         summed += tile.to(tl.float32) * part[None, :]
-    y = tl.sum(summed, 1)
+    y = tl.sum(summed, 1) * scale
     if HAS_BIAS:
         y += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
     y = _act(y, ACT)
     if HAS_RESIDUAL:
-        y += tl.load(residual + row * N + n, mask=live, other=0.0).to(tl.float32)
+        value = tl.load(residual + row * N + n, mask=live, other=0.0).to(tl.float32)
+        if RES_NORM != 0:
+            mean, factor = _statistics(residual + row * N, N, res_eps, RES_NORM, BLOCK_RES)
+            value = (value - mean) * factor * tl.load(res_gain + n, mask=live, other=0.0).to(tl.float32)
+            if HAS_RES_SHIFT:
+                value += tl.load(res_shift + n, mask=live, other=0.0).to(tl.float32)
+        y += value
     tl.store(out + row * N + n, y.to(out.dtype.element_ty), mask=live)
 
 
-def linear_tile(n_outputs: int) -> tuple[int, int]:
-    """Outputs per program, and its warps."""
-    return (2, 4) if n_outputs <= 1024 else (4, 4) if n_outputs <= 8192 else (16, 8)
+def linear_tile(n_outputs: int, k: int) -> tuple[int, int, int]:
+    """Outputs per program, its warps, and how much of K it loads at once."""
+    block, warps = (2, 4) if n_outputs <= 1024 else (4, 4) if n_outputs <= 8192 else (16, 8)
+    return block, warps, min(triton.next_power_of_2(k), 1024)
 
 
 def linear(
@@ -169,21 +109,26 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[str, Tensor, Tensor | None, float] | None = None,
+    norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    residual_norm: Norm | None = None,
+    scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """residual + activation(norm(x) Wᵀ + bias) for a few rows x (R, K), W (N, K); norm is (kind, gain, shift, eps)."""
+    """residual_norm(residual) + activation(scale · norm(x) Wᵀ + bias) for a few rows x (R, K), W (N, K)."""
     (rows, k), n = x.shape, weight.shape[0]
     kind, gain, shift, eps = (None, x, None, 0.0) if norm is None else norm
+    res_kind, res_gain, res_shift, res_eps = (None, x, None, 0.0) if residual_norm is None else residual_norm
     out = torch.empty(rows, n, dtype=x.dtype if dtype is None else dtype, device=x.device)
-    block, warps = linear_tile(n)
+    block, warps, block_k = linear_tile(n, k)
     _linear[(triton.cdiv(n, block), rows)](
         x, weight, x if bias is None else bias, x if residual is None else residual, gain,
-        x if shift is None else shift, out, n, eps, K=k, NORM=NORMS[kind], ACT=ACTIVATIONS[activation],
-        HAS_BIAS=bias is not None, HAS_SHIFT=shift is not None, HAS_RESIDUAL=residual is not None, BLOCK_N=block,
-        BLOCK_K=min(triton.next_power_of_2(k), 1024), num_warps=warps
+        x if shift is None else shift, res_gain, x if res_shift is None else res_shift, out, n, scale, eps, res_eps,
+        K=k, NORM=NORMS[kind], ACT=ACTIVATIONS[activation], RES_NORM=NORMS[res_kind], HAS_BIAS=bias is not None,
+        HAS_SHIFT=shift is not None, HAS_RES_SHIFT=res_shift is not None, HAS_RESIDUAL=residual is not None,
+        BLOCK_N=block, BLOCK_K=block_k, BLOCK_ROW=triton.next_power_of_2(k),
+        BLOCK_RES=1 if res_kind is None else triton.next_power_of_2(n), num_warps=warps, **overlap(x.device)
     )  # fmt: skip
     return out
 
@@ -194,15 +139,17 @@ def linear(
 @triton.jit
 def _product(
     x, weight, bias, out, M, N, out_m, K: tl.constexpr, PART: tl.constexpr, ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Program (block of outputs, block of rows, part of K, PART wide): act(x Wᵀ + bias), or a part of the sum."""
+    launch_next(EARLY)
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     part = tl.program_id(2)
     k = part * PART + tl.arange(0, BLOCK_K)
     rows, columns = (m < M)[:, None], (n < N)[None, :]
     x_at, weight_at = x + m[:, None].to(tl.int64) * K + k[None, :], weight + n[None, :].to(tl.int64) * K + k[:, None]
     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    wait_for_previous(EARLY)
     for start in range(0, PART, BLOCK_K):
         lines = tl.load(x_at + start, mask=rows, other=0.0)
         summed = tl.dot(lines, tl.load(weight_at + start, mask=columns, other=0.0), summed)
@@ -234,7 +181,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
     _product[(triton.cdiv(n, block_n), triton.cdiv(rows, _BLOCK_M), parts)](
         x, weight, x if bias is None else bias, out, rows, n, out.stride(-2), K=k, PART=k // parts,
         ACT=ACTIVATIONS[activation], HAS_BIAS=bias is not None, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4, num_stages=stages
+        num_warps=4, num_stages=stages, **overlap(x.device)
     )  # fmt: skip
 
 
@@ -264,12 +211,14 @@ def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
 @triton.jit
 def _add_norm(
     x, y, bias, gain, shift, total, normed, eps, M, K: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK_K: tl.constexpr
+    HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
+    launch_next(EARLY)
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     inside = k < K
-    value = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(EARLY)
+    value = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
             value += tl.load(y + (part * M + row) * K + k, mask=inside, other=0.0).to(tl.float32)
@@ -286,9 +235,7 @@ def _add_norm(
     tl.store(normed + row * K + k, value.to(normed.dtype.element_ty), mask=inside)
 
 
-def add_norm(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, norm: tuple[str, Tensor, Tensor | None, float]
-) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """x + Σ y + bias and its norm, both (R, K), for partial sums y (P, R, K); y None: x and its norm."""
     (rows, k), (kind, gain, shift, eps) = x.shape, norm
     total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
@@ -296,7 +243,7 @@ def add_norm(
     _add_norm[(rows,)](
         x, x if y is None else y, x if bias is None else bias, gain, x if shift is None else shift, total, normed,
         eps, rows, K=k, NORM=NORMS[kind], PARTS=0 if y is None else len(y), HAS_BIAS=bias is not None,
-        HAS_SHIFT=shift is not None, BLOCK_K=block, num_warps=4 if block <= 2048 else 8
+        HAS_SHIFT=shift is not None, BLOCK_K=block, num_warps=4 if block <= 2048 else 8, **overlap(x.device)
     )  # fmt: skip
     return total, normed
 
@@ -306,8 +253,11 @@ def add_norm(
 
 @triton.jit
 def _embed(
-    tokens, lengths, table, places, out, scale, offset, K: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK_K: tl.constexpr
-):
+    tokens, lengths, table, places, out, scale, offset, K: tl.constexpr, HAS_PLACES: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    launch_next(EARLY)
+    wait_for_previous(EARLY)
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     inside = k < K
     value = tl.load(table + tl.load(tokens + row) * K + k, mask=inside, other=0.0).to(tl.float32) * scale
@@ -324,38 +274,84 @@ def embed(
     out = torch.empty(rows, k, dtype=table.dtype, device=table.device)
     given, block = table if places is None else places, triton.next_power_of_2(k)
     _embed[(rows,)](
-        tokens, lengths, table, given, out, scale, offset, K=k, HAS_PLACES=places is not None, BLOCK_K=block
-    )
+        tokens, lengths, table, given, out, scale, offset, K=k, HAS_PLACES=places is not None, BLOCK_K=block,
+        **overlap(table.device)
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _argmax_of_part(logits, top, at, total, V, stride, BLOCK: tl.constexpr):
+def _best_of_part(
+    logits, scores, tokens, top, total, V, stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """Program (row, part of the vocabulary): its N highest logits, and its maximum and sum for the softmax."""
+    launch_next(EARLY)
+    wait_for_previous(EARLY)
     row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
-    highest = tl.max(x, 0)
-    first = tl.min(tl.where(x == highest, v, V), 0)  # the first of equals, like argmax
-    floor = tl.maximum(highest, -1e30)  # a part may hold nothing but -inf
-    tl.store(top + row * n_parts + part, highest)
-    tl.store(at + row * n_parts + part, first)
+    floor = tl.maximum(tl.max(x, 0), -1e30)  # a part may hold nothing but -inf
+    at = row * n_parts + part
+    tl.store(top + at, floor)
+    tl.store(total + at, tl.sum(tl.exp(x - floor), 0))
+    for n in tl.static_range(N):
+        best, index = tl.max(x, 0, return_indices=True)
+        tl.store(scores + at * N + n, best)
+        tl.store(tokens + at * N + n, tl.minimum(part * BLOCK + index, V - 1).to(tl.int64))
+        x = tl.where(tl.arange(0, BLOCK) == index, -float("inf"), x)
+
+
+def best_tokens(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """log P and tokens (R, m) of the n best by logits (R, V), and of some others: the n best of each of a few parts."""
+    rows, n_tokens = logits.shape
+    block = 2048
+    n_parts = triton.cdiv(n_tokens, block)
+    top, total = (torch.empty(rows, n_parts, dtype=torch.float32, device=logits.device) for _ in range(2))
+    scores = torch.empty(rows, n_parts * n, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, n_parts * n, dtype=torch.int64, device=logits.device)
+    _best_of_part[(rows, n_parts)](
+        logits, scores, tokens, top, total, n_tokens, logits.stride(0), N=n, BLOCK=block, **overlap(logits.device)
+    )
+    return scores - (top + total.log()).logsumexp(-1, keepdim=True), tokens
+
+
+@triton.jit
+def _argmax_of_part(
+    logits, steps, top, best, at, total, V, stride, end, min_steps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    launch_next(EARLY)
+    wait_for_previous(EARLY)
+    row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    v = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    floor = tl.maximum(tl.max(x, 0), -1e30)  # a part may hold nothing but -inf
+    tl.store(top + row * n_parts + part, floor)
     tl.store(total + row * n_parts + part, tl.sum(tl.exp(x - floor), 0))
+    if tl.load(steps + row) < min_steps:
+        x = tl.where(v == end, -float("inf"), x)
+    highest = tl.max(x, 0)
+    tl.store(best + row * n_parts + part, highest)
+    tl.store(at + row * n_parts + part, tl.min(tl.where(x == highest, v, V), 0))  # the first of equals, like argmax
 
 
 @triton.jit
 def _store_tokens(
-    top, at, total, tokens, lengths, last, steps, history, log_probs, V, n_parts, n_rows, ADVANCE: tl.constexpr,
-    BLOCK: tl.constexpr
+    top, best, at, total, tokens, lengths, last, steps, history, log_probs, V, n_parts, n_rows, ADVANCE: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
+    launch_next(EARLY)
+    wait_for_previous(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = part < n_parts
-    highs = tl.load(top + row * n_parts + part, mask=inside, other=-float("inf"))
+    tops = tl.load(top + row * n_parts + part, mask=inside, other=-1e30)
+    highs = tl.load(best + row * n_parts + part, mask=inside, other=-float("inf"))
     firsts = tl.load(at + row * n_parts + part, mask=inside, other=V)
     sums = tl.load(total + row * n_parts + part, mask=inside, other=0.0)
     highest = tl.max(highs, 0)
     token = tl.min(tl.where(highs == highest, firsts, V), 0)
     token = tl.minimum(token, V - 1)  # NaN logits choose none: keep the index in range
-    log_prob = -tl.log(tl.sum(sums * tl.exp(tl.maximum(highs, -1e30) - highest), 0))
+    peak = tl.max(tops, 0)
+    log_prob = highest - peak - tl.log(tl.sum(sums * tl.exp(tops - peak), 0))
     step = tl.load(steps + row)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(history + step * n_rows + row, token.to(tl.int64))
@@ -374,15 +370,23 @@ def store_greedy_tokens(
     history: Tensor,
     log_probs: Tensor,
     advance: bool,
+    eos_id: int | None = None,
+    min_steps: int = 0,
 ) -> None:
-    """Write the argmax of logits (R, V) and its log-probability to row ``steps`` of ``history`` and ``log_probs``."""
+    """Write the argmax of logits (R, V) and its log-probability to row ``steps`` of ``history`` and ``log_probs``.
+
+    In the first ``min_steps`` steps ``eos_id`` is not chosen.
+    """
     rows, n_tokens = logits.shape
     block = 2048
-    n_parts = triton.cdiv(n_tokens, block)
-    top, total = (torch.empty(rows, n_parts, dtype=torch.float32, device=logits.device) for _ in range(2))
+    n_parts, early = triton.cdiv(n_tokens, block), overlap(logits.device)
+    top, best, total = (torch.empty(rows, n_parts, dtype=torch.float32, device=logits.device) for _ in range(3))
     at = torch.empty(rows, n_parts, dtype=torch.int32, device=logits.device)
-    _argmax_of_part[(rows, n_parts)](logits, top, at, total, n_tokens, logits.stride(0), BLOCK=block)
+    end, min_steps = (-1, 0) if eos_id is None else (eos_id, min_steps)
+    _argmax_of_part[(rows, n_parts)](
+        logits, steps, top, best, at, total, n_tokens, logits.stride(0), end, min_steps, BLOCK=block, **early
+    )
     _store_tokens[(rows,)](
-        top, at, total, tokens, lengths, last, steps, history, log_probs, n_tokens, n_parts, rows, ADVANCE=advance,
-        BLOCK=triton.next_power_of_2(n_parts), num_warps=1
+        top, best, at, total, tokens, lengths, last, steps, history, log_probs, n_tokens, n_parts, rows,
+        ADVANCE=advance, BLOCK=triton.next_power_of_2(n_parts), num_warps=1, **early
     )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Beam search with CUDA graphs: the decode step and the search's own bookkeeping, captured together.
+
+The beams, the pool of finished texts and the table of parents lie on the GPU at fixed addresses. The host launches a
+block of steps, and reads, a block late, which prompts are still being searched for; the texts are read off at the end.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from .beam_search import Beams, BeamSearch, BeamStep, Hypothesis, Pool
+from .cuda_graph import BLOCK_STEPS, CapturedStep, CudaGraphEngine, GraphDecoder, can_choose_captured, read_blocks
+from .prompts import Prompts
+
+_SEARCH_FIELDS = (  # what a captured step depends on
+    *("beam", "length_penalty", "penalty_form", "early_stopping", "ended_first", "groups", "diversity_penalty"),
+    *("logit_bias", "min_new_tokens"),
+)
+
+
+class SearchBuffers:
+    """What a search changes from step to step, for all prompts of a decoder, and the captured steps."""
+
+    def __init__(self, decoder: GraphDecoder, search: BeamSearch) -> None:
+        n, n_steps, k, device = decoder.shape.prompts, len(decoder.state.history), search.config.beam, decoder.device
+        self.decoder, self.first_row = decoder, torch.arange(n, device=device)[:, None] * k
+        self.rules = copy(search)
+        del self.rules.engine  # it refers to the model, which must not be kept by its captures
+        self.rules.prepare_penalties(n_steps, device)
+        limit = torch.zeros(n, dtype=torch.int64, device=device)
+        self.beams = search.initial_beams(Prompts([[]] * n, limit.new_zeros(n, 0), None, limit))
+        self.beams.pool = Pool(*(x.clone() for x in self.beams.pool))  # some were one tensor
+        # Every step of the search, (steps, B, k), and whether a prompt is still searched for after it, (steps, B).
+        numbers, scores = (torch.zeros(n_steps, n, k, dtype=x, device=device) for x in (torch.int64, torch.float32))
+        parts = [(scores if "score" in name else numbers).clone() for name in BeamStep._fields[1:]]
+        self.table = BeamStep(self.beams.prompt, *parts)
+        self.is_open = torch.zeros(n_steps, n, dtype=torch.bool, device=device)
+
+        def run() -> None:
+            logits = decoder.logits()
+            decoder.state.advance()
+            self.advance(logits.float() if logits.dtype == torch.float64 else logits)
+
+        self.steps = CapturedStep(run, device, BLOCK_STEPS)
+
+    def begin(self, prompts: Prompts, logits: Tensor) -> None:
+        """Start from the prompts' logits (B · k, V); the decoder's other rows belong to no prompt."""
+        n, new = len(prompts), self.rules.initial_beams(prompts)
+        for x in (self.beams.step, self.beams.open):
+            x.zero_()
+        self.beams.limit[:n] = new.limit
+        for held, x in zip(_changing(self.beams)[1:], _changing(new)[1:], strict=True):
+            held[:n] = x
+        first = logits.new_zeros(self.decoder.shape.rows, logits.shape[1])
+        first[: len(logits)] = logits
+        self.advance(first)
+
+    def advance(self, logits: Tensor) -> None:
+        """One step of the search by logits (R, V)."""
+        decoder, beams, at = self.decoder, copy(self.beams), self.beams.step
+        taken = self.rules.advance(beams, logits, at)
+        for held, x in zip(self.table[1:], taken[1:], strict=True):
+            held.index_copy_(0, at, x[None])
+        self.is_open.index_copy_(0, at, beams.open.any(-1)[None])
+        for held, x in zip(_changing(self.beams), _changing(beams), strict=True):
+            held.copy_(x)
+        decoder.keys.select((self.first_row + taken.parent).flatten(), decoder.state.lengths)
+        decoder.state.tokens.copy_(taken.token.flatten())
+
+    def read(self, search: BeamSearch, n: int, is_open: Tensor) -> list[list[Hypothesis]]:
+        """The texts of the first n prompts; ``search`` gets the tables, with what each step kept of open prompts."""
+        table = [x[: len(is_open), :n].cpu() for x in self.table[1:]]
+        search.parents, search.tokens, search.steps = table[0], table[1], []
+        was_open = torch.cat([torch.ones_like(is_open[:1]), is_open[:-1]])
+        for step, some in enumerate(was_open):
+            prompts = some.nonzero()[:, 0]
+            search.steps.append(BeamStep(prompts, *(x[step, prompts] for x in table)))
+        beams, finished = copy(self.beams), [list[Hypothesis]() for _ in range(n)]
+        beams.prompt, beams.pool = torch.arange(n), Pool(*(x[:n].cpu() for x in beams.pool))
+        search.collect(beams, finished)
+        return finished
+
+
+def _changing(beams: Beams) -> list[Tensor]:
+    """What a step changes."""
+    return [beams.step, beams.score, beams.open, *beams.pool]
+
+
+def run_captured(search: BeamSearch, prompts: Prompts) -> list[list[Hypothesis]] | None:
+    """What ``search.run`` returns, by captured steps; None where they cannot be captured."""
+    engine, config = search.engine, search.config
+    reads_texts = config.stop or search.strings is not None or config.repetition_penalty != 1.0
+    if type(search) is not BeamSearch or not isinstance(engine, CudaGraphEngine) or reads_texts:
+        return None
+    if not can_choose_captured(config, search.eos_id):
+        return None
+    key = (search.eos_id, *(str(getattr(config, name)) for name in _SEARCH_FIELDS))
+    begun = engine.begin(prompts, config.beam, lambda found: found.capture(key, lambda: SearchBuffers(found, search)))
+    if begun is None:
+        return None
+    (buffers, logits), n = begun, len(prompts)
+    buffers.begin(prompts, logits)
+    blocks = []
+    is_open = buffers.is_open
+    for (block,) in read_blocks(buffers.steps, lambda *span: (is_open[slice(*span), :n],), int(prompts.limit.max())):
+        blocks.append(block)
+        if not block[-1].any():
+            break
+    return buffers.read(search, n, torch.cat(blocks))
