@@ -49,7 +49,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {str(error).removeprefix(f'{path} ')}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors too
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from None
     if path.name == _RUN_FILE:
         content["train"].pop("out", None)

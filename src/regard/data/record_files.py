@@ -131,8 +131,7 @@ def _fields(
     if form == "jsonl":
         yield from _jsonl_objects(path, options)
     elif form == "parquet":
-        rows = (row for batch in _open_parquet(path).iter_batches(1024) for row in batch.to_pylist())
-        yield from enumerate(rows, start=1)
+        yield from enumerate(_parquet_rows(path), start=1)
     else:
         report = ReadReport()
         for number, (line, cells) in enumerate(table_records(path, form, report, options)):
@@ -198,6 +197,18 @@ def _open_parquet(path: Path) -> Any:
         return _parquet_library("pyarrow.parquet").ParquetFile(path)
     except (OSError, ValueError) as error:
         raise BadData(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    batches = _open_parquet(path).iter_batches(1024)
+    while True:
+        try:
+            rows = next(batches).to_pylist()
+        except StopIteration:
+            return
+        except (OSError, ValueError) as error:  # its own errors are of both kinds
+            raise BadData(f"{path} is damaged, or no Parquet: {error}") from None
+        yield from rows
 
 
 def _parquet_library(name: str) -> Any:

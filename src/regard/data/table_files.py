@@ -41,6 +41,7 @@ _BINARY = {  # how files begin that are often given by mistake
     b"\x1f\x8b": "gzip, which must be named .gz",
     b"PAR1": "a Parquet table",
 }
+_LISTS_LAST = ("labelled", "captions", "images")  # kinds whose last column may hold several texts
 _HANGUL = range(0xAC00, 0xD7A4)
 
 
@@ -313,7 +314,10 @@ def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadR
         if schema.kind in ("chats", "preferences") and (messages := read_messages(value)) is not None:
             cells.append(messages)
             continue
-        many = isinstance(value, list) and all(isinstance(x, str | int) for x in value)
+        is_list_wanted = schema.kind == "tagged" or (
+            schema.kind in _LISTS_LAST and len(cells) == len(schema.columns) - 1
+        )
+        many = is_list_wanted and isinstance(value, list) and all(isinstance(x, str | int) for x in value)
         if isinstance(value, dict | list) and not many:
             report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
             return None

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..config import RunConfig
 from ..config.mixers import get_mixer
@@ -253,13 +253,41 @@ def prune_run(folder: Path) -> None:
     (folder / "spent.json").unlink(missing_ok=True)
 
 
+class _Metrics(BaseModel):
+    cannot: list[str] | None = None
+
+
+class _Sample(BaseModel):
+    source: Any
+    target: Any
+    output: Any
+
+
+class _Result(BaseModel):
+    """The types of what is read of result.json; anything may stand beside it."""
+
+    status: str
+    metrics: _Metrics
+    message: str = ""
+    tests: dict[str, str] = {}
+    measures: list[str] = []
+    samples: list[_Sample] = []
+    curve: list[tuple[int, float | None]] = []
+    order: str = ""
+    data_sha256: str = ""
+    parameters: float | None = None
+    seconds: float | None = None
+    memory_mib: float | None = None
+    train_loss: float | None = None
+
+
 def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
     """The outcome of a run; None where there is none, or where it cannot be read."""
+    path = run_folder(out, cell, seed) / RESULT_FILE
     try:
-        result = json.loads((run_folder(out, cell, seed) / RESULT_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(result, dict) or "status" not in result or not isinstance(result.get("metrics"), dict):
+        result = parse_json(path.read_bytes(), path)
+        _Result.model_validate_json(json.dumps(result), strict=True)
+    except (OSError, BadModelFile, ValidationError):
         return None
     return {**result, "measures": _current_measures(result["measures"])} if "measures" in result else result
 
@@ -280,7 +308,7 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in fields:
         if name not in _FIELDS:

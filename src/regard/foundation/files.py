@@ -32,9 +32,12 @@ def resolve_inside(root: Path, name: str) -> Path:
     path, home = root / name, root.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     try:
-        real = path.resolve()
-    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        real, _ = path.resolve(), path.exists()
+    except RuntimeError as error:  # a link that leads to itself
         raise BadModelFile(f"{path} is a link that leads nowhere: {error}") from None
+    except (OSError, ValueError) as error:  # too long, or no text
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise BadModelFile(f"{root}: no file can be called {name[:80]!r}: {why}") from None
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
         raise BadModelFile(f"{path} is a link out of the directory, to {real}")
     return path

@@ -55,7 +55,7 @@ class Manifest:
         match parse_json(text, root / NAME):
             case {"regard_manifest": 1, "files": dict(files), **rest} if all(
                 map(_is_entry, files.values())
-            ) and _is_training_record(rest.get("training")):
+            ) and is_training_record(rest.get("training")):
                 manifest = cls({name: Entry(**entry) for name, entry in files.items()}, rest.get("training"))
             case _:
                 raise BadModelFile(f"{root / NAME} is not a manifest of regard's")
@@ -120,17 +120,18 @@ def _is_entry(value: object) -> bool:
     return False
 
 
-def _is_training_record(value: object) -> bool:
+def is_training_record(value: object) -> bool:
+    """Whether it says where a model's weights came from, all in the types that cards and manifests show."""
     match value:
         case {
             "run": str(),
             "weights": str(),
             "data": dict(data),
             "metrics": dict(),
-            "command": list(),
+            "command": list(command),
             "versions": dict(),
         }:
-            return all(isinstance(data.get(name), str) for name in ("source", "sha256"))
+            return all(isinstance(x, str) for x in (data.get("source"), data.get("sha256"), *command))
     return value is None
 
 

@@ -37,7 +37,7 @@ from ..errors import BadData, BadModelFile
 from ..foundation.files import file_lock, resolve_inside, write_atomic
 from ..foundation.jsonio import parse_json, to_json, wrong_values_as_bad_file
 from ..hub.manifest import NAME as MANIFEST
-from ..hub.manifest import Manifest
+from ..hub.manifest import Manifest, is_training_record
 from ..models import Model
 from ..models.build import build
 from ..text.processor import PROCESSOR_FILES, Processor, read_processor
@@ -237,7 +237,11 @@ class RunDirectory:
             add_lora(model, train.lora, train.lora_alpha, train.lora_targets, keep=whole)
         if train.quantize == "nf4":
             quantise_frozen(model)
-        model.load_state_dict(weights)
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            fault = str(error).splitlines()[-1].strip()
+            raise BadModelFile(f"{self.root}: the weights of step {step} do not fit {RUN_FILE}: {fault}") from None
         if train.lora is not None and merged:
             merge(model)
         model.processor, model.training_record = self.processor, self._training_record(step, name)
@@ -248,15 +252,22 @@ class RunDirectory:
         if not self.has(_FACTS_FILE):
             return None
         facts, path, metrics = self.facts, self.root / "metrics.jsonl", {}
+        with wrong_values_as_bad_file(self.root / _FACTS_FILE):
+            data = {name: facts["data"][name] for name in ("source", "sha256")}
         for line in path.read_bytes().splitlines() if path.exists() else []:
             record = read_line(line)
             if record is not None and record["step"] == step and is_evaluation(record):
                 metrics = {name: x for name, x in record.items() if name not in ("step", "loss", "tokens", *TIMINGS)}
-        return {
+        record = {
             **{"run": self.root.resolve().name, "task": self.config.task, "step": step, "weights": weights},
-            "data": {name: facts["data"][name] for name in ("source", "sha256")},
+            "data": data,
             **{"metrics": metrics, "command": facts["command"], "versions": facts["versions"], "git": facts["git"]},
         }
+        if not is_training_record(record):
+            raise BadModelFile(
+                f"{self.root / _FACTS_FILE} does not say where the weights came from, as regard writes it"
+            )
+        return record
 
 
 def _is_unfinished(root: Path) -> bool:
@@ -323,7 +334,7 @@ def _weights(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
     if not ema:
         return weights
     # By the tensor, not by its name: a tied one has several.
-    averages = {id(weights[name]): x for name, x in checkpoint.tensors("ema/average/").items()}
+    averages = {id(weights.get(name)): x for name, x in checkpoint.tensors("ema/average/").items()}
     return {name: averages.get(id(x), x) for name, x in weights.items()}
 
 
