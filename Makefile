@@ -22,10 +22,10 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) --dist worksteal
 PYTEST_SERIAL   := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
 
-.PHONY: help install browser test check lint types format demo bench faults trust clean
+.PHONY: help install browser test check lint types format demo bench faults trust weaknesses lock sbom wheel clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create .venv and install everything the tests need
 
@@ -67,6 +67,18 @@ faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that th
 
 trust: browser  ## try every promise of docs/trust.md at full size (an hour and a half) and write its table
 	$(BIN)/python tests/trust/promises.py
+
+weaknesses: browser  ## plant each weakness of tests/trust/weaknesses.py and see a line of that table turn red (half an hour)
+	$(BIN)/python tests/trust/weaknesses.py
+
+lock: $(STAMP)  ## requirements.lock: every pin of constraints.txt with its hashes on PyPI
+	$(BIN)/python tools/release.py lock
+
+sbom: $(STAMP)  ## dist/regard.cdx.json: what regard needs, as a CycloneDX document
+	$(BIN)/python tools/release.py sbom
+
+wheel: $(STAMP)  ## dist/regard-….whl: the same bytes from the same sources
+	$(BIN)/python tools/release.py wheel
 
 lint: $(STAMP)  ## ruff, format and rules
 	$(BIN)/ruff format --check .

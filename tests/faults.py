@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -358,14 +359,23 @@ FAULTS = [
 ]
 
 
-def unplantable() -> list[str]:
+def unplantable(faults: Sequence[Fault] = FAULTS) -> list[str]:
     """Faults whose original text does not stand exactly once in its file."""
-    texts = {fault.file: (ROOT / "src/regard" / fault.file).read_text(encoding="utf-8") for fault in FAULTS}
-    return [fault.name for fault in FAULTS if texts[fault.file].count(fault.original) != 1]
+    texts = {fault.file: (ROOT / "src/regard" / fault.file).read_text(encoding="utf-8") for fault in faults}
+    return [fault.name for fault in faults if texts[fault.file].count(fault.original) != 1]
 
 
-def run_tests(fault: Fault, tree: Path) -> str:
-    """Plant a fault in a copy of the tree and return the first test that fails, or "missed"."""
+def first_failure(output: str) -> str | None:
+    """The first test that failed."""
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else None
+
+
+Find = Callable[[str], str | None]  # what to tell of pytest's output; None where every test passed
+
+
+def run_tests(fault: Fault, tree: Path, options: Sequence[str] = (), find: Find = first_failure) -> str:
+    """Plant a fault in a copy of the tree and tell what fails, or "missed"."""
     file = tree / "src/regard" / fault.file
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(fault.original, fault.planted), encoding="utf-8")
@@ -375,13 +385,12 @@ def run_tests(fault: Fault, tree: Path) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
     try:
         for tests in fault.tests.split():  # one after the other: pytest would put overlapping paths in its own order
             ran = subprocess.run([*pytest, tests], cwd=tree, env=environment, capture_output=True, text=True)
-            failed = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-            if failed:
-                return failed[0]
+            if (found := find(ran.stdout)) is not None:
+                return found
             if ran.returncode != 0:
                 output = f"{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
                 raise RuntimeError(f"{fault.name}: pytest ended with {ran.returncode}\n{output}")
@@ -390,8 +399,8 @@ def run_tests(fault: Fault, tree: Path) -> str:
     return "missed"
 
 
-def plant(faults: list[Fault], workers: int) -> dict[str, str]:
-    """Every fault's name and the test that caught it; each worker has a copy of the tree to itself."""
+def plant(faults: list[Fault], workers: int, options: Sequence[str], find: Find) -> dict[str, str]:
+    """Every fault's name and what caught it; each worker has a copy of the tree to itself."""
     trees: queue.Queue[Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(workers):
@@ -401,7 +410,7 @@ def plant(faults: list[Fault], workers: int) -> dict[str, str]:
         def run_one(fault: Fault) -> tuple[str, str]:
             tree = trees.get()
             try:
-                caught_by = run_tests(fault, tree)
+                caught_by = run_tests(fault, tree, options, find)
             finally:
                 trees.put(tree)
             print(f"{fault.name}: {caught_by}", file=sys.stderr, flush=True)
@@ -411,25 +420,29 @@ def plant(faults: list[Fault], workers: int) -> dict[str, str]:
             return dict(pool.map(run_one, faults))
 
 
-def main() -> None:
+def report(
+    faults: Sequence[Fault], caught_by: str = "caught by", options: Sequence[str] = (), find: Find = first_failure
+) -> None:
+    """The command line: plant the faults that are asked for, print the table, exit with 1 if one is missed."""
     parser = argparse.ArgumentParser(description="Plant known faults and see whether the tests notice.")
     parser.add_argument("words", nargs="*", help="only faults whose name contains one of these")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    options = parser.parse_args()
-    if names := unplantable():
+    asked = parser.parse_args()
+    if names := unplantable(faults):
         sys.exit(f"the sources have changed under these faults: {', '.join(names)}")
-    chosen = [fault for fault in FAULTS if not options.words or any(word in fault.name for word in options.words)]
-    caught = plant(chosen, options.workers)
-    if options.markdown:
-        print("| fault | file | caught by |\n|---|---|---|")
+    chosen = [fault for fault in faults if not asked.words or any(word in fault.name for word in asked.words)]
+    caught = plant(chosen, asked.workers, options, find)
+    if asked.markdown:
+        print(f"| fault | file | {caught_by} |\n|---|---|---|")
     for fault in chosen:
         by = caught[fault.name]
-        print(f"| {fault.name} | `{fault.file}` | `{by}` |" if options.markdown else f"{by:>60}  {fault.name}")
+        shown = by if by == "missed" or find is not first_failure else f"`{by}`"
+        print(f"| {fault.name} | `{fault.file}` | {shown} |" if asked.markdown else f"{by:>60}  {fault.name}")
     missed = sum(by == "missed" for by in caught.values())
     print(f"\n{len(chosen) - missed} of {len(chosen)} planted faults caught")
     sys.exit(missed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    report(FAULTS)

@@ -1,10 +1,13 @@
-"""The faults of tests/faults.py can still be planted; planting them takes long and is `make faults`."""
+"""Faults and weaknesses can still be planted; planting them takes long and is `make faults`, `make weaknesses`."""
 
 from __future__ import annotations
 
 from faults import FAULTS, unplantable
+from trust.weaknesses import WEAKNESSES
 
 
 def test_every_fault_finds_its_place_in_the_sources() -> None:
     assert unplantable() == []
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+    assert unplantable(WEAKNESSES) == []
+    assert len({fault.name for fault in WEAKNESSES}) == len(WEAKNESSES) >= 20

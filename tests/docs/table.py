@@ -196,6 +196,9 @@ INSTEAD: dict[str, Instead] = {
     "torchrun": Instead("several processes: tests/training/test_torchrun.py", _in_one_process),
     "python benchmarks/": Instead("measures for minutes", _script),
     "pip install numpy": Instead("installed already", lambda _: ["python -c 'import numpy, onnxruntime, tokenizers'"]),
+    "pip install --require-hashes": Instead(
+        "gigabytes", lambda _: [f"grep -q -e --hash=sha256 {ROOT}/requirements.lock"]
+    ),
     "npm install": Instead("downloads: tests/export/test_shipping.py runs what it finds", lambda _: ["true"]),
     **{
         name: Instead(

@@ -188,6 +188,7 @@ def test_a_damaged_tokenizer_ends_a_stream_with_a_sentence(model: Model, monkeyp
 # ---- time
 
 
+@pytest.mark.promise(6, "idle connections and half-sent headers closed")
 def test_a_connection_must_begin_a_request_in_time(model: Model) -> None:
     limits = Limits(header_seconds=0.2)
     with serving(explorer({"speaker": model}, limits), limits) as address, ExitStack() as stack:
@@ -204,6 +205,7 @@ def test_a_connection_must_begin_a_request_in_time(model: Model) -> None:
                 pass
 
 
+@pytest.mark.promise(6, "idle connections and half-sent headers closed")
 def test_idle_connections_at_few_descriptors(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_open = len(list(Path("/proc/self/fd").iterdir()))
@@ -225,6 +227,7 @@ def test_idle_connections_at_few_descriptors(model: Model, caplog: pytest.LogCap
         assert clients[-1].recv(12) == b"HTTP/1.1 200"
 
 
+@pytest.mark.promise(6, "clients that leave a stream: the model is free at once")
 def test_a_look_whose_client_has_gone_ends(model: Model) -> None:
     """Both what computes and what waits in the queue."""
     app = explorer({"speaker": model}, limits := Limits())
@@ -260,6 +263,7 @@ def test_how_many_may_wait_is_an_option(model: Model, monkeypatch: pytest.Monkey
 # ---- who may ask
 
 
+@pytest.mark.promise(6, "no key, no other machines: --host 0.0.0.0 and requests without the key refused")
 def test_a_server_with_a_key_answers_those_who_have_it(model: Model) -> None:
     with TestClient(explorer({"speaker": model}, api_key="open sesame"), base_url=HOME) as client:
         for path in (
@@ -288,6 +292,7 @@ def test_a_server_with_a_key_answers_those_who_have_it(model: Model) -> None:
         refusal(client.get("/api/models", headers={"Cookie": "regard-key=" + "0" * 64}), 401)
 
 
+@pytest.mark.promise(6, "no key, no other machines: --host 0.0.0.0 and requests without the key refused")
 def test_other_machines_need_a_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REGARD_API_KEY", raising=False)
     assert cli.main(["serve", "nothing", "--host", "0.0.0.0", "--port", "0", "--no-open"]) == 2

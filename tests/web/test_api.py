@@ -610,11 +610,15 @@ def test_one_page_that_needs_no_server(client: TestClient) -> None:
     assert len(answer.content) < 1_000_000
 
 
+@pytest.mark.promise(6, "strict content security policy on every answer")
 def test_the_page_and_its_files(client: TestClient) -> None:
     page = client.get("/")
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'self'" in page.headers["content-security-policy"]
+    for answer in (page, client.get("/static/main.js"), client.get("/api/models"), client.get("/nothing")):
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
     script = client.get("/static/main.js")
     assert script.headers["content-type"].startswith("text/javascript")
     again = client.get("/static/main.js", headers={"If-None-Match": script.headers["etag"]})

@@ -21,6 +21,7 @@ import pytest
 
 from generation.spoken import language_model, translator
 from regard import cli
+from trust.promises import size
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -84,7 +85,9 @@ def test_it_answers_and_leaves_when_it_is_told(folders: list[Path], number: sign
 
 
 @pytest.mark.slow
-def test_it_leaves_in_the_middle_of_work(folders: list[Path]) -> None:
+@pytest.mark.promise(6, "SIGTERM under load: ended within 10 s")
+@pytest.mark.parametrize("number", range(size(1, 10)))
+def test_it_leaves_in_the_middle_of_work(folders: list[Path], number: int) -> None:
     with serving(folders[0]) as (process, url):
         body = {"model": "speaker", "text": "the cat " * 20, "generate": {"beam": 16, "max_new_tokens": 1024}}
 
@@ -95,7 +98,7 @@ def test_it_leaves_in_the_middle_of_work(folders: list[Path]) -> None:
         asking = [threading.Thread(target=ask) for _ in range(4)]
         for thread in asking:
             thread.start()
-        time.sleep(1.0)
+        time.sleep(1.0 + 0.3 * number)
         start = time.monotonic()
         process.terminate()
         assert process.wait(10) == 143

@@ -286,16 +286,18 @@ def tap(name: str, x: Tensor, owner: nn.Module | None = None, small: bool = Fals
 
     What is ``small`` is kept by a recorder without ``values`` too.
     """
-    if _recorder is not None and (small or _recorder.values):
-        _recorder._append(owner, name, x.detach(), x)
+    recorder = _recorder  # read once: another thread may switch it off meanwhile
+    if recorder is not None and (small or recorder.values):
+        recorder._append(owner, name, x.detach(), x)
     return x
 
 
 def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: Cache | None = None) -> Tensor:
     """Show an attention call of ``owner`` to the active recorder, if any. Returns the output."""
-    if _recorder is None:
+    recorder = _recorder
+    if recorder is None:
         return output
-    values, copy = _recorder.values, torch.Tensor.detach if _recorder.values else _compact_copy
+    values, copy = recorder.values, torch.Tensor.detach if recorder.values else _compact_copy
     recorded = RecordedAttention(
         q=copy(call.q),
         k=copy(call.k) if cache is None else None,
@@ -310,7 +312,7 @@ def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: 
         version=None if cache is None else cache.version,
         memory=current_keys(cache) if isinstance(cache, CrossCache) else None,
     )
-    _recorder._append(owner, "attention", recorded, output)
+    recorder._append(owner, "attention", recorded, output)
     return output
 
 

@@ -145,7 +145,12 @@ def cached_tokens(
         with contextlib.suppress(BadData):
             if place is not None and (cached := open_tokens(place / name)).key == key:
                 return cached
-    return write_tokens(folder / name, make(), vocab_size, key)
+    try:
+        return write_tokens(folder / name, make(), vocab_size, key)
+    except OSError:  # a cache that cannot be written to, as in a home that is read-only
+        if older is None:
+            raise
+        return write_tokens(older / name, make(), vocab_size, key)
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:

@@ -46,8 +46,12 @@ def resolve_inside(root: Path, name: str) -> Path:
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/regard, else ~/.cache/regard: what can be made again at any time."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says to pass over a path that is not absolute.
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "regard"
+    if os.path.isabs(given):  # the standard says to pass over a path that is not absolute
+        return Path(given) / "regard"
+    try:
+        return Path.home() / ".cache" / "regard"
+    except RuntimeError:  # a user without a home: a folder that cannot be made, as in a home that is read-only
+        return Path(os.devnull) / "regard"
 
 
 def write_atomic(path: Path, content: bytes) -> None:

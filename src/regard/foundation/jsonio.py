@@ -75,7 +75,11 @@ def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
 
 def to_json(document: Mapping[str, Any]) -> bytes:
     """An indented JSON document in UTF-8, ending with a newline; raises ValueError on NaN and infinity."""
-    return (json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False) + "\n").encode()
+    options: dict[str, Any] = {"indent": 2, "allow_nan": False}
+    try:
+        return (json.dumps(document, ensure_ascii=False, **options) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: Python's way to hold a path that the locale cannot read
+        return (json.dumps(document, **options) + "\n").encode()
 
 
 def to_jsonable(value: Any) -> Any:

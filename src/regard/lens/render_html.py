@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from .look import Look
 
 HTML_LIMIT = 980_000  # bytes; the server sends no larger response
+# The file asks nobody for anything: its modules and pictures are data: URLs.
+_POLICY = (
+    """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' data:; """
+    """style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'">"""
+)
 _OVERVIEW_CELLS = 200  # rows, and columns
 _PREFIX = "regard/"
 _IMPORT = re.compile(r'(\bfrom\s+|\bimport\s+)"(\.{1,2}/[^"]+)"')
@@ -156,6 +161,7 @@ def _assemble(content: dict[str, Any], opening: dict[str, Any]) -> str:
   <script type="application/json" id="opening">{_script_json(opening)}</script>
   <script type="module">import "{_PREFIX}main.js";</script>"""
     replacements = {
+        '<meta charset="utf-8">': f'<meta charset="utf-8">\n  {_POLICY}',
         '<link rel="icon" href="static/icon.svg" type="image/svg+xml">': "",
         '<link rel="stylesheet" href="static/style.css">': f"<style>\n{style}</style>",
         '<script type="module" src="static/main.js"></script>': scripts,

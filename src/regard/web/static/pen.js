@@ -122,7 +122,7 @@ export class SvgPen extends Pen {
   matrix(x, y, w, h, { values, rows, cols, colour }) {
     if (rows * cols > 4096) {
       const data = pixels(values, rows, cols, colour).toDataURL();
-      this.parts.push(`<image x="${x}" y="${y}" width="${w}" height="${h}" preserveAspectRatio="none" style="image-rendering:pixelated" href="${data}"/>`);
+      this.parts.push(`<image x="${x}" y="${y}" width="${w}" height="${h}" preserveAspectRatio="none" image-rendering="pixelated" href="${data}"/>`);
       return;
     }
     const tall = h / rows, wide = w / cols;
@@ -147,7 +147,7 @@ export class SvgPen extends Pen {
   toString(background) {
     const back = background ? `<rect width="100%" height="100%" fill="${background}"/>` : "";
     const size = `width="${this.width}" height="${this.height}" viewBox="0 0 ${this.width} ${this.height}"`;
-    const font = `font-family="${escape(this.colours.font)}" style="font-variant-numeric:tabular-nums"`;
+    const font = `font-family="${escape(this.colours.font)}" font-variant="tabular-nums"`;
     return `<svg xmlns="http://www.w3.org/2000/svg" ${size} ${font}>${back}${this.parts.join("")}</svg>`;
   }
 }
