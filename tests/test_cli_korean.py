@@ -164,7 +164,6 @@ def test_training_data_and_doctor(
     words = ["model.d_model=8", "model.n_layers=1", "model.n_heads=2", "train.steps=1", "train.compile=off"]
     text = "".join(f"the cat saw {n} dogs\n" for n in range(400))
     Path("book.txt").write_text(text, encoding="utf-8")
-    monkeypatch.setattr("regard.training.reporter.draw_curves", lambda *_: None)
     assert main(["train", "lm", "data=book.txt", "data.tokenizer=chars", "train.out=run", *words]) == 0
     said = capsys.readouterr()
     model, held_out, follows = said.out.splitlines()

@@ -36,7 +36,6 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     """Let stages measure on few examples, and leave out the picture of the curves."""
     for name in ("N_ALIGNED", "N_SHAPES", "N_LOOKUP"):
         patch.setattr(demo_run, name, 2)
-    patch.setattr("regard.training.reporter.draw_curves", lambda *args: None)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     ``fields`` join the words of the runs it trains; ``changes`` replace names of the example: both make it smaller.
     """
-    monkeypatch.setattr("regard.training.reporter.draw_curves", lambda *args: None)
 
     def call(name: str, *words: str, fields: str = "", changes: dict[str, Any] | None = None) -> tuple[Any, str]:
         spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")

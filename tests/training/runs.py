@@ -69,13 +69,11 @@ def words_of(task: str, data: str, *more: str) -> list[str]:
 
 def train(task: str, out: Path, data: str, *more: str) -> TrainResult:
     """In this process, without the picture at the end, which takes longer than the run."""
-    with mock.patch("regard.training.reporter.draw_curves"):
-        return regard.train(run_config(task, words_of(task, data, f"train.out={out}", *more)), style="quiet")
+    return regard.train(run_config(task, words_of(task, data, f"train.out={out}", *more)), style="quiet")
 
 
 def resume(out: Path, **changes: Any) -> TrainResult:
-    with mock.patch("regard.training.reporter.draw_curves"):
-        return regard.resume(out, style="quiet", **changes)
+    return regard.resume(out, style="quiet", **changes)
 
 
 @contextmanager

@@ -44,8 +44,7 @@ def test_the_number_of_examples_is_printed(
 ) -> None:
     _, data, valid = sorted_valid
     more = (f"data.valid={valid}", "train.steps=1", "train.eval_examples=30", f"train.out={tmp_path / 'run'}")
-    with mock.patch("regard.training.reporter.draw_curves"):
-        assert cli.main(["train", "classify", *words_of("classify", data, *more)]) == 0
+    assert cli.main(["train", "classify", *words_of("classify", data, *more)]) == 0
     said = capsys.readouterr()
     (line,) = (line for line in said.err.splitlines() if "valid loss" in line)
     assert "n 30 " in line
@@ -125,7 +124,6 @@ def test_stopping_early_is_said_with_its_reason(tmp_path: Path, capsys: pytest.C
     words = ("train.steps=50", "train.eval_every=1", "train.patience=2", "train.metric=bleu", f"train.out={out}")
     with (
         mock.patch("regard.training.tasks.Task.validate", found),
-        mock.patch("regard.training.reporter.draw_curves"),
     ):
         assert cli.main(["train", "translate", *words_of("translate", data, *words)]) == 0
     why = "stopped early at step 4 of 50: 2 evaluations without a better bleu than 30 at step 2 (train.patience=2)"

@@ -161,7 +161,7 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path: Path, 
         assert second.seconds > state["seconds"]
         second.finish({})
     assert [without_timings(x) for x in lines_of(out)] == [without_timings(x) for x in lines_of(tmp_path / "whole")]
-    assert sorted(p.name for p in out.iterdir()) == ["curves.png", "metrics.jsonl", "tensorboard"]
+    assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
 
 def test_an_evaluation_made_again_after_a_crash_is_written_once(tmp_path: Path) -> None:
@@ -546,6 +546,25 @@ def test_curves_of_every_kind_of_run_are_drawn(tmp_path: Path, records: list[dic
     assert sorted(p.name for p in folder.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves are drawn here; elsewhere tests/conftest.py leaves them out."""
+    monkeypatch.setattr("regard.training.reporter.draw_curves", draw_curves)
+
+
+@pytest.mark.usefixtures("drawn")
+@pytest.mark.parametrize(("style", "files"), [("quiet", ["curves.png"]), ("records", []), ("off", [])])
+def test_a_run_that_ends_leaves_its_curves_but_where_they_would_be_removed(
+    tmp_path: Path, style: Style, files: list[str]
+) -> None:
+    with Reporter(tmp_path, steps=2, log_every=1, style=style) as reporter:
+        make_steps(reporter, 1, 2, evaluate_every=1)
+        reporter.finish({})
+    written = [] if style == "off" else ["metrics.jsonl", "tensorboard"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*files, *written]
+
+
+@pytest.mark.usefixtures("drawn")
 def test_curves_show_training_and_validation_in_their_colours(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -564,6 +583,7 @@ def test_curves_show_training_and_validation_in_their_colours(tmp_path: Path) ->
     assert {blue, orange} <= colours(tmp_path / "curves.png")
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

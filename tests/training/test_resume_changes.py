@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -24,18 +22,11 @@ from .runs import assert_same, metrics, resume, train, words_of, write_data
 WORDS = ("train.steps=4", "train.save_every=2", "train.eval_every=0", "train.lr=0.01", "train.schedule=cosine")
 
 
-@pytest.fixture(autouse=True)
-def _no_curves() -> Iterator[None]:
-    with mock.patch("regard.training.reporter.draw_curves"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project: data, and a finished run over it."""
     folder = tmp_path_factory.mktemp("project")
-    with mock.patch("regard.training.reporter.draw_curves"):
-        train("translate", folder / "runs/a", write_data("translate", folder), *WORDS)
+    train("translate", folder / "runs/a", write_data("translate", folder), *WORDS)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -34,8 +33,7 @@ def test_the_task_sets_architecture_and_head(
     data, out = write_data(task, tmp_path), tmp_path / "run"
     words = words_of(task, data, f"model={model}", f"train.out={out}", "train.steps=1", "train.eval_batches=1")
     words.sort(key=lambda word: not word.startswith("model="))  # a preset replaces what stands before it
-    with mock.patch("regard.training.reporter.draw_curves"):
-        assert cli.main(["train", task, *words]) == 0
+    assert cli.main(["train", task, *words]) == 0
     config = RunDirectory.open(out).config.model
     assert (config.architecture, config.head) == becomes
     assert config.positions == preset(model).positions

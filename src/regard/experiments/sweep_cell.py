@@ -32,6 +32,7 @@ from ..foundation.jsonio import to_json, to_jsonable
 from ..models import Model
 from ..models.build import build
 from ..text.processor import Processor
+from ..training.console_display import Style
 from ..training.evaluation import evaluate
 from ..training.loss import Batch
 from ..training.predictors import open_validation_task
@@ -92,7 +93,7 @@ def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         before = 0.0
     try:
-        outcome = _train_or_resume(config, root / "run", run.shared)
+        outcome = _train_or_resume(config, root / "run", run.shared, "quiet" if run.keep else "records")
         result |= {"weights": outcome.weights, "train_seconds": outcome.seconds, "steps": outcome.steps}
         result["metrics"] = dict(outcome.metrics)
         check_convergence(result | run_facts(root / "run"))
@@ -114,17 +115,17 @@ def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
     return result
 
 
-def _train_or_resume(config: RunConfig, run: Path, shared: Path) -> TrainResult:
+def _train_or_resume(config: RunConfig, run: Path, shared: Path, style: Style) -> TrainResult:
     """From the start, or from where it was interrupted."""
     if (run / RUN_FILE).exists() and any((run / "checkpoints").glob("step-*")):
         try:
-            return resume(run, style="quiet")
+            return resume(run, style=style)
         except BadModelFile:  # half copied, or damaged: begin again
             traceback.print_exc()
     shutil.rmtree(run, ignore_errors=True)
     run.parent.mkdir(parents=True, exist_ok=True)
     own = config.with_(train=config.train.with_(out=str(run)))
-    return train(own, style="quiet", processor=_shared_processor(own, shared))
+    return train(own, style=style, processor=_shared_processor(own, shared))
 
 
 def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 JOINER = "\u200d"
 GAP = "  "
 _PICTURES = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "⏎", "\x7f": "␡"}
-Style = Literal["auto", "live", "plain", "json", "quiet", "off"]
-STYLES = ("auto", "live", "plain", "json", "quiet", "off")
+Style = Literal["auto", "live", "plain", "json", "quiet", "records", "off"]
+STYLES = ("auto", "live", "plain", "json", "quiet", "records", "off")
 
 
 def format_count(value: float) -> str:
@@ -292,7 +292,7 @@ def make_console(style: Style, status: RunStatus) -> Console:
     """``auto``: live where stderr is a terminal that can move its cursor, plain otherwise. ``json``: plain."""
     if style not in STYLES:
         raise ValueError(f"style={style!r} is none of {', '.join(STYLES)}")
-    if style in ("quiet", "off"):
+    if style in ("quiet", "records", "off"):
         return Console(status, None)
     able = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     file: Any = SafeStream(sys.stderr)

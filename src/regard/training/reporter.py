@@ -108,8 +108,9 @@ class Reporter(AbstractContextManager["Reporter"]):
     ``state`` gave there: the files then come out as if the run had never stopped, apart from timings. ``loggers`` names
     those that get the numbers too, and ``settings`` is what they show as the run's config.
 
-    style: ``auto`` live on a terminal, else plain · ``json`` plain · ``quiet`` files alone · ``off`` nothing at all
-    (all processes but the first). Whatever is said goes to stderr.
+    style: ``auto`` live on a terminal, else plain · ``json`` plain · ``quiet`` files alone · ``records`` files but
+    no curves.png (runs of a sweep, of which none is kept) · ``off`` nothing at all (all processes but the first).
+    Whatever is said goes to stderr.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Reporter(AbstractContextManager["Reporter"]):
     ) -> None:
         check_positive(log_every=log_every)
         self.out, self._start_step, self._log_every = Path(out), start_step, log_every
-        self._active = style != "off"
+        self._active, self._draws = style != "off", style != "records"
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._status = RunStatus(steps=steps, step=start_step)
         self._console = make_console(style, self._status)
@@ -306,6 +307,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.close()
 
     def _draw(self) -> None:
+        if not self._draws:
+            return
         began = time.perf_counter()
         try:
             draw_curves(self.out / "metrics.jsonl", self.out / "curves.png")

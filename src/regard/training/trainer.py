@@ -219,7 +219,7 @@ def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str |
 
 def _progress(style: Style, group: Group) -> AbstractContextManager[None]:
     """Inside, reading and tokenising show how far they have come, on one process and unless it is to be quiet."""
-    return show_progress(group.is_main and style not in ("quiet", "off"))
+    return show_progress(group.is_main and style not in ("quiet", "records", "off"))
 
 
 def _check_shippable(config: RunConfig, processor: Processor) -> None:
