@@ -17,7 +17,7 @@ import torch
 
 TRITON = Path(sys.prefix) / "share" / "triton"
 HERE = Path(__file__).parent
-FLASH = ("window ahead", "causal lengths", "packed", "strided", "dense bias shared", "dropout")
+FLASH = ("window ahead", "causal lengths", "packed", "dense bias shared", "dropout")
 OTHERS = ("xl padded", "additive padded", "capped t5")
 MAPS = ("bigbird-t5",)
 
@@ -26,6 +26,7 @@ MAPS = ("bigbird-t5",)
 @pytest.mark.skipif(not TRITON.exists() and find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_in_tritons_interpreter() -> None:
     tests = [f"{HERE / 'test_attention_kernels.py'}::test_in_float32[{name}]" for name in FLASH + OTHERS]
+    tests.append(f"{HERE / 'test_attention_kernels.py'}::test_torch_compile_keeps_the_kernel[strided]")
     tests += [f"{HERE / 'test_map_kernels.py'}::test_every_reading_is_that_of_the_walk[{name}-40-40]" for name in MAPS]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

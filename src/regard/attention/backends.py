@@ -7,8 +7,8 @@ the parametrised tests. ``choose`` picks the fastest capable backend, ``run`` ex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .masks import Causal, Padding
 from .reference import reference
 from .score_matrix import AttentionCall
 from .tiled import tiled
-from .triton_backend import triton, triton_is_fast, triton_obstacle
+from .triton_backend import constant_in_graphs, triton, triton_is_fast, triton_obstacle
 
 MASKS = ("causal", "padding", "mask")  # "mask": any other mask
 BIASES = ("bias", "trainable bias", "content bias")  # "content bias" reads q and k
@@ -111,16 +111,7 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
     return next(b for b in by_speed if b in capable)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _constant_in_graphs(function: F) -> F:
-    """As torch.compiler.assume_constant_result, which imports the whole compiler where it is used."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by torch's compiler
-    return function
-
-
-@_constant_in_graphs  # traced, each entry of the table is compared before every call: 4 ms on a CPU
+@constant_in_graphs  # traced, each entry of the table is compared before every call: 4 ms on a CPU
 def missing_features(backend: str, kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The features a backend lacks for this kind of mechanism on this device, in the table's order."""
     device = device if device in DEVICES else OTHER_DEVICE
@@ -128,7 +119,7 @@ def missing_features(backend: str, kind: str, device: str, direction: str, featu
     return [f for f in asked if Capability(backend, kind, device, direction, f) not in CAPABILITIES]
 
 
-@_constant_in_graphs
+@constant_in_graphs
 def capable_backends(kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
     """The backends that have all of the features."""
     return [b for b in BACKENDS if not missing_features(b, kind, device, direction, features | {"plain"})]

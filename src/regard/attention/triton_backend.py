@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,15 +31,22 @@ if TYPE_CHECKING:
 
 _WIDEST, _LONGEST_TRAINED_TABLE = 256, 1024
 HAS_TRITON = find_spec("triton") is not None
+F = TypeVar("F", bound=Callable[..., Any])
 _HIDDEN = -(1 << 31)  # the document of a key that no query sees
+
+
+def constant_in_graphs(function: F) -> F:
+    """As torch.compiler.assume_constant_result, which imports the whole compiler where it is used."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by torch's compiler
+    return function
 
 
 def triton_is_fast(call: AttentionCall) -> bool:
     """Whether the kernels take this call and are the fastest: in half precision, or where only tiles compete."""
     if triton_obstacle(call) is not None:
         return False
-    if torch.compiler.is_compiling() and _split(call.mask)[1]:  # a sparse plan is made outside the graph
-        return False
+    if torch.compiler.is_compiling() and not all(is_constant(part) for part in _split(call.mask)[1]):
+        return False  # a sparse plan of tensors would be made in every call
     only_tiles_compete = call.mechanism.kind != "dot" or isinstance(call.bias, XLRelative)
     return call.q.element_size() == 2 or only_tiles_compete
 
@@ -264,9 +271,13 @@ def _sparse_options(parts: list[Mask], frame: Frame) -> dict[str, Any]:
     from ..kernels.flash_ops import PLAN_BLOCK
 
     mask = functools.reduce(And, parts)
-    sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, frame.first_batch, frame.first_head)
+    if torch.compiler.is_compiling() and is_constant(mask):
+        assert frame.steady is not None
+        sizes = (frame.n_queries, frame.n_keys)
+        return {"plan": plan_name(mask_words(mask), sizes, frame.steady, str(frame.device), PLAN_BLOCK)}
+    whole = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, frame.first_batch, frame.first_head)
     documents = _tensor_key(frame.q_doc), _tensor_key(frame.k_doc)
-    key = (_identity(mask), sizes, frame.steady, frame.device, PLAN_BLOCK, documents)
+    key = (_identity(mask), whole, frame.steady, frame.device, PLAN_BLOCK, documents)
     made = _plans.get(key)
     if made is None:
         with torch.no_grad():
@@ -274,6 +285,48 @@ def _sparse_options(parts: list[Mask], frame: Frame) -> dict[str, Any]:
         if len(_plans) > _MOST_PLANS:
             _plans.popitem(last=False)
     return {"row_plan": made.rows, "column_plan": made.columns, "bits": made.bits}
+
+
+def is_constant(mask: Mask) -> bool:
+    """Whether a mask is made of plain numbers, so that it is the same in every call and every batch row."""
+    return not isinstance(mask, Document) and all(
+        is_constant(x) if isinstance(x, Mask) else isinstance(x, int | float | bool) for x in _values(mask)
+    )
+
+
+def mask_words(mask: Mask) -> tuple[Any, ...]:
+    """A constant mask as a tuple of names and numbers, which a compiled graph can be asked about."""
+    return type(mask).__name__, *(mask_words(x) if isinstance(x, Mask) else x for x in _values(mask))
+
+
+def _values(mask: Mask) -> list[Any]:
+    return [getattr(mask, name) for name in type(mask).__dataclass_fields__]  # type: ignore[attr-defined]
+
+
+def _mask_of(words: tuple[Any, ...]) -> Mask:
+    """The inverse of ``mask_words``."""
+    kind = next(cls for cls in _all_masks(Mask) if cls.__name__ == words[0])
+    return kind(*(_mask_of(x) if isinstance(x, tuple) else x for x in words[1:]))
+
+
+def _all_masks(cls: type[Mask]) -> Iterator[type[Mask]]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _all_masks(below)
+
+
+@constant_in_graphs
+def plan_name(words: tuple[Any, ...], sizes: tuple[int, int], steady: tuple[int, int], device: str, block: int) -> str:
+    """The key under which the kernels find the sparse plan of a constant mask; it is made while a graph is traced."""
+    from ..kernels.flash_ops import PLANS
+
+    name = repr((words, sizes, steady, device, block))
+    if name not in PLANS:
+        frame = Frame.aligned(1, 1, *sizes, device, q_start=steady[0], k_start=steady[1])
+        with torch.no_grad():
+            made = sparse_plan(_mask_of(words), frame, block)
+        PLANS[name] = made.rows, made.columns, made.bits
+    return name
 
 
 def _identity(mask: Mask) -> Any:

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
-from .flash_ops import INTERPRETED, Options, padded_width, plan_strides
+from .attention_tiles import INTERPRETED, LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
+from .flash_ops import Options, padded_width, plan_strides, with_plan
 
 _BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
 
@@ -198,10 +198,11 @@ def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:
 def additive_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, lengths: Tensor | None, q_docs: Tensor | None, k_docs: Tensor | None,
     row_plan: Tensor | None, bits: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int,
-    dropout: float
+    dropout: float, plan: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, DV) and lse (B, H, T)."""
-    o = Options(1.0, offset, left, right, lengths, q_docs, k_docs, row_plan, None, bits, seed=seed, dropout=dropout)
+    masks = (lengths, q_docs, k_docs, row_plan, None, bits)
+    o = with_plan(Options(1.0, offset, left, right, *masks, seed=seed, dropout=dropout, plan=plan))
     v = v if v.stride(-1) == 1 else v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -221,10 +222,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def additive_backward(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, lengths: Tensor | None,
     q_docs: Tensor | None, k_docs: Tensor | None, row_plan: Tensor | None, bits: Tensor | None, seed: Tensor | None,
-    offset: int, left: int, right: int, dropout: float
+    offset: int, left: int, right: int, dropout: float, plan: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and w."""
-    o = Options(1.0, offset, left, right, lengths, q_docs, k_docs, row_plan, None, bits, seed=seed, dropout=dropout)
+    masks = (lengths, q_docs, k_docs, row_plan, None, bits)
+    o = with_plan(Options(1.0, offset, left, right, *masks, seed=seed, dropout=dropout, plan=plan))
     v, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (v, d_out))
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q.mT, k.mT, v))
     d_w, row_dot = torch.zeros_like(d_q), (out.float() * d_out).sum(-1)
@@ -248,7 +250,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward_of_op(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
-    return *additive_backward(d_out, *ctx.saved_tensors, *ctx.numbers), *(None,) * 10
+    return *additive_backward(d_out, *ctx.saved_tensors, *ctx.numbers), *(None,) * 11
 
 
 additive_forward.register_autograd(_backward_of_op, setup_context=_setup)
@@ -257,5 +259,5 @@ additive_forward.register_autograd(_backward_of_op, setup_context=_setup)
 def additive_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor, o: Options) -> Tensor:
     """Attention with scores w · tanh(q + k) of q (B, H, T, E), k (B, H, S, E) over v (B, G, S, DV); only masks of o."""
     masks = o.lengths, o.q_docs, o.k_docs, o.row_plan, o.bits, o.seed
-    out, _ = additive_forward(q, k, v, w, *masks, o.offset, o.left, o.right, o.dropout)
+    out, _ = additive_forward(q, k, v, w, *masks, o.offset, o.left, o.right, o.dropout, o.plan)
     return out

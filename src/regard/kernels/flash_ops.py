@@ -44,6 +44,18 @@ class Options:
     first_row: int = 0  # of q in the whole, for the dropout
     first_key: int = 0
     first_head: int = 0
+    plan: str = ""  # a key of PLANS, which stands for row_plan, column_plan and bits in a compiled graph
+
+
+PLANS: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def with_plan(o: Options) -> Options:
+    """The options with the tensors of the plan that they name."""
+    if not o.plan:
+        return o
+    rows, columns, bits = PLANS[o.plan]
+    return replace(o, row_plan=rows, column_plan=columns, bits=bits)
 
 
 # (kernel, widest head) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; measured on an H200.
@@ -295,14 +307,14 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, q_docs: Tensor | None, k_docs: Tensor | None,
     row_plan: Tensor | None, column_plan: Tensor | None, bits: Tensor | None, slopes: Tensor | None,
     table: Tensor | None, dense: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int, scale: float,
-    dropout: float, cap: float
+    dropout: float, cap: float, plan: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, DV) and lse (B, H, T); the arguments after v are those of ``Options``."""
     o = Options(
         scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
-        dropout, cap
+        dropout, cap, plan=plan
     )  # fmt: skip
-    return launch_forward(q, k, v, o)
+    return launch_forward(q, k, v, with_plan(o))
 
 
 @flash_forward.register_fake
@@ -316,14 +328,14 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, q_docs: Tensor | None, k_docs: Tensor | None,
     row_plan: Tensor | None, column_plan: Tensor | None, bits: Tensor | None, slopes: Tensor | None,
     table: Tensor | None, dense: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int, scale: float,
-    dropout: float, cap: float
+    dropout: float, cap: float, plan: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, table and dense; those not wanted are empty."""
     o = Options(
         scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
-        dropout, cap
+        dropout, cap, plan=plan
     )  # fmt: skip
-    d_q, d_k, d_v, *of_biases = _all_gradients(d_out, out, lse, d_table, d_dense, q, k, v, o)
+    d_q, d_k, d_v, *of_biases = _all_gradients(d_out, out, lse, d_table, d_dense, q, k, v, with_plan(o))
     of_table, of_dense = (lse.new_empty(0) if x is None else x for x in of_biases)
     return d_q, d_k, d_v, of_table, of_dense
 
@@ -368,7 +380,7 @@ def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
     d_table, d_dense = (tensors[i] is not None and ctx.needs_input_grad[i] for i in (10, 11))
     d_q, d_k, d_v, of_table, of_dense = flash_backward(d_out, out, lse, d_table, d_dense, *tensors, *ctx.numbers)
     of_biases = of_table if d_table else None, of_dense if d_dense else None
-    return d_q, d_k, d_v, *(None,) * 7, *of_biases, *(None,) * 7
+    return d_q, d_k, d_v, *(None,) * 7, *of_biases, *(None,) * 8
 
 
 flash_forward.register_autograd(_backward, setup_context=_setup)
@@ -402,6 +414,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
         return out
     out, _ = flash_forward(
         q, k, v, o.lengths, o.q_docs, o.k_docs, o.row_plan, o.column_plan, o.bits, o.slopes, o.table, o.dense, o.seed,
-        o.offset, o.left, o.right, o.scale, o.dropout, o.cap
+        o.offset, o.left, o.right, o.scale, o.dropout, o.cap, o.plan
     )  # fmt: skip
     return out

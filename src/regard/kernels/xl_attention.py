@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..foundation.autograd import first_derivative_only
-from .flash_ops import INTERPRETED, GradientBuffers, Options, launch_backward, launch_forward, padded_width
+from .attention_tiles import INTERPRETED
+from .flash_ops import GradientBuffers, Options, launch_backward, launch_forward, padded_width
 
 _MOST_BYTES = 384 << 20  # of the matrix of distances of a chunk; backward there are two
 _LEAST_ROWS, _MOST_ROWS = (16, 32) if INTERPRETED else (512, 1024)
