@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from models.small import small_config
+from regard.errors import Diverged
 from regard.models import build
 from regard.training import trainer
 from regard.training.checkpoint import Checkpoint
+from regard.training.loop import Loop
 from regard.training.loss import Batch, Objective
 from regard.training.parallel import Group
 from regard.training.precision import Precision
@@ -95,6 +99,29 @@ def test_a_checkpoint_holds_fp32_weights_and_a_run_goes_on_bit_for_bit(runs: dic
     assert any(not torch.equal(x, x.bfloat16().float()) for key, x in whole.items() if key.startswith("model/"))
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(x, stopped[key]) for key, x in whole.items())
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("working", [False, True])
+def test_what_is_read_a_step_late_is_never_saved(working: bool, optimiser: str, tmp_path: Path) -> None:
+    words = ("train.steps=9", "train.save_every=5", "train.eval_every=0", "train.log_every=4", "train.clip=none")
+    words += (f"train.optimiser={optimiser}", "train.precision=bf16" if working else "train.precision=fp32")
+
+    def break_batch(loop: Loop, batch: Batch, number: int, do: Any = Loop._accumulate) -> None:
+        do(loop, batch, number)
+        if number == 5:
+            next(loop.model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+
+    with (
+        mock.patch.object(trainer, "uses_working_weights", return_value=working),
+        mock.patch.object(trainer, "_reads_late", return_value=True),
+        mock.patch.object(Loop, "_accumulate", break_batch),
+        pytest.raises(Diverged, match=r"step 6: loss .*, gradient norm nan; .* the last checkpoint is that of step 5"),
+    ):
+        train("lm", tmp_path / "run", write_data("lm", tmp_path), *words)
+    assert max(RunDirectory.open(tmp_path / "run").checkpoints().steps()) == 5
+    assert all(x.isfinite().all() for x in state(tmp_path / "run").values())
+    assert all(math.isfinite(x) for x in losses(tmp_path / "run"))
 
 
 def test_it_learns_as_fp32_does(runs: dict[str, Path]) -> None:

@@ -90,8 +90,9 @@ class TrainConfig(Config):
     sampling: Literal["shuffled", "balanced"] = "shuffled"
     """What an epoch shows: every example once, or those of rarer classes again until all classes are equally many."""
 
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the matrix products, weights staying fp32; auto: bf16 where the GPU, or a matrix unit of the CPU, has it."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Of the matrix products, the weights that are trained staying fp32; auto: bf16 where the GPU, or a matrix unit of
+    the CPU, has it. fp8: those of linear layers, on one GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: where it pays back within the run, always, never."""
     checkpointing: bool = False

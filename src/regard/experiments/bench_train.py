@@ -154,7 +154,9 @@ def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Ste
     """The loop's own step without the loop: what ``regard train`` can reach at most."""
     model = build(config).to(precision.device)
     objective = Objective(model).train()
-    working = WorkingWeights(objective) if uses_working_weights(precision, Group(device=precision.device)) else None
+    working = None
+    if uses_working_weights(precision, Group(device=precision.device)):
+        working = WorkingWeights(objective, fp8=precision.name == "fp8")
     inner = objective if working is None else working.objective
     module: nn.Module = Compiled(inner) if compile else inner
     optimiser = build_optimiser(model, _RECIPE)

@@ -1,12 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Linear + cross-entropy with its gradients: logits are written once by a product, then read and overwritten once.
+"""Cross-entropy and its slope in one pass: a row of bf16 logits is read, and overwritten by softmax(z) - y.
 
-One Triton kernel takes a row of bf16 logits z, computes lse = log Σ exp z and the loss, and puts the slope
-softmax(z) - y in the place of z; two more products make the gradients of states and weight from it.
-``training.loss`` has the same in plain torch.
-
-A product whose output has 50,257 columns is not aligned, and cuBLAS then falls back to kernels of an old architecture.
-Here the weight is padded to a multiple of 128 rows for the length of a step; padded columns have no probability.
+A program takes one row z: lse = log Σ exp z, the loss lse - z_y, then the slope in the place of z. The row's second
+reading comes from the cache. ``training.loss`` makes logits and gradients around it, and has the same in plain torch.
 """
 
 from __future__ import annotations
@@ -14,21 +10,19 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_ALIGNMENT = 128  # of the vocabulary
-_SHARE_OF_MEMORY = 16  # logits take at most this part of a GPU's memory; beyond that rows go in chunks
+LIFT = 32768.0  # of slopes in e5m2: what is at most 1 then uses its whole range
 _BLOCK, _WARPS = (128, 4) if INTERPRETED else (8192, 8)
 
 
 @triton.jit
 def _loss_and_slope(
-    logits, targets, losses, width, n_classes, smoothing, cap, ignore,
-    SMOOTHS: tl.constexpr, CAPS: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, losses, eighths, width, n_classes, smoothing, cap, ignore,
+    SMOOTHS: tl.constexpr, CAPS: tl.constexpr, SLOPE: tl.constexpr, EIGHTHS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program (row): its loss and, in the place of its logits (rows, width), the slope; beyond n_classes is padding."""
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +32,10 @@ def _loss_and_slope(
         tl.store(losses + row, 0.0)
         if SLOPE:
             for start in range(0, width, BLOCK):
-                tl.store(at + start + columns, tl.zeros([BLOCK], tl.bfloat16), mask=start + columns < width)
+                nothing, inside = tl.zeros([BLOCK], tl.float32), start + columns < width
+                tl.store(at + start + columns, nothing.to(tl.bfloat16), mask=inside)
+                if EIGHTHS:
+                    tl.store(eighths + row * width + start + columns, nothing.to(tl.float8e5), mask=inside)
         return
     wanted = tl.load(at + target).to(tl.float32)
     if CAPS:
@@ -73,67 +70,31 @@ def _loss_and_slope(
                 slope *= 1 - (z / cap) * (z / cap)
             slope = tl.where(inside, slope, 0.0)
             tl.store(at + start + columns, slope.to(tl.bfloat16), mask=start + columns < width)
+            if EIGHTHS:
+                small = (slope * 32768.0).to(tl.float8e5)
+                tl.store(eighths + row * width + start + columns, small, mask=start + columns < width)
 
 
 def loss_and_slope(
-    logits: Tensor, targets: Tensor, n_classes: int, ignore: int, smoothing: float, cap: float | None, slope: bool
+    logits: Tensor,
+    targets: Tensor,
+    n_classes: int,
+    ignore: int,
+    smoothing: float,
+    cap: float | None,
+    slope: bool,
+    eighths: Tensor | None = None,
 ) -> Tensor:
     """The loss of each row (rows,), 0 where the target is ``ignore``; bf16 ``logits`` (rows, width) become their slope.
 
-    Columns from ``n_classes`` on are padding. ``cap``: of logits cap · tanh(logit / cap).
+    Columns from ``n_classes`` on are padding. ``cap``: of logits cap · tanh(logit / cap). ``eighths`` (rows, width)
+    e5m2 takes the slope times LIFT as well.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _loss_and_slope[(len(logits),)](
-            logits, targets, losses, logits.shape[1], n_classes, smoothing, 0.0 if cap is None else cap, ignore,
-            SMOOTHS=smoothing > 0, CAPS=cap is not None, SLOPE=slope, BLOCK=_BLOCK, num_warps=_WARPS,
+            logits, targets, losses, losses if eighths is None else eighths, logits.shape[1], n_classes, smoothing,
+            0.0 if cap is None else cap, ignore, SMOOTHS=smoothing > 0, CAPS=cap is not None, SLOPE=slope,
+            EIGHTHS=eighths is not None, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     return losses
-
-
-def linear_cross_entropy_and_slopes(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore: int,
-    smoothing: float,
-    cap: float | None,
-    chunk: int | None,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the loss (fp32), and its gradients in hidden (rows, M), weight (V, M) and bias (V,), in bf16.
-
-    Those that nobody ``needs`` have no numbers. ``chunk`` rows at a time, else as many as fit into memory well.
-    """
-    n_rows, n_classes = len(hidden), len(weight)
-    padding = -n_classes % _ALIGNMENT
-    w = F.pad(weight.bfloat16(), (0, 0, 0, padding)) if padding else weight.bfloat16()
-    b = None if bias is None else F.pad(bias.bfloat16(), (0, padding))
-    for_hidden, for_weight, for_bias = needs
-    size = _most_rows(hidden.device, len(w)) if chunk is None else chunk
-    total = hidden.new_zeros((), dtype=torch.float32)
-    d_hidden = hidden.new_empty(hidden.shape if for_hidden else 0, dtype=torch.bfloat16)
-    # Sums over several chunks are kept in fp32.
-    wide = torch.float32 if n_rows > size else torch.bfloat16
-    d_weight = hidden.new_zeros(w.shape if for_weight else 0, dtype=wide)
-    d_bias = hidden.new_zeros(len(w) if for_bias else 0, dtype=torch.float32)
-    for start in range(0, n_rows, size):
-        x, y = hidden[start : start + size].bfloat16(), targets[start : start + size]
-        logits = F.linear(x, w, b)
-        total += loss_and_slope(logits, y, n_classes, ignore, smoothing, cap, any(needs)).sum()
-        if for_bias:
-            d_bias += logits.sum(0, dtype=torch.float32)
-        if for_hidden:
-            torch.mm(logits, w, out=d_hidden[start : start + size])
-        if for_weight and n_rows <= size:
-            torch.mm(logits.T, x, out=d_weight)
-        elif for_weight:
-            d_weight += logits.T @ x
-    return total, d_hidden, d_weight[:n_classes].bfloat16(), d_bias[:n_classes].bfloat16()
-
-
-def _most_rows(device: torch.device, width: int) -> int:
-    if device.type != "cuda":
-        return 1024
-    return max(1024, torch.cuda.get_device_properties(device).total_memory // (_SHARE_OF_MEMORY * 2 * width))

@@ -29,6 +29,7 @@ class TokenHead(nn.Module):
         super().__init__()
         width = config.d_model
         self.scale, self.cap = config.logit_scale, config.logit_cap
+        self.fp8 = False  # whether a fused loss computes its product in eight bits; set from outside
         self.transform = self.norm = None
         if config.head_transform:
             width = config.d_model if config.d_embed is None else config.d_embed

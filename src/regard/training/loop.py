@@ -106,15 +106,16 @@ class UnreadStep:
     numbers: list[int]
     loss: Tensor
     norm: Tensor
-    finite: Tensor  # one bool, in pinned memory, once ``copied`` is done
-    copied: torch.cuda.Event
+    finite: Tensor  # one bool, in memory of the host once ``copied`` is done
+    copied: torch.cuda.Event | None
 
     @classmethod
     def of(cls, step: int, batches: list[Batch], numbers: list[int], loss: Tensor, norm: Tensor) -> UnreadStep:
-        finite = torch.empty((), dtype=torch.bool, pin_memory=True)
+        finite = torch.empty((), dtype=torch.bool, pin_memory=loss.is_cuda)
         finite.copy_(loss.isfinite() & norm.isfinite(), non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+        copied = torch.cuda.Event() if loss.is_cuda else None
+        if copied is not None:
+            copied.record()
         return cls(step, batches, numbers, loss, norm, finite, copied)
 
 
@@ -135,6 +136,7 @@ class Loop:
     reporter: Reporter
     ema: Ema | None = None
     working: WorkingWeights | None = None  # whose objective ``step_module`` then is
+    reads_late: bool = False  # whether a step is finite is read during the next one, so that no GPU waits
     callbacks: Sequence[Callable[[StepRecord], None]] = ()
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     at: Position = field(default_factory=Position)
@@ -214,7 +216,7 @@ class Loop:
         norm = clip_grad_norm(self.objective.parameters(), self.train.clip)
         loss = self.group.sum(torch.stack([torch.as_tensor(x, device=norm.device) for x in self.at.losses]).sum())
         finite_norm = True
-        if norm.is_cuda and not self.precision.scales:
+        if self.reads_late:
             self._check_finite()  # of the step before, while the GPU works on this one
             self.unread = UnreadStep.of(self.at.step + 1, batches, numbers, loss, norm)
             self.optimiser.skip_where(~(loss.isfinite() & norm.isfinite()))
@@ -242,7 +244,8 @@ class Loop:
         last, self.unread = self.unread, None
         if last is None:
             return
-        last.copied.synchronize()
+        if last.copied is not None:
+            last.copied.synchronize()
         if last.finite:
             return
         self.optimiser.zero_grad()

@@ -15,6 +15,8 @@ from ..attention.triton_backend import HAS_TRITON
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
+from ..layers import fp8_linear
+from ..layers.fp8_linear import E4M3
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
@@ -76,6 +78,8 @@ _BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # fp16 has nothing between 0 and 6e-8: probabilities, at most 1, are lifted out of the way of that, exactly.
 _LIFT = 2.0**15
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_ALIGNMENT = 128  # of the vocabulary in a product on a GPU
+_SHARE_OF_MEMORY = 16  # there bf16 logits take at most this part of the memory; beyond that rows go in chunks
 _ROWS_AT_ONCE = {"cuda": 8192}  # of logits in ``token_losses``; 1024 elsewhere
 LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum over the batch's targets
 
@@ -116,6 +120,7 @@ def linear_cross_entropy(
     n_counted: int | None = None,
     chunk: int | None = None,
     cap: float | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """``cross_entropy(hidden @ weightᵀ + bias, targets)`` whose logits, where they are large, are never held whole.
 
@@ -126,7 +131,8 @@ def linear_cross_entropy(
     are computed unless ``n_counted`` gives the exact number of targets other than IGNORE.
     ``chunk`` rows at a time, else as many as suit the device. ``cap``: of logits cap · tanh(logit / cap).
 
-    In bf16 on a GPU a kernel of ours (``kernels.cross_entropy``) computes the same, whatever the size.
+    In bf16 on a GPU a kernel of ours (``kernels.cross_entropy``) computes the same, whatever the size. ``fp8``: its
+    products in eight bits, where that kernel runs.
     torch 2.13 has a chunked loss too: without label smoothing, without torch.compile, and with every row.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten()
@@ -142,13 +148,14 @@ def linear_cross_entropy(
         return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
     size = max(1, most) if chunk is None and not fused else chunk
+    dtype = E4M3 if fused and fp8 and weight.shape[1] % 16 == 0 else dtype
     total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs, cap)
     return total
 
 
 def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the loss of a product of this type is computed by the kernel of ``kernels.cross_entropy``."""
-    return dtype == torch.bfloat16 and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
+    return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
 
 
 @torch.library.custom_op("regard::linear_cross_entropy", mutates_args=())
@@ -172,7 +179,13 @@ def _chunked(
     """
     places = _places(targets, n_counted)
     if has_fused_loss(hidden.device, dtype):
-        return _fused(hidden, weight, bias, targets, places, smoothing, cap, chunk, (for_hidden, for_weight, for_bias))
+        x, y, needs = hidden, targets, (for_hidden, for_weight, for_bias)
+        if places is not None:
+            x, y = hidden[places], targets[places]
+        total, d_x, *others = _fused(x, weight, bias, y, smoothing, cap, chunk, dtype == E4M3, needs)
+        if places is not None and for_hidden:
+            d_x = d_x.new_zeros(hidden.shape).index_copy_(0, places, d_x)
+        return total, d_x, others[0], others[1]
     assert chunk is not None
     total, d_hidden, d_weight, d_bias = _zeros(hidden, weight, dtype, for_hidden, for_weight, for_bias)
     n_rows = targets.shape[0] if places is None else places.shape[0]
@@ -197,21 +210,61 @@ def _fused(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    places: Tensor | None,
     smoothing: float,
     cap: float | None,
     chunk: int | None,
+    fp8: bool,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from ..kernels.cross_entropy import linear_cross_entropy_and_slopes as compute
+    """The sum of the loss, fp32, and its gradients in hidden (rows, M), weight (V, M) and bias (V,), bf16.
 
-    if places is None:
-        return compute(hidden, weight, bias, targets, IGNORE, smoothing, cap, chunk, needs)
-    some = compute(hidden[places], weight, bias, targets[places], IGNORE, smoothing, cap, chunk, needs)
-    total, d_hidden, d_weight, d_bias = some
-    if needs[0]:
-        d_hidden = d_hidden.new_zeros(hidden.shape).index_copy_(0, places, d_hidden)
-    return total, d_hidden, d_weight, d_bias
+    Logits are written once by a product, read and overwritten with their slope once by a kernel, and two products make
+    the gradients from it. Of 50,257 columns a product is not aligned, and cuBLAS falls back to kernels of an old
+    architecture: for the length of a step the weight is padded to a multiple of 128 rows, without probability.
+    ``fp8``: logits and the gradient in hidden are products in eight bits.
+    """
+    from ..kernels.cross_entropy import LIFT, loss_and_slope
+
+    n_rows, n_classes = len(hidden), len(weight)
+    padding = -n_classes % _ALIGNMENT
+    w = F.pad(weight.bfloat16(), (0, 0, 0, padding)) if padding else weight.bfloat16()
+    b = None if bias is None else F.pad(bias.bfloat16(), (0, padding))
+    for_hidden, for_weight, for_bias = needs
+    size = _rows_in_memory(hidden.device, len(w)) if chunk is None else chunk
+    total = hidden.new_zeros((), dtype=torch.float32)
+    d_hidden = hidden.new_empty(hidden.shape if for_hidden else 0, dtype=torch.bfloat16)
+    wide = torch.float32 if n_rows > size else torch.bfloat16  # sums over several chunks
+    d_weight = hidden.new_zeros(w.shape if for_weight else 0, dtype=wide)
+    d_bias = hidden.new_zeros(len(w) if for_bias else 0, dtype=torch.float32)
+    w8 = (fp8_linear.scale_rows(w, E4M3), fp8_linear.scale_rows(w.T, E4M3)) if fp8 else None
+    for start in range(0, n_rows, size):
+        x, y = hidden[start : start + size].bfloat16(), targets[start : start + size]
+        eighths = None
+        if w8 is None:
+            logits = F.linear(x, w, b)
+        else:
+            logits = fp8_linear.product(fp8_linear.scale_rows(x, E4M3), w8[0], b)
+            eighths = torch.empty_like(logits, dtype=fp8_linear.E5M2) if for_hidden else None
+        total += loss_and_slope(logits, y, n_classes, IGNORE, smoothing, cap, any(needs), eighths).sum()
+        if for_bias:
+            d_bias += logits.sum(0, dtype=torch.float32)
+        if w8 is not None and eighths is not None:
+            scale = torch.full((len(x), 1), 1 / LIFT, device=x.device)
+            d_hidden[start : start + size] = fp8_linear.product((eighths, scale), w8[1])
+        elif for_hidden:
+            torch.mm(logits, w, out=d_hidden[start : start + size])
+        if for_weight and n_rows <= size:
+            torch.mm(logits.T, x, out=d_weight)
+        elif for_weight:
+            d_weight += logits.T @ x
+    return total, d_hidden, d_weight[:n_classes].bfloat16(), d_bias[:n_classes].bfloat16()
+
+
+def _rows_in_memory(device: torch.device, width: int) -> int:
+    """How many rows of bf16 logits take up a small share of a GPU's memory."""
+    if device.type != "cuda":
+        return 1024
+    return max(1024, torch.cuda.get_device_properties(device).total_memory // (_SHARE_OF_MEMORY * 2 * width))
 
 
 def _places(targets: Tensor, n_counted: int | None) -> Tensor | None:
@@ -261,7 +314,7 @@ def _zeros(
     """The sum and the three gradients to begin with; those nobody needs have no numbers."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = hidden.new_zeros((), dtype=wide)
-    wide = dtype if has_fused_loss(hidden.device, dtype) else wide
+    wide = torch.bfloat16 if has_fused_loss(hidden.device, dtype) else wide
     d_hidden = hidden.new_zeros(hidden.shape if for_hidden else 0, dtype=wide)
     d_weight = hidden.new_zeros(weight.shape if for_weight else 0, dtype=wide)
     return total, d_hidden, d_weight, hidden.new_zeros(len(weight) if for_bias else 0, dtype=wide)
@@ -354,7 +407,9 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
     states, weight = _states_and_weight(model, batch)
     # Compiled, a number that differs from batch to batch would be compiled anew.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted
-    return linear_cross_entropy(states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets, cap=head.cap)
+    return linear_cross_entropy(
+        states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets, cap=head.cap, fp8=head.fp8
+    )
 
 
 def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: float = 5.0) -> Tensor:

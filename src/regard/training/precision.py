@@ -1,7 +1,7 @@
 """In which numbers matrix products are computed, while weights and optimiser stay fp32.
 
 Mixed precision (Micikevicius et al. 2018): bf16 keeps fp32's range; fp16 does not, so its loss is scaled up before the
-backward pass and the gradients down after it.
+backward pass and the gradients down after it. fp8 is bf16 but for the products of linear layers (``fp8_linear``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from torch.optim import Optimizer
 from ..config import ModelConfig
 from ..models.model_flops import n_tokens, training_flops
 
-PrecisionName = Literal["fp32", "bf16", "fp16"]
-NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
+NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...]:
     """The precisions a device computes itself, fp32 first."""
     device = torch.device(device)
     if device.type == "cuda":
-        return ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("fp32", "fp16")
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return ("fp32", "fp16")
+        has_fp8 = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+        return ("fp32", "bf16", "fp16", "fp8") if has_fp8 else ("fp32", "bf16", "fp16")
     if device.type == "mps":
         return ("fp32", "bf16") if torch.backends.mps.is_macos_or_newer(14, 0) else ("fp32",)
     # Where oneDNN has no bf16 instructions to use it is computed all the same, but slower than fp32.
@@ -58,14 +61,14 @@ class Precision:
             raise ValueError(
                 f"precision='fp16' needs device='cuda', not {self.device.type!r}; bf16 needs no loss scale"
             )
-        if name not in supported_precisions(self.device) and self.device.type != "cpu":
+        if name not in supported_precisions(self.device) and (self.device.type != "cpu" or name == "fp8"):
             can = ", ".join(supported_precisions(self.device))
             raise ValueError(f"precision={name!r} is not computed by this {self.device.type} device; it has {can}")
         self._scaler = torch.amp.GradScaler(self.device.type) if name == "fp16" else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """What matrix products are computed in."""
+        """What autocast computes matrix products in."""
         return _DTYPES.get(self.name, torch.float32)
 
     def forward(self) -> AbstractContextManager[Any]:

@@ -280,7 +280,11 @@ def _run(
     objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
     choice = _choose_precision(config, objective, first, group, run)
     precision = Precision(choice.precision, group.device)
-    working = WorkingWeights(objective, precision.dtype) if uses_working_weights(precision, group) else None
+    working = None
+    if uses_working_weights(precision, group):
+        working = WorkingWeights(objective, precision.dtype, fp8=precision.name == "fp8")
+    elif precision.name == "fp8":
+        raise RegardError("train.precision=fp8 trains on one GPU, not on several; train.precision=bf16 does")
     step_module: nn.Module = objective if working is None else working.objective
     if group.is_distributed:
         kind = "ddp" if config.train.parallel == "auto" else config.train.parallel
@@ -314,6 +318,7 @@ def _run(
         reporter=reporter,
         ema=None if config.train.ema is None else Ema(model, config.train.ema),
         working=working,
+        reads_late=_reads_late(precision),
         callbacks=callbacks,
     )
     with reporter, precision.settings():
@@ -324,6 +329,11 @@ def _run(
         if checkpoint is not None:
             loop.restore(checkpoint)
         return _train_and_save(loop, run, first)
+
+
+def _reads_late(precision: Precision) -> bool:
+    """On a GPU, unless a loss scale depends on what is read."""
+    return precision.device.type == "cuda" and not precision.scales
 
 
 def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:

@@ -13,28 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.fp8_linear import use_fp8
 from .loss import Objective
 from .parallel import Group
 from .precision import Precision
 
 
 def uses_working_weights(precision: Precision, group: Group) -> bool:
-    """In bf16 on one GPU. On a CPU, in fp16, whose loss is scaled, and over several processes autocast converts."""
+    """In bf16 and fp8 on one GPU. On a CPU, in fp16, whose loss is scaled, and over several GPUs autocast converts."""
     return precision.dtype == torch.bfloat16 and precision.device.type == "cuda" and not group.is_distributed
 
 
 class WorkingWeights:
     """``objective``: the given one over a copy of its model whose fp32 parameters are in ``dtype``.
 
+    ``fp8``: the products of its layers and its head are computed in eight bits.
     Buffers, tokenizers and the reference model are shared with the original; parameters that are tied stay tied.
     """
 
-    def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> None:
         model = objective.model
         self._pairs = [(p, _half(p, dtype)) for p in model.parameters() if p.dtype == torch.float32]
         memo: dict[int, Any] = {id(shared): shared for shared in (model.processor, model.provenance, *model.buffers())}
         memo |= {id(own): half for own, half in self._pairs}
         copied = copy.deepcopy(model, memo)
+        if fp8:
+            for stack in copied.stacks():
+                use_fp8(stack)
+            if copied.head is not None:
+                copied.head.fp8 = True
         self.objective = Objective(copied, objective.smoothing, objective.loss, objective.reference)
         self.objective.train()
 

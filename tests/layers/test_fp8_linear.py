@@ -1,0 +1,59 @@
+"""Linear layers in eight bits: near the products they stand for, the same numbers wherever a row stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.small import small_config
+from regard.layers.fp8_linear import E4M3, E5M2, Fp8Linear, scale_rows, use_fp8
+from regard.models import build
+from regard.training.loss import Objective
+from regard.training.precision import Precision
+from regard.training.working_weights import WorkingWeights
+
+
+def test_it_is_the_linear_layer_within_what_three_bits_keep() -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(32, 48), torch.randn(3, 7, 32, requires_grad=True)
+    eight = Fp8Linear(linear)
+    assert eight.weight is linear.weight
+    exact, found = linear(x), eight(x)
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).norm() < 0.05 * exact.norm()
+    slope = torch.randn_like(exact)
+    wanted = torch.autograd.grad(exact, (x, linear.weight, linear.bias), slope)
+    grads = torch.autograd.grad(found, (x, linear.weight, linear.bias), slope.bfloat16())
+    for mine, theirs, most in zip(grads, wanted, (0.08, 0.01, 0.01), strict=True):
+        assert (mine - theirs).norm() < most * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_rows_of_any_size_use_the_whole_range(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1e-30, -2e-30], [0.0, 0.0], [3e4, 1.0], [1e-3, 5e-4]])
+    eight, scale = scale_rows(x, dtype)
+    assert eight.dtype == dtype
+    assert scale.shape == (4, 1)
+    torch.testing.assert_close((eight.float() * scale)[2:], x[2:], rtol=0.13, atol=0.1)
+    assert eight.float()[3].abs().max() == torch.finfo(dtype).max
+    assert eight.float().isfinite().all()
+
+
+def test_the_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() -> None:
+    model = build(small_config("gpt2", d_model=32, n_heads=2, d_ff=64, dropout=0.0))
+    objective = Objective(model)
+    working = WorkingWeights(objective, fp8=True).objective.model
+    for stack in working.stacks():
+        assert all(isinstance(part, Fp8Linear) for part in stack.modules() if isinstance(part, nn.Linear))
+    assert not any(isinstance(part, Fp8Linear) for part in model.modules()), "the model itself stays as it was"
+    assert working.head is not None
+    assert working.head.fp8
+    odd = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 32))
+    use_fp8(odd)
+    assert [type(part) for part in odd] == [nn.Linear, Fp8Linear]
+
+
+def test_a_device_without_it_says_so() -> None:
+    with pytest.raises(ValueError, match="precision='fp8' is not computed by this cpu device; it has fp32"):
+        Precision("fp8", "cpu")
