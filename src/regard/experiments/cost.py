@@ -133,11 +133,13 @@ def _setting(
     config: ModelConfig, train: TrainConfig, device: Device, batch: int, length: int, source_length: int | None
 ) -> Setting:
     precision: Precision = "fp32" if device.name == CPU else device.half_type
+    if train.precision != "auto":  # fp8 is bf16 but inside the products
+        precision = "bf16" if train.precision == "fp8" else train.precision
     return Setting(
         batch,
         length,
         source_length,
-        precision=precision if train.precision == "auto" else train.precision,
+        precision=precision,
         attention="reference" if config.attention_backend == "reference" else "fused",
         checkpointing=train.checkpointing,
         optimiser=train.optimiser,

@@ -59,9 +59,10 @@ class Fp8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.bfloat16()
+        bias: Tensor | None = self.bias
         with torch.autocast(x.device.type, enabled=False):
-            out: Tensor = _Linear.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), bias)
+            half = None if bias is None else bias.bfloat16()
+            out: Tensor = _Linear.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), half)
         return out.unflatten(0, x.shape[:-1])
 
 
