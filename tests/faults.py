@@ -345,7 +345,7 @@ FAULTS = [
     Fault(
         "bodies without an announced length are not limited",
         "web/requests.py",
-        "if n_bytes > limits.body_bytes:",
+        "if len(body) > limits.body_bytes:",
         "if False:",
         "tests/web/test_limits.py tests/web",
     ),

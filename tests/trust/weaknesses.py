@@ -47,7 +47,7 @@ WEAKNESSES = [
     Fault(
         "a body's size is not limited",
         "web/requests.py",
-        "if n_bytes > limits.body_bytes:",
+        "if len(body) > limits.body_bytes:",
         "if False:",
         ATTACK,
     ),
@@ -108,10 +108,10 @@ WEAKNESSES = [
         LIMITS,
     ),
     Fault(
-        "the server waits for what it computes",
+        "the server ends when every answer is complete",
         "web/server.py",
-        "if app.state.explorer.workers.is_busy:",
-        "if False:",
+        "timeout_graceful_shutdown=_SHUTDOWN_SECONDS",
+        "timeout_graceful_shutdown=None",
         "tests/web/test_serve.py",
     ),
     Fault(

@@ -105,22 +105,26 @@ class RequestGuard:
                     message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
-        pieces: list[bytes] = []
+        n_held = 0
         try:
             headers = _read_headers(scope)
             self._check(headers)
             if self._api_key is not None and await self._log_in(scope, headers, send_with_headers):
                 return
-            more = await self._read_body(receive, pieces)
-            await self._call_app(scope, receive, send_with_headers, more or _whole_body(pieces))
+            messages = [await self._read_body(receive)]
+            n_held = len(messages[0].get("body", b""))
+            await self._call_app(scope, receive, send_with_headers, messages)
         except RequestRefused as refused:
             await _send_refusal(send_with_headers, refused)
         finally:
-            self._n_held -= sum(map(len, pieces))
+            self._n_held -= n_held
 
-    async def _call_app(self, scope: Scope, receive: Receive, send: Send, body: Message) -> None:
-        """Let the application respond; it is cancelled when the client is gone before the response is complete."""
-        messages, complete = [body], False
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send, messages: list[Message]) -> None:
+        """Let the application respond; it is cancelled when the client is gone before the response is complete.
+
+        It takes the body out of ``messages``, so that nothing else keeps it in memory.
+        """
+        complete = False
 
         async def receive_body() -> Message:
             return messages.pop() if messages else await receive()  # after the body, the end of the connection
@@ -191,29 +195,34 @@ class RequestGuard:
             return False
         return name in self._allowed or (self._any_address and _is_address(name))
 
-    async def _read_body(self, receive: Receive, pieces: list[bytes]) -> Message | None:
-        """Collect the body; its size is counted as it arrives, since Content-Length may be missing.
+    async def _read_body(self, receive: Receive) -> Message:
+        """The whole body, or the message that came instead of its rest.
 
-        None, or the message that came instead of the rest.
+        Its size is counted as it arrives, since Content-Length may be missing.
         """
-        limits, n_bytes, more = self.limits, 0, True
+        limits, body, more = self.limits, bytearray(), True
         try:
             async with asyncio.timeout(limits.body_seconds):
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
+                        self._n_held -= len(body)
                         return message
-                    pieces.append(message.get("body", b""))
-                    n_bytes, more = n_bytes + len(pieces[-1]), message.get("more_body", False)
-                    self._n_held += len(pieces[-1])
-                    if n_bytes > limits.body_bytes:
-                        raise _body_too_large(n_bytes, limits)
+                    piece, more = message.get("body", b""), message.get("more_body", False)
+                    body += piece
+                    self._n_held += len(piece)
+                    if len(body) > limits.body_bytes:
+                        raise _body_too_large(len(body), limits)
                     if self._n_held > limits.held_bytes:
                         raise RequestRefused(429, "other requests take all memory for bodies; ask again in a moment")
-        except TimeoutError:
-            raise RequestRefused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
-        _check_json_size(pieces, limits)
-        return None
+            _check_json_size(body, limits)
+        except BaseException as failure:
+            self._n_held -= len(body)
+            if isinstance(failure, TimeoutError):
+                sentence = f"the body did not arrive within {limits.body_seconds:g} s"
+                raise RequestRefused(408, sentence) from None
+            raise
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
 def _digest(key: str) -> str:
@@ -234,17 +243,13 @@ def _is_origin(origin: str, host: str) -> bool:
         return False
 
 
-def _whole_body(pieces: list[bytes]) -> Message:
-    return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
-
-
-def _check_json_size(pieces: list[bytes], limits: Limits) -> None:
+def _check_json_size(body: bytearray, limits: Limits) -> None:
     """Refuse a body of very many values before it is parsed: each takes a hundred bytes and more, and some time.
 
     A quote without a backslash before it begins or ends a string; the second may have one before it, the first cannot.
     """
-    n_strings = sum(piece.count(b'"') - piece.count(b'\\"') for piece in pieces)
-    n_lists = sum(piece.count(b"[") + piece.count(b"{") for piece in pieces)
+    n_strings = body.count(b'"') - body.count(b'\\"')
+    n_lists = body.count(b"[") + body.count(b"{")
     for n, most, what in ((n_strings, limits.body_strings, "strings"), (n_lists, limits.body_lists, "lists")):
         if n > most:
             raise RequestRefused(413, f"a body with {n:,} {what} is more than the {most:,} allowed")
