@@ -94,9 +94,8 @@ def speed(batch_size: int, n_steps: int, compiled: bool) -> int:
     share = used["experts"] / used["dense"]
     passed = share >= LEAST_SHARE
     how = f"{batch_size} × {SPEED['max_len']} tokens, {'compiled' if compiled else 'eager'}"
-    print(
-        f"{'PASS' if passed else 'FAIL'}  experts reach {share:.1%} of the dense model's MFU ({how}; bar {LEAST_SHARE:.0%})"
-    )
+    end = f"of the dense model's MFU ({how}; bar {LEAST_SHARE:.0%})"
+    print(f"{'PASS' if passed else 'FAIL'}  experts reach {share:.1%} {end}")
     return 0 if passed else 1
 
 
@@ -135,7 +134,8 @@ def learn(kind: str, seed: int, ids: Path, n_steps: int, lr: float, rows: int) -
         if step % 100 == 0 or step == n_steps:
             found = evaluate(objective, valid, length, precision)
             load = {name: round(float(x), 2) for name, x in objective.router_numbers.items()}
-            print(json.dumps({"kind": kind, "seed": seed, "step": step, "valid": round(found, 4), **load}), flush=True)
+            line = json.dumps({"kind": kind, "seed": seed, "step": step, "valid": round(found, 4), **load})
+            print(line, file=sys.stderr, flush=True)
     return found
 
 
@@ -167,8 +167,7 @@ def losses(folder: Path, n_seeds: int, n_steps: int, lr: float, rows: int) -> in
         found: dict[str, list[float]] = {"dense": [], "experts": []}
         for (kind, _), run in runs.items():
             text, _ = run.communicate()
-            print(text, end="", flush=True)
-            found[kind].append(json.loads(text.splitlines()[-1])["valid"])
+            found[kind].append(float(text))
     rows_of = [[kind, *(f"{x:.4f}" for x in all_), f"{statistics.mean(all_):.4f}"] for kind, all_ in found.items()]
     print(format_table([["loss", *(f"seed {n}" for n in range(n_seeds)), "mean"], *rows_of]), end="\n\n")
     better = statistics.mean(found["dense"]) - statistics.mean(found["experts"])
@@ -202,7 +201,7 @@ def main() -> int:
         return speed(options.batch, options.steps, not options.eager)
     if options.what == "loss":
         return losses(options.folder, options.seeds, options.steps, options.lr, options.rows)
-    learn(options.kind, options.seed, options.folder, options.steps, options.lr, options.rows)
+    print(learn(options.kind, options.seed, options.folder, options.steps, options.lr, options.rows))
     return 0
 
 

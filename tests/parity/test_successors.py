@@ -16,7 +16,7 @@ from regard.generation import generate
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 
-from .common import refusal, tiny
+from .common import close, refusal, tiny, twins
 from .decoder_cases import check_decoder
 from .encoders import check
 
@@ -33,6 +33,8 @@ OPT = {name: value for name, value in SIZES.items() if name != "intermediate_siz
 OPT |= {"word_embed_proj_dim": 24}
 WIDE = {**SIZES, "hidden_size": 32}  # heads of 8, of which a part can be rotated
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}}
+MAMBA = {**IDS, "vocab_size": 41, "hidden_size": 24, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 8}
+MAMBA |= {"state_size": 12, "n_groups": 2, "chunk_size": 4}
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
 LOCAL = {"rope_type": "default", "rope_theta": 50.0}
 Case = tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, Any]]
@@ -114,6 +116,13 @@ CASES: dict[str, Case] = {
         },
     ),
     "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {**SIZES, **GROUPED}),
+    "mamba2": (hf.Mamba2ForCausalLM, hf.Mamba2Config, MAMBA),
+    "mamba2 tied": (
+        hf.Mamba2ForCausalLM,
+        hf.Mamba2Config,
+        {**MAMBA, "tie_word_embeddings": True, "n_groups": 1, "conv_kernel": 3},
+    ),
+    "mamba2 states": (hf.Mamba2Model, hf.Mamba2Config, MAMBA),
     "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {**SIZES, **GROUPED, **ROUTED}),
     "mixtral one expert, window": (
         hf.MixtralForCausalLM,
@@ -189,6 +198,8 @@ def test_what_the_features_become() -> None:
     assert (qwen3_moe.experts, qwen3_moe.d_ff, qwen3_moe.renormalise_experts) == (6, 20, True)
     assert not read("qwen3_moe shares of all").renormalise_experts
     assert read("olmoe").qk_norm_over == "all"
+    mamba = read("mamba2")
+    assert (mamba.mixer, mamba.d_ff, mamba.mixer_size, mamba.n_kv_heads, mamba.d_head) == ("mamba2", 0, 12, 2, 8)
     assert (read("starcoder2").window, read("starcoder2").norm) == (4, "layer")
 
 
@@ -218,6 +229,8 @@ def test_older_spellings_mean_the_same() -> None:
         ("gemma2", {"head_dim": None}, "head_dim"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
+        ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),
+        ("mamba2", {"expand": 3}, "expand=3"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
@@ -229,10 +242,18 @@ def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, A
     assert named in refusal(fields_of(case) | change)
 
 
+@torch.no_grad()
+def test_a_state_space_model_with_biases(tmp_path: Path) -> None:
+    """Compared without padding, whose bias their convolution reads."""
+    theirs = tiny(hf.Mamba2ForCausalLM, hf.Mamba2Config(**MAMBA, use_bias=True))
+    ours, tokens = twins(theirs, tmp_path / "theirs").ours, torch.randint(3, 41, (2, 11))
+    close(ours(tokens), theirs(tokens).logits)
+
+
 def test_generation_is_theirs(tmp_path: Path) -> None:
     """Greedy and beam tokens, through the engine that a CPU uses."""
     names = ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2", "exaone4", "stablelm")
-    for name in (*names, "mixtral"):
+    for name in (*names, "mixtral", "mamba2"):
         model_class, config_class, fields = CASES[name]
         theirs = tiny(model_class, config_class(**fields))
         theirs.save_pretrained(tmp_path / name)

@@ -85,8 +85,8 @@ class AttentionMap:
 
     def _set_matrix(self, scoring: ScoreMatrix, lse: Tensor | None) -> None:
         mechanism = scoring.mechanism
-        if mechanism.normaliser not in ("softmax", "linear"):
-            kind = f"its normaliser is {mechanism.normaliser!r}, neither 'softmax' nor 'linear'"
+        if mechanism.normaliser not in ("softmax", "linear", "none"):
+            kind = f"its normaliser is {mechanism.normaliser!r}, which is none of 'softmax', 'linear' and 'none'"
             raise ValueError(f"mechanism {mechanism.name!r} has no attention weights: {kind}")
         exact = torch.promote_types(scoring.q.dtype, torch.float32)
         q, k = scoring.q.detach().to(exact), scoring.k.detach().to(exact)
@@ -97,7 +97,8 @@ class AttentionMap:
             sizes = f"(batch, heads, queries) = {tuple(q.shape[:3])}"
             raise ValueError(f"lse of shape {tuple(lse.shape)} does not fit {sizes}")
         with torch.inference_mode(False):  # lse is filled in later, perhaps outside of inference mode
-            lse = q.new_full(q.shape[:3], float("nan")) if lse is None else lse.detach().to(q)
+            unknown = 0.0 if mechanism.normaliser == "none" else float("nan")  # weights are the scores: divided by e⁰
+            lse = q.new_full(q.shape[:3], unknown) if lse is None else lse.detach().to(q)
             lse = lse.masked_fill(lse == -INF, INF)  # some kernels use -inf for rows that see nothing
         self._set_walk(TileWalk(frozen, lse))
 

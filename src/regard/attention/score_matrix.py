@@ -136,7 +136,7 @@ class TileWalk:
     def __init__(self, scoring: ScoreMatrix, lse: Tensor) -> None:
         self.scoring = scoring
         self.lse = lse  # (B, H, T): NaN where not computed yet, +inf where a row sees nothing
-        self.linear = scoring.mechanism.normaliser == "linear"
+        self.linear = scoring.mechanism.normaliser != "softmax"
         _keep_freed_memory()
 
     @property

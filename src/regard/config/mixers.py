@@ -46,6 +46,7 @@ class Mixer:
     causal: bool = True  # the future, or any other pair of tokens, can be masked; False: mixes all tokens at once
     by_token: bool = True  # can decode token by token with a KV cache; never without causal
     pairs: bool = True  # scores pairs of tokens, so that a position bias (alibi, t5, xl) can be added
+    recurrent: bool = False  # a module in attention's place with a state that goes from token to token
     weights: bool = True  # is attention: has queries, keys and weights; False: a module in attention's place
     cross: bool = True  # can attend to another sequence; where it cannot, the scaled dot product is used there
     size: int | None = None  # default of mixer_size (random features, rank); None: mixer_size is not used
@@ -57,7 +58,7 @@ class Mixer:
     def __post_init__(self) -> None:
         if not all(self.make.partition(":")):
             raise ValueError(f"make={self.make!r} is not of the form package.module:Class")
-        if not self.causal or not self.weights:
+        if not self.causal or not (self.weights or self.recurrent):
             object.__setattr__(self, "by_token", False)
         if not self.weights:
             object.__setattr__(self, "pairs", False)
@@ -121,6 +122,17 @@ MIXERS: dict[str, Mixer] = {
         backends=("reference", "sdpa", "tiled"),
         # a column of E and of F for each token, and attention over the summaries
         flops=lambda work: 8 * work.n_heads * work.d_head * min(work.size, work.keys),
+    ),
+    "mamba2": Mixer(
+        "regard.attention.state_space:Mamba2",
+        "state-space model, O(T), a state of constant size (Dao & Gu 2024)",
+        recurrent=True,
+        weights=False,
+        scaled=False,
+        size=128,
+        backends=(),
+        # x Bᵀ is added to a P × N state, which is multiplied with C
+        flops=lambda work: 4 * work.n_heads * work.d_head * work.size,
     ),
     "fourier": Mixer(
         "regard.attention.token_mixing:Fourier",

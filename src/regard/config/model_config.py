@@ -53,7 +53,7 @@ class ModelConfig(Config):
     d_head: int | None = None
     """Width of a head D; None: d_model / n_heads."""
     d_ff: int = 2048
-    """Inner width of the feed-forward network."""
+    """Inner width of the feed-forward network; with mixer=mamba2, 0 leaves layers without one."""
     d_decoder_ff: int | None = None
     """The same in the decoder beside an encoder; None: d_ff."""
     max_len: int = 1024
@@ -111,9 +111,11 @@ class ModelConfig(Config):
     """Attention and feed-forward side by side, x + A(norm x) + F(norm x), with a norm each (GPT-NeoX) or one (Phi)."""
 
     mixer: str = "dot"
-    """What mixes tokens: dot, additive, linear, performer, linformer, fourier (FNet), or your own, module:Class."""
+    """What mixes tokens: dot, additive, linear, performer, linformer, fourier, mamba2, or your own, module:Class."""
     mixer_size: int | None = None
-    """Random features of Performer or rank of Linformer; None: the mechanism's own default."""
+    """Random features of Performer, rank of Linformer, state of Mamba 2; None: the mechanism's own default."""
+    conv_size: int = 4
+    """Tokens that the convolution before a state-space model (mamba2) sees."""
     attention_scale: float | None = None
     """Factor on q·k; None: 1/√D. T5 has 1."""
     score_cap: float | None = None
@@ -228,7 +230,9 @@ class ModelConfig(Config):
         self.check_at_least(1, _POSITIVE)
         for most, names in _LARGEST.items():
             self.check_at_most(most, names)
-        self.check_at_least(0, ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id", "shared_experts"))
+        self.check_at_least(
+            0, ("n_segments", "position_offset", "pad_id", "bos_id", "eos_id", "shared_experts", "d_ff")
+        )
         self.check_at_least(0, ("balance_loss", "router_z_loss"))
         self.check_shares(
             ("dropout", "attention_dropout", "embedding_dropout", "activation_dropout", "classifier_dropout")
@@ -282,7 +286,17 @@ class ModelConfig(Config):
 
 _POSITIVE = (
     *("vocab_size", "target_vocab_size", "d_model", "n_layers", "n_decoder_layers", "n_heads", "n_decoder_heads"),
-    *("n_kv_heads", "d_head", "d_ff", "d_decoder_ff", "max_len", "max_target_len", "d_embed", "window", "n_classes"),
+    *(
+        "n_kv_heads",
+        "d_head",
+        "d_decoder_ff",
+        "max_len",
+        "max_target_len",
+        "d_embed",
+        "window",
+        "n_classes",
+        "conv_size",
+    ),
     *("image_size", "patch_size", "n_channels", "shifted_windows", "d_region", "mixer_size", "t5_buckets"),
     *("sparsity_size", "experts", "experts_per_token"),
 )
@@ -292,9 +306,9 @@ _LARGEST = {
     2**20: (
         *("d_model", "d_head", "d_ff", "d_decoder_ff", "d_embed", "d_region", "n_heads", "n_decoder_heads"),
         *("n_kv_heads", "n_channels", "image_size", "patch_size", "mixer_size", "t5_buckets"),
-        *("experts", "experts_per_token", "shared_experts"),
+        *("experts", "experts_per_token", "shared_experts", "conv_size"),
     ),
-    2**31 - 1: (*_POSITIVE, "n_segments", "position_offset", "t5_max_distance", "pad_id", "bos_id", "eos_id"),
+    2**31 - 1: (*_POSITIVE, "d_ff", "n_segments", "position_offset", "t5_max_distance", "pad_id", "bos_id", "eos_id"),
 }
 _BIASES = ("alibi", "t5", "xl")
 
@@ -376,7 +390,9 @@ def _check_backend(config: ModelConfig) -> None:
     if config.attention_scale is not None and not mixing.scaled:
         raise ValueError(f"attention_scale={config.attention_scale} is a factor on q·k, which {mixer} has not")
     if config.mixer_size is not None and mixing.size is None:
-        raise ValueError(f"mixer_size={config.mixer_size} is for performer and linformer; {mixer} has no such size")
+        raise ValueError(
+            f"mixer_size={config.mixer_size} is for performer, linformer and mamba2; {mixer} has no such size"
+        )
     if backend == "auto" or mixing.backends is None:
         return
     able = set(mixing.backends)
@@ -402,6 +418,16 @@ def _check_mixing(config: ModelConfig) -> None:
         for name in ("window", "shifted_windows", "sparsity"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
                 raise ValueError(f"{mixer} mixes all tokens at once, so {name} cannot narrow it")
+    if mixing.recurrent:
+        if config.architecture != "decoder" or not config.causal:
+            raise ValueError(f"{mixer} reads a text from its beginning; it needs architecture='decoder', causal=True")
+        for name in ("window", "sparsity", "qk_norm", "attention_dropout"):
+            if getattr(config, name) != ModelConfig.model_fields[name].default:
+                raise ValueError(f"{name}={getattr(config, name)!r} is for attention, in whose place {mixer} stands")
+    elif config.d_ff == 0:
+        raise ValueError(f"d_ff=0 leaves layers without a feed-forward network, which {mixer} needs beside it")
+    if config.d_ff == 0 and (config.experts is not None or config.parallel_residual != "none"):
+        raise ValueError("d_ff=0 leaves nothing for experts or parallel_residual")
     if not mixing.weights and positions in ("rope", *_BIASES):
         raise ValueError(f"positions={positions!r} acts inside attention, which {mixer} has not")
     if not mixing.pairs and positions in _BIASES:

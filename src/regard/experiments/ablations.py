@@ -63,7 +63,11 @@ def mechanisms(base: RunConfig) -> list[Cell]:
     cells = []
     for name, entry in all_mixers().items():
         if name != base.model.mixer and (entry.causal or not causal):
+            if entry.recurrent and not (causal and base.model.architecture == "decoder"):
+                continue  # it reads one text from its beginning
             sizes = [f"model.mixer_size={size}"] if entry.size else []
+            # A state-space model knows the order of tokens by itself.
+            sizes += ["model.positions=none", "model.qk_norm=false"] if entry.recurrent else []
             cells.append(Cell(name.replace(":", "."), (f"model.mixer={name}", *sizes)))
     return cells
 

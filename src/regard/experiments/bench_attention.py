@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..attention import attend
 from ..attention.biases import T5Bias
 from ..attention.masks import Mask, bigbird, causal, strided, window
-from ..config import ModelConfig
+from ..config import Architecture, ModelConfig
 from ..config.mixers import MixingWork, all_mixers, get_mixer, register
 from ..foundation.checks import check_positive, nearest_name
 from ..models.components import mechanism, mixing
@@ -116,9 +116,9 @@ def _mixer_run(name: str, backend: str = "auto") -> Build:
 
     def build(setup: Setup) -> tuple[Forward, list[Tensor]]:
         entry, width = get_mixer(name), setup.n_heads * setup.d_head
-        config = ModelConfig(
-            architecture="encoder", head="none", d_model=width, n_heads=setup.n_heads, mixer=name, max_len=setup.length
-        )
+        sizes: dict[str, Any] = {"d_model": width, "n_heads": setup.n_heads, "max_len": setup.length}
+        kind: Architecture = "decoder" if entry.recurrent else "encoder"
+        config = ModelConfig(architecture=kind, head="none", mixer=name, **sizes)
         if not entry.weights:
             layer = mixing(config, setup.n_heads, None)
             x = torch.randn(1, setup.length, width, requires_grad=setup.backward)
@@ -144,6 +144,7 @@ _TABLE = (
         "performer", "performer, 256 features", "approximate", _mixer_run("performer", "linear"), 1, rows=(36, 75)
     ),
     Contender("linformer", "linformer, rank 256", "approximate", _mixer_run("linformer", "sdpa"), 1, causal=False),
+    Contender("mamba2", "Mamba 2, chunks of 128", "approximate", _mixer_run("mamba2"), 1, causal=True),
     Contender("fourier", "fourier mixing", "approximate", _mixer_run("fourier"), 1, causal=False),
 )
 CONTENDERS = {contender.name: contender for contender in _TABLE}

@@ -112,6 +112,11 @@ def kv_cache(
     if config.architecture == "recurrent":
         return _recurrent_cache(config, batch, length if source_length is None else source_length, max(2, size))
     stack = stacks_of(config, length, source_length)[-1]
+    if config.mixing.recurrent:
+        width = stack.q_width + 2 * (config.n_kv_heads or 1) * config.mixing.size_of(config.mixer_size)
+        state = 4 * stack.q_width * config.mixing.size_of(config.mixer_size)  # always fp32
+        n_bytes = batch * (state + (config.conv_size - 1) * width * max(2, size)) + _POSITION_BYTES
+        return [CacheLayer(layer, "state", 1, n_bytes, n_bytes) for layer in range(stack.n_layers)]
     layers = []
     for layer in range(stack.n_layers):
         window = components.window_of(config, layer)

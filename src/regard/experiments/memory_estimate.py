@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..attention.state_space import CHUNK
 from ..config import ModelConfig
 from ..models.model_flops import StackShape, n_patches, source_places, stacks_of
 from .flops_estimate import EXPERTS, ParameterGroup
@@ -147,6 +148,8 @@ class _StackStages:
         q, kv = self.tokens * stack.q_width, self.tokens * stack.kv_width
         saved, stream = self._sublayer_saved(), self.stream
         name, weights = f"{stack.name} attention", self.weight_bytes(stack.name, "attention", "norms")
+        if config.mixing.recurrent:
+            return self._state_space(name, saved, weights)
         if not config.mixing.weights:  # a transform takes attention's place and saves nothing
             return StepStage(name, saved, 3 * stream, 4 * stream, *weights)
         kernel = self._kernel()
@@ -161,6 +164,21 @@ class _StackStages:
         padded = self.setting.masked and stack.name == "encoder" and config.source == "text"
         mixing, forward, backward = self._mixing(stack.length, padded)
         return StepStage(name, saved | mixing, stream + forward, stream + backward, *weights)
+
+    def _state_space(self, name: str, saved: dict[str, float], weights: tuple[float, float]) -> StepStage:
+        """Mamba-2: the product's parts, each step of the convolution and of the gate, weights inside chunks, states."""
+        config, stack, width = self.config, self.stack, self.setting.width
+        size = config.mixing.size_of(config.mixer_size)
+        inner, shared = stack.q_width, (config.n_kv_heads or 1) * size
+        saved = saved | {
+            "product": float(width * self.tokens * (2 * inner + 2 * shared + stack.n_heads)),
+            "convolution": float(width * self.tokens * (config.conv_size + 2) * (inner + 2 * shared)),
+            "chunks": (8.0 + 2 * width) * self.tokens * stack.n_heads * min(CHUNK, stack.length),
+            "states": 12.0 * self.tokens / CHUNK * inner * size,
+            "gate": (16.0 + width) * self.tokens * inner,
+        }
+        largest = 12.0 * self.tokens * stack.n_heads * min(CHUNK, stack.length)
+        return StepStage(name, saved, self.stream + largest, self.stream + 2 * largest, *weights)
 
     def cross_attention(self) -> StepStage:
         config, stack, width = self.config, self.stack, self.setting.width
@@ -286,7 +304,7 @@ def step_stages(config: ModelConfig, groups: list[ParameterGroup], setting: Sett
     for stages in [_StackStages(config, stack, groups, setting) for stack in stacks]:
         yield [stages.embedding()]
         cross = [] if stages.stack.memory is None else [stages.cross_attention()]
-        layer = [stages.self_attention(), *cross, stages.feed_forward()]
+        layer = [stages.self_attention(), *cross, *([stages.feed_forward()] if stages.stack.d_ff else [])]
         for _ in range(stages.stack.n_layers):
             yield from [layer] if setting.checkpointing else ([stage] for stage in layer)
         yield [stages.last_norm()]

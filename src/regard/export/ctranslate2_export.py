@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..config import ModelConfig
-from ..layers import Embeddings
+from ..layers import Embeddings, FeedForward
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Block, Model, Stack
@@ -210,6 +210,7 @@ def _stack(spec: Any, stack: Stack) -> None:
             attention.relative_attention_max_distance = np.int32(bias.max_distance)
         if block.cross_attention is not None:
             _attention(block_spec.attention, block.cross_attention, cast(nn.Module, block.cross_norm))
+        assert isinstance(block.ff, FeedForward)
         ff, d_ff = block.ff, block.ff.d_ff
         weight, bias = ff.w_in.weight, cast(Tensor | None, ff.w_in.bias)
         if ff.gated:

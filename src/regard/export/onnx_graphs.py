@@ -28,6 +28,7 @@ from ..attention.cache.kv_cache import CacheView
 from ..attention.frame import Span
 from ..attention.mechanisms import Operands
 from ..config import ModelConfig
+from ..errors import RegardError
 from ..models import Memory, Model, Stack
 from ..models.base_model import mask_from_padding
 from ..models.recurrent_cells import Alignment, MemoryView, Recurrence, State, StateCache
@@ -139,6 +140,8 @@ class RecurrentDecoderGraph(Graph):
 
 def graphs_of(model: Model, maps: bool = False) -> dict[str, Graph]:
     """The graphs of a model by name; ``maps`` adds the queries, and where no cache has them the keys, as outputs."""
+    if model.config.mixing.recurrent:
+        raise RegardError(f"mixer={model.config.mixer!r} keeps a state that ONNX graphs here have no input for")
     model = traceable(model)
     if model.is_encoder_only:
         return {"model": EncoderOnlyGraph(model, maps)}

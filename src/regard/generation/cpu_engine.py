@@ -284,6 +284,7 @@ class RowBlock:
 
     def __init__(self, block: Block, packed: PackedWeights | None) -> None:
         assert isinstance(block.attention, MultiHeadAttention)
+        assert isinstance(block.ff, FeedForward)
         residuals = block.residuals()
         attention, cross, ff = (SublayerNorms(*map(row_norm, norms)) for norms in residuals[:3])
         self.residuals, self.ff = Residuals(attention, cross, ff, residuals.residual, residuals.parallel), block.ff

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention, record
+from ..attention.state_space import Mamba2
 from ..attention.taps import Recorder
 from ..foundation.checks import did_you_mean
 from ..generation import GenerateConfig, Generated
@@ -100,7 +101,7 @@ def attention_site(model: Model, kind: str, layer: int, head: int = 0) -> HookSi
 
 def n_heads_of(module: nn.Module) -> int:
     """How many heads an attention has; a recurrent model's has one."""
-    return module.n_heads if isinstance(module, MultiHeadAttention) else 1
+    return module.n_heads if isinstance(module, MultiHeadAttention | Mamba2) else 1
 
 
 @dataclass(frozen=True, eq=False)

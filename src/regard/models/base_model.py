@@ -12,6 +12,7 @@ from ..attention import MultiHeadAttention, masks
 from ..attention.cache import CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
 from ..attention.cache.static_cache import CacheDtype
 from ..attention.masks import Mask
+from ..attention.state_space import Mamba2, StateSpaceCache
 from ..config import ModelConfig
 from ..layers import TokenEmbedding
 from . import components
@@ -79,7 +80,7 @@ class Model(nn.Module):
         if std is None:
             return
         for name, p in self.named_parameters():
-            if p.dim() >= 2 and not name.endswith(".bias"):
+            if p.dim() >= 2 and not name.endswith((".bias", ".conv_weight")):
                 adds_to_residual = config.norm_place != "post" and name.endswith(("w_o.weight", "w_out.weight"))
                 nn.init.normal_(p, std=std / (2 * config.n_layers) ** 0.5 if adds_to_residual else std)
 
@@ -159,7 +160,7 @@ class Model(nn.Module):
             for part, kind in (("attention", "encoder" if name == "encoder" else "self"), ("cross_attention", "cross")):
                 for layer, index in blocks:
                     module = getattr(stack.blocks[index], part)
-                    if isinstance(module, MultiHeadAttention):
+                    if isinstance(module, MultiHeadAttention | Mamba2):
                         sites.append(AttentionSite(f"{name}.blocks.{index}.{part}", kind, layer, module))
         return sites
 
@@ -178,6 +179,8 @@ class Model(nn.Module):
         if (batch is None) != (max_len is None):
             raise ValueError(f"batch={batch} and max_len={max_len}: give both to preallocate, neither to grow")
         shape = self.decoder_shape
+        if self.config.mixing.recurrent:
+            return ModelCache([StateSpaceCache() for _ in range(shape.n_layers)])
         cross = [CrossCache() for _ in range(shape.n_layers)] if self.is_encoder_decoder else []
         if batch is None or max_len is None:
             if cache_dtype != "model":

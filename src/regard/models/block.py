@@ -45,6 +45,8 @@ class LayerContext:
     positions: Tensor | None = None
     position_bias: Bias | None = None
     memory: Memory | None = None
+    real: Tensor | None = None  # (B, T), False for padding; mixers that are no attention have no mask
+    documents: Tensor | None = None  # (B, T), texts packed into one row
 
 
 RowMap = Callable[[Tensor], Tensor]
@@ -73,14 +75,14 @@ class Residuals(NamedTuple):
         x: Tensor,
         attend: RowMap,
         attend_memory: RowMap | None,
-        feed_forward: RowMap,
+        feed_forward: RowMap | None,
         at: Callable[[str, Tensor], Tensor] = lambda point, x: x,
     ) -> Tensor:
         """The layer's output, from functions that compute its sub-layers.
 
         ``at`` is shown every activation by name and returns what takes its place.
         """
-        if self.parallel:
+        if self.parallel and feed_forward is not None:
             shared = None if self.ff.before is not None else _apply(self.attention.before, x)
             y = attend(at("attention.input", _apply(self.attention.before, x) if shared is None else shared))
             z = feed_forward(at("ff.input", _apply(self.ff.before, x) if shared is None else shared))
@@ -89,7 +91,7 @@ class Residuals(NamedTuple):
         x = at("after_attention", self._add(x, "attention", self.attention, attend, at))
         if attend_memory is not None:
             x = at("after_cross_attention", self._add(x, "cross_attention", self.cross, attend_memory, at))
-        return self._add(x, "ff", self.ff, feed_forward, at)
+        return x if feed_forward is None else self._add(x, "ff", self.ff, feed_forward, at)
 
     def _add(
         self, x: Tensor, name: str, norms: SublayerNorms, run: RowMap, at: Callable[[str, Tensor], Tensor]
@@ -113,16 +115,17 @@ class Block(nn.Module):
         self.norm_place, self.residual, self.mask = config.norm_place, config.residual, mask
         self.parallel = config.parallel_residual != "none"
         self.attention = components.mixing(config, n_heads, rope)
-        self.attends = config.mixing.weights
+        self.attends, self.recurrent = config.mixing.weights, config.mixing.recurrent
         self.attention_norm = components.norm(config)
         self.cross_attention = components.attention(config, n_heads, cross=True) if cross else None
         self.cross_norm = components.norm(config) if cross else None
-        self.ff = components.feed_forward(config, d_ff)
-        self.ff_norm = None if config.parallel_residual == "one-norm" else components.norm(config)
+        self.ff = components.feed_forward(config, d_ff) if d_ff else None
+        has_ff_norm = self.ff is not None and config.parallel_residual != "one-norm"
+        self.ff_norm = components.norm(config) if has_ff_norm else None
         has_both = config.norm_place == "both"
         self.attention_output_norm = components.norm(config) if has_both else None
         self.cross_output_norm = components.norm(config) if has_both and cross else None
-        self.ff_output_norm = components.norm(config) if has_both else None
+        self.ff_output_norm = components.norm(config) if has_both and self.ff is not None else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -134,7 +137,8 @@ class Block(nn.Module):
             attend_memory = lambda y: self._attend_memory(y, context.memory, cross_cache)  # noqa: E731
         at = partial(apply_edits_to_states, self)
         attend = lambda y: self._attend(y, context, cache)  # noqa: E731
-        x = self.residuals().run(at("input", x), attend, attend_memory, self._feed_forward, at)
+        feed_forward = None if self.ff is None else self._feed_forward
+        x = self.residuals().run(at("input", x), attend, attend_memory, feed_forward, at)
         return tap("output", at("output", x), self)
 
     def residuals(self) -> Residuals:
@@ -150,6 +154,8 @@ class Block(nn.Module):
         return SublayerNorms(output=norm) if self.norm_place == "output" else SublayerNorms(norm, output_norm)
 
     def _attend(self, x: Tensor, context: LayerContext, cache: Cache | None) -> Tensor:
+        if self.recurrent:
+            return self.attention(x, cache=cache, real=context.real, documents=context.documents)
         if not self.attends:  # mixing without weights: padding is left out by zeros
             if context.mask is not None:
                 n_batch, length, _ = x.shape
@@ -161,6 +167,7 @@ class Block(nn.Module):
         return self.attention(x, mask=mask, positions=positions, cache=cache, position_bias=bias)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
+        assert self.ff is not None
         if not has_edits(self) or isinstance(self.ff, Experts):
             return self.ff(x)
         return self.ff.project(apply_edits_to_states(self, "ff.neurons", self.ff.neurons(x)))
@@ -197,8 +204,13 @@ class Stack(nn.Module):
         positions: Tensor | None = None,
         memory: Memory | None = None,
         cache: ModelCache | None = None,
+        real: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, M) → (B, T, M). ``mask`` says what is padding; the stack itself knows whether it is causal."""
+        """x (B, T, M) → (B, T, M). ``mask`` says what is padding; the stack itself knows whether it is causal.
+
+        ``real`` and ``documents`` (B, T) say the same as the mask to mixers that have none.
+        """
         if cache is not None and not self.takes_cache:
             raise ValueError(
                 f"mixer={self.mixer!r} mixes all tokens at once, so a cache cannot stand for the earlier ones; "
@@ -206,7 +218,7 @@ class Stack(nn.Module):
             )
         if self.causal:
             mask = masks.causal() if mask is None else masks.causal() & mask
-        context = LayerContext(mask, positions, self.position_bias, memory)
+        context = LayerContext(mask, positions, self.position_bias, memory, real, documents)
         x = apply_edits_to_states(self, "input", x)
         for layer in range(self.n_layers):
             block = self.blocks[layer % len(self.blocks)]

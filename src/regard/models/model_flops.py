@@ -143,6 +143,10 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
     if config.mixing.weights:
         products = stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width)
         yield _unmasked(stack.name, "projections", products)
+    elif config.mixing.recurrent:  # gate, values, B, C and Δ in; the heads out
+        shared = (config.n_kv_heads or 1) * config.mixing.size_of(config.mixer_size)
+        rows = 3 * stack.q_width + 2 * shared + stack.n_heads
+        yield _unmasked(stack.name, "projections", stack.n_layers * 2.0 * tokens * width * rows)
     full = stack.n_layers * tokens * mixing_flops(config, stack, stack.length)
     seen = tokens * sum(mixing_flops(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
     yield Flops(stack.name, "attention", full, 2 * full, seen, 2 * seen)
@@ -153,6 +157,8 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
         yield _unmasked(stack.name, "cross projections", stack.n_layers * products)
         by_token = mixing_flops(config, stack, stack.memory, cross=True)
         yield _unmasked(stack.name, "cross attention", stack.n_layers * tokens * by_token)
+    if not stack.d_ff:
+        return
     matrices = 3 if config.activation in GATED else 2
     networks = 1
     if config.experts is not None:

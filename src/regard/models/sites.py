@@ -25,6 +25,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..attention import MultiHeadAttention
+from ..attention.state_space import Mamba2
 from .block import Block, Stack
 from .experts import Experts
 
@@ -64,15 +65,19 @@ def _layer_sites(name: str, block: Block, call: int) -> Iterator[HookSite]:
         if isinstance(module, MultiHeadAttention):
             for point, shape in (("q", HEADS), ("k", KEYS), ("v", KEYS), ("heads", HEADS)):
                 yield HookSite(f"{name}.{part}.{point}", shape, module, point, call)
+        elif isinstance(module, Mamba2):
+            yield HookSite(f"{name}.{part}.heads", HEADS, module, "heads", call)
         yield site(f"{part}.output")
         if not block.parallel:
             yield site(f"after_{part}")
-    yield site("ff.input")
-    if isinstance(block.ff, Experts):
-        yield HookSite(f"{name}.ff.router", CHOICES, block.ff, "router", call)
-    else:
-        yield site("ff.neurons", NEURONS)
-    yield from (site("ff.output"), site("output"))
+    if block.ff is not None:
+        yield site("ff.input")
+        if isinstance(block.ff, Experts):
+            yield HookSite(f"{name}.ff.router", CHOICES, block.ff, "router", call)
+        else:
+            yield site("ff.neurons", NEURONS)
+        yield site("ff.output")
+    yield site("output")
 
 
 def full_name(name: str) -> str:

@@ -45,13 +45,17 @@ class Decoder(Model):
         ``padding_mask`` (B, T) marks real tokens; ``positions`` (B, T) are 0, 1, 2 … unless given; ``documents``
         (B, T) numbers texts packed into one row, none of which sees another. Padding is not written to a ``cache``.
         """
+        real = None if padding_mask is None else padding_mask.bool()
         padding_mask, positions = _positions_in_cache(padding_mask, positions, cache)
+        if real is None and positions is not None:  # -1 marks padding
+            real = (positions >= 0).expand(tokens.shape)
         mask = mask_from_padding(padding_mask)
         if documents is not None:
             packed = masks.packed(documents)
             mask = packed if mask is None else packed & mask
         x = self.embeddings(self.token(tokens), embedding_positions(self.config, tokens, positions, cache))
-        return self.decoder(x, mask=mask, positions=positions, cache=cache)
+        seen: dict[str, Any] = {"real": real, "documents": documents} if self.config.mixing.recurrent else {}
+        return self.decoder(x, mask=mask, positions=positions, cache=cache, **seen)
 
 
 class Encoder(Model):

@@ -7,11 +7,12 @@ from .bart import BART
 from .bert import ALBERT, BERT, DISTILBERT, ELECTRA, ROBERTA
 from .gpt import GPT2, GPT_NEOX, OPT, PHI, STABLELM, STARCODER2
 from .llama import EUROBERT, LLAMA, PHI3
+from .mamba import MAMBA2
 from .t5 import T5
 from .vit import VIT
 
 FAMILIES: tuple[Family, ...] = (
-    *(GPT2, LLAMA, PHI3, GPT_NEOX, PHI, OPT, STARCODER2, STABLELM),
+    *(GPT2, LLAMA, PHI3, GPT_NEOX, PHI, OPT, STARCODER2, STABLELM, MAMBA2),
     *(T5, BART),
     *(BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA, EUROBERT),
     VIT,
