@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from forked_shell import Shell, shell
 from regard.training import reporter
 from trust.promises import pytest_pyfunc_call, pytest_runtest_makereport, pytest_terminal_summary, tally  # noqa: F401
 
@@ -17,6 +19,13 @@ reporter.draw_curves = lambda *args: None  # takes longer than a small run; test
 os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes milliseconds for each of forty a run
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun by a script with `&`: processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def bash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A shell in which `regard` starts at once."""
+    with shell(tmp_path_factory.mktemp("sh")) as made:
+        yield made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

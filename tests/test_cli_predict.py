@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import regard
+from forked_shell import Shell
 from generation.spoken import captioner, classifier, image_classifier, language_model, picture, translator
 from regard import cli
 
@@ -266,8 +267,8 @@ def test_a_line_that_is_too_long_is_named_as_the_file_numbers_it(
     assert f"1 cut to max_len=96 (line {line})" in capsys.readouterr().err
 
 
-def test_a_coprocess_answers_line_by_line(models: dict[str, Path]) -> None:
-    words = [sys.executable, "-m", "regard", "classify", str(models["classifier"]), "--stream"]
+def test_a_coprocess_answers_line_by_line(bash: Shell, models: dict[str, Path]) -> None:
+    words = [bash.regard, "classify", str(models["classifier"]), "--stream"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from forked_shell import Shell
 from regard import demo as demo_run
 from regard.cli import main
 from regard.demo import demo_screen
@@ -155,23 +156,18 @@ def test_without_onnx_it_says_what_to_install_and_ends_well(
     (made / "export.json").write_bytes(record)
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "regard", "demo", *words]
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
 
 
 @pytest.mark.slow
 def test_killed_in_training_it_goes_on_from_its_last_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bash: Shell, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     words = [*WORDS[1:], "train.steps=4000"]
-    process = subprocess.Popen(
-        command("--no-serve", "--out", str(out), *words), env=environment(), stderr=subprocess.DEVNULL
-    )
+    called = [bash.regard, "demo", "--no-serve", "--out", str(out), *words]
+    process = subprocess.Popen(called, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
         while not list(out.glob("run/checkpoints/step-*")):
@@ -180,7 +176,7 @@ def test_killed_in_training_it_goes_on_from_its_last_checkpoint(
             time.sleep(0.05)
     finally:
         process.kill()
-        process.wait()
+        process.communicate(timeout=30)  # closed when what it started is gone too
     assert not (out / "run/model").exists()
     went_on: list[dict[str, Any]] = []
 
@@ -199,7 +195,7 @@ def test_killed_in_training_it_goes_on_from_its_last_checkpoint(
 @pytest.mark.slow
 def test_it_ends_with_the_explorer_which_answers_until_it_is_told_to_stop(made: Path) -> None:
     process = subprocess.Popen(
-        command("--out", str(made), "--port", "0", "--lang", "en", *WORDS),
+        [sys.executable, "-m", "regard", "demo", "--out", str(made), "--port", "0", "--lang", "en", *WORDS],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -11,16 +11,16 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from forked_shell import Shell
+
 from . import markdown, table, world
 from .markdown import Block
-from .shell import Shell, shell
 
 # Pages whose blocks take more than a few seconds.
 SLOW = {
@@ -31,12 +31,6 @@ SLOW = {
 RUN = {"sh", "pycon", "python"}
 # Shown, not run: output, trees, files to write, a page's own words.
 SHOWN = {"text", "toml", "json", "mermaid", "csv"}
-
-
-@pytest.fixture(scope="session")
-def bash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    with shell(tmp_path_factory.mktemp("sh")) as made:
-        yield made
 
 
 def pages(*languages: str) -> list[Any]:

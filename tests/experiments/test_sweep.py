@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from forked_shell import Shell
 from regard.cli import main
 from regard.config import MIXERS, mixers
 from regard.errors import BadModelFile, Diverged, RegardError, UsageError
@@ -167,7 +168,7 @@ def test_what_fails_says_why_and_is_tried_again_and_time_can_be_limited(tmp_path
 # ------------------------------------------------------------------------------------- killed
 
 
-def start(out: Path) -> subprocess.Popen[bytes]:
+def start(bash: Shell, out: Path) -> subprocess.Popen[bytes]:
     """The sweep in a process that can be killed."""
     script = f"""
 import sys
@@ -180,7 +181,7 @@ except Interrupted as stop:
     sys.exit(stop.exit_code)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True)
+    return subprocess.Popen([bash.python, "-c", script], env=environment, start_new_session=True)
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
@@ -207,11 +208,13 @@ def running_in(out: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_it_loses_nothing_that_is_done_and_comes_to_the_same(done: Path, tmp_path: Path) -> None:
+def test_killed_and_interrupted_it_loses_nothing_that_is_done_and_comes_to_the_same(
+    bash: Shell, done: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     sweep = sweep_of(LONG, seeds=(0,))
     sweep.write(out)
-    process = start(out)
+    process = start(bash, out)
     wait_for(lambda: read_result(out, "base", 0) is not None and len(steps_saved(out)) > 0)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -220,7 +223,7 @@ def test_killed_and_interrupted_it_loses_nothing_that_is_done_and_comes_to_the_s
     wait_for(lambda: not running_in(out), 20)  # its run went with it
 
     at = steps_saved(out)
-    process = start(out)
+    process = start(bash, out)
     wait_for(lambda: steps_saved(out) != at)  # it goes on from there
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 130

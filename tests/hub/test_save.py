@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from forked_shell import Shell
 from regard.config import ModelConfig, RopeScalingConfig
 from regard.foundation import files
 from regard.foundation.files import previous_version, replace_directory
@@ -448,9 +449,9 @@ print("whole")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills a process that saves")
 @pytest.mark.parametrize("script", [CRASHES, READING], ids=["killed while saving", "read while saving"])
-def test_a_directory_is_always_whole(tmp_path: Path, script: str) -> None:
+def test_a_directory_is_always_whole(bash: Shell, tmp_path: Path, script: str) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "runs" / "model"), "10"],
+        [bash.python, "-c", script, str(tmp_path / "runs" / "model"), "10"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

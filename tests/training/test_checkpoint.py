@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forked_shell import Shell
 from regard.errors import BadModelFile, RegardError
 from regard.foundation.files import acquire_lock
 from regard.training import shards
@@ -415,7 +415,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 # One process imports torch and forks the writers: 20 kills in seconds instead of a minute.
 WRITER = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
 import torch
 from regard.training.checkpoint import Checkpoints
 
@@ -425,7 +425,6 @@ def say(word, step):
 def write():
     checkpoints = Checkpoints(sys.argv[1], keep=2)
     step = checkpoints.latest().step
-    x = torch.empty(200_000)
     while True:
         step += 1
         tensors = {f"model/{i}": x.fill_(step).clone() for i in range(4)}
@@ -434,11 +433,16 @@ def write():
         say("wrote", step)
         checkpoints.prune(best=1)
 
+x = torch.empty(200_000)
+with tempfile.TemporaryDirectory() as folder:
+    began = time.perf_counter()
+    Checkpoints(folder, keep=2).write(1, {f"model/{i}": x.fill_(1).clone() for i in range(4)}, {})
+    lasts = time.perf_counter() - began
 for line in sys.stdin:
     writer = os.fork()
     if not writer:
         write()
-    time.sleep(float(line))
+    time.sleep(float(line) * lasts)
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
     say("killed", 0)
@@ -446,10 +450,10 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def killed_writer(tmp_path: Path) -> Iterator[Callable[[float], dict[str, int]]]:
-    """Let a writer of checkpoints run for so long, then kill it; the last step it began, the last it wrote."""
+def killed_writer(bash: Shell, tmp_path: Path) -> Iterator[Callable[[float], dict[str, int]]]:
+    """Let a writer of checkpoints run while so many could be saved, then kill it; the last step it began, and wrote."""
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)],
+        [bash.python, "-c", WRITER, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -458,9 +462,9 @@ def killed_writer(tmp_path: Path) -> Iterator[Callable[[float], dict[str, int]]]
     assert process.stdin is not None
     assert process.stdout is not None
 
-    def run(seconds: float) -> dict[str, int]:
+    def run(n_saves: float) -> dict[str, int]:
         last: dict[str, int] = {}
-        print(seconds, file=process.stdin, flush=True)
+        print(n_saves, file=process.stdin, flush=True)
         while "killed" not in last:
             word, step = process.stdout.readline().split()
             last[word] = int(step)
@@ -479,7 +483,7 @@ def test_twenty_kills_while_saving(tmp_path: Path, killed_writer: Callable[[floa
     Checkpoints(tmp_path, keep=2).write(1, {f"model/{i}": torch.ones(9) for i in range(4)}, {"step": 1})
     unfinished = 0
     for _ in range(20):
-        last = killed_writer(chance.uniform(0.05, 0.25))
+        last = killed_writer(chance.uniform(2, 12))
         unfinished += any(path.name.startswith(".") for path in tmp_path.iterdir())
         checkpoints = Checkpoints(tmp_path, keep=2)
         found = checkpoints.latest()

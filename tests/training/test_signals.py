@@ -9,7 +9,6 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked_shell import Shell
 from regard import cli
 from regard.training.journal import MetricsFile
 from regard.training.run_directory import RunDirectory
@@ -53,15 +53,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def start(*words: str, script: str | None = None) -> subprocess.Popen[str]:
-    """`regard …`, or a program that changes something first."""
-    called = command(*words) if script is None else [sys.executable, "-c", script, *words]
+def start(*called: str) -> subprocess.Popen[str]:
     return subprocess.Popen(called, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 @contextmanager
-def running(*words: str, script: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    process = start(*words, script=script)
+def running(*called: str) -> Iterator[subprocess.Popen[str]]:
+    process = start(*called)
     try:
         yield process
     finally:
@@ -87,9 +85,13 @@ def n_lines(out: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_asked_to_stop_it_saves_and_goes_on_later(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_asked_to_stop_it_saves_and_goes_on_later(
+    number: signal.Signals, code: int, bash: Shell, tmp_path: Path
+) -> None:
     data, out = write_data("translate", tmp_path), tmp_path / "run"
-    with running("train", "translate", *words_of("translate", data, f"train.out={out}", *LONG)) as process:
+    words = words_of("translate", data, f"train.out={out}", *LONG)
+    regard = [bash.regard] if number == signal.SIGINT else command()  # once as people start it
+    with running(*regard, "train", "translate", *words) as process:
         wait_for(lambda: n_lines(out) >= 3, process)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
@@ -120,10 +122,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_the_second_time_it_leaves_at_once(tmp_path: Path) -> None:
+def test_the_second_time_it_leaves_at_once(bash: Shell, tmp_path: Path) -> None:
     data, out = write_data("translate", tmp_path), tmp_path / "run"
     words = words_of("translate", data, f"train.out={out}", *LONG)
-    with running("train", "translate", *words, script=SLOW_SAVING) as process:
+    with running(bash.python, "-c", SLOW_SAVING, "train", "translate", *words) as process:
         wait_for(lambda: n_lines(out) >= 1, process)
         process.send_signal(signal.SIGINT)
         assert process.stdout is not None

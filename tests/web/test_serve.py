@@ -19,11 +19,13 @@ from typing import Any
 
 import pytest
 
+from forked_shell import Shell
 from generation.spoken import language_model, translator
 from regard import cli
 from trust.promises import size
 
 SRC = Path(__file__).resolve().parents[2] / "src"
+REGARD = (sys.executable, "-m", "regard")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +35,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @contextmanager
-def serving(*words: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*words: Any, regard: tuple[str, ...] = REGARD) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running server and its address."""
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    command = [sys.executable, "-m", "regard", "serve", *map(str, words), "--port", "0", "--no-open"]
+    command = [*regard, "serve", *map(str, words), "--port", "0", "--no-open"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
@@ -70,8 +72,11 @@ def addresses(process: subprocess.Popen[str], url: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_it_answers_and_leaves_when_it_is_told(folders: list[Path], number: signal.Signals, code: int) -> None:
-    with serving(*folders) as (process, url):
+def test_it_answers_and_leaves_when_it_is_told(
+    folders: list[Path], number: signal.Signals, code: int, bash: Shell
+) -> None:
+    regard = {"regard": (bash.regard,)} if number == signal.SIGINT else {}  # once as people start it
+    with serving(*folders, **regard) as (process, url):
         assert addresses(process, url) == ["0100007F"], "only this machine is listened to"
         assert [each["id"] for each in fetched(f"{url}api/models")] == ["speaker", "translator"]
         sent = fetched(f"{url}api/looks", {"model": "translator", "text": "the cat sat"})
@@ -87,8 +92,8 @@ def test_it_answers_and_leaves_when_it_is_told(folders: list[Path], number: sign
 @pytest.mark.slow
 @pytest.mark.promise(6, "SIGTERM under load: ended within 10 s")
 @pytest.mark.parametrize("number", range(size(1, 10)))
-def test_it_leaves_in_the_middle_of_work(folders: list[Path], number: int) -> None:
-    with serving(folders[0]) as (process, url):
+def test_it_leaves_in_the_middle_of_work(folders: list[Path], number: int, bash: Shell) -> None:
+    with serving(folders[0], regard=(bash.regard,)) as (process, url):
         body = {"model": "speaker", "text": "the cat " * 20, "generate": {"beam": 16, "max_new_tokens": 1024}}
 
         def ask() -> None:

@@ -201,7 +201,7 @@ def _is_out_of_memory(failure: RuntimeError) -> bool:
 
 
 @cache
-def _program(language: str) -> Any:
+def build_commands(language: str) -> Any:
     """The commands with their help in this language. typer reads every signature anew for each, which takes a while."""
     return typer.main.get_command(app)
 
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.allow_any_text()
     try:
         with localised_typer():
-            _program(environment_language())(args=arguments, prog_name="regard", obj=options)
+            build_commands(environment_language())(args=arguments, prog_name="regard", obj=options)
     except SystemExit as end:  # typer has already printed a usage error (2) or seen Ctrl-C (130)
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:

@@ -2,7 +2,8 @@
 
 The commands of the documents run in a real bash, with its globs, pipes and loops. On the PATH stands a client named
 `regard`; it hands its words, its folder and its three streams to the process that waits, and ends as the fork ends.
-Where the client is killed, the fork and all that it started are killed too.
+Where the client is killed, the fork and all that it started are killed too. Tests that need a process of their own, but
+not its start, call the client by its path; `forked-python -c SCRIPT` runs a script the same way.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 _START = 300  # seconds in which everything must be imported, on a busy machine
 _END = 30  # seconds in which what was killed must be gone
 # -S -E: the client needs the standard library alone, and starts in a fiftieth of a second.
@@ -31,7 +33,7 @@ _CLIENT = """#!{python} -SE
 import array, json, os, signal, socket, sys
 link = socket.socket(socket.AF_UNIX)
 link.connect({path!r})
-said = json.dumps({{"words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
+said = json.dumps({{"words": sys.argv, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
 link.sendmsg([len(said).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 link.sendall(said)
 process = int.from_bytes(link.recv(4), "big")
@@ -46,7 +48,7 @@ _WARM = (
     *("onnx", "onnxscript", "onnxruntime", "transformers", "fastapi", "uvicorn", "PIL.Image", "tokenizers"),
     *("regard.cli", "regard.io", "regard.training.trainer", "regard.training.evaluation", "regard.lens.look"),
     *("regard.lens.render_html", "regard.lens.head_scores", "regard.export.export_model", "regard.export.engines"),
-    *("docs.quick_runs", "regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
+    *("quick_runs", "regard.web.server", "regard.data.describe", "regard.experiments.bench_attention"),
 )
 
 
@@ -55,6 +57,16 @@ class Shell:
     """Where commands are run."""
 
     path: Path
+
+    @property
+    def regard(self) -> str:
+        """In place of `python -m regard`."""
+        return str(self.path / "regard")
+
+    @property
+    def python(self) -> str:
+        """In place of `python`, for `-c SCRIPT` alone."""
+        return str(self.path / "forked-python")
 
     def environment(self) -> dict[str, str]:
         quiet = {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "REGARD_DEBUG": "1"}
@@ -89,7 +101,7 @@ class Shell:
         """A command that does not end by itself."""
         named = dict(shlex.split(line)[1].split("=", 1) for line in exported)
         return subprocess.Popen(
-            [str(self.path / "regard"), *words],
+            [self.regard, *words],
             cwd=folder,
             env={**self.environment(), **named},
             stdin=subprocess.DEVNULL,
@@ -106,9 +118,10 @@ def shell(folder: Path) -> Iterator[Shell]:
     path = str(folder / "s")
     if len(path) > 100:  # what a socket's name may have
         raise ValueError(f"the folder's name is too long for a socket: {path}")
-    client = folder / "regard"
-    client.write_text(_CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
-    client.chmod(0o755)
+    for name in ("regard", "forked-python"):
+        client = folder / name
+        client.write_text(_CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
+        client.chmod(0o755)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -138,6 +151,7 @@ def _serve(path: str) -> None:
 
     for name in _WARM:
         importlib.import_module(name)
+    importlib.import_module("regard.cli").build_commands("en")
     _start_forks_of_sweeps()
     link = socket.socket(socket.AF_UNIX)
     link.bind(f"{path}.new")
@@ -159,7 +173,7 @@ def _start_forks_of_sweeps() -> None:
     from regard.experiments import sweep_runner
 
     server = forkserver._forkserver  # type: ignore[attr-defined]
-    server.set_forkserver_preload([*sweep_runner._PRELOAD, "docs.quick_runs"])
+    server.set_forkserver_preload([*sweep_runner._PRELOAD, "quick_runs"])
     with sweep_runner._child_environment():
         server.ensure_running()
     server.ensure_running = lambda: None  # it is the child of this process alone, which is not asked for it again
@@ -212,16 +226,31 @@ def _become(asked: dict[str, Any]) -> None:
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(stream, mode) for stream, mode in enumerate("rww"))
+    line_by_line = 1 if "PYTHONUNBUFFERED" in os.environ else -1
+    sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", line_by_line, encoding="utf-8")
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     code = 1
     try:
-        from regard.cli import main
-
-        code = main(asked["words"])
+        code = _run(*asked["words"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _run(program: str, *words: str) -> int:
+    if program.endswith("regard"):
+        from regard.cli import main
+
+        return main(words)
+    _, script, *rest = words  # -c SCRIPT
+    sys.argv[:], sys.path[:0] = ["-c", *rest], [""]
+    exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
+    return 0
 
 
 if __name__ == "__main__":
