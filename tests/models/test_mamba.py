@@ -151,7 +151,7 @@ def test_it_trains_with_a_feed_forward_network_beside_it_too() -> None:
         ({"positions": "rope"}, "positions='rope' acts inside attention"),
         ({"window": 4}, "window=4 is for attention"),
         ({"mixer": "dot", "mixer_size": None}, "d_ff=0 leaves layers without a feed-forward network"),
-        ({"experts": 4}, "d_ff=0 leaves nothing for experts"),
+        ({"experts": 4}, "that is for mixer='mamba2' alone"),
         ({"conv_size": 0}, "conv_size=0 must be at least 1"),
     ],
 )

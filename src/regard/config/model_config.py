@@ -302,11 +302,10 @@ _POSITIVE = (
 )
 # No model is larger; what a damaged file says would take forever to build, or overflow.
 _LARGEST = {
-    1000: ("n_layers", "n_decoder_layers"),
+    1000: ("n_layers", "n_decoder_layers", "experts", "experts_per_token", "shared_experts", "conv_size"),
     2**20: (
         *("d_model", "d_head", "d_ff", "d_decoder_ff", "d_embed", "d_region", "n_heads", "n_decoder_heads"),
         *("n_kv_heads", "n_channels", "image_size", "patch_size", "mixer_size", "t5_buckets"),
-        *("experts", "experts_per_token", "shared_experts", "conv_size"),
     ),
     2**31 - 1: (*_POSITIVE, "d_ff", "n_segments", "position_offset", "t5_max_distance", "pad_id", "bos_id", "eos_id"),
 }
@@ -424,10 +423,8 @@ def _check_mixing(config: ModelConfig) -> None:
         for name in ("window", "sparsity", "qk_norm", "attention_dropout"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
                 raise ValueError(f"{name}={getattr(config, name)!r} is for attention, in whose place {mixer} stands")
-    elif config.d_ff == 0:
-        raise ValueError(f"d_ff=0 leaves layers without a feed-forward network, which {mixer} needs beside it")
-    if config.d_ff == 0 and (config.experts is not None or config.parallel_residual != "none"):
-        raise ValueError("d_ff=0 leaves nothing for experts or parallel_residual")
+    if config.d_ff == 0 and (not mixing.recurrent or config.experts or config.parallel_residual != "none"):
+        raise ValueError("d_ff=0 leaves layers without a feed-forward network; that is for mixer='mamba2' alone")
     if not mixing.weights and positions in ("rope", *_BIASES):
         raise ValueError(f"positions={positions!r} acts inside attention, which {mixer} has not")
     if not mixing.pairs and positions in _BIASES:
@@ -479,9 +476,8 @@ def _check_layers(config: ModelConfig) -> None:
 
 
 _NOT_RECURRENT = (
-    *("mixer", "window", "sparsity", "causal", "residual", "share_layers", "embedding_norm", "n_segments"),
+    *("mixer", "experts", "window", "sparsity", "causal", "residual", "share_layers", "embedding_norm", "n_segments"),
     *("head_transform", "parallel_residual", "score_cap", "norm_offset", "qk_norm", "rope_layers", "window_rope_base"),
-    *("experts", "shared_experts"),
 )
 
 
