@@ -129,3 +129,21 @@ def test_stopping_early_is_said_with_its_reason(tmp_path: Path, capsys: pytest.C
     why = "stopped early at step 4 of 50: 2 evaluations without a better bleu than 30 at step 2 (train.patience=2)"
     assert why in capsys.readouterr().err.splitlines()
     assert json.loads((out / "evaluation.json").read_bytes())["stopped"] == why
+
+
+@pytest.mark.parametrize("n_texts", [1, 2, 3])
+def test_few_distinct_texts_are_split_or_refused_before_training(
+    n_texts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{text}\t{'no' if text == 'bad' else 'yes'}" for text in ("good", "bad", "very good")[:n_texts] * 9]
+    (tmp_path / "labels.tsv").write_text("\n".join(rows), encoding="utf-8")
+    words = words_of("classify", str(tmp_path / "labels.tsv"), "train.steps=1", f"train.out={tmp_path / 'run'}")
+    words = [word for word in words if not word.startswith("data.valid")]
+    done = cli.main(["train", "classify", "--quiet", *words])
+    if n_texts == 1:
+        assert done == 1
+        assert "nothing held out to evaluate on; data.valid=" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+    else:
+        assert done == 0
+        assert json.loads((tmp_path / "run/evaluation.json").read_bytes())["metrics"]["n"] == 9

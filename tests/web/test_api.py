@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 import regard
 from generation.spoken import language_model, translator
 from regard.attention import record
+from regard.config.data_config import TokenizerKind
 from regard.data.corpora import open_corpus
 from regard.foundation.jsonio import to_jsonable
 from regard.lens import interventions
@@ -28,7 +29,7 @@ from regard.lens.patterns import patterns
 from regard.models import Model
 from regard.recipes import run_config
 from regard.web.requests import Limits
-from regard.web.run_examples import RunExamples, examples_of_run, name_of_run, unfamiliar_words
+from regard.web.run_examples import RunExamples, examples_of_run, name_of_run, spelled_words
 from regard.web.served_models import decode_image
 
 from .served import TEXT, asked, asking, numbers, opened, picture, refusal, small_models
@@ -138,9 +139,16 @@ def test_a_run_is_called_by_its_own_name(tmp_path: Path) -> None:
 def test_words_that_have_to_be_spelled_are_unfamiliar() -> None:
     model = language_model()  # its tokenizer learned a few lines
     known, strange = (regard.look(model, text).rows() for text in ("the cat on", "the xylophone on"))
-    assert unfamiliar_words(known, None) == []
-    assert unfamiliar_words(strange, None) == ["xylophone"]
-    assert unfamiliar_words(known, known[0].token_id)[:1] == ["the"]  # as if it were the unknown token
+    assert spelled_words(known) == []
+    assert spelled_words(strange) == ["xylophone"]
+
+
+@pytest.mark.parametrize("kind", ["words", "unigram"])
+def test_a_word_without_a_token_is_named_as_it_was_typed(kind: TokenizerKind) -> None:
+    model = language_model(kind)
+    with asking({"model": model}) as client:
+        look = client.post("/api/looks", json={"model": "model", "text": "the Ξένος on"}).json()
+    assert look["unfamiliar"] == ["Ξένος"]
 
 
 @pytest.mark.parametrize("name", ["classifier", "images"])

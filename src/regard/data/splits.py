@@ -39,13 +39,16 @@ def held_out_mask(examples: Sequence[Example], options: DataConfig) -> NDArray[n
     """(n,) True for the examples held out: those whose source side has a hash below valid_fraction · 2⁶⁴.
 
     With valid_rows, source sides are taken by rising hash until there are that many examples; where the last one has
-    several targets, a few more. "auto" does so where the share would be more than MAX_HELD_OUT_ROWS.
+    several targets, a few more. "auto" does so where the share would be more than MAX_HELD_OUT_ROWS. Where source sides
+    are so few that none would be held out, the one with the smallest hash is, unless it is the only one.
     """
     keys = stable_keys(("split", options.split_seed), map(key_of, examples))
     hashes = np.fromiter(keys, dtype=np.uint64, count=len(examples))
     rows = options.valid_rows
     if not isinstance(rows, int):
         below = hashes < np.uint64(int(options.valid_fraction * (1 << 64)))
+        if not below.any() and np.unique(hashes).size > 1:
+            return hashes == hashes.min()
         if rows is None or below.sum() <= MAX_HELD_OUT_ROWS:
             return below
         rows = MAX_HELD_OUT_ROWS

@@ -237,6 +237,14 @@ class Tokenizer:
                 first[word] = place
         return list(encoding.ids), first
 
+    def unknown_texts(self, text: str) -> list[str]:
+        """What of a text has no token but the unknown one, as it was typed."""
+        unknown, cleaned = self.special_ids.get("unk"), replace_surrogates(text)
+        with _library_errors_as_bad_file(self.name):
+            encoding = self._backend.encode(cleaned)
+        places = zip(encoding.ids, encoding.offsets, strict=True)
+        return [cleaned[slice(*place)].strip() for index, place in places if index == unknown]
+
     @property
     def separator_id(self) -> int | None:
         """The token between two texts and after the second; None where the file puts none around a text."""
@@ -386,6 +394,10 @@ class MarianTokenizer(Tokenizer):
 
     def _encode_batch(self, texts: list[str], special: bool) -> Iterable[list[int]]:
         return (self.encode(text, special=special) for text in texts)
+
+    def unknown_texts(self, text: str) -> list[str]:
+        pieces = self._pieces.encode(re.sub(r"^>>.+<<", "", text), out_type=str)
+        return [piece.replace(SPACE, " ").strip() for piece in pieces if piece not in self.vocab]
 
     def decode(self, ids: Iterable[int]) -> str:
         pieces = [self._tokens.get(int(index), "<unk>") for index in ids]

@@ -54,7 +54,7 @@ def _summary(session: LookSession) -> dict[str, Any]:
     """What the model says of its input, where it is least sure, and what it hardly knows."""
     look, served = session.look, session.served
     source = next((look.cols(kind=kind) for kind in ("cross", "encoder", "self") if kind in look.kinds), [])
-    summary: dict[str, Any] = {"unfamiliar": [] if look.image else served.unfamiliar_words(source)}
+    summary: dict[str, Any] = {"unfamiliar": [] if look.image else served.unfamiliar_words(look.text, source)}
     if served.config.head == "classify" and (classes := look.classes()):
         summary["classes"] = classes
     if served.can_generate:

@@ -102,13 +102,11 @@ def _tags(examples: Sequence[Example]) -> tuple[str, ...]:
     return tuple(tag for tag, _ in tags.most_common()) if sources and tags.total() == len(sources) else ()
 
 
-def unfamiliar_words(labels: Sequence[Label], unknown: int | None) -> list[str]:
-    """Words that a tokenizer does not know, or has to spell: in three or more pieces, of less than three letters each
-    on average."""
+def spelled_words(labels: Sequence[Label]) -> list[str]:
+    """Words that a tokenizer has to spell: in three or more pieces, of less than three letters each on average."""
 
-    def is_unfamiliar(word: Label) -> bool:
-        pieces = labels[slice(*word.span)]
-        spelled = not word.special and len(pieces) > 2 and len(word.text) < 3 * len(pieces)
-        return spelled or any(piece.token_id == unknown for piece in pieces)
+    def is_spelled(word: Label) -> bool:
+        n_pieces = word.span[1] - word.span[0]
+        return not word.special and n_pieces > 2 and len(word.text) < 3 * n_pieces
 
-    return [word.text for word in join_labels(labels, words=True, specials=True) if is_unfamiliar(word)]
+    return [word.text for word in join_labels(labels, words=True, specials=True) if is_spelled(word)]

@@ -21,7 +21,7 @@ from ..lens.capture_inputs import tokenizers
 from ..lens.labels import Label, token_labels
 from ..models import Model
 from .requests import Limits, LookRequest, ModelChanges, RequestRefused, SearchRequest
-from .run_examples import RunExamples, examples_of_run, name_of_run, unfamiliar_words
+from .run_examples import RunExamples, examples_of_run, name_of_run, spelled_words
 from .sessions import LookSession, SessionStore
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class ServedModel:
     def examples(self) -> RunExamples:
         return self.read_examples()
 
-    def unfamiliar_words(self, labels: Sequence[Label]) -> list[str]:
-        """Words of a source text that the model hardly knows; unlike those of the examples it learned from."""
-        unknown = getattr(tokenizers(self.model)[0], "special_ids", {}).get("unk")
-        if self._spells_examples:
-            return [label.text for label in labels if unknown is not None and label.token_id == unknown]
-        return unfamiliar_words(labels, unknown)
+    def unfamiliar_words(self, text: str | None, labels: Sequence[Label]) -> list[str]:
+        """Words of a source text that the model hardly knows, as they were typed: those without a token, and those it
+        has to spell, unlike the examples it learned from."""
+        source = tokenizers(self.model)[0]
+        unknown = [] if source is None or text is None else source.unknown_texts(text)
+        return unknown if self._spells_examples else [*unknown, *spelled_words(labels)]
 
     @cached_property
     def _spells_examples(self) -> bool:
@@ -74,7 +74,7 @@ class ServedModel:
         texts = [] if self.config.source == "image" else self.examples.inputs
         source = tokenizers(self.model)[0]
         labels = [token_labels(source.encode(text), source, self.config) for text in texts] if source else []
-        return sum(bool(unfamiliar_words(each, None)) for each in labels) * 2 >= len(texts)
+        return sum(bool(spelled_words(each)) for each in labels) * 2 >= len(texts)
 
     def to_dict(self) -> dict[str, Any]:
         config = self.config
