@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import typer
+from rich.cells import cell_len
 
 from generation.spoken import language_model, translator
 from regard.cli import EXAMPLES, app, main
+from regard.config.overrides import fields_to_dict
 from regard.foundation.language import localise
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,3 +211,60 @@ def test_english_reads_no_catalog() -> None:
         "from regard.foundation.language import load_catalog; assert not load_catalog.cache_info().currsize"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src"), "LANG": "C"})
+
+
+def test_every_field_is_explained_in_korean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--fields"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    explained = [line for line in lines if line.startswith("      ") or (line and not line.startswith(" "))]
+    assert len(explained) > 150
+    assert not [line for line in explained if not HANGUL.search(line)]
+    texts = {field["about"] for fields in fields_to_dict().values() for field in fields.values()}
+    headings = {line for line in TABLES["fields"] if re.match(r"(data|model|train): ", line)}
+    assert set(TABLES["fields"]) - headings == texts, "and nothing stale"
+
+
+WORDS = {  # names and units, and what a table calls by a preset's, field's or mechanism's name
+    *("transformer", "base", "encoder", "decoder", "bf16", "fp32", "TF32", "KV", "MiB", "GiB", "KiB", "adamw", "fused"),
+    *("TFLOP", "FLOP", "TB", "GB", "torch", "ns", "ms", "log", "CPU", "sdpa", "window", "linear", "tiled", "elu"),
+    *(
+        "loss",
+        "BLEU",
+        "PPL",
+        "linformer",
+        "performer",
+        "fourier",
+        "strided",
+        "bigbird",
+        "reference",
+        "additive",
+        "h200",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cost", "transformer-base", "--training"],
+        ["cost", "transformer-base", "--compare", "transformer-base"],
+        ["bench", "attention", "--lengths", "16,32", "--mechanisms", "sdpa,linformer"],
+    ],
+)
+def test_tables_are_korean_and_aligned(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    said = re.sub(r"\S*(/|\+cpu)\S*", "", capsys.readouterr().out)  # without files and torch's version
+    assert not set(re.findall(r"[A-Za-z][A-Za-z\d]+", said)) - WORDS
+    for block in said.split("\n\n"):
+        head, *rest = block.strip("\n").split("\n")
+        if rest and rest[0].startswith("─"):
+            assert cell_len(head) == cell_len(rest[0])
+
+
+def test_the_list_of_ablations_is_korean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "--list"]) == 0
+    lines = [line for line in capsys.readouterr().out.split("\n") if line and not line.startswith(" ")]
+    assert all(HANGUL.search(line) for line in lines)

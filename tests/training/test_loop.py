@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import regard
 from regard import cli
 from regard.errors import Diverged
+from regard.recipes import run_config
 from regard.training import trainer as run_module
 from regard.training.averaging import average
 from regard.training.checkpoint import Checkpoints, first_non_finite
@@ -426,3 +427,17 @@ def test_the_scale_is_kept_when_a_run_goes_on(tmp_path: Path) -> None:
     stopped_after(9, train, "translate", tmp_path / "run", data, "train.steps=7", "train.accumulate=2", *MUON)
     resume(tmp_path / "run")
     assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_batches_of_many_shapes_are_not_planned_one_by_one(tmp_path: Path) -> None:
+    """cuDNN takes half a second for the plan of every new shape."""
+    seen = []
+    for task, more in (("translate", ()), ("lm", ("data.packing=blocks", "data.documents=whole"))):
+        words = words_of(task, write_data(task, tmp_path), f"train.out={tmp_path / task}", "train.steps=1", *more)
+        regard.train(
+            run_config(task, words),
+            style="quiet",
+            callbacks=[lambda _: seen.append(torch.backends.cuda.cudnn_sdp_enabled())],
+        )
+    assert seen == [False, True]
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from regard.errors import UsageError
+from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, Device, Words, argument, flag, option
@@ -56,7 +57,7 @@ def ablate(
             terminal.print_json({"ablations": ablations})
             return
         for name, entry in ablations.items():
-            print(f"{name}: {entry['about']}")
+            print(localise(f"{name}: {entry['about']}"))
             if entry["cells"]:
                 print(f"    {', '.join(entry['cells'])}")
         return
@@ -287,4 +288,4 @@ def cost(
     if as_json:
         terminal.print_json(answer.to_dict())
     else:
-        print(answer.to_text(training))
+        print(localise(answer.to_text(training)))

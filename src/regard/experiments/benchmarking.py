@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..foundation.language import localise
+from ..training.console_display import text_width
 from ..training.reporter import peak_memory_mib
 
 
@@ -62,17 +64,17 @@ def fit_exponent(lengths: Sequence[float], values: Sequence[float], longest: int
 
 
 def align_columns(rows: Sequence[Sequence[str]], n_left: int = 1) -> list[str]:
-    """A line a row: the first ``n_left`` columns flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """A line a row, in the reader's language: the first ``n_left`` columns flush left, the others flush right."""
+    cells = [[localise(text) for text in row] for row in rows]
+    widths = [max(map(text_width, column)) for column in zip(*cells, strict=True)]
+    spaces = [[" " * (n - text_width(text)) for text, n in zip(row, widths, strict=True)] for row in cells]
     return [
-        "  ".join(
-            text.ljust(n) if i < n_left else text.rjust(n) for i, (text, n) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+        "  ".join(text + room if i < n_left else room + text for i, (text, room) in enumerate(zip(*row, strict=True)))
+        for row in zip(cells, spaces, strict=True)
     ]
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows under each other, the first one as the head."""
     head, *lines = align_columns(rows)
-    return "\n".join([head, "─" * len(head), *lines])
+    return "\n".join([head, "─" * text_width(head), *lines])

@@ -16,6 +16,7 @@ from ..config import RunConfig
 from ..config.overrides import format_value
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
+from ..training.console_display import text_width
 from .benchmarking import align_columns
 from .significance import Estimate, compare, estimate
 from .sweep_spec import Cell, Sweep, read_result, settings
@@ -188,7 +189,7 @@ class SweepReport:
 
     def to_text(self) -> str:
         texts = [line.rstrip() for line in align_columns(self._lines(), n_left=2)]
-        rule = "─" * max(map(len, texts))
+        rule = "─" * max(map(text_width, texts))
         files = f"{self.out}/table.md, results.png"
         return "\n".join([texts[0], rule, texts[1], rule, *texts[2:], "", *self.conclusions(), files])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
@@ -36,6 +38,20 @@ def resolve_device(name: str | torch.device = "auto", option: str = "device") ->
     if not is_available(kind):
         raise UsageError(f"{option}={name}: this machine, or this torch, has none; use {option}=cpu")
     return torch.device(name)
+
+
+@contextmanager
+def without_cudnn_attention(off: bool = True) -> Iterator[None]:
+    """Inside, torch's attention leaves out cuDNN, which plans for every new shape, half a second each: no help where
+    batches differ in shape."""
+    import torch
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and not off)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

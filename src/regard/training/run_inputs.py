@@ -78,7 +78,15 @@ def resolve_run(
 
 
 def open_run_source(inputs: RunInputs) -> Source:
-    """The examples of a run: from the config's source, or those given in memory, held out by the same rules."""
+    """The examples of a run, some of them held out."""
+    source = _open_examples(inputs)
+    if not len(source.valid):
+        raise BadData(f"{source.name} has nothing held out to evaluate on; data.valid=… names examples for that")
+    return source
+
+
+def _open_examples(inputs: RunInputs) -> Source:
+    """From the config's source, or those given in memory, held out by the same rules."""
     data, examples = inputs.config.data, inputs.examples
     if examples is None:
         if data.source == IN_MEMORY:

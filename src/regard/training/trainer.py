@@ -19,8 +19,8 @@ from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
 from ..data.sources import Source
-from ..errors import BadData, BadModelFile, RegardError, UsageError, silence_warnings
-from ..foundation.device import resolve_device
+from ..errors import BadModelFile, RegardError, UsageError, silence_warnings
+from ..foundation.device import resolve_device, without_cudnn_attention
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json, to_jsonable
 from ..foundation.progress import show_progress
@@ -321,7 +321,7 @@ def _run(
         reads_late=_reads_late(precision),
         callbacks=callbacks,
     )
-    with reporter, precision.settings():
+    with reporter, precision.settings(), without_cudnn_attention(task.ragged):
         reporter.begin(_facts(loop, config, choice))
         for note in (*notes, *weight_notes, *task.notes):
             if note is not None:
@@ -391,8 +391,6 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
     from ..io import load
 
     recipe = config.train
-    if not len(source.valid):
-        raise BadData(f"{source.name} has nothing held out to evaluate on; data.valid=… names examples for that")
     initial = None if recipe.init is None else load(recipe.init)
     if processor is None and (initial is not None or recipe.teacher is not None):
         given = read_initial_model(str(recipe.teacher))[1] if initial is None else initial.processor
