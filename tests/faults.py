@@ -336,6 +336,27 @@ FAULTS = [
         "tests/attention/test_readings.py tests/attention tests/lens",
     ),
     Fault(
+        "weights of a token's experts swapped",
+        "models/experts.py",
+        "weights, experts = probabilities.topk(self.k, dim=-1)",
+        "weights, experts = probabilities.topk(self.k, dim=-1)[0].flip(-1), probabilities.topk(self.k, dim=-1)[1]",
+        "tests/parity/test_successors.py tests/models/test_experts.py",
+    ),
+    Fault(
+        "gradient of sorted tokens goes to their neighbours",
+        "models/experts.py",
+        "rows = gradients[0][ctx.saved_tensors[0]]",
+        "rows = gradients[0]",
+        "tests/models/test_experts.py",
+    ),
+    Fault(
+        "state carried between chunks without its decay",
+        "attention/state_space.py",
+        "kept = total[..., -1].double()",
+        "kept = 0 * total[..., -1].double()",
+        "tests/models/test_mamba.py",
+    ),
+    Fault(
         "server answers any Host",
         "web/requests.py",
         "if len(host) != 1 or not self._is_own_host(host[0]):",
