@@ -13,6 +13,7 @@ from ..foundation.jsonio import to_json
 from .chat import TEMPLATE_FILE, ChatTemplate, template_in
 from .image_processor import ImageProcessor
 from .tokenizer import MarianTokenizer, Tokenizer
+from .vocabulary_files import read_vocabulary
 
 # What a special token is called in tokenizer_config.json, then how it is usually written.
 _SPECIAL_TOKENS = {
@@ -109,6 +110,11 @@ class Processor:
 def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: ModelConfig) -> Processor | None:
     """The processor of a model directory whose config.json has ``fields``; None where it has no part of one."""
     source, target = _read_tokenizers(directory)
+    names: Any = {}
+    for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
+        names |= directory.json(name) if directory.has(name) else {}
+    if source is None:
+        source = read_vocabulary(directory, fields, names)
     if target is None and config.source != "text":
         source, target = None, source
     image = None
@@ -117,14 +123,11 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
             image = ImageProcessor.read(directory.json(IMAGE), config)
         except (ValueError, TypeError, KeyError) as error:
             raise BadModelFile(f"{directory.root / IMAGE} cannot be read: {error}") from None
-    names = fields.get("id2label") if config.head in ("classify", "tag") else None
-    labels = None if names is None else _read_labels(names, config)
+    classes = fields.get("id2label") if config.head in ("classify", "tag") else None
+    labels = None if classes is None else _read_labels(classes, config)
     if source is None and target is None and image is None and labels is None:
         return None
     companions = {name: directory.bytes(name) for name in _COMPANIONS if directory.has(name)}
-    names = {}
-    for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
-        names |= directory.json(name) if directory.has(name) else {}
     source, target = (with_special_ids_of(side, config, names) for side in (source, target))
     return Processor(source, target, image, labels, template_in(companions), companions)
 

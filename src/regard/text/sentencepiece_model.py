@@ -10,7 +10,7 @@ own. Ids differ in one case: a combining mark after a character that the normali
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,23 +77,30 @@ class SentencePieceModel:
             raise BadData(f"{name} is {problems[0]} be read")
         return self
 
-    def tokenizer(self, template: Template = "none", name: str = "tokenizer.json") -> Tokenizer:
-        """The same as a tokenizer.json, with special tokens around a text as ``template`` says."""
+    def tokenizer(
+        self, template: Template = "none", name: str = "tokenizer.json", added: Sequence[str] | None = None
+    ) -> Tokenizer:
+        """The same as a tokenizer.json, with special tokens around a text as ``template`` says.
+
+        ``added`` are special tokens of a model's own after the pieces, in place of those that the file lacks; they,
+        and those of the file, are then tokens where a text spells them.
+        """
         from tokenizers import AddedToken
 
         backend = self._bpe() if self.model_type == "bpe" else self._unigram()
         backend.normalizer, backend.decoder = self._normalizer(), self._decoder()
         ids, size = dict(self.special_ids), len(self.pieces)
-        missing = [key for key in _MISSING_NAMES if key not in ids]
-        names = {piece for piece, _, _ in self.pieces}
-        added = [_free_name(_MISSING_NAMES[key], names) for key in missing]
-        ids |= {key: size + n for n, key in enumerate(missing)}
+        is_own, names = added is not None, {piece for piece, _, _ in self.pieces}
+        if added is None:
+            missing = [key for key in _MISSING_NAMES if key not in ids]
+            added = [_free_name(_MISSING_NAMES[key], names) for key in missing]
+            ids |= {key: size + n for n, key in enumerate(missing)}
         control = [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
         backend.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in [*control, *added]])
-        bos, eos = ((backend.id_to_token(ids[key]) or "", ids[key]) for key in ("bos", "eos"))
+        bos, eos = ((backend.id_to_token(ids.get(key, 0)) or "", ids.get(key, 0)) for key in ("bos", "eos"))
         set_template(backend, template, bos, eos)
-        content = backend.to_str(pretty=False).encode("utf-8")
-        return Tokenizer(content, name).with_special_ids(**ids).with_literal_special_tokens()
+        tokenizer = Tokenizer(backend.to_str(pretty=False).encode("utf-8"), name).with_special_ids(**ids)
+        return tokenizer if is_own else tokenizer.with_literal_special_tokens()
 
     def _unigram(self) -> Backend:
         """The likeliest cut into pieces (Viterbi). A text that spells a piece which stands for no text is split."""
