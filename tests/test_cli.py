@@ -135,7 +135,8 @@ def test_what_the_system_refuses_is_a_sentence(
 def test_a_full_card_is_no_bug(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     fail_with(bench, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert cli.main(["bench", "attention"]) == 1
-    assert capsys.readouterr().err == "regard: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    told = "regard: there is not enough memory (CUDA out of memory. Tried to allocate 2.00 GiB); a smaller model, "
+    assert capsys.readouterr().err == f"{told}a smaller batch or shorter texts need less\n"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

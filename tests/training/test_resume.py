@@ -17,6 +17,7 @@ from regard.recipes import run_config
 from regard.training.compilation import Compiled
 from regard.training.run_directory import RunDirectory
 from regard.training.tasks import open_task
+from trust.promises import size
 
 from .runs import (
     assert_same,
@@ -61,7 +62,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[P
     return Made()
 
 
-POINTS = sorted(random.Random(4).sample(range(1, STEPS * ACCUMULATE), 10))
+POINTS = sorted(random.Random(4).sample(range(1, STEPS * ACCUMULATE), size(short=10, full=20)))
 
 
 def check_from(point: int, kind: str, reference: tuple[Path, str], out: Path) -> None:
@@ -75,6 +76,7 @@ def check_from(point: int, kind: str, reference: tuple[Path, str], out: Path) ->
     assert_same(whole, out)
 
 
+@pytest.mark.promise(1, "runs stopped at any batch, also within a step, go on bit for bit")
 @pytest.mark.parametrize("point", POINTS)
 def test_stopped_at_any_point(point: int, uninterrupted: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
     check_from(point, "adamw", uninterrupted["adamw"], tmp_path / "run")

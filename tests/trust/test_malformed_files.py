@@ -7,7 +7,6 @@ the case that killed it is a miss, and another goes on with the next.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import random
 import sys
@@ -23,16 +22,10 @@ import pytest
 
 from regard.errors import RegardError
 
+from .fork_server import SERVER
 from .malformed import KINDS, Target
 from .promises import IS_FULL, Tally, size
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        *("regard.training.trainer", "torch.distributed.fsdp", "torch.utils.tensorboard", "numpy.random", "pytest"),
-        *("regard.experiments.sweep_report", "regard.io", "regard.export.engines", "torch._dynamo", "PIL.Image"),
-    ]
-)
 MAX_SECONDS = 1.0  # of the processor for one file
 MAX_SILENCE = 60.0  # seconds until a case counts as one that never ends
 ROOM = 48 << 20  # bytes a valid file may always take: the allocator's and the interpreter's own

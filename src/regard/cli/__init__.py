@@ -195,9 +195,10 @@ def set_global_options(
     ctx.obj.debug = debug
 
 
-def _is_out_of_memory(failure: RuntimeError) -> bool:
-    """On a GPU torch raises a class of its own; on a CPU it only says so."""
-    return type(failure).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(failure)
+def _is_out_of_memory(failure: Exception) -> bool:
+    """On a GPU torch raises a class of its own; on a CPU it only says so, as do libraries in Rust."""
+    said = any(words in str(failure) for words in ("can't allocate memory", "Cannot allocate memory"))
+    return said or isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
 
 
 @cache
@@ -223,6 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # unforeseen: mending it needs the traceback
         if options.debug:
             traceback.print_exc()
+        elif _is_out_of_memory(failure):
+            why = str(failure).partition("\n")[0] or "none is left"
+            hint = "a smaller model, a smaller batch or shorter texts need less"
+            terminal.report_failure(RegardError(f"there is not enough memory ({why}); {hint}"), options.command)
+            return 1
         else:
             terminal.report_failure(failure, options.command)
         return failure.exit_code if isinstance(failure, RegardError) else 1

@@ -65,7 +65,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file to write to, beside ``path``; when the block ends well it is forced to disk and takes its place."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(beside, "xb") as file:
+        with _file_in_errors(path), open(beside, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -82,9 +82,21 @@ def fsync(path: Path) -> None:
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        os.fsync(handle)
+        with _file_in_errors(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _file_in_errors(path: Path) -> Iterator[None]:
+    """Which file it was, in an error of writing to one that is open, which does not know its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

@@ -7,6 +7,8 @@ only after they have been checked.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,6 +134,14 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
+def raise_shortage(path: Path, reason: str) -> None:
+    """Raise what the system said where the machine is short of something, and the file may be as it should be."""
+    if "Cannot allocate memory" in reason:
+        raise MemoryError(f"reading {path}: {reason}") from None
+    if "Too many open files" in reason:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path)) from None
+
+
 @contextmanager
 def _bad_file_errors(path: Path) -> Iterator[None]:
     """Turn what a reader raises on a damaged file into BadModelFile."""
@@ -141,6 +151,7 @@ def _bad_file_errors(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise_shortage(path, reason)
         raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {reason}") from None
 
 

@@ -405,6 +405,7 @@ class Loop:
         for name, p in self.model.named_parameters():
             if f"grad/{name}" in summed:
                 p.grad = checkpoint.tensor(f"grad/{name}", like=p)
+        self.checkpoints.prune(self.at.best_step)  # where the run ended between writing this one and that
 
     def _restore_state(self, state: dict[str, Any], step: int) -> None:
         self.at, self.saved = Position(**state["at"]), step

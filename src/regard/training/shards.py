@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import BadModelFile
 from ..foundation.files import resolve_inside
 from ..foundation.jsonio import parse_json, to_json
+from ..hub.hf_directory import raise_shortage
 from ..hub.manifest import Entry
 
 INDEX = "index.json"
@@ -260,6 +261,7 @@ class TensorReader:
                 file, slices = self._files[file_name], shared.slices(held)
                 piece = file.get_slice(stored_name)[slices] if slices else file.get_tensor(stored_name)
             except (SafetensorError, OSError, RuntimeError) as error:
+                raise_shortage(path, str(error))
                 raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {error}") from None
             out[shared.slices(region)] = piece
         return out
