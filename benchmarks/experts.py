@@ -83,6 +83,7 @@ def speed(batch_size: int, n_steps: int, compiled: bool) -> int:
             torch.cuda.synchronize()
             if turn >= 3:
                 times[kind].append(start.elapsed_time(end) / 1e3)
+                print(f"{kind}: {start.elapsed_time(end):.1f} ms", file=sys.stderr, flush=True)
     rows, used = [["", "ms a step", "MFU", "active operations", "parameters"]], {}
     for kind, (_, config) in steps.items():
         flops = batch_size * training_flops(config, config.max_len)

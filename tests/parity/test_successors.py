@@ -264,3 +264,42 @@ def test_generation_is_theirs(tmp_path: Path) -> None:
             told = theirs.generate(prompt, **settings, length_penalty=1.0, early_stopping=False)[0, 4:].tolist()
             got = generate(ours, prompt.tolist(), max_new_tokens=8, beam=beam)
             assert got.hypotheses[0][0].tokens == told[: len(got.hypotheses[0][0].tokens)], f"{name}, beam {beam}"
+
+
+PAIR: dict[str, Any] = {
+    **{"vocab_size": 41, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 32},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40},
+    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
+MT5 = {**IDS, "vocab_size": 41, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+OTHERS: dict[str, Case] = {
+    "electra": (hf.ElectraModel, hf.ElectraConfig, {**SIZES, "embedding_size": 12}),
+    "eurobert": (hf.EuroBertModel, hf.EuroBertConfig, {**SIZES, **GROUPED, "mask_token_id": 3}),
+    "mt5": (hf.MT5ForConditionalGeneration, hf.MT5Config, {**MT5, "decoder_start_token_id": 0}),
+    "mbart": (hf.MBartForConditionalGeneration, hf.MBartConfig, PAIR),
+    "m2m_100": (hf.M2M100ForConditionalGeneration, hf.M2M100Config, PAIR),
+}
+LOOKED_AT = {name: case for name, case in CASES.items() if name == case[1].model_type and name != "mamba2"} | OTHERS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", LOOKED_AT.values(), ids=LOOKED_AT)
+def test_the_lens_shows_their_weights(case: Case, tmp_path: Path) -> None:
+    """Recomputed from q and k on the fused path, against the weights of their eager attention."""
+    model_class, config_class, fields = case
+    theirs = tiny(model_class, config_class(**fields))
+    theirs.set_attn_implementation("eager")
+    ours = twins(theirs, tmp_path / "theirs").ours
+    target = [6, 9, 4] if ours.is_encoder_decoder else None
+    look = regard.look(ours, [5, 9, 3, 17, 4, 22, 8], target)
+    names = ("input_ids", "decoder_input_ids")
+    told = theirs(**dict(zip(names, look.inputs, strict=False)), output_attentions=True)
+    kinds = dict.fromkeys(("self", "encoder"), "attentions")
+    if ours.is_encoder_decoder:
+        kinds = {"encoder": "encoder_attentions", "self": "decoder_attentions", "cross": "cross_attentions"}
+    for kind in look.kinds:
+        layers = getattr(told, kinds[kind])
+        assert len(layers) == look.layers(kind=kind)
+        for layer, weights in enumerate(layers):
+            got = torch.stack([look.weights(layer=layer, head=h, kind=kind) for h in range(look.heads(kind=kind))])
+            torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-5)
