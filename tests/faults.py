@@ -303,8 +303,8 @@ FAULTS = [
     Fault(
         "beam search stops while a beam may improve",
         "generation/beam_search.py",
-        "(best / penalty > worst)",
-        "(best / penalty < worst)",
+        "(best / penalty[:, None] > worst)",
+        "(best / penalty[:, None] < worst)",
         "tests/generation/test_beam.py tests/generation",
     ),
     Fault(

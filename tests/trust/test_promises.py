@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .promises import PROMISES, ROOT, Tally, english_table, korean_table, line_of, read_table, size, sum_up
+from .weaknesses import WEAKNESSES
 
 TESTS = """
 import pytest
@@ -58,6 +59,7 @@ def test_pages_hold_the_table() -> None:
     said = (ROOT / "docs/trust.md").read_text(encoding="utf-8")
     for number, (title, _) in PROMISES.items():
         assert re.search(rf"^{number}\. \*\*{title}", said, flags=re.MULTILINE)
+    assert not [fault.name for fault in WEAKNESSES if f"| {fault.name} |" not in said]
     assert not [line_of(row) for row in read_table(said) if row.tried != row.held], "the page tells of a miss"
 
 
