@@ -110,6 +110,7 @@ def test_a_directory_in_the_place_of_a_file(folder: Path) -> None:
     refused(folder, "model.safetensors is not a file")
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes among files here")
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
     (folder / "config.json").unlink()
@@ -154,6 +155,7 @@ def test_an_unknown_model_type(folder: Path, model_type: Any, words: list[str]) 
     refused(folder, *words)
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "preprocessor_config.json"])
 def test_remote_code(folder: Path, name: str) -> None:
     (folder / "evil.py").write_text("raise SystemExit('ran')")
@@ -391,6 +393,7 @@ def edit_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
     path.write_text(json.dumps({"weight_map": change(weight_map)}), encoding="utf-8")
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 @pytest.mark.parametrize("how", ["absolute", "dots", "deep dots", "backslash", "drive", "empty", "dot", "nul"])
 def test_a_path_in_the_index_that_leads_out(shards: Path, how: str) -> None:
     outside = shards.parent / "outside.safetensors"
@@ -409,6 +412,7 @@ def test_a_path_in_the_index_that_leads_out(shards: Path, how: str) -> None:
     refused(shards, repr(way), "leads out of the directory")
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 @pytest.mark.parametrize("folder_link", [False, True])
 def test_a_link_that_leads_out(shards: Path, folder_link: bool) -> None:
     outside = shards.parent / "elsewhere"
@@ -423,6 +427,7 @@ def test_a_link_that_leads_out(shards: Path, folder_link: bool) -> None:
     refused(shards, "is a link out of the directory", str(outside))
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_a_link_to_itself(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("model.safetensors")
@@ -489,6 +494,7 @@ def as_bin(folder: Path, content: bytes) -> Path:
     return folder
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_runs_nothing_even_when_allowed(folder: Path, tmp_path: Path, zipped: bool) -> None:
     marker = tmp_path / "marker"
@@ -502,6 +508,7 @@ def test_a_pickle_runs_nothing_even_when_allowed(folder: Path, tmp_path: Path, z
     assert not marker.exists()
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 @pytest.mark.parametrize(
     "content", [b"", b"garbage", b"PK\x03\x04", *(pickle.dumps(x, protocol=2) for x in ([1, 2], {"a": "text"}))]
 )

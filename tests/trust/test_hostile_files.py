@@ -43,6 +43,7 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return marker
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_eps_by_another_name_starts_no_ghostscript(
     ghostscript: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_state_of_a_repository(repository: Path) -> None:
     assert run_directory._git() == {"commit": commit, "changed": True}
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_a_repository_runs_nothing(repository: Path, tmp_path: Path) -> None:
     """fsmonitor, filters of .gitattributes and a submodule's own config: `git status` runs them all."""
     marker = tmp_path / "it-ran"
@@ -112,6 +114,7 @@ def test_a_repository_runs_nothing(repository: Path, tmp_path: Path) -> None:
 # ---- what a file costs
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_an_image_of_one_long_column_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import ImageFile
 
@@ -122,6 +125,7 @@ def test_an_image_of_one_long_column_is_refused_unread(tmp_path: Path, monkeypat
         pixels_of(tmp_path / "x.png")
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_a_strip_is_not_resized_to_gigabytes() -> None:
     processor = ImageProcessor(size=224)
     assert processor(Image.new("RGB", (10, 30))).shape == (1, 3, 672, 224)
@@ -129,6 +133,7 @@ def test_a_strip_is_not_resized_to_gigabytes() -> None:
         processor(Image.new("RGB", (1, 60_000)))
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_a_packed_document_may_not_unpack_to_a_thousand_times_its_size(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "captions.json.gz", "wb", compresslevel=9) as file:
         for _ in range(34):
@@ -137,6 +142,7 @@ def test_a_packed_document_may_not_unpack_to_a_thousand_times_its_size(tmp_path:
         open_source(DataConfig(source=str(tmp_path / "captions.json.gz")))
 
 
+@pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_a_header_of_very_many_tensors(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     for n, words in ((100_001, "has 100,001 tensors, more than"), (300_000, "has a header of 1")):

@@ -159,15 +159,15 @@ def test_nothing_is_fetched_at_run_time(tmp_path: Path, tally: Tally, monkeypatc
     write_data("translate", tmp_path)
     words = words_of("translate", "pairs.tsv", "model=transformer-tiny", "train.steps=2", "train.out=run")
     little = ["--shapes", "1", "--no-compile", "--same-text", "0"]
-    kinds = ["hf", "int8", "onnx", "ctranslate2"] if IS_FULL else ["hf", "int8"]
+    kinds = ["int8", "hf", "onnx", "ctranslate2"] if IS_FULL else ["int8"]
     commands = [
         ["train", "translate", *words],
         ["eval", "run", "--limit", "2"],
         ["translate", "run", "one two"],
         ["look", "run", "one two", "--out", "look.html"],
         *(["export", "run", kind, f"shipped-{kind}", *little] for kind in kinds),
-        ["info", "shipped-hf"],
-        ["translate", "shipped-hf", "one two"],
+        ["info", "shipped-int8"],
+        ["translate", "shipped-int8", "one two"],
         ["cost", "gpt2"],
         ["doctor"],
     ]

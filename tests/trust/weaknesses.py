@@ -38,6 +38,27 @@ WEAKNESSES = [
         "tests/trust/test_bit_flips.py",
     ),
     Fault(
+        "torch.load runs what a pickle says",
+        "hub/hf_directory.py",
+        "weights_only=True",
+        "weights_only=False",
+        "tests/hub/test_bad_directories.py",
+    ),
+    Fault(
+        "a link may lead out of a directory",
+        "foundation/files.py",
+        "if not (real.is_relative_to(home) or real.is_relative_to(blobs)):",
+        "if False:",
+        "tests/hub/test_bad_directories.py",
+    ),
+    Fault(
+        "an image may be of any format",
+        "data/images.py",
+        "image = Image.open(file, formats=formats)",
+        "image = Image.open(file)",
+        "tests/trust/test_hostile_files.py",
+    ),
+    Fault(
         "numbers that are not finite are seen too late",
         "training/loop.py",
         "if not finite_loss or not (finite_norm or may_skip):",
