@@ -299,14 +299,14 @@ def tiles(args: argparse.Namespace, report: Report, low: Decoder) -> None:
     """The same steps with other tiles in the kernels: what the defaults in ``kernels.decoding`` are chosen by."""
     from regard.kernels import decode_attention, decoding
 
-    attention, linear = decode_attention.attention_tile, decoding.linear_tile
-    choices = {1: [(64, 4), (128, 8), (256, 8), (512, 16)], 64: [(32, 2), (32, 4), (64, 2), (128, 4), (128, 8)]}
+    attention, linear = decode_attention.dot_tile, decoding.linear_tile
+    choices = {1: [(64, 4, 3), (128, 8, 3), (256, 8, 2)], 64: [(32, 4, 4), (64, 2, 3), (128, 4, 2)]}
     for rows, several in choices.items():
         for tile in several:
-            decode_attention.attention_tile = lambda _, tile=tile: tile
+            decode_attention.dot_tile = lambda *_, tile=tile: tile
             name = f"attention tile {tile}, batch {rows}"
             report.attempt(name, lambda rows=rows: stepping(args, rows, lambda: step_of(low, rows)))
-    decode_attention.attention_tile = attention
+    decode_attention.dot_tile = attention
     for tile in ((2, 2, 1024), (2, 4, 1024), (4, 4, 1024), (4, 4, 4096), (8, 4, 1024)):  # inside layers
         decoding.linear_tile = lambda n, k, tile=tile: tile if n <= 8192 else linear(n, k)
         report.attempt(f"product tile {tile}, batch 1", lambda: stepping(args, 1, lambda: step_of(low, 1)))

@@ -20,11 +20,12 @@ from torch import Tensor
 from ..foundation.cancellation import check_cancelled
 from ..models import Model
 from ..models.components import window_of
-from .cached_engine import CacheName, DecodingEngine
-from .decode_step import DecodeState, DecodeStep, Form, StepKeys, capture_obstacle
+from .cached_engine import CacheName, DecodingEngine, check_logits
+from .decode_step import DecodeStep, Form, capture_obstacle
 from .generation_config import GenerateConfig
 from .prompts import Prompts, Sources, max_text_length
 from .sampling import ChosenTokens, decode_loop, draw_tokens, filter_logits, token_log_probs, uniform_draws
+from .step_keys import DecodeState, StepKeys
 from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
 BLOCK_STEPS = 8  # captured together; the host reads after each block, one block late
@@ -248,15 +249,12 @@ class CudaGraphEngine(DecodingEngine):
         captured = self._capture(prompts, copies, capture)
         if captured is None or self.decoder is None:
             return None
-        self.static = False
-        logits = super().prefill(prompts)
-        self.static = True  # rows stay in place
-        decoder, device = self.decoder, prompts.tokens.device
-        lengths = torch.tensor([len(row) for row in prompts.rows], device=device)
+        decoder, self.static = self.decoder, True  # rows stay in place
+        lengths = torch.tensor([len(row) for row in prompts.rows], device=decoder.device)
         decoder.begin(lengths.repeat_interleave(copies), prompts.limit.repeat_interleave(copies))
-        bias = self.model.decoder.position_bias
-        decoder.keys.begin(self._cache, decoder.state.lengths, prompts.positions, self._padding_mask, bias)
-        self._cache = self.model.new_cache()  # captured steps have their own
+        decoder.keys.begin(decoder.state.lengths, self.model.decoder.position_bias)
+        memory = None if self._memory is None else self._memory.states
+        logits = check_logits(decoder.step.prefill(prompts.rows, memory, self._padding_mask))
         return captured, logits if copies == 1 else logits.repeat_interleave(copies, 0)
 
     def _capture(self, prompts: Prompts, copies: int, capture: Callable[[GraphDecoder], Captured]) -> Captured | None:
@@ -376,16 +374,24 @@ def graph_decode_loop(
         return
     limit = prompts.limit.cpu().repeat_interleave(config.n_best)
     rows, step = torch.arange(len(limit)), 0
-    done = torch.zeros_like(rows, dtype=torch.bool)
+    done, some_done, shortest = torch.zeros_like(rows, dtype=torch.bool), False, int(limit.min())
     reads_text = bool(config.stop) or strings is not None
     texts = prompts.texts.cpu().repeat_interleave(config.n_best, 0)
     for block in blocks:
-        for tokens, log_probs in zip(*block, strict=True):
+        # Of all steps at once where that can be, so that a fast GPU does not wait for the host.
+        block_codes = None if reads_text else stop_codes(block[0], texts, step, config, eos_id, None)
+        for number, (tokens, log_probs) in enumerate(zip(*block, strict=True)):
             step += 1
-            codes = stop_codes(tokens, texts, step, config, eos_id, strings)
-            codes = torch.where((codes == GOING_ON) & (step >= limit), LENGTH, codes)
-            yield ChosenTokens(*(x[~done] for x in (rows, tokens, log_probs, codes)))
+            if block_codes is None:
+                codes = stop_codes(tokens, texts, step, config, eos_id, strings)
+            else:
+                codes = block_codes[number]
+            if step >= shortest:
+                codes = torch.where((codes == GOING_ON) & (step >= limit), LENGTH, codes)
+            chosen = ChosenTokens(rows, tokens, log_probs, codes)
+            yield ChosenTokens(*(x[~done] for x in chosen)) if some_done else chosen
             texts = torch.cat([texts, tokens[:, None]], 1) if reads_text else texts
-            done = done | (codes != GOING_ON)
-            if done.all():
-                return
+            if step >= shortest or bool((codes != GOING_ON).any()):
+                done, some_done = done | (codes != GOING_ON), True
+                if done.all():
+                    return

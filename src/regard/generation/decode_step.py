@@ -7,9 +7,8 @@ keeps its address. The weights are the model's own; only the operations between 
     few     norm, product, activation and residual in one launch: two or three launches a sublayer    (a few rows)
     many    bias and activation inside a product, residual and norm after it in one launch             (many rows)
 
-Beams: row r holds the keys of the tokens that were read in row r, and ``StepKeys.origin`` says in which row each
-position of a beam's past lies. When a beam continues another one, that index changes and no key is copied. An encoder's
-keys are held once a source. ``TorchOps`` defines what the kernels in ``kernels.decoding`` compute, on every device.
+The prompts go through the same modules, without the masks, frames and taps of a model's own pass (``prefill``).
+``TorchOps`` defines what the kernels in ``kernels.decoding`` compute, on every device.
 """
 
 from __future__ import annotations
@@ -23,124 +22,20 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..attention.biases import RelativeBias
-from ..attention.cache import GrowingCache, ModelCache
 from ..attention.mechanisms import Dot
 from ..layers import FeedForward, LayerNorm, Learned, RMSNorm
 from ..layers.feedforward import activation_function
 from ..models import Block, Model
-from ..models.base_model import DecoderShape
 from .cached_engine import step_obstacle
 from .sampling import token_log_probs
+from .step_keys import DecodeState, StepKeys
 
 Form = Literal["plain", "few", "many"]
 MAX_FEW = 4  # rows up to which reading a weight once for each of them is faster than a matrix product
 
+_BIASED_QUERIES = 512  # of a prompt at a time, where positions have a bias
+
 Norm = tuple[str, Tensor, Tensor | None, float]  # ("layer" or "rms", gain, shift, eps)
-
-
-class DecodeState(NamedTuple):
-    """What changes from step to step, on the device and at fixed addresses."""
-
-    tokens: Tensor  # (R,) the token to read
-    lengths: Tensor  # (R,) its position
-    last: Tensor  # (R,) the last position of a row, where a finished row stays
-    steps: Tensor  # (R,) tokens chosen so far
-    history: Tensor  # (n, R) the tokens chosen
-    log_probs: Tensor  # (n, R) of each, by the model alone
-
-    @classmethod
-    def empty(cls, rows: int, n_steps: int, device: torch.device) -> DecodeState:
-        tokens, lengths, last, steps = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4))
-        history = torch.zeros(n_steps, rows, dtype=torch.int64, device=device)
-        return cls(tokens, lengths, last, steps, history, torch.zeros(n_steps, rows, device=device))
-
-    def begin(self, lengths: Tensor, last: Tensor) -> None:
-        self.lengths.copy_(lengths)
-        self.last.copy_(last)
-        self.steps.zero_()
-
-    def advance(self) -> None:
-        self.lengths.copy_(torch.minimum(self.lengths + 1, self.last))
-
-    def append(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Write the chosen tokens into the history; the next step reads them."""
-        self.history.scatter_(0, self.steps[None], tokens[None])
-        self.log_probs.scatter_(0, self.steps[None], log_probs[None].to(self.log_probs.dtype))
-        self.tokens.copy_(tokens)
-        self.steps.add_(1)
-
-
-class StepKeys:
-    """Keys and values at fixed addresses: of R rows' texts, and of the encoder's output for R / copies sources.
-
-    The copies of a prompt, rows side by side, share its keys: beams, or several texts that are drawn.
-    """
-
-    def __init__(self, model: Model, rows: int, max_len: int, copies: int = 1, source_len: int = 0) -> None:
-        shape, self.max_len, self.copies = DecoderShape.of(model.config), max_len, copies
-        like = next(model.parameters())
-
-        def pairs(n_rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
-            sizes = (n_rows, shape.n_kv_heads, length, shape.d_head)
-            return [(like.new_zeros(sizes), like.new_zeros(sizes)) for _ in range(shape.n_layers)]
-
-        self.layers = pairs(rows, max_len + 1)  # (R, G, S + 1, D) each; the last slot is for padding, and never read
-        self.memory = pairs(rows // copies, source_len) if source_len else []  # (B, G, M, D) each
-        self.row = torch.arange(rows, device=like.device)
-        self.source = self.row // copies  # (R,) the source that a row is about
-        self.source_lengths = torch.ones(rows // copies, dtype=torch.int64, device=like.device)
-        # (R, S) the row that holds each position of a row's past; without copies it is the row itself
-        self.origin = self.row[:, None].repeat(1, max_len) if copies > 1 else None
-        bias = model.decoder.position_bias
-        self.bias = None if bias is None else like.new_zeros(shape.n_heads, max_len)  # (H, S) by distance back
-
-    def begin(
-        self,
-        cache: ModelCache,
-        lengths: Tensor,
-        positions: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        bias: RelativeBias | None = None,
-    ) -> None:
-        """Take over what a pass over n prompts left in a growing cache: each prompt in the first of its copies.
-
-        ``lengths`` (R,) are the prompts', ``positions`` (n, P) are -1 for padding, ``padding_mask`` (n, M) is that of
-        the sources, ``bias`` the model's.
-        """
-        for pair in self.layers:
-            for x in pair:
-                x.zero_()  # a leftover infinity times weight 0 would be NaN
-        for pair, layer in zip(self.layers, cache.layers, strict=True):
-            assert isinstance(layer, GrowingCache)
-            for held, new in zip(pair, layer.keys_and_values(), strict=True):
-                first = held[:: self.copies][: len(new)]
-                if positions is None:
-                    first[:, :, : new.shape[2]] = new
-                else:
-                    slots = torch.where(positions < 0, self.max_len, positions)
-                    first.scatter_(2, slots[:, None, :, None].expand_as(new), new)
-        for pair, cross in zip(self.memory, cache.cross, strict=True):
-            for held, new in zip(pair, cross.update(), strict=True):
-                held[: len(new), :, : new.shape[2]] = new
-                n_source = new.shape[2] if padding_mask is None else padding_mask.sum(1)
-                self.source_lengths[: len(new)] = n_source
-        if self.origin is not None:
-            past = torch.arange(self.max_len, device=lengths.device) < lengths[:, None]
-            self.origin.copy_(torch.where(past, (self.source * self.copies)[:, None], self.row[:, None]))
-        if self.bias is not None:
-            assert bias is not None
-            self.bias.copy_(bias.at(-torch.arange(self.max_len, device=self.row.device)))
-
-    def select(self, rows: Tensor, lengths: Tensor) -> None:
-        """Row r continues row rows[r]; ``lengths`` (R,) are those of all rows."""
-        n = len(rows)
-        if self.origin is None:
-            for pair in self.layers:
-                for x in pair:
-                    x[:n] = x[:n].index_select(0, rows)
-            return
-        past = torch.arange(self.max_len, device=rows.device) < lengths[:n, None]
-        self.origin[:n] = torch.where(past, self.origin.index_select(0, rows), self.row[:n, None])
 
 
 class TorchOps:
@@ -169,7 +64,7 @@ class TorchOps:
         back = lengths[:, None] - positions  # (R, S)
         if origin is not None:
             own = torch.arange(len(q), device=q.device)[:, None]
-            rows = torch.where(back > 0, F.pad(origin, (0, len(positions) - origin.shape[1])), own)
+            rows = torch.where(back > 0, origin, own)
             k_cache, v_cache = (x.gather(0, rows[:, None, :, None].expand_as(x)) for x in (k_cache, v_cache))
         mask = (back >= 0)[:, None, None]
         if bias is not None:
@@ -182,10 +77,10 @@ class TorchOps:
         return out.flatten(1)
 
     @staticmethod
-    def attend_memory(q: Tensor, k: Tensor, v: Tensor, source: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """q (R, H, D) over an encoder's k and v (B, G, S, D), those of source (R,) up to lengths (B,) → (R, H · D)."""
-        k, v = k.index_select(0, source), v.index_select(0, source)
-        mask = torch.arange(k.shape[2], device=q.device) < lengths[source][:, None]
+    def attend_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """q (R, H, D) over an encoder's k and v (B, G, S, D) up to lengths (B,), R / B rows a source → (R, H · D)."""
+        k, v, lengths = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v, lengths))
+        mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None]
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
             q[:, :, None], k, v, attn_mask=mask[:, None, None], scale=scale, enable_gqa=gqa
@@ -331,6 +226,7 @@ class DecodeStep:
         widths = {linear.in_features for linear in stack.modules() if isinstance(linear, nn.Linear)}
         faster = self.ops.product_is_faster(len(state.tokens), self.table.weight.dtype, widths)
         self.products = self.ops if faster else TorchOps
+        self.wide_head = self._padded_head()
         position = self.embeddings.position
         if isinstance(position, Learned):
             self.positions: tuple[Tensor | None, int] = position.weight, position.offset
@@ -348,6 +244,54 @@ class DecodeStep:
         for number, block in enumerate(self.blocks):
             x = self._plain(x, number, block)
         return self.head(x if self.norm is None else self.norm(x), self.table.weight)
+
+    def prefill(self, prompts: list[list[int]], memory: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        """Logits (n, V) of what follows n prompts, whose keys and values it writes.
+
+        ``memory`` is the encoder's output (n, S, M), of which ``padding_mask`` (n, S) says what is real. Prompts are
+        padded on the right, where no token sees the padding, and the steps overwrite what it wrote.
+        """
+        device = self.table.weight.device
+        if self.wide_head is not None:
+            self.wide_head[: len(self._output_weight())] = self._output_weight()
+        lengths = torch.tensor([len(row) for row in prompts], device=device)
+        rows = [torch.tensor(row) for row in prompts]
+        x = self.embeddings(self.table(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)))  # (n, P, M)
+        for number, block in enumerate(self.blocks):
+            attention, cross = attention_of(block), block.cross_attention
+            attend = lambda y, number=number, w=attention: w.w_o(self._attend_prompt(number, w.w_qkv(y)))  # noqa: E731
+            attend_memory = None
+            if cross is not None:
+                assert memory is not None
+                k, v = cross._heads(cross.w_kv(memory), cross.n_kv_heads, cross.n_kv_heads)
+                k = cross._normalise(k, cross.k_norm)
+                self.keys.write_memory(number, k, v, padding_mask)
+                attend_memory = lambda y, w=cross, k=k, v=v: w.w_o(  # noqa: E731
+                    _attend_source(w, w.w_query(y), k, v, padding_mask)
+                )
+            x = block.residuals().run(x, attend, attend_memory, block.ff)
+        x = x[torch.arange(len(prompts), device=device), lengths - 1]
+        return self.head(x if self.norm is None else self.norm(x), self.table.weight).float()
+
+    def _attend_prompt(self, number: int, qkv: Tensor) -> Tensor:
+        """Causal attention of prompts (n, P, (H + 2G) · D) → (n, P, H · D)."""
+        attention, length = attention_of(self.blocks[number]), qkv.shape[1]
+        n_kv_heads, positions = attention.n_kv_heads, torch.arange(length, device=qkv.device)
+        q, k, v = attention._heads(qkv, attention.n_heads, n_kv_heads, n_kv_heads)  # (n, heads, P, D)
+        q, k = attention._normalise_qk(q, k)
+        if attention.rope is not None:
+            q, k = attention.rope(q, positions), attention.rope(k, positions)
+        self.keys.write_prompts(number, k, v)
+        options: dict[str, Any] = {"scale": scale_of(attention), "enable_gqa": attention.n_heads != n_kv_heads}
+        if self.keys.bias is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+            return y.transpose(1, 2).flatten(2)
+        parts = []
+        for some in positions.split(_BIASED_QUERIES):  # the bias of all of them would be O(P²)
+            back = some[:, None] - positions
+            bias = self.keys.bias[:, back.clamp(min=0)].masked_fill(back < 0, -torch.inf)  # (H, some, P)
+            parts.append(F.scaled_dot_product_attention(q[:, :, some], k, v, attn_mask=bias, **options))
+        return torch.cat(parts, 2).transpose(1, 2).flatten(2)
 
     def _embed(self) -> Tensor:
         tokens, lengths, part = self.state.tokens, self.state.lengths, self.embeddings
@@ -399,7 +343,11 @@ class DecodeStep:
             z = sub.inner(product(z, sub.w_in.weight, sub.w_in.bias, sub.activation))
             y, bias = in_parts(z, sub.w_out.weight), sub.w_out.bias
         _, z = self._add_norm(x, y, bias, self.norms[-1])
-        return self.head.cap_logits(product(self.head.hidden(z), self._output_weight(), self.head.bias))
+        z, weight = self.head.hidden(z), self._output_weight()
+        if self.wide_head is None:
+            return self.head.cap_logits(product(z, weight, self.head.bias))
+        logits = F.linear(z, self.wide_head)[:, : len(weight)]
+        return self.head.cap_logits(logits if self.head.bias is None else logits + self.head.bias)
 
     def _add_norm(self, x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """What the next residual adds to, and what the next sublayer reads."""
@@ -407,6 +355,16 @@ class DecodeStep:
             return x, x
         total, normed = self.ops.add_norm(x, y, bias, norm)
         return (normed if self.is_post else total), normed
+
+    def _padded_head(self) -> Tensor | None:
+        """Room for the output weights and zeros, a multiple of 128 rows: others cuBLAS multiplies several times slower.
+
+        ``prefill`` copies the weights, which may have been trained since. None where the product does not need it.
+        """
+        weight = self._output_weight()
+        needed = self.form == "many" and self.products is TorchOps and weight.is_cuda and weight.dtype.itemsize == 2
+        n_rows = -(-len(weight) // 128) * 128
+        return weight.new_zeros(n_rows, weight.shape[1]) if needed and n_rows != len(weight) else None
 
     def _output_weight(self) -> Tensor:
         return self.table.weight if self.head.weight is None else self.head.weight
@@ -428,9 +386,19 @@ class DecodeStep:
         assert attention is not None
         (heads,) = attention._heads(q[:, None], attention.n_heads)
         heads = attention._normalise(heads, attention.q_norm)[:, :, 0]
-        return self.ops.attend_memory(
-            heads, *keys.memory[number], keys.source, keys.source_lengths, scale_of(attention)
-        )
+        return self.ops.attend_memory(heads, *keys.memory[number], keys.source_lengths, scale_of(attention))
+
+
+def _attend_source(
+    attention: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None
+) -> Tensor:
+    """q (n, P, H · D) over an encoder's k and v (n, G, M, D) → (n, P, H · D)."""
+    (heads,) = attention._heads(q, attention.n_heads)
+    heads = attention._normalise(heads, attention.q_norm)
+    mask = None if padding_mask is None else padding_mask.bool()[:, None, None]
+    gqa = attention.n_heads != attention.n_kv_heads
+    y = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, scale=scale_of(attention), enable_gqa=gqa)
+    return y.transpose(1, 2).flatten(2)
 
 
 def attention_of(block: Block) -> MultiHeadAttention:

@@ -1,6 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of a decode step's attention: one query a row over the keys of its text, or of an encoder's output.
 
+Two ways: by lines, where every key has a line of registers with its own running softmax, exact in float32; and by tiles
+for half precision, on tensor cores, where the heads and beams that share keys are rows of one product.
+
 On Hopper and later a kernel starts while the one before it still runs (programmatic dependent launch): it loads what no
 kernel writes, such as weights, and then waits for the other to end (``wait_for_previous``). Every kernel of a decode
 step waits, so that whatever came before the other has ended too.
@@ -52,7 +55,7 @@ def _merge(top, total, mixed, scores, values, seen):
 
 
 @triton.jit
-def _attend(
+def _attend_by_lines(
     q, k_new, v_new, k_held, v_held, lengths, origin, bias, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g,
     held_s, origin_b, bias_h, REP: tl.constexpr, D: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
@@ -102,9 +105,137 @@ def _attend(
     tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _add_tile(top, total, mixed, query, keys, values, bias, seen, scale):
+    """One tile of keys (D, S) and values (S, D) more in the running softmax of queries (Q, D).
+
+    ``scale`` includes log₂ e, for exp2; so does ``bias``.
+    """
+    scores = tl.dot(query, keys, input_precision="ieee") * scale + bias
+    scores = tl.where(seen[None, :], scores, -1e30)
+    higher = tl.maximum(top, tl.max(scores, 1))
+    before, weights = tl.exp2(top - higher), tl.exp2(scores - higher[:, None])
+    mixed = mixed * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return higher, total * before + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _attend_by_tiles(
+    q, k_new, v_new, k_held, v_held, lengths, origin, bias, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g,
+    held_s, origin_b, bias_h, n_heads, REP: tl.constexpr, D: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Program (b, g): store the new key and value in slot lengths[b]; its REP heads attend to slots 0 … lengths[b]."""
+    launch_next(EARLY)
+    b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, s, rep = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_Q)
+    inside, head = d < D, g * REP + rep
+    lines = (rep < REP)[:, None] & inside[None, :]
+    wait_for_previous(EARLY)
+    length = tl.load(lengths + b).to(tl.int32)
+    query = tl.load(q + b * q_b + head[:, None] * q_h + d[None, :], mask=lines, other=0.0)
+    key = tl.load(k_new + b * k_b + g * k_g + d, mask=inside, other=0.0)
+    value = tl.load(v_new + b * v_b + g * v_g + d, mask=inside, other=0.0)
+    top = tl.full([BLOCK_Q], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_S):
+        seen = start + s < length
+        row = tl.load(origin + b * origin_b + start + s, mask=seen, other=0) if HAS_ORIGIN else b
+        at = row * held_b + g * held_g + (start + s) * held_s
+        keys = tl.load(k_held + at[None, :] + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
+        values = tl.load(v_held + at[:, None] + d[None, :], mask=seen[:, None] & inside[None, :], other=0.0)
+        added = 0.0
+        if HAS_BIAS:
+            back = bias + head[:, None] * bias_h + length - (start + s)[None, :]
+            added = tl.load(back, mask=(rep < REP)[:, None] & seen[None, :], other=0.0).to(tl.float32)
+            added = added * 1.4426950408889634
+        top, total, mixed = _add_tile(top, total, mixed, query, keys, values, added, seen, scale)
+    own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    if HAS_BIAS:
+        own += tl.load(bias + head * bias_h, mask=rep < REP, other=0.0).to(tl.float32) * 1.4426950408889634
+    higher = tl.maximum(top, own)
+    before, own = tl.exp2(top - higher), tl.exp2(own - higher)
+    result = mixed * before[:, None] + own[:, None] * value.to(tl.float32)[None, :]
+    result = result / (total * before + own)[:, None]
+    tl.store(out + (b * n_heads + head[:, None]) * D + d[None, :], result.to(out.dtype.element_ty), mask=lines)
+    own_at = b * held_b + g * held_g + length.to(tl.int64) * held_s + d
+    tl.store(k_held + own_at, key, mask=inside)
+    tl.store(v_held + own_at, value, mask=inside)
+
+
+@triton.jit
+def _attend_memory_by_lines(
+    q, k_held, v_held, lengths, out, scale, q_b, q_h, held_b, held_g, held_s, COPIES: tl.constexpr, REP: tl.constexpr,
+    D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Program (b, h): attend to slots 0 … lengths[b // COPIES] − 1 of source b // COPIES."""
+    launch_next(EARLY)
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    inside = d < D
+    wait_for_previous(EARLY)
+    row = b // COPIES
+    length = tl.load(lengths + row).to(tl.int32)
+    query = tl.load(q + b * q_b + h * q_h + d, mask=inside, other=0.0).to(tl.float32) * scale
+    at = row * held_b + (h // REP) * held_g
+    top = tl.full([BLOCK_S], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    mixed = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_S):
+        seen = start + s < length
+        both = seen[:, None] & inside[None, :]
+        tile = at + (start + s)[:, None] * held_s + d[None, :]
+        keys = tl.load(k_held + tile, mask=both, other=0.0).to(tl.float32)
+        values = tl.load(v_held + tile, mask=both, other=0.0).to(tl.float32)
+        top, total, mixed = _merge(top, total, mixed, tl.sum(keys * query[None, :], 1), values, seen)
+    share = tl.exp2(top - tl.max(top, 0))
+    result = tl.sum(mixed * share[:, None], 0) / tl.maximum(tl.sum(total * share, 0), 1e-30)
+    tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend_memory_by_tiles(
+    q, k_held, v_held, lengths, out, scale, q_b, q_h, held_b, held_g, held_s, n_heads, COPIES: tl.constexpr,
+    REP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr
+):  # fmt: skip
+    """Program (source, g): its COPIES rows of REP heads each attend to slots 0 … lengths[source] − 1."""
+    launch_next(EARLY)
+    source, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, s, each = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_Q)
+    inside, row, head = d < D, source * COPIES + each // REP, g * REP + each % REP
+    lines = (each < COPIES * REP)[:, None] & inside[None, :]
+    wait_for_previous(EARLY)
+    length = tl.load(lengths + source).to(tl.int32)
+    query = tl.load(q + row[:, None] * q_b + head[:, None] * q_h + d[None, :], mask=lines, other=0.0)
+    top = tl.full([BLOCK_Q], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_S):
+        seen = start + s < length
+        at = source * held_b + g * held_g + (start + s) * held_s
+        keys = tl.load(k_held + at[None, :] + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
+        values = tl.load(v_held + at[:, None] + d[None, :], mask=seen[:, None] & inside[None, :], other=0.0)
+        top, total, mixed = _add_tile(top, total, mixed, query, keys, values, 0.0, seen, scale)
+    result = mixed / tl.maximum(total, 1e-30)[:, None]
+    at = (row * n_heads + head)[:, None] * D + d[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=lines)
+
+
 def attention_tile(n_programs: int) -> tuple[int, int]:
-    """Keys in a tile and warps: few programs need larger tiles to saturate the memory."""
-    return (512, 8) if n_programs < 264 else (64, 8)
+    """Of the kernels by lines: keys in a tile and warps. Few programs need larger tiles to saturate the memory."""
+    return (512, 8) if n_programs < 132 else (32, 4)
+
+
+def dot_tile(n_programs: int) -> tuple[int, int, int]:
+    """Of the kernels by tiles: keys in a tile, warps and pipeline stages."""
+    return (128, 4, 3) if n_programs < 132 else (64, 4, 3)
+
+
+def uses_tensor_cores(x: Tensor) -> bool:
+    """Whether attention goes by tiles: half precision alone, float32 would be rounded."""
+    return x.element_size() == 2
 
 
 @torch.library.custom_op("regard::attend_one", mutates_args=("k_held", "v_held"))
@@ -124,18 +255,33 @@ def attend_one(
     origin  (R, S): the row that holds each position of a row's past; None: the row itself
     bias    (H, S): what is added to the score of a key so many positions back
     """
-    rows, n_heads, width = q.shape
+    (rows, n_heads, width), n_groups = q.shape, k.shape[1]
     out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
-    block, warps = attention_tile(rows * n_heads)
-    _attend[(rows, n_heads)](
-        q, k, v, k_held, v_held, lengths, lengths if origin is None else origin, q if bias is None else bias, out,
-        scale * _LOG2_E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        k_held.stride(0), k_held.stride(1), k_held.stride(2), 0 if origin is None else origin.stride(0),
-        0 if bias is None else bias.stride(0), REP=n_heads // k.shape[1], D=width, HAS_ORIGIN=origin is not None,
-        HAS_BIAS=bias is not None, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps,
-        **overlap(q.device)
-    )  # fmt: skip
+    inputs = (
+        *(q, k, v, k_held, v_held, lengths, lengths if origin is None else origin, q if bias is None else bias, out),
+        *(scale * _LOG2_E, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_held.stride()[:3]),
+        *(0 if origin is None else origin.stride(0), 0 if bias is None else bias.stride(0)),
+    )
+    options = {"REP": n_heads // n_groups, "D": width, "HAS_ORIGIN": origin is not None, "HAS_BIAS": bias is not None}
+    if uses_tensor_cores(q):
+        block, warps, stages = dot_tile(rows * n_groups)
+        queries, block_d = _query_rows(n_heads // n_groups), max(16, triton.next_power_of_2(width))
+        _attend_by_tiles[(rows, n_groups)](
+            *inputs, n_heads, **options, BLOCK_Q=queries, BLOCK_S=block, BLOCK_D=block_d, num_warps=warps,
+            num_stages=stages, **overlap(q.device)
+        )  # fmt: skip
+    else:
+        block, warps = attention_tile(rows * n_heads)
+        _attend_by_lines[(rows, n_heads)](
+            *inputs, **options, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps,
+            **overlap(q.device)
+        )  # fmt: skip
     return out
+
+
+def _query_rows(n: int) -> int:
+    """Tensor cores take at least 16."""
+    return max(16, triton.next_power_of_2(n))
 
 
 @attend_one.register_fake
@@ -153,44 +299,22 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
-@triton.jit
-def _attend_memory(
-    q, k_held, v_held, source, lengths, out, scale, q_b, q_h, held_b, held_g, held_s, REP: tl.constexpr,
-    D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    """Program (b, h): attend to slots 0 … lengths[source[b]] − 1 of source[b]."""
-    launch_next(EARLY)
-    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
-    inside = d < D
-    wait_for_previous(EARLY)
-    row = tl.load(source + b)
-    length = tl.load(lengths + row).to(tl.int32)
-    query = tl.load(q + b * q_b + h * q_h + d, mask=inside, other=0.0).to(tl.float32) * scale
-    at = row * held_b + (h // REP) * held_g
-    top = tl.full([BLOCK_S], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    mixed = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for start in range(0, length, BLOCK_S):
-        seen = start + s < length
-        both = seen[:, None] & inside[None, :]
-        tile = at + (start + s)[:, None] * held_s + d[None, :]
-        keys = tl.load(k_held + tile, mask=both, other=0.0).to(tl.float32)
-        values = tl.load(v_held + tile, mask=both, other=0.0).to(tl.float32)
-        top, total, mixed = _merge(top, total, mixed, tl.sum(keys * query[None, :], 1), values, seen)
-    share = tl.exp2(top - tl.max(top, 0))
-    result = tl.sum(mixed * share[:, None], 0) / tl.maximum(tl.sum(total * share, 0), 1e-30)
-    tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
-
-
-def attend_memory(q: Tensor, k: Tensor, v: Tensor, source: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """q (R, H, D) over an encoder's k and v (B, G, S, D), those of source (R,) up to lengths (B,) → (R, H · D)."""
-    rows, n_heads, width = q.shape
+def attend_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """q (R, H, D) over an encoder's k and v (B, G, S, D) up to lengths (B,), R / B rows a source → (R, H · D)."""
+    (rows, n_heads, width), (n_sources, n_groups) = q.shape, k.shape[:2]
     out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
-    block = min(64, triton.next_power_of_2(k.shape[2]))
-    _attend_memory[(rows, n_heads)](
-        q, k, v, source, lengths, out, scale * _LOG2_E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        k.stride(2), REP=n_heads // k.shape[1], D=width, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width),
-        num_warps=4, **overlap(q.device)
-    )  # fmt: skip
+    copies, rep = rows // n_sources, n_heads // n_groups
+    inputs = (q, k, v, lengths, out, scale * _LOG2_E, *q.stride()[:2], *k.stride()[:3])
+    if uses_tensor_cores(q):
+        block, warps, stages = dot_tile(n_sources * n_groups)
+        _attend_memory_by_tiles[(n_sources, n_groups)](
+            *inputs, n_heads, COPIES=copies, REP=rep, D=width, BLOCK_Q=_query_rows(copies * rep), BLOCK_S=block,
+            BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=warps, num_stages=stages, **overlap(q.device)
+        )  # fmt: skip
+    else:
+        block = min(64, triton.next_power_of_2(k.shape[2]))
+        _attend_memory_by_lines[(rows, n_heads)](
+            *inputs, COPIES=copies, REP=rep, D=width, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width),
+            num_warps=4, **overlap(q.device)
+        )  # fmt: skip
     return out

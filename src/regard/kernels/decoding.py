@@ -101,7 +101,7 @@ def _linear(
 def linear_tile(n_outputs: int, k: int) -> tuple[int, int, int]:
     """Outputs per program, its warps, and how much of K it loads at once."""
     block, warps = (2, 4) if n_outputs <= 1024 else (4, 4) if n_outputs <= 8192 else (16, 8)
-    return block, warps, min(triton.next_power_of_2(k), 1024)
+    return block, warps, min(triton.next_power_of_2(k), 4096 if n_outputs <= 8192 else 1024)
 
 
 def linear(
@@ -137,11 +137,24 @@ def linear(
 
 
 @triton.jit
+def _fetch(pointers):
+    """Bring the cache lines at pointers into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _product(
-    x, weight, bias, out, M, N, out_m, K: tl.constexpr, PART: tl.constexpr, ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
+    x, weight, bias, out, M, N, out_n, out_m, K: tl.constexpr, PART: tl.constexpr, ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (block of outputs, block of rows, part of K, PART wide): act(x Wᵀ + bias), or a part of the sum."""
+    """Program (block of outputs, block of rows, part of K, PART wide): act(x Wᵀ + bias), or a part of the sum.
+
+    LINES: cache lines of a row of its weights, if they are to be fetched before the previous kernel ends. Up to
+    ``out_n`` ≥ N outputs are written, so that wide stores need no mask.
+    """
     launch_next(EARLY)
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     part = tl.program_id(2)
@@ -149,6 +162,9 @@ def _product(
     rows, columns = (m < M)[:, None], (n < N)[None, :]
     x_at, weight_at = x + m[:, None].to(tl.int64) * K + k[None, :], weight + n[None, :].to(tl.int64) * K + k[:, None]
     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if EARLY and LINES > 0:
+        line = tl.minimum(tl.arange(0, LINES) * 64, PART - 1)
+        _fetch(weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + part * PART + line[None, :])
     wait_for_previous(EARLY)
     for start in range(0, PART, BLOCK_K):
         lines = tl.load(x_at + start, mask=rows, other=0.0)
@@ -157,9 +173,10 @@ def _product(
         summed += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     summed = _act(summed, ACT)
     at = out + (part * M + m[:, None]).to(tl.int64) * out_m + n[None, :]
-    tl.store(at, summed.to(out.dtype.element_ty), mask=rows & columns)
+    tl.store(at, summed.to(out.dtype.element_ty), mask=rows & (n < out_n)[None, :])
 
 
+fetches_ahead = True
 _BLOCK_M, _MOST_ROWS, _PROGRAMS = 64, 128, 132
 
 
@@ -179,9 +196,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
     (rows, k), n = x.shape, weight.shape[0]
     block_n, block_k, stages = product_tile(n, k)
     _product[(triton.cdiv(n, block_n), triton.cdiv(rows, _BLOCK_M), parts)](
-        x, weight, x if bias is None else bias, out, rows, n, out.stride(-2), K=k, PART=k // parts,
+        x, weight, x if bias is None else bias, out, rows, n, out.stride(-2), out.stride(-2), K=k, PART=k // parts,
         ACT=ACTIVATIONS[activation], HAS_BIAS=bias is not None, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4, num_stages=stages, **overlap(x.device)
+        LINES=triton.next_power_of_2(k // parts // 64) if n <= 8192 and fetches_ahead else 0, num_warps=4,
+        num_stages=stages, **overlap(x.device)
     )  # fmt: skip
 
 

@@ -1,0 +1,103 @@
+"""What a captured decode step reads and writes, at fixed addresses: tokens and lengths, and keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.biases import RelativeBias
+from ..models import Model
+from ..models.base_model import DecoderShape
+
+
+class DecodeState(NamedTuple):
+    """What changes from step to step, on the device and at fixed addresses."""
+
+    tokens: Tensor  # (R,) the token to read
+    lengths: Tensor  # (R,) its position
+    last: Tensor  # (R,) the last position of a row, where a finished row stays
+    steps: Tensor  # (R,) tokens chosen so far
+    history: Tensor  # (n, R) the tokens chosen
+    log_probs: Tensor  # (n, R) of each, by the model alone
+
+    @classmethod
+    def empty(cls, rows: int, n_steps: int, device: torch.device) -> DecodeState:
+        tokens, lengths, last, steps = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4))
+        history = torch.zeros(n_steps, rows, dtype=torch.int64, device=device)
+        return cls(tokens, lengths, last, steps, history, torch.zeros(n_steps, rows, device=device))
+
+    def begin(self, lengths: Tensor, last: Tensor) -> None:
+        self.lengths.copy_(lengths)
+        self.last.copy_(last)
+        self.steps.zero_()
+
+    def advance(self) -> None:
+        self.lengths.copy_(torch.minimum(self.lengths + 1, self.last))
+
+    def append(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Write the chosen tokens into the history; the next step reads them."""
+        self.history.scatter_(0, self.steps[None], tokens[None])
+        self.log_probs.scatter_(0, self.steps[None], log_probs[None].to(self.log_probs.dtype))
+        self.tokens.copy_(tokens)
+        self.steps.add_(1)
+
+
+class StepKeys:
+    """Keys and values of R rows' texts, and of the encoder's output for R / copies sources.
+
+    The copies of a prompt, rows side by side, share its keys: beams, or several texts that are drawn. Row r holds those
+    of the tokens that were read in row r, and ``origin`` says in which row each position of a row's past lies.
+    """
+
+    def __init__(self, model: Model, rows: int, max_len: int, copies: int = 1, source_len: int = 0) -> None:
+        shape, self.max_len, self.copies = DecoderShape.of(model.config), max_len, copies
+        like = next(model.parameters())
+
+        def pairs(n_rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+            sizes = (n_rows, shape.n_kv_heads, length, shape.d_head)
+            return [(like.new_zeros(sizes), like.new_zeros(sizes)) for _ in range(shape.n_layers)]
+
+        self.layers = pairs(rows, max_len)  # (R, G, S, D) each
+        self.memory = pairs(rows // copies, source_len) if source_len else []  # (B, G, M, D) each
+        self.row = torch.arange(rows, device=like.device)
+        self.source_lengths = torch.ones(rows // copies, dtype=torch.int64, device=like.device)
+        self.origin = self.row[:, None].repeat(1, max_len) if copies > 1 else None  # (R, S); None: the row itself
+        has_bias = model.decoder.position_bias is not None
+        self.bias = like.new_zeros(shape.n_heads, max_len) if has_bias else None  # (H, S) by distance back
+
+    def begin(self, lengths: Tensor, bias: RelativeBias | None) -> None:
+        """For prompts of ``lengths`` (R,), which are then written into the first of their copies."""
+        for pair in self.layers:
+            for x in pair:
+                x.zero_()  # a leftover infinity times weight 0 would be NaN
+        if self.origin is not None:
+            past = torch.arange(self.max_len, device=lengths.device) < lengths[:, None]
+            first = self.row - self.row % self.copies
+            self.origin.copy_(torch.where(past, first[:, None], self.row[:, None]))
+        if self.bias is not None:
+            assert bias is not None
+            self.bias.copy_(bias.at(-torch.arange(self.max_len, device=self.row.device)))
+
+    def write_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The keys and values (n, G, P, D) of n prompts."""
+        for held, new in zip(self.layers[layer], (k, v), strict=True):
+            held[:: self.copies][: len(new), :, : new.shape[2]] = new
+
+    def write_memory(self, layer: int, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:
+        """The keys and values (n, G, M, D) of n sources, of which ``padding_mask`` (n, M) says what is real."""
+        for held, new in zip(self.memory[layer], (k, v), strict=True):
+            held[: len(new), :, : new.shape[2]] = new
+        self.source_lengths[: len(k)] = k.shape[2] if padding_mask is None else padding_mask.sum(1)
+
+    def select(self, rows: Tensor, lengths: Tensor) -> None:
+        """Row r continues row rows[r]; ``lengths`` (R,) are those of all rows. With copies only ``origin`` changes."""
+        n = len(rows)
+        if self.origin is None:
+            for pair in self.layers:
+                for x in pair:
+                    x[:n] = x[:n].index_select(0, rows)
+            return
+        past = torch.arange(self.max_len, device=rows.device) < lengths[:n, None]
+        self.origin[:n] = torch.where(past, self.origin.index_select(0, rows), self.row[:n, None])
