@@ -89,6 +89,8 @@ class ChatTemplate:
             return str(_compile(self.template).render(messages=said, add_generation_prompt=ask, **self._tokens))
         except TemplateError as error:
             raise BadData(f"the chat template refuses these messages: {error}") from None
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise BadData(f"the chat template cannot be rendered: {error}") from None
 
     @property
     def _ids(self) -> dict[str, int | None]:
