@@ -78,17 +78,17 @@ def test_packed_documents_are_read_as_if_alone() -> None:
 
 @torch.no_grad()
 def test_a_cache_of_constant_size_decodes_exactly() -> None:
-    model, tokens = model_of(), torch.randint(3, 31, (2, 300))
+    model, tokens = model_of(), torch.randint(3, 31, (2, 150))
     whole, cache, sizes = model(tokens), model.new_cache(), []
     steps = [model(tokens[:, :9], cache=cache)]
-    for n in range(9, 300):
+    for n in range(9, 150):
         steps.append(model(tokens[:, n : n + 1], cache=cache))
         sizes.append(cache.memory())
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
     assert len(set(sizes)) == 1
     with pytest.raises(ValueError, match="cannot be taken back"):
         cache.truncate(100)
-    cache.truncate(300)
+    cache.truncate(150)
 
 
 @torch.no_grad()
@@ -179,3 +179,17 @@ def test_cost_knows_its_state() -> None:
     assert short.parameters.total == model.n_parameters
     products = sum(p.numel() for name, p in model.named_parameters() if name.endswith(("w_in.weight", "w_out.weight")))
     assert short.flops_forward.parts["decoder projections"] == 2 * 16 * products
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_it_computes_the_same() -> None:
+    model, tokens = model_of(d_ff=16), torch.randint(3, 31, (2, 300))
+    expected = model(tokens)
+    model, tokens = model.to("cuda"), tokens.to("cuda")
+    torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-3, rtol=1e-3)
+    cache = model.new_cache()
+    steps = [model(tokens[:, :200], cache=cache), *(model(tokens[:, n : n + 1], cache=cache) for n in range(200, 300))]
+    torch.testing.assert_close(torch.cat(steps, 1).cpu(), expected, atol=1e-3, rtol=1e-3)
+    written = regard.generate(model, [[5, 6, 7, 8], [9, 10]], max_new_tokens=6)
+    assert [len(own[0].tokens) > 0 for own in written.hypotheses] == [True, True]
