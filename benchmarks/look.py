@@ -1,6 +1,7 @@
 """What it costs to look: memory of a look at a long text, time of a tile and of an overview of a longer one.
 
     OMP_NUM_THREADS=2 python benchmarks/look.py
+    python benchmarks/look.py --device cuda          # what a fresh look at a long text answers on a GPU
 
 Memory is measured in a process of its own, as the growth of the peak resident set over what it was after the model had
 read a short text: q and k of 12 layers × 12 heads at 4,096 tokens are 302 MB of it, logits would be 823 MB.
@@ -115,13 +116,42 @@ def measure_time(length: int) -> bool:
     return good
 
 
+def measure_gpu(length: int, device: str) -> bool:
+    """Questions to layers that nobody has asked yet: none of their normalisers are known. The first compiles."""
+    model = model_for(length, 6).to(device)
+    ids = torch.randint(model.config.vocab_size, (length,)).tolist()
+    last, middle = slice(length - 256, length), slice(length // 2, length // 2 + 256)
+    questions: list[tuple[str, Callable[[Look, int], object], float]] = [
+        ("tile 256×256, one head", lambda look, n: look.weights(layer=n, head=3, rows=last, cols=middle), 30),
+        ("tile 256×256, mean of 12 heads", lambda look, n: look.weights(layer=n, rows=last, cols=middle), 30),
+        ("entropy of 12 heads", lambda look, n: look.entropy(layer=n), 60),
+        ("three largest weights of every row of a head", lambda look, n: look.map(layer=n).head(0, 3).top(3), 60),
+        ("overview 256×256, mean of 12 heads", lambda look, n: look.pooled(layer=n, h=256, w=256), 60),
+    ]
+    good = True
+    for what, ask, bar in questions:
+        look, taken = regard.look(model, ids), []
+        for layer in range(6):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            ask(look, layer)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        good &= verdict(what, 1e3 * statistics.median(taken[1:]), bar, "ms")
+    return good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory-length", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=16_384)
     parser.add_argument("--memory-only", action="store_true", help="measure memory here, print, and leave")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    if options.device != "cpu":
+        print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, gpt2 in fp32, {options.length:,} tokens")
+        return 0 if measure_gpu(options.length, options.device) else 1
     if options.memory_only:
         return 0 if verdict("growth", measure_memory(options.memory_length, options.layers) / MB, 400, "MB") else 1
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

@@ -219,6 +219,12 @@ def translate(
         int | None, option("N", "Translations of each text, best first, each after its score.", least=1)
     ] = None,
     prefix: Annotated[str | None, option("TEXT", "What every translation starts with.")] = None,
+    source_language: Annotated[
+        str | None, typer.Option("--from", metavar="LANG", help="Of models for many languages: eng_Latn, or en.")
+    ] = None,
+    target_language: Annotated[
+        str | None, typer.Option("--to", metavar="LANG", help="The language to translate into.")
+    ] = None,
     glossary: Annotated[
         Path | None, option("F", "Terms to use: on each line one of the source, a tab, its translation.")
     ] = None,
@@ -248,14 +254,15 @@ def translate(
     with terminal.usage_errors(*options):  # before a model is opened
         GenerateConfig(**options)
     terminal.check_out(out)
-    options |= without_none(prefix=prefix)
+    options |= without_none(prefix=prefix, source_language=source_language, target_language=target_language)
     settings = {"engine": engine, **options}
     if glossary is not None:
         options["glossary"] = Glossary.read(glossary)
         settings["glossary"] = options["glossary"].terms
     records = terminal.read_records(texts, file, column, encoding, stream=stream)
     if engine == "ctranslate2":
-        for name, value in (("--n-best", n_best), ("--prefix", prefix), ("--glossary", glossary)):
+        given = {"--n-best": n_best, "--prefix": prefix, "--glossary": glossary}
+        for name, value in (given | {"--from": source_language, "--to": target_language}).items():
             if value is not None:
                 raise UsageError(f"{name} is not for --engine ctranslate2; torch and onnx have it")
         answerer, max_len = _ctranslate2_translator(model, options)

@@ -82,6 +82,29 @@ class ModelTokenizers:
         raise ValueError(f"{word!r} is an unknown token: {reason}")
 
     @cached_property
+    def languages(self) -> dict[str, int]:
+        """Special tokens that mark no beginning, end or padding: in mBART, M2M-100 and NLLB, the languages."""
+        tokenizer, known = self.source, set(self.source.special_ids.values())
+        ids = {index: tokenizer.token(index) for index in tokenizer.all_special_ids if index not in known}
+        return {name: index for index, name in sorted(ids.items()) if name and name[0] not in "<["}
+
+    def language_id(self, name: str) -> int:
+        """The token of a language: "eng_Latn" (NLLB), "en" for __en__ (M2M-100) or for en_XX (mBART)."""
+        found = [self.languages[x] for x in (name, f"__{name}__") if x in self.languages]
+        found = found or [index for token, index in self.languages.items() if token.startswith(f"{name}_")]
+        if len(found) != 1:
+            have = ", ".join(list(self.languages)[:8]) + (" …" if len(self.languages) > 8 else "")
+            raise ValueError(f"{name!r} is no language of this model, which has {have or 'none'}")
+        return found[0]
+
+    def with_language(self, row: list[int], index: int) -> list[int]:
+        """A source marked as of this language: in place of the token that the tokenizer put there, or at its front."""
+        languages = set(self.languages.values())
+        if row[-1] in languages:
+            return [*row[:-1], index]
+        return [index, *(row[1:] if row[0] in languages else row)]
+
+    @cached_property
     def _vocabulary(self) -> dict[str, int]:
         """Every token as it is written."""
         words = ((self.target.token(index), index) for index in range(self.config.output_vocab_size))

@@ -138,6 +138,8 @@ def translate(
     beam: int | None = None,
     max_new_tokens: int | None = None,
     glossary: Glossary | Mapping[str, str] | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
     **fields: Any,
 ) -> GeneratedTexts:
     """The translation of one text or of several, by beam search; beam 4 unless it or a config is given.
@@ -146,6 +148,8 @@ def translate(
     glossary  terms and their translations: where a text holds a term, its translation holds the other side, written
               where that is likeliest (``constrained_search``), scored without a length penalty unless one is given;
               ``missing_terms`` of a text are those without room
+    source_language, target_language  of models for many languages (mBART, M2M-100, NLLB), as their tokenizer names
+              them: "eng_Latn", or "en"
     """
     model = open_model(model)
     check_can_translate(model)
@@ -158,10 +162,16 @@ def translate(
     options["draft"] = _open_draft(model, options.get("draft"))
     if options["draft"] is None and config is None:
         fields = {"beam": default_beam(fields), **fields}
+    if target_language is not None:  # the first token that is written
+        beginning = tokenizers.encode_beginning(fields.get("prefix") or ())
+        fields["prefix"] = (tokenizers.language_id(target_language), *beginning)
     config, strings = resolve_config(model, config, fields, tokenizers)
     if isinstance(options.get("target"), str):
         options["target"] = tokenizers.encode_beginning(options["target"])
     rows = tokenizers.encode_inputs(texts, "source")
+    if source_language is not None:
+        language = tokenizers.language_id(source_language)
+        rows = [tokenizers.with_language(row, language) for row in rows]
     limits = [default_output_length(model.config, len(row)) for row in rows] if by_source else None
     if glossary is None:
         return _generate_batches(model, tokenizers, rows, config, strings, options, limits)
