@@ -164,7 +164,7 @@ class Loop:
                 if self.callbacks or at.step == 1 or self._due(train.log_every) or at.step == train.steps:
                     self._check_finite()  # before anybody sees the numbers
                 at.seconds += time.perf_counter() - started
-                numbers_of_routers = self.objective.router_numbers
+                numbers_of_routers = (self.objective if self.working is None else self.working.objective).router_numbers
                 self.reporter.step(
                     at.step, loss=loss, lr=lr, grad_norm=norm, n_tokens=at.n_tokens, **numbers_of_routers
                 )
