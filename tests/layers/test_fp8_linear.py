@@ -38,6 +38,7 @@ def test_rows_of_any_size_use_the_whole_range(dtype: torch.dtype) -> None:
     torch.testing.assert_close((eight.float() * scale)[2:], x[2:], rtol=0.13, atol=0.1)
     assert eight.float()[3].abs().max() == torch.finfo(dtype).max
     assert eight.float().isfinite().all()
+    assert scale_rows(x.T, dtype)[0].is_contiguous(), "which the matrix units ask for"
 
 
 def test_the_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() -> None:

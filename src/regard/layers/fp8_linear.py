@@ -22,7 +22,7 @@ def scale_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (rows, n) in eight bits, and the factor (rows, 1) fp32 that each row is to be multiplied with again."""
     largest = x.abs().amax(-1, keepdim=True).float()
     scale = largest.clamp_min(1e-12) / torch.finfo(dtype).max
-    return (x.float() / scale).to(dtype), scale
+    return (x.float() / scale).to(dtype).contiguous(), scale
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:

@@ -31,7 +31,7 @@ from ..models.model_flops import training_flops
 from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint
-from .compilation import Choice, Compiled, choose
+from .compilation import Choice, Compiled, choose, uses_cuda_graphs
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
 from .finetuning import add_lora, freeze, low_rank_additions, quantise_frozen, start_from
@@ -278,7 +278,9 @@ def _run(
     if reference is not None:
         reference.to(group.device)
     objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
-    choice = _choose_precision(config, objective, first, group, run)
+    rows, length = first.inputs[-1].shape[0], first.inputs[-1].shape[-1]
+    flops = rows * training_flops(config.model, length)
+    choice = _choose_precision(config, objective, flops, group, run)
     precision = Precision(choice.precision, group.device)
     working = None
     if uses_working_weights(precision, group):
@@ -290,7 +292,8 @@ def _run(
         kind = "ddp" if config.train.parallel == "auto" else config.train.parallel
         step_module = parallelise(objective, kind, group, precision.dtype)
     if choice.compile:
-        step_module = Compiled(step_module, dynamic=task.ragged)
+        graphs = working is not None and uses_cuda_graphs(flops, group.device, same_shapes=not task.ragged)
+        step_module = Compiled(step_module, dynamic=task.ragged, graphs=graphs)
     optimiser = build_optimiser(model, config.train)
     peak = peak_flops(group.device, precision.dtype)
     reporter = Reporter(
@@ -404,7 +407,7 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
     return task
 
 
-def _choose_precision(config: RunConfig, objective: Objective, first: Batch, group: Group, run: RunDirectory) -> Choice:
+def _choose_precision(config: RunConfig, objective: Objective, flops: float, group: Group, run: RunDirectory) -> Choice:
     """Precision and compilation: chosen once, at the start, then stored: another choice would round differently."""
     if run.has(CHOICE_FILE):
         stored = run.json(CHOICE_FILE)  # older versions stored what they had timed as well
@@ -412,8 +415,7 @@ def _choose_precision(config: RunConfig, objective: Objective, first: Batch, gro
         if choice.precision not in get_args(PrecisionName) or not isinstance(choice.compile, bool):
             raise BadModelFile(f"{run.root / CHOICE_FILE} has no precision and compilation that there are")
         return choice
-    rows, length = first.inputs[-1].shape[0], first.inputs[-1].shape[-1]
-    choice = choose(objective, rows * training_flops(config.model, length), config.train, group.device)
+    choice = choose(objective, flops, config.train, group.device)
     choice = group.broadcast_object(choice)
     if group.is_main:
         run.replace_files({CHOICE_FILE: to_json(asdict(choice))})
