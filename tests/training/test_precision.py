@@ -126,8 +126,8 @@ def test_fp16_is_for_cuda() -> None:
 
 
 def test_a_precision_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="precision='fp8' is none of fp32, bf16, fp16"):
-        Precision("fp8", "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="precision='fp4' is none of fp32, bf16, fp16, fp8"):
+        Precision("fp4", "cpu")  # type: ignore[arg-type]
 
 
 def test_settings_leave_the_cpu_alone() -> None:
