@@ -10,13 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import quick_runs  # noqa: F401  # makes them quick
 from forked_shell import Shell, shell
-from regard.training import reporter
 from trust.promises import pytest_pyfunc_call, pytest_runtest_makereport, pytest_terminal_summary, tally  # noqa: F401
 
 os.environ["REGARD_LANG"] = "en"  # whatever the developer reads
-reporter.draw_curves = lambda *args: None  # takes longer than a small run; tests/training/test_report.py draws them
-os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes milliseconds for each of forty a run
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun by a script with `&`: processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,6 +1,7 @@
-"""Imported by the processes that fork for the documents' commands: trainings there draw no curves and await no disk.
+"""For every process of the tests, and those that fork for it: what takes long and is not what is tested.
 
-Curves are drawn, and looked at, in tests/training/test_report.py.
+Trainings draw no curves, which take longer than a small run; tests/training/test_report.py draws them and looks. They
+await no disk, which takes milliseconds for each of forty files; no test cuts the power.
 """
 
 import os

@@ -96,6 +96,7 @@ CHANGED: tuple[tuple[str, str, str], ...] = (
     (r"for seed in 0 1 2;", "for seed in 0;", "one seed says as much about the command as three"),
     (r"--seeds [2-9]", "--seeds 1", "and as much about an ablation"),
     (r"--jobs [2-9]", "--jobs 1", "one core"),
+    (r"--shapes 50", "--shapes 2", "tests/export compares at fifty"),
     (r"--stride 64", "--stride 16", "the context is shorter here"),
     (r"data\.source=data/(nsmc/binary_train.tsv|fashion-mnist)", r"\g<0> data.valid_rows=8", "a few lines stand there"),
 )
