@@ -55,7 +55,7 @@ from .run_directory import (
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
-from .working_weights import WorkingWeights, uses_working_weights
+from .working_weights import working_weights
 
 Callback = Callable[[StepRecord], None]
 
@@ -282,11 +282,7 @@ def _run(
     flops = rows * training_flops(config.model, length)
     choice = _choose_precision(config, objective, flops, group, run)
     precision = Precision(choice.precision, group.device)
-    working = None
-    if uses_working_weights(precision, group):
-        working = WorkingWeights(objective, precision.dtype, fp8=precision.name == "fp8")
-    elif precision.name == "fp8":
-        raise RegardError("train.precision=fp8 trains on one GPU, not on several; train.precision=bf16 does")
+    working = working_weights(objective, precision, group)
     step_module: nn.Module = objective if working is None else working.objective
     if group.is_distributed:
         kind = "ddp" if config.train.parallel == "auto" else config.train.parallel

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import RegardError
 from ..layers.fp8_linear import use_fp8
 from .loss import Objective
 from .parallel import Group
@@ -22,6 +23,15 @@ from .precision import Precision
 def uses_working_weights(precision: Precision, group: Group) -> bool:
     """In bf16 and fp8 on one GPU. On a CPU, in fp16, whose loss is scaled, and over several GPUs autocast converts."""
     return precision.dtype == torch.bfloat16 and precision.device.type == "cuda" and not group.is_distributed
+
+
+def working_weights(objective: Objective, precision: Precision, group: Group) -> WorkingWeights | None:
+    """Of a run, where it has any."""
+    if uses_working_weights(precision, group):
+        return WorkingWeights(objective, precision.dtype, fp8=precision.name == "fp8")
+    if precision.name == "fp8":
+        raise RegardError("train.precision=fp8 trains on one GPU, not on several; train.precision=bf16 does")
+    return None
 
 
 class WorkingWeights:
