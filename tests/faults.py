@@ -308,6 +308,13 @@ FAULTS = [
         "tests/generation/test_beam.py tests/generation",
     ),
     Fault(
+        "a beam keeps its own past instead of its parent's",
+        "generation/step_keys.py",
+        "torch.where(past, self.origin.index_select(0, rows), self.row[:n, None])",
+        "torch.where(past, self.origin[:n], self.row[:n, None])",
+        "tests/generation/test_cuda_graph.py tests/generation",
+    ),
+    Fault(
         "nucleus keeps the complement",
         "generation/sampling.py",
         "cumsum(-1) <= 1 - p",
