@@ -70,6 +70,15 @@ def test_int8_survives_outliers_that_would_spoil_it(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "spoiled").exists()
 
 
+@pytest.mark.slow
+def test_onnx_int8_with_outliers_is_refused(tmp_path: Path) -> None:
+    """ONNX's own int8 operations keep no columns in float32."""
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(BoundBroken, match=r"onnx int8: loss=\S+ is more than the bound 0\.01"):
+        export(plant_outliers(writer()), "onnx-int8", tmp_path / "out", **QUICK)
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_text_the_same_is_said() -> None:
     row = {"name": "int8", "shapes": 1, "max_abs": 9.0, "same_text": 0.0, "of": "logits", "bounds": {"same_text": None}}
     document = {"task": "language model", "parameters": 1, "shapes": {"count": 1, "seed": 0}, "comparisons": [row]}
