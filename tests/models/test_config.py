@@ -75,9 +75,8 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "sparsity='strided' and window=4 both say who is seen": {"sparsity": "strided", "window": 4},
     "sparsity_size=0 must be at least 1": {"sparsity": "strided", "sparsity_size": 0},
     "sparsity_random=101.0 must lie between 0 and 100": {"sparsity": "bigbird", "sparsity_random": 101},
-    "mixer='performr' is none of dot, additive, linear, performer, linformer, fourier; did you mean 'performer'?": {
-        "mixer": "performr"
-    },
+    "mixer='performr' is none of dot, additive, linear, performer, linformer, fourier, mamba2; did you mean "
+    "'performer'?": {"mixer": "performr"},
     "mixer='fourier' mixes all tokens at once, so shifted_windows cannot narrow it": {
         **{"architecture": "encoder", "head": "none", "source": "image", "mixer": "fourier", "shifted_windows": 2},
     },
@@ -101,7 +100,9 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     },
     "dropout=1.0 must lie in [0, 1)": {"dropout": 1.0},
     "attention_dropout=-0.1 must lie in [0, 1)": {"attention_dropout": -0.1},
-    **{f"{name}=0 must be at least 1": {name: 0} for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff")},
+    **{f"{name}=0 must be at least 1": {name: 0} for name in ("vocab_size", "d_model", "n_layers", "n_heads")},
+    "d_ff=0 leaves layers without a feed-forward network; that is for mixer='mamba2' alone": {"d_ff": 0},
+    "d_ff=-1 must not be negative": {"d_ff": -1},
     **{f"{name}=0 must be at least 1": {name: 0} for name in ("max_len", "window", "n_kv_heads", "d_head", "d_region")},
     "n_decoder_layers=-1 must be at least 1": {"n_decoder_layers": -1},
 }

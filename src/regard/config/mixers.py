@@ -123,6 +123,15 @@ MIXERS: dict[str, Mixer] = {
         # a column of E and of F for each token, and attention over the summaries
         flops=lambda work: 8 * work.n_heads * work.d_head * min(work.size, work.keys),
     ),
+    "fourier": Mixer(
+        "regard.attention.token_mixing:Fourier",
+        "Fourier transform instead of attention, FNet (Lee-Thorp et al. 2022)",
+        causal=False,
+        weights=False,
+        scaled=False,
+        backends=(),
+        flops=lambda work: 0.0,  # no matrix products
+    ),
     "mamba2": Mixer(
         "regard.attention.state_space:Mamba2",
         "state-space model, O(T), a state of constant size (Dao & Gu 2024)",
@@ -133,15 +142,6 @@ MIXERS: dict[str, Mixer] = {
         backends=(),
         # x Bᵀ is added to a P × N state, which is multiplied with C
         flops=lambda work: 4 * work.n_heads * work.d_head * work.size,
-    ),
-    "fourier": Mixer(
-        "regard.attention.token_mixing:Fourier",
-        "Fourier transform instead of attention, FNet (Lee-Thorp et al. 2022)",
-        causal=False,
-        weights=False,
-        scaled=False,
-        backends=(),
-        flops=lambda work: 0.0,  # no matrix products
     ),
 }
 
