@@ -143,7 +143,7 @@ class RunDirectory:
 
     def _find_moved(self, name: str) -> str:
         path, here = Path(name), Path(os.path.abspath(self.root))
-        if path.exists():
+        if os.path.exists(path):
             return name
         if path.is_absolute():
             places = [Path.cwd() / path.name, here.parent / path.name]
@@ -151,7 +151,7 @@ class RunDirectory:
                 places.insert(0, Path(os.path.normpath(here / os.path.relpath(path, self.facts["folder"]))))
         else:  # typed where the run was started, which is somewhere above it
             places = [folder / path for folder in here.parents]
-        return next((str(place) for place in places if place.exists()), name)
+        return next((str(place) for place in places if os.path.exists(place)), name)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _paths(data: DataConfig) -> dict[str, list[str]]:
     fields = ["source", "valid", "images", *(["tokenizer"] if data.tokenizer.endswith(TOKENIZER_FILES) else [])]
     names = {field: name for field in fields if (name := getattr(data, field)) is not None}
     files = {field: name for field, name in names.items() if name not in (*CORPORA, IN_MEMORY) and name[:3] != "hf:"}
-    return {field: [name] if Path(name).exists() else name.split(",") for field, name in files.items()}
+    return {field: [name] if os.path.exists(name) else name.split(",") for field, name in files.items()}
 
 
 def _change_paths(data: DataConfig, change: Callable[[str], str]) -> DataConfig:
@@ -293,7 +293,7 @@ def _change_models(train: TrainConfig, change: Callable[[str], str]) -> TrainCon
     fields = {}
     for field in ("init", "teacher"):
         if (name := getattr(train, field)) is not None:
-            path, at, step = name.rpartition("@") if "@" in name and not Path(name).exists() else (name, "", "")
+            path, at, step = name.rpartition("@") if "@" in name and not os.path.exists(name) else (name, "", "")
             fields[field] = f"{change(path)}{at}{step}"
     return train.with_(**fields)
 
@@ -304,12 +304,12 @@ def absolute_paths(data: DataConfig) -> DataConfig:
 
 
 def _absolute(name: str) -> str:
-    return os.path.abspath(name) if Path(name).exists() else name
+    return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def missing_data(data: DataConfig, run: str | Path) -> BadData | None:
     """The error about the first file or folder that a run learned from and that is not there; None: all are."""
-    missing = next((part for parts in _paths(data).values() for part in parts if not Path(part).exists()), None)
+    missing = next((part for parts in _paths(data).values() for part in parts if not os.path.exists(part)), None)
     if missing is None:
         return None
     return BadData(f"{missing}, which {run} learned from, is not there; data.source=FILE says where it is now")
