@@ -40,6 +40,11 @@ SMALLER: dict[str, str] = {
     "regard train --resume": "",
     "regard train translate": _PAIRS,
     "regard train lm": f"{_TEXT} data.vocab_size=320 train.eval_batches=2",
+    "regard train lm --preset induction": (
+        f"{_FEW_STEPS} {_ON_ONE_CORE} model.d_model=32 model.n_heads=2 model.d_ff=32 train.batch_tokens=256 "
+        "data.epoch_examples=40 data.valid_rows=8 train.eval_batches=2"
+    ),
+    "regard circuit": "--pairs 1 --steps 1",
     "regard train mlm": f"{_TEXT} data.vocab_size=320 train.eval_batches=2",
     "regard train sft": f"{_TEXT} data.vocab_size=320",
     "regard train dpo": f"{_TEXT} data.vocab_size=320",

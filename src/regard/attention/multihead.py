@@ -143,6 +143,13 @@ class MultiHeadAttention(nn.Module):
         del q, k, v, call  # free them before the projection
         return self.w_o(output.transpose(1, 2).flatten(2))  # (B, T, H · D) → (B, T, M)
 
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a whole text x (B, T, M), normalised and rotated, as self-attention scores them.
+
+        (B, H, T, D), (B, G, T, D) and (B, G, T, D)
+        """
+        return self._self_heads(x, None, None, None, None)[:3]
+
     def _self_heads(
         self, x: Tensor, memory: Tensor | None, frame: Frame | None, positions: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Tensor, Frame]:

@@ -17,6 +17,7 @@ from .terminal import without_none
 if TYPE_CHECKING:
     from regard.lens import Look
 
+_FIGURES = (".png", ".svg", ".pdf")
 _SUFFIXES = (".png", ".svg", ".pdf", ".csv", ".html")
 
 
@@ -180,3 +181,32 @@ def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) 
     for (one, two), row in zip(comparison.layers, comparison.divergence.tolist(), strict=True):
         name = str(one + 1) if one == two else f"{one + 1}/{two + 1}"
         print(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))
+
+
+def circuit(
+    model: ModelPath,
+    task: Annotated[str, argument("FILE", "A table of prompts: clean, corrupted, answer, wrong; or `repeats`.")],
+    faithfulness: Annotated[float, typer.Option(metavar="X", help="Share of the behaviour to explain.")] = 0.85,
+    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs to read at most.")] = 16,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps between corrupted and clean embeddings.")] = 5,
+    out: Annotated[Path | None, option("F", "Draw it: .png, .svg or .pdf.")] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """The few edges between heads and networks that carry a behaviour, by edge attribution patching (EAP-IG)."""
+    if out is not None and out.suffix.lower() not in _FIGURES:
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FIGURES)}")
+    terminal.check_out(out)
+    from regard.foundation.progress import show_progress
+    from regard.lens.circuit import find_circuit, read_task, repeats_task
+
+    chosen = repeats_task(pairs) if task == "repeats" else read_task(task).first(pairs)
+    opened = terminal.open_model(model, device)
+    with show_progress(not as_json):
+        found = find_circuit(
+            opened, chosen.clean, chosen.corrupted, chosen.metrics(opened), faithfulness=faithfulness, steps=steps
+        )
+    terminal.print_result(found, as_json)
+    if out is not None:
+        found.draw(out)
+        print(out)

@@ -1,8 +1,9 @@
 """The embedded corpora: available on every machine, deterministic, without end, held out by composition.
 
 `en-ko` has sentence pairs with their true alignment, `shapes` drawn scenes with captions and the place of every thing,
-`stdlib` the text of the reader's own Python standard library. Each is a pure function from (split, index) to an
-example: example 7 of a split is the same on every machine, on the first call and on the last.
+`stdlib` the text of the reader's own Python standard library, `repeats` random words said twice. Each is a pure
+function from (split, index) to an example: example 7 of a split is the same on every machine, on the first call and on
+the last.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ __all__ = ["CORPORA", "Corpus", "Draws", "check_index", "examples", "fingerprint
 Item = TypeVar("Item")
 E_co = TypeVar("E_co", covariant=True)
 
-_CLASSES = {"en-ko": (".enko", "EnKo"), "shapes": (".shapes", "Shapes"), "stdlib": (".stdlib_text", "Stdlib")}
+_CLASSES = {
+    "en-ko": (".enko", "EnKo"),
+    "shapes": (".shapes", "Shapes"),
+    "stdlib": (".stdlib_text", "Stdlib"),
+    "repeats": (".repeats", "Repeats"),
+}
 CORPORA = tuple(_CLASSES)
 
 

@@ -1,0 +1,144 @@
+"""Circuits: running with chosen edges against patches, edge scores against the edges taken out, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.small import small, source_of
+from regard.data.corpora.repeats import WORDS, Repeats, induction_pairs
+from regard.errors import BadData
+from regard.lens.activations import capture
+from regard.lens.circuit import CircuitRunner, Edge, Graph, connected, edge_scores, find_circuit, read_task
+from regard.lens.interventions import patch
+from regard.lens.patching import logit_difference, read_pairs
+from regard.models import Model
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "grouped": ("llama-1b", {"n_kv_heads": 2}),
+    "parallel": ("gpt2", {"parallel_residual": "two-norms"}),
+    "alibi": ("gpt2", {"positions": "alibi"}),
+}
+
+
+@pytest.fixture(params=MODELS, ids=str)
+def model(request: pytest.FixtureRequest) -> Model:
+    name, fields = MODELS[request.param]
+    return small(name, **fields).double()
+
+
+def pair(model: Model) -> tuple[Tensor, Tensor]:
+    return source_of(model.config, batch=1), source_of(model.config, batch=1, seed=9)
+
+
+def runner_of(model: Model) -> CircuitRunner:
+    (both,) = read_pairs(model, *pair(model))
+    return CircuitRunner(model, Graph(model), *both, logit_difference(model, 4, 5))
+
+
+def test_all_edges_are_the_clean_run_and_none_the_corrupted_one(model: Model) -> None:
+    runner = runner_of(model)
+    every = runner.graph.possible
+    torch.testing.assert_close(runner.logits(every), runner.clean.logits, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(runner.logits(every & False), runner.corrupted.logits, atol=1e-6, rtol=1e-6)
+    assert runner.faithfulness(every) == pytest.approx(1)
+
+
+def test_a_part_without_its_edges_is_a_part_that_is_patched(model: Model) -> None:
+    runner = runner_of(model)
+    clean, corrupted = pair(model)
+    other = capture(model, corrupted)
+    for writer in ("self.0.1", "self.1.3", "ff.0"):
+        kept = runner.graph.possible.clone()
+        kept[runner.graph.writers.index(writer)] = False
+        kind, layer, *head = writer.split(".")
+        site = f"decoder.blocks.{layer}.ff.output"
+        change: dict[Any, Tensor] = {site: other[site]}
+        if kind == "self":
+            heads = other[f"decoder.blocks.{layer}.attention.heads"]
+            change = {("self", int(layer), int(head[0])): heads[:, int(head[0])]}
+        with torch.no_grad(), patch(model, change):
+            expected = model(clean)
+        torch.testing.assert_close(runner.logits(kept), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_scores_of_near_prompts_are_what_each_edge_brings(model: Model) -> None:
+    with torch.no_grad():  # embeddings that hardly differ: the first order is then all there is
+        table = model.token.weight
+        table.copy_(table[:1] + 1e-3 * (table - table[:1]))
+    runner = runner_of(model)
+    graph, scores = edge_scores(model, *pair(model), runner.metric, steps=1)
+    brought = torch.zeros_like(scores)
+    for writer, reader in graph.possible.nonzero().tolist():
+        fewer = graph.possible.clone()
+        fewer[writer, reader] = False
+        brought[writer, reader] = 1 - runner.faithfulness(fewer)
+    torch.testing.assert_close(scores, brought, atol=2e-2, rtol=2e-2)
+    averaged = edge_scores(model, *pair(model), runner.metric, steps=3)[1]
+    torch.testing.assert_close(averaged, scores, atol=2e-2, rtol=2e-2)
+
+
+def test_edges_that_lead_nowhere_are_left_out() -> None:
+    graph = Graph(small("gpt2"))
+    kept = torch.zeros_like(graph.possible)
+    for writer, reader in (
+        ("embedding", "self.0.0.v"),
+        ("self.0.0", "logits"),
+        ("ff.0", "logits"),
+        ("embedding", "ff.1"),
+    ):
+        kept[graph.writers.index(writer), graph.readers.index(reader)] = True
+    assert graph.edges(connected(graph, kept)) == [Edge("embedding", "self.0.0.v"), Edge("self.0.0", "logits")]
+
+
+def test_a_circuit_is_as_faithful_as_asked_and_nothing_in_it_is_idle() -> None:
+    model = small("gpt2").double()
+    metric = logit_difference(model, 4, 5)
+    found = find_circuit(model, *pair(model), metric, faithfulness=0.8)
+    assert found.faithfulness >= 0.8
+    assert len(found.edges) < found.n_possible / 2
+    runner = runner_of(model)
+    kept = torch.zeros_like(runner.graph.possible)
+    for edge in found.edges:
+        kept[runner.graph.writers.index(edge.writer), runner.graph.readers.index(edge.reader)] = True
+    assert runner.faithfulness(kept) == pytest.approx(found.faithfulness)
+    assert 1 - runner.faithfulness(runner.graph.possible & ~kept) == pytest.approx(found.completeness)
+
+
+def test_what_has_no_such_edges_is_refused() -> None:
+    for name in ("transformer-base", "sentiment"):
+        with pytest.raises(ValueError, match="circuits are found in decoders with heads"):
+            Graph(small(name))
+
+
+def test_repeats_are_said_twice_and_their_pairs_differ_in_one_word() -> None:
+    corpus = Repeats()
+    for split in corpus.splits:
+        words = corpus.example(split, 3).split()
+        half = len(words) // 2
+        assert words[:half] == words[half:]
+        assert len(set(words)) == half
+        assert set(words) <= set(WORDS)
+    assert corpus.example("train", 3) != corpus.example("valid", 3)
+    for row in induction_pairs(5):
+        clean, corrupted = row["clean"].split(), row["corrupted"].split()
+        assert sum(a != b for a, b in zip(clean, corrupted, strict=True)) == 1
+        assert clean[clean.index(clean[-1]) + 1] == row["answer"]
+        assert row["wrong"] not in clean
+        assert corrupted.count(corrupted[-1]) == 1
+
+
+def test_a_task_is_read_from_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in induction_pairs(3)))
+    task = read_task(file)
+    assert len(task.clean) == len(task.wrong) == 3
+    file.write_text('{"clean": "a", "corrupted": "b"}\n')
+    with pytest.raises(BadData, match="needs the columns clean, corrupted, answer, wrong"):
+        read_task(file)
