@@ -579,7 +579,7 @@ def test_errors_name_the_argument_and_the_values(corpus: EnKo) -> None:
         corpus.example("test", 0)
     with pytest.raises(IndexError, match="index=-1 of split 'train' in the corpus en-ko is not any number from 0"):
         corpus.example("train", -1)
-    with pytest.raises(ValueError, match="corpus='enko' is not one of en-ko, shapes, .*; did you mean en-ko"):
+    with pytest.raises(ValueError, match=r"corpus='enko' is not one of en-ko, shapes, .*; did you mean en-ko"):
         open_corpus("enko")
     clause = {"predicate": "work", "tense": "past", "subject": {"noun": "Minsu"}}
     with pytest.raises(ValueError, match="register='rude' is not one of polite, formal, plain"):
