@@ -497,17 +497,16 @@ def test_the_kernel_of_attention_over_other_rows_with_a_bias(device: str, dtype:
     q = draw(rows, heads, width, device=device, dtype=dtype)
     k, v = (draw(rows, groups, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
     held = [draw(rows, groups, slots, width, device=device, dtype=dtype, seed=s) for s in (3, 4)]
-    lengths = torch.tensor([0, 1, 63, 64, 89], device=device)
     origin = torch.randint(rows, (rows, slots), generator=torch.Generator().manual_seed(5)).to(device)
     bias = draw(heads, slots, device=device, dtype=dtype, seed=6)
-    results = []
-    for parts, wide in ((kernels(), dtype), (TorchOps, dtype), (TorchOps, torch.float64)):
-        inputs, own = [x.to(wide) for x in (q, k, v)], [x.clone().to(wide) for x in held]
-        index = None if added == "bias" else origin
-        results.append(
-            parts.attend_one(*inputs, *own, lengths, 0.2, index, None if added == "origin" else bias.to(wide))
-        )
-    near(*results)
+    index, by_distance = None if added == "bias" else origin, None if added == "origin" else bias
+    for length in (0, 1, 64, 89):  # of all rows: beams of one text are equally long, and none reads what another writes
+        lengths, results = torch.full((rows,), length, device=device), []
+        for parts, wide in ((kernels(), dtype), (TorchOps, dtype), (TorchOps, torch.float64)):
+            inputs, own = [x.to(wide) for x in (q, k, v)], [x.clone().to(wide) for x in held]
+            to_add = None if by_distance is None else by_distance.to(wide)
+            results.append(parts.attend_one(*inputs, *own, lengths, 0.2, index, to_add))
+        near(*results)
 
 
 @pytest.mark.usefixtures("way")

@@ -230,7 +230,7 @@ def attention_tile(n_programs: int) -> tuple[int, int]:
 
 def dot_tile(n_programs: int) -> tuple[int, int, int]:
     """Of the kernels by tiles: keys in a tile, warps and pipeline stages."""
-    return (128, 4, 3) if n_programs < 132 else (64, 4, 3)
+    return (128, 4, 3) if n_programs < 132 else (64, 2, 3)
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
