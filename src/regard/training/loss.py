@@ -131,7 +131,7 @@ def linear_cross_entropy(
     are computed unless ``n_counted`` gives the exact number of targets other than IGNORE.
     ``chunk`` rows at a time, else as many as suit the device. ``cap``: of logits cap · tanh(logit / cap).
 
-    In bf16 on a GPU a kernel of ours (``kernels.cross_entropy``) computes the same, whatever the size. ``fp8``: its
+    In bf16 on a GPU a kernel of ours (``kernels.token_loss``) computes the same, whatever the size. ``fp8``: its
     products in eight bits, where that kernel runs.
     torch 2.13 has a chunked loss too: without label smoothing, without torch.compile, and with every row.
     """
@@ -154,7 +154,7 @@ def linear_cross_entropy(
 
 
 def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the loss of a product of this type is computed by the kernel of ``kernels.cross_entropy``."""
+    """Whether the loss of a product of this type is computed by the kernel of ``kernels.token_loss``."""
     return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
 
 
@@ -223,7 +223,7 @@ def _fused(
     architecture: for the length of a step the weight is padded to a multiple of 128 rows, without probability.
     ``fp8``: logits and the gradient in hidden are products in eight bits.
     """
-    from ..kernels.cross_entropy import LIFT, loss_and_slope
+    from ..kernels.token_loss import LIFT, loss_and_slope
 
     n_rows, n_classes = len(hidden), len(weight)
     padding = -n_classes % _ALIGNMENT
