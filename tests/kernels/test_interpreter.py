@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 FLASH = ("window ahead", "causal lengths", "packed", "dense bias shared", "dropout")
 OTHERS = ("xl padded", "additive padded", "capped t5")
 MAPS = ("bigbird-t5",)
+LOSSES = ("12-300-0.1-None-True-5", "7-129-0.0-2.0-True-None")  # rows, classes, smoothing, cap, bias, chunk
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' own tests run on the GPU")
@@ -28,6 +29,9 @@ def test_kernels_in_tritons_interpreter() -> None:
     tests = [f"{HERE / 'test_attention_kernels.py'}::test_in_float32[{name}]" for name in FLASH + OTHERS]
     tests.append(f"{HERE / 'test_attention_kernels.py'}::test_torch_compile_keeps_the_kernel[strided]")
     tests += [f"{HERE / 'test_map_kernels.py'}::test_every_reading_is_that_of_the_walk[{name}-40-40]" for name in MAPS]
+    loss = HERE / "test_token_loss.py"
+    tests += [f"{loss}::test_it_is_plain_torch_within_twice_the_error_of_bf16[{name}]" for name in LOSSES]
+    tests.append(f"{loss}::test_rows_without_a_target_have_no_gradient")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
