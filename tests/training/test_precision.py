@@ -19,7 +19,7 @@ from regard.config import TrainConfig
 from regard.errors import RegardError
 from regard.models import build
 from regard.training import compilation
-from regard.training.compilation import Choice, Compiled, choose, compiler_trouble, preserve_state, uses_cuda_graphs
+from regard.training.compilation import Choice, Compiled, choose, compiler_trouble, preserve_state
 from regard.training.loss import Batch, Objective
 from regard.training.precision import Precision, supported_precisions
 
@@ -252,14 +252,6 @@ def test_compiling_must_pay_back(any_compiler: None, steps: int, accumulate: int
 def test_a_gpu_compiles_long_runs(any_compiler: None, steps: int, gflop: float, wanted: bool) -> None:
     train = TrainConfig(steps=steps, precision="bf16")
     assert choose(objective_of(n_layers=12), gflop * GFLOP, train, torch.device("cuda")).compile is wanted
-
-
-def test_small_passes_of_one_shape_are_cuda_graphs() -> None:
-    gpu = torch.device("cuda")
-    assert uses_cuda_graphs(6e12, gpu, same_shapes=True)
-    assert not uses_cuda_graphs(5e13, gpu, same_shapes=True), "a GPU that is busy does not wait for launches"
-    assert not uses_cuda_graphs(6e12, gpu, same_shapes=False)
-    assert not uses_cuda_graphs(6e12, CPU, same_shapes=True)
 
 
 # ------------------------------------------------------------------------------------- without a compiler

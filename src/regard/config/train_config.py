@@ -92,7 +92,7 @@ class TrainConfig(Config):
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """Of the matrix products, the weights that are trained staying fp32; auto: bf16 where the GPU, or a matrix unit of
-    the CPU, has it. fp8: those of linear layers, on one GPU."""
+    the CPU, has it. fp8: those of linear layers, on one GPU (experimental)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: where it pays back within the run, always, never."""
     checkpointing: bool = False

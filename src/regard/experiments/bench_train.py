@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, TrainConfig
 from ..hub.hf_config import transformers_twin
 from ..models.build import build
-from ..models.model_flops import training_flops
-from ..training.compilation import Compiled, uses_cuda_graphs
+from ..training.compilation import Compiled
 from ..training.loss import Batch, Objective
 from ..training.optimiser import build_optimiser
 from ..training.parallel import Group, clip_grad_norm
@@ -159,16 +158,10 @@ def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Ste
     if uses_working_weights(precision, Group(device=precision.device)):
         working = WorkingWeights(objective, fp8=precision.name == "fp8")
     inner = objective if working is None else working.objective
-    module: nn.Module = inner
+    module: nn.Module = Compiled(inner) if compile else inner
     optimiser = build_optimiser(model, _RECIPE)
 
     def step(batch: Batch) -> Tensor:
-        nonlocal module
-        if compile and module is inner:
-            rows, length = batch.targets.shape
-            flops = rows * training_flops(config, length)
-            graphs = working is not None and uses_cuda_graphs(flops, precision.device, same_shapes=True)
-            module = Compiled(inner, graphs=graphs)
         with precision.forward():
             loss = module(batch) / batch.targets.numel()
         precision.backward(loss)

@@ -40,22 +40,20 @@ def _loss_and_slope(
     wanted = tl.load(at + target).to(tl.float32)
     if CAPS:
         wanted = cap * (2 * tl.sigmoid(2 * wanted / cap) - 1)
-    # Each place of a block has its own running softmax, merged at the end: no synchronisation in the loop.
-    top = tl.full([BLOCK], -1e30, tl.float32)
+    top = tl.full((), -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     summed = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_classes, BLOCK):
         inside = start + columns < n_classes
-        z = tl.load(at + start + columns, mask=inside, other=-1e30, eviction_policy="evict_last").to(tl.float32)
+        z = tl.load(at + start + columns, mask=inside, other=-1e30).to(tl.float32)
         if CAPS:
             z = tl.where(inside, cap * (2 * tl.sigmoid(2 * z / cap) - 1), -1e30)
         if SMOOTHS:
             summed += tl.where(inside, z, 0.0)
-        higher = tl.maximum(top, z)
+        higher = tl.maximum(top, tl.max(z, 0))
         total = total * tl.exp2((top - higher) * 1.4426950408889634) + tl.exp2((z - higher) * 1.4426950408889634)
         top = higher
-    highest = tl.max(top, 0)
-    lse = highest + tl.log(tl.sum(total * tl.exp2((top - highest) * 1.4426950408889634), 0))
+    lse = top + tl.log(tl.sum(total, 0))
     loss = lse - (1 - smoothing) * wanted
     if SMOOTHS:
         loss -= smoothing * tl.sum(summed, 0) / n_classes
@@ -63,7 +61,7 @@ def _loss_and_slope(
     if SLOPE:
         for start in range(0, width, BLOCK):
             inside = start + columns < n_classes
-            z = tl.load(at + start + columns, mask=inside, other=-1e30, eviction_policy="evict_first").to(tl.float32)
+            z = tl.load(at + start + columns, mask=inside, other=-1e30).to(tl.float32)
             if CAPS:
                 z = cap * (2 * tl.sigmoid(2 * z / cap) - 1)
             slope = tl.exp2((z - lse) * 1.4426950408889634) - smoothing / n_classes

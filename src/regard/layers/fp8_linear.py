@@ -25,11 +25,17 @@ def scale_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(dtype).contiguous(), scale
 
 
-def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
-    """a bᵀ + bias in bf16 of what ``scale_rows`` made of a (rows, n) and b (columns, n); sums in fp32."""
+def product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None = None, gradient: bool = False
+) -> Tensor:
+    """a bᵀ + bias in bf16 of what ``scale_rows`` made of a (rows, n) and b (columns, n).
+
+    The matrix units' own sums keep 14 bits. Of a ``gradient``, where many small terms meet few large ones, sums are
+    therefore moved to fp32 on the way.
+    """
     if a[0].is_cuda:
         return torch._scaled_mm(
-            a[0], b[0].T, scale_a=a[1], scale_b=b[1].T, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+            a[0], b[0].T, scale_a=a[1], scale_b=b[1].T, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=not gradient
         )
     out = (a[0].float() * a[1]) @ (b[0].float() * b[1]).T
     return (out if bias is None else out + bias.float()).bfloat16()
@@ -46,7 +52,7 @@ class _Linear(torch.autograd.Function):
     @first_derivative_only("a linear layer in eight bits")
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        d_x = product(scale_rows(slope, E5M2), scale_rows(weight.T, E4M3))
+        d_x = product(scale_rows(slope, E5M2), scale_rows(weight.T, E4M3), gradient=True)
         return d_x, slope.T @ x, slope.sum(0) if ctx.has_bias else None
 
 

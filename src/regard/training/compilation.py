@@ -26,7 +26,6 @@ from .precision import PrecisionName, has_bf16_matrix_unit, supported_precisions
 
 # What decides is a table, never a clock: the same command and seed give the same weights on a busy machine too.
 _BF16_FLOPS = 1e10  # operations of a pass from which a CPU's bf16 matrix unit makes up for the conversions
-_GRAPH_FLOPS = 2e13  # operations of a pass below which a GPU waits for its launches
 _MARGIN = 1.2  # compiling must bring this many times what it costs: estimates are estimates
 
 
@@ -92,11 +91,6 @@ def _choose_compilation(objective: nn.Module, flops: float, train: TrainConfig, 
     return pays, f"{'compiled' if pays else 'not compiled, it would not pay back'} ({terms})"
 
 
-def uses_cuda_graphs(flops: float, device: torch.device, same_shapes: bool) -> bool:
-    """Whether compiled passes of this size, all of one shape, are bound by launches."""
-    return device.type == "cuda" and same_shapes and flops < _GRAPH_FLOPS
-
-
 @contextmanager
 def preserve_state(module: nn.Module) -> Iterator[None]:
     """In training mode inside; afterwards buffers, modes and all random generators are restored."""
@@ -122,20 +116,18 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
 class Compiled(nn.Module):
     """A module that runs compiled, or eagerly from the first failure on: ``note`` then says what failed.
 
-    ``dynamic`` where batches differ in shape. ``graphs``: as CUDA graphs, whose launches cost nothing; its gradients
-    must then be taken elsewhere before it runs again. ``inner`` itself stays eager.
+    ``dynamic`` where batches differ in shape. ``inner`` itself stays eager.
     torch compiles at the first call, and some of it in the backward pass. The first call is therefore tried out, both
     ways, with nothing left behind; ``seconds`` is what that took.
     """
 
-    def __init__(self, inner: nn.Module, dynamic: bool = False, graphs: bool = False) -> None:
+    def __init__(self, inner: nn.Module, dynamic: bool = False) -> None:
         super().__init__()
-        self.inner, self.graphs = inner, graphs
+        self.inner = inner
         self.note: str | None = None
         self.seconds: float | None = None
         # In a tuple: registered, its parameters would appear under a second name.
-        mode: dict[str, Any] = {"mode": "reduce-overhead"} if graphs else {}
-        self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None, **mode),)
+        self._fast: tuple[Any, ...] = (torch.compile(inner, dynamic=True if dynamic else None),)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments, unless that was done. What is compiled first shapes the code for all others, so
@@ -158,8 +150,6 @@ class Compiled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.prepare(*args, **kwargs)
         if self._fast:
-            if self.graphs:
-                torch.compiler.cudagraph_mark_step_begin()
             try:
                 return self._fast[0](*args, **kwargs)
             except Exception as error:  # a new shape is compiled anew, and may fail anew

@@ -250,7 +250,7 @@ def _fused(
             d_bias += logits.sum(0, dtype=torch.float32)
         if w8 is not None and eighths is not None:
             scale = torch.full((len(x), 1), 1 / LIFT, device=x.device)
-            d_hidden[start : start + size] = fp8_linear.product((eighths, scale), w8[1])
+            d_hidden[start : start + size] = fp8_linear.product((eighths, scale), w8[1], gradient=True)
         elif for_hidden:
             torch.mm(logits, w, out=d_hidden[start : start + size])
         if for_weight and n_rows <= size:

@@ -31,7 +31,7 @@ from ..models.model_flops import training_flops
 from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint
-from .compilation import Choice, Compiled, choose, uses_cuda_graphs
+from .compilation import Choice, Compiled, choose
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
 from .finetuning import add_lora, freeze, low_rank_additions, quantise_frozen, start_from
@@ -288,8 +288,7 @@ def _run(
         kind = "ddp" if config.train.parallel == "auto" else config.train.parallel
         step_module = parallelise(objective, kind, group, precision.dtype)
     if choice.compile:
-        graphs = working is not None and uses_cuda_graphs(flops, group.device, same_shapes=not task.ragged)
-        step_module = Compiled(step_module, dynamic=task.ragged, graphs=graphs)
+        step_module = Compiled(step_module, dynamic=task.ragged)
     optimiser = build_optimiser(model, config.train)
     peak = peak_flops(group.device, precision.dtype)
     reporter = Reporter(
