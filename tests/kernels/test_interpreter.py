@@ -17,7 +17,7 @@ import torch
 
 TRITON = Path(sys.prefix) / "share" / "triton"
 HERE = Path(__file__).parent
-FLASH = ("window ahead", "causal lengths", "packed", "dense bias shared", "dropout")
+FLASH = ("packed", "dense bias shared", "dropout")
 OTHERS = ("xl padded", "additive padded", "capped t5")
 MAPS = ("bigbird-t5",)
 LOSSES = ("12-300-0.1-None-True-5", "7-129-0.0-2.0-True-None")  # rows, classes, smoothing, cap, bias, chunk
