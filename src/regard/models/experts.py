@@ -66,7 +66,8 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     return grouped and all(width % _ALIGNMENT == 0 for width in weight.shape[1:])
 
 
-@torch.compiler.disable  # the number of an expert's rows would be compiled in
+# torch.compiler.disable without its import of the whole compiler: the number of an expert's rows would be compiled in.
+@torch._disable_dynamo
 def _multiply_one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(rows, own) for rows, own in parts])
