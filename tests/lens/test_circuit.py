@@ -14,7 +14,7 @@ from models.small import small, source_of
 from regard.data.corpora.repeats import WORDS, Repeats, induction_pairs
 from regard.errors import BadData
 from regard.lens.activations import capture
-from regard.lens.circuit import CircuitRunner, Edge, Graph, connected, edge_scores, find_circuit, read_task
+from regard.lens.circuit import CircuitRunner, Edge, ResidualGraph, connected, edge_scores, find_circuit, read_task
 from regard.lens.interventions import patch
 from regard.lens.patching import logit_difference, read_pairs
 from regard.models import Model
@@ -39,7 +39,7 @@ def pair(model: Model) -> tuple[Tensor, Tensor]:
 
 def runner_of(model: Model) -> CircuitRunner:
     (both,) = read_pairs(model, *pair(model))
-    return CircuitRunner(model, Graph(model), *both, logit_difference(model, 4, 5))
+    return CircuitRunner(model, ResidualGraph(model), *both, logit_difference(model, 4, 5))
 
 
 def test_all_edges_are_the_clean_run_and_none_the_corrupted_one(model: Model) -> None:
@@ -85,7 +85,7 @@ def test_scores_of_near_prompts_are_what_each_edge_brings(model: Model) -> None:
 
 
 def test_edges_that_lead_nowhere_are_left_out() -> None:
-    graph = Graph(small("gpt2"))
+    graph = ResidualGraph(small("gpt2"))
     kept = torch.zeros_like(graph.possible)
     for writer, reader in (
         ("embedding", "self.0.0.v"),
@@ -114,7 +114,7 @@ def test_a_circuit_is_as_faithful_as_asked_and_nothing_in_it_is_idle() -> None:
 def test_what_has_no_such_edges_is_refused() -> None:
     for name in ("transformer-base", "sentiment"):
         with pytest.raises(ValueError, match="circuits are found in decoders with heads"):
-            Graph(small(name))
+            ResidualGraph(small(name))
 
 
 def test_repeats_are_said_twice_and_their_pairs_differ_in_one_word() -> None:

@@ -44,7 +44,7 @@ class Edge(NamedTuple):
     reader: str  # "self.1.2.q", "self.1.0.k" (of a key head), "ff.1", "logits"
 
 
-class Graph:
+class ResidualGraph:
     """The writers and readers of a decoder, in the order of the forward pass."""
 
     def __init__(self, model: Any) -> None:
@@ -188,9 +188,9 @@ def _layout(edges: Iterable[Edge]) -> dict[str, tuple[float, float]]:
 
 def edge_scores(
     model: Model, clean: Any, corrupted: Any, metric: Metric | Sequence[Metric], *, steps: int = 5
-) -> tuple[Graph, Tensor]:
+) -> tuple[ResidualGraph, Tensor]:
     """EAP-IG: the estimated effect of every edge (writers, readers), averaged over the pairs; ``steps=1`` is EAP."""
-    graph = Graph(model)
+    graph = ResidualGraph(model)
     pairs = read_pairs(model, clean, corrupted)
     total = torch.zeros(len(graph.writers), len(graph.readers))
     for index, (good, bad) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
@@ -212,7 +212,7 @@ _COLUMNS = ("clean", "corrupted", "answer", "wrong")
 
 
 @torch.no_grad()
-def _written(graph: Graph, record: ActivationRecord) -> Tensor:
+def _written(graph: ResidualGraph, record: ActivationRecord) -> Tensor:
     """What each writer added (writers, T, M); biases are the same in every pass and left out of heads."""
     parts = [record["decoder"]]
     for layer in range(len(graph.blocks)):
@@ -220,7 +220,7 @@ def _written(graph: Graph, record: ActivationRecord) -> Tensor:
     return torch.cat(parts)
 
 
-def _reader_gradients(graph: Graph, record: ActivationRecord, metric: Metric) -> Tensor:
+def _reader_gradients(graph: ResidualGraph, record: ActivationRecord, metric: Metric) -> Tensor:
     """d metric / d residual stream as each reader alone sees it (readers, T, M)."""
     gradients = record.gradients(metric)
     rows: list[Tensor] = []
@@ -249,7 +249,7 @@ def _apply(norm: Any, x: Tensor) -> Tensor:
 class CircuitRunner:
     """Runs a model on a clean prompt with chosen edges; every other share of a reader's input is the corrupted one."""
 
-    def __init__(self, model: Model, graph: Graph, good: PassInputs, bad: PassInputs, metric: Metric) -> None:
+    def __init__(self, model: Model, graph: ResidualGraph, good: PassInputs, bad: PassInputs, metric: Metric) -> None:
         self.model, self.graph, self.metric = model, graph, metric
         self.clean, self.corrupted = (capture_inputs(model, x) for x in (good, bad))
         self.old = _written(graph, self.corrupted)
@@ -395,7 +395,7 @@ def _first(order: Tensor, n: int, shape: Sequence[int]) -> Tensor:
     return chosen.reshape(tuple(shape))
 
 
-def connected(graph: Graph, kept: Tensor) -> Tensor:
+def connected(graph: ResidualGraph, kept: Tensor) -> Tensor:
     """The edges that lie on a path from the embeddings to the logits."""
     edges = {(writer, reader) for writer, reader in kept.nonzero().tolist()}
     while True:
@@ -412,7 +412,9 @@ def connected(graph: Graph, kept: Tensor) -> Tensor:
     return result
 
 
-def _prune(graph: Graph, kept: Tensor, scores: Tensor, mean: Callable[[Tensor], float], faithfulness: float) -> Tensor:
+def _prune(
+    graph: ResidualGraph, kept: Tensor, scores: Tensor, mean: Callable[[Tensor], float], faithfulness: float
+) -> Tensor:
     """The circuit without the edges, from the smallest score up, that it can lose and stay as faithful as asked."""
     edges = sorted(kept.nonzero().tolist(), key=lambda at: abs(float(scores[at[0], at[1]])))
     for writer, reader in edges:

@@ -71,7 +71,7 @@ class PatchingResult:
         return f"PatchingResult({sizes}; metric {self.corrupted:.3f} corrupted, {self.clean:.3f} clean)"
 
 
-class Sweep(NamedTuple):
+class PatchTargets(NamedTuple):
     """What is patched: ``over`` which activations, token by token or not, of which kind of attention or stack."""
 
     over: Over
@@ -143,17 +143,17 @@ def patching_sweep(
     batch             patches in one forward pass
     """
 
-    def effects(sweep: Sweep, good: PassInputs, bad: PassInputs, own: Metric) -> tuple[Tensor, Tensor]:
-        n_layers = _n_layers(model, sweep)
-        record = capture_inputs(model, good, sites=[sweep.site(layer) for layer in range(n_layers)])
+    def effects(targets: PatchTargets, good: PassInputs, bad: PassInputs, own: Metric) -> tuple[Tensor, Tensor]:
+        n_layers = _n_layers(model, targets)
+        record = capture_inputs(model, good, sites=[targets.site(layer) for layer in range(n_layers)])
         baseline = capture_inputs(model, bad, sites=[])
-        patches = [patch for layer in range(n_layers) for patch in sweep.patches(layer, record)]
+        patches = [patch for layer in range(n_layers) for patch in targets.patches(layer, record)]
         found = run_patches(model, bad, patches, record, own, batch)
         ends = torch.stack([own(record.logits).mean(), own(baseline.logits).mean()])
-        return (found - ends[1]).reshape(n_layers, *sweep.shape(record)), ends
+        return (found - ends[1]).reshape(n_layers, *targets.shape(record)), ends
 
-    sweep = _sweep(model, over, by_position, kind)
-    return _averaged(sweep, read_pairs(model, clean, corrupted, target), metric, effects)
+    targets = _targets(model, over, by_position, kind)
+    return _averaged(targets, read_pairs(model, clean, corrupted, target), metric, effects)
 
 
 def attribution_patching(
@@ -173,8 +173,8 @@ def attribution_patching(
     For queries and keys the attention is computed anew (AtP*); ``qk_fix=False`` trusts the gradient there too (AtP).
     """
 
-    def effects(sweep: Sweep, good: PassInputs, bad: PassInputs, own: Metric) -> tuple[Tensor, Tensor]:
-        sites = [sweep.site(layer) for layer in range(_n_layers(model, sweep))]
+    def effects(targets: PatchTargets, good: PassInputs, bad: PassInputs, own: Metric) -> tuple[Tensor, Tensor]:
+        sites = [targets.site(layer) for layer in range(_n_layers(model, targets))]
         outputs = [site.rpartition(".")[0] + ".heads" for site in sites] if over in ("q", "k") else []
         record = capture_inputs(model, good, sites=sites)
         other = capture_inputs(model, bad, sites=[*sites, *outputs], grad=True)
@@ -182,33 +182,33 @@ def attribution_patching(
         estimates = []
         for layer, site in enumerate(sites):
             if outputs and qk_fix:
-                new, old = (each.call(layer=layer, kind=sweep.kind) for each in (record, other))
-                estimates.append(_refit_attention(sweep, new, old, gradients[outputs[layer]]))
+                new, old = (each.call(layer=layer, kind=targets.kind) for each in (record, other))
+                estimates.append(_refit_attention(targets, new, old, gradients[outputs[layer]]))
             else:
                 product = (record[site] - other[site].detach()) * gradients[site]
-                estimates.append(_sum_to_axes(sweep, product[0]))
+                estimates.append(_sum_to_axes(targets, product[0]))
         ends = torch.stack([own(record.logits).mean(), own(other.logits.detach()).mean()])
         return torch.stack(estimates), ends
 
-    sweep = _sweep(model, over, by_position, kind)
-    return _averaged(sweep, read_pairs(model, clean, corrupted, target), metric, effects)
+    targets = _targets(model, over, by_position, kind)
+    return _averaged(targets, read_pairs(model, clean, corrupted, target), metric, effects)
 
 
 @torch.no_grad()
-def _refit_attention(sweep: Sweep, clean: AttentionCall, corrupted: AttentionCall, gradient: Tensor) -> Tensor:
+def _refit_attention(targets: PatchTargets, clean: AttentionCall, corrupted: AttentionCall, gradient: Tensor) -> Tensor:
     """AtP*: heads' outputs with clean queries or keys, minus the corrupted ones, times the gradient of the outputs.
 
     A query changes its own row only, so one call tells all positions; keys are changed one position at a time.
     """
     before = run(corrupted, "auto").output
-    point: Literal["q", "k"] = "q" if sweep.over == "q" else "k"
+    point: Literal["q", "k"] = "q" if targets.over == "q" else "k"
     new: Tensor = getattr(clean, point)
-    if sweep.over == "q" or not sweep.by_position:
+    if targets.over == "q" or not targets.by_position:
         after = run(_with(corrupted, point, new), "auto").output
         product = (after - before) * gradient
-        if sweep.over == "k":  # query heads that share a key head
+        if targets.over == "k":  # query heads that share a key head
             product = product.unflatten(1, (new.shape[1], -1)).sum(2)
-        return _sum_to_axes(sweep, product[0])
+        return _sum_to_axes(targets, product[0])
     estimates = []
     for position in range(new.shape[2]):
         keys = corrupted.k.clone()
@@ -222,12 +222,12 @@ def _with(call: AttentionCall, point: Literal["q", "k"], x: Tensor) -> Attention
     return replace(call, q=x) if point == "q" else replace(call, k=x)
 
 
-def _sum_to_axes(sweep: Sweep, x: Tensor) -> Tensor:
+def _sum_to_axes(targets: PatchTargets, x: Tensor) -> Tensor:
     """x (…, T, width) summed over what is patched together."""
-    if sweep.over == "neurons":
-        return x.T if sweep.by_position else x.sum(0)
+    if targets.over == "neurons":
+        return x.T if targets.by_position else x.sum(0)
     x = x.sum(-1)
-    return x if sweep.by_position else x.sum(-1)
+    return x if targets.by_position else x.sum(-1)
 
 
 def run_patches(
@@ -286,30 +286,30 @@ def _single(inputs: PassInputs) -> list[PassInputs]:
     ]
 
 
-def _sweep(model: Model, over: Over, by_position: bool | None, kind: str | None) -> Sweep:
+def _targets(model: Model, over: Over, by_position: bool | None, kind: str | None) -> PatchTargets:
     by_position = over not in ("neurons", *_HEADS) if by_position is None else by_position
     if over in _HEADS:
-        return Sweep(over, by_position, resolve_kind(model, kind))
-    return Sweep(over, by_position, "encoder" if kind == "encoder" or model.is_encoder_only else "self")
+        return PatchTargets(over, by_position, resolve_kind(model, kind))
+    return PatchTargets(over, by_position, "encoder" if kind == "encoder" or model.is_encoder_only else "self")
 
 
-def _n_layers(model: Model, sweep: Sweep) -> int:
-    if sweep.over in _HEADS:
-        return len(attention_sites(model)[sweep.kind])
-    return stacks(model)["encoder" if sweep.kind == "encoder" else "decoder"].n_layers
+def _n_layers(model: Model, targets: PatchTargets) -> int:
+    if targets.over in _HEADS:
+        return len(attention_sites(model)[targets.kind])
+    return stacks(model)["encoder" if targets.kind == "encoder" else "decoder"].n_layers
 
 
 def _averaged(
-    sweep: Sweep,
+    targets: PatchTargets,
     pairs: list[tuple[PassInputs, PassInputs]],
     metric: Metric | Sequence[Metric],
-    effects: Callable[[Sweep, PassInputs, PassInputs, Metric], tuple[Tensor, Tensor]],
+    effects: Callable[[PatchTargets, PassInputs, PassInputs, Metric], tuple[Tensor, Tensor]],
 ) -> PatchingResult:
     """The mean over pairs of each pair's effects, as shares of its own difference between clean and corrupted."""
     shares, ends = [], []
     for index, (good, bad) in enumerate(pairs):
         change, (clean, corrupted) = effects(
-            sweep, good, bad, metric[index] if isinstance(metric, Sequence) else metric
+            targets, good, bad, metric[index] if isinstance(metric, Sequence) else metric
         )
         if clean == corrupted:
             raise ValueError(f"the metric of pair {index} is the same on both prompts, so nothing can come back")
@@ -318,4 +318,4 @@ def _averaged(
     means = [sum(values) / len(values) for values in zip(*ends, strict=True)]
     if any(share.shape != shares[0].shape for share in shares):
         raise ValueError("prompts of unequal length cannot be averaged by position; give by_position=False")
-    return PatchingResult(torch.stack(shares).mean(0), sweep.axes(), means[0], means[1])
+    return PatchingResult(torch.stack(shares).mean(0), targets.axes(), means[0], means[1])

@@ -20,7 +20,7 @@ MIN_WORDS, MAX_WORDS = 8, 24  # of a half
 class Repeats:
     """Texts like "ba ko re … ba ko re …"; those of `valid` are other draws than those of `train`."""
 
-    name = "repeats"
+    name = "repeats"  # as ``data.source`` names it
     splits = ("train", "valid")
 
     def size(self, split: str) -> int | None:
@@ -28,6 +28,7 @@ class Repeats:
         return None
 
     def example(self, split: str, index: int) -> str:
+        """Some words, none of them twice, and then all of them again."""
         check_index(self, split, index)
         draws = Draws(self.name, split, index)
         words = draws.shuffle(WORDS)[: MIN_WORDS + draws.below(MAX_WORDS - MIN_WORDS + 1)]
@@ -37,8 +38,10 @@ class Repeats:
 def induction_pairs(n: int) -> Iterator[dict[str, str]]:
     """Clean and corrupted prompts of `valid`, as ``regard circuit`` reads them.
 
-    The clean prompt ends in a word that was said before, so the answer is the word that followed it. In the corrupted
-    one another word stands there, and nothing says what comes next.
+    clean      ends in a word that was said before
+    corrupted  the same with another word at the earlier place, so that nothing says what comes next
+    answer     the word that followed the earlier place
+    wrong      a word that the prompt does not have
     """
     corpus = Repeats()
     for index in range(n):
