@@ -176,7 +176,6 @@ def _product(
     tl.store(at, summed.to(out.dtype.element_ty), mask=rows & (n < out_n)[None, :])
 
 
-fetches_ahead = True
 _BLOCK_M, _MOST_ROWS, _PROGRAMS = 64, 128, 132
 
 
@@ -198,7 +197,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
     _product[(triton.cdiv(n, block_n), triton.cdiv(rows, _BLOCK_M), parts)](
         x, weight, x if bias is None else bias, out, rows, n, out.stride(-2), out.stride(-2), K=k, PART=k // parts,
         ACT=ACTIVATIONS[activation], HAS_BIAS=bias is not None, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k,
-        LINES=triton.next_power_of_2(k // parts // 64) if n <= 8192 and fetches_ahead else 0, num_warps=4,
+        LINES=triton.next_power_of_2(k // parts // 64) if n <= 8192 else 0, num_warps=4,
         num_stages=stages, **overlap(x.device)
     )  # fmt: skip
 
