@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ..attention.edits import apply_edits_to_states
 from ..attention.taps import tap
@@ -67,7 +68,7 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
 
 # torch.compiler.disable without its import of the whole compiler: the number of an expert's rows would be compiled in.
-@torch._disable_dynamo
+@_disable_dynamo
 def _multiply_one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(rows, own) for rows, own in parts])
