@@ -14,7 +14,8 @@ from . import check_index
 
 _VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprst"
 WORDS = tuple(first + second for first in _CONSONANTS for second in _VOWELS)  # 60 of them
-MIN_WORDS, MAX_WORDS = 8, 24  # of a half
+# How many words are said twice: enough that counting places does not help, few enough for a text of 64 tokens.
+MIN_WORDS, MAX_WORDS = 8, 24
 
 
 class Repeats:
@@ -24,7 +25,7 @@ class Repeats:
     splits = ("train", "valid")
 
     def size(self, split: str) -> int | None:
-        """There is always another text."""
+        """None: there is always another text."""
         return None
 
     def example(self, split: str, index: int) -> str:
@@ -48,7 +49,8 @@ def induction_pairs(n: int) -> Iterator[dict[str, str]]:
         words = corpus.example("valid", index).split()
         half = len(words) // 2
         at = half // 2  # the place of the repeated word in the first half
-        prompt, unused = words[: half + at + 1], [word for word in WORDS if word not in words]
+        prompt = words[: half + at + 1]
+        unused = [word for word in WORDS if word not in words]
         corrupted = [*prompt[:at], unused[0], *prompt[at + 1 :]]
         yield {
             "clean": " ".join(prompt),
