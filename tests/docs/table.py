@@ -59,7 +59,6 @@ SMALLER: dict[str, str] = {
     "regard export": "--shapes 2 --no-compile --same-text 0",
     "regard bench attention": "--lengths 64,128 --mechanisms sdpa --heads 2 --width 16 --out runs/bench",
     "regard bench generate": "--batch 1 --beam 1 --weights fp32 --new 4",
-    "regard bench train": "model.n_layers=1 --batch 1 --length 4 --steps 1 --device cpu",
     "regard generate": "--max-new-tokens 8",
     "regard translate": "",
     "regard classify": "",
