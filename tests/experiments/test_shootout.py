@@ -32,7 +32,8 @@ TEXT = np.random.default_rng(0).integers(3, 31, 24 * 8 * 3 + 1)
 def test_every_mechanism_pattern_and_position_scheme_plays() -> None:
     sweep = ablation("mechanisms")
     configs = [sweep.config(cell).model for cell in sweep.rows]
-    assert {config.mixer for config in configs} == set(MIXERS)
+    reads_both_ways = {name for name, entry in MIXERS.items() if not entry.recurrent}  # as a masked language model does
+    assert {config.mixer for config in configs} == reads_both_ways
     assert {config.positions for config in configs} == set(get_args(Positions))
     assert {config.sparsity for config in configs} == {"none", "strided", "bigbird"}
     assert [config.window for config in configs if config.window is not None] == [8]

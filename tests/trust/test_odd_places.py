@@ -103,7 +103,7 @@ def test_memory_that_is_not_there_is_one_sentence(
     def run_out(*_: object, **__: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(cli, "app", run_out)
+    monkeypatch.setattr(cli, "build_commands", lambda language: run_out)
     assert main(["cost", "gpt2"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("regard: ")

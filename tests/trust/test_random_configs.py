@@ -213,7 +213,7 @@ def test_most_of_what_is_drawn_is_tried_and_some_is_refused() -> None:
             "attention_scale=1.0 is a factor on q·k, which mixer='additive'",
         ),
         ({"mixer": "linear", "attention_scale": 1.0}, "attention_scale=1.0 is a factor on q·k, which mixer='linear'"),
-        ({"mixer_size": 8}, "mixer_size=8 is for performer and linformer; mixer='dot' has no such size"),
+        ({"mixer_size": 8}, "mixer_size=8 is for performer, linformer and mamba2; mixer='dot' has no such size"),
         (
             {"rope_scaling": {"kind": "linear", "factor": 2}},
             "rope_scaling stretches positions='rope', not 'sinusoidal'",

@@ -254,7 +254,7 @@ def prune_run(folder: Path) -> None:
 
 
 class _Metrics(BaseModel):
-    cannot: list[str] | None = None
+    cannot: dict[str, str] | None = None  # metrics that cannot be measured, each with the reason
 
 
 class _Sample(BaseModel):
