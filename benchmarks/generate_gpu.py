@@ -423,7 +423,7 @@ def translation(args: argparse.Namespace, report: Report) -> None:
         report.attempt(f"transformers, batch {rows} beam {beam}", measured)
     for rows, beam in TRANSLATION:
         given, fields = sources[rows].tolist(), {"beam": beam, "max_new_tokens": n_new}
-        same = lambda g=given, f=fields: generate(exact, g, **f).tokens == without_capture(exact, g, **f)  # noqa: E731
+        same = lambda g=given, f=fields: generate(exact, g, **f).tokens == without_capture(exact, g, **f)  # noqa: E731 — bound for this turn
         report.attempt(f"fp32 tokens equal eager's, batch {rows} beam {beam}", lambda same=same: {"equal": same()})
 
 

@@ -14,7 +14,7 @@ from models.small import small, source_of
 from regard.data.corpora.repeats import WORDS, Repeats, induction_pairs
 from regard.errors import BadData
 from regard.lens.activations import capture
-from regard.lens.circuit import CircuitRunner, Edge, ResidualGraph, connected, edge_scores, find_circuit, read_task
+from regard.lens.circuit import CircuitRunner, Edge, ResidualGraph, edge_scores, edges_on_paths, find_circuit, read_task
 from regard.lens.interventions import patch
 from regard.lens.patching import logit_difference, read_pairs
 from regard.models import Model
@@ -94,7 +94,7 @@ def test_edges_that_lead_nowhere_are_left_out() -> None:
         ("embedding", "ff.1"),
     ):
         kept[graph.writers.index(writer), graph.readers.index(reader)] = True
-    assert graph.edges(connected(graph, kept)) == [Edge("embedding", "self.0.0.v"), Edge("self.0.0", "logits")]
+    assert graph.edges(edges_on_paths(graph, kept)) == [Edge("embedding", "self.0.0.v"), Edge("self.0.0", "logits")]
 
 
 def test_a_circuit_is_as_faithful_as_asked_and_nothing_in_it_is_idle() -> None:

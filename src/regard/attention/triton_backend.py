@@ -300,7 +300,7 @@ def mask_words(mask: Mask) -> tuple[Any, ...]:
 
 
 def _values(mask: Mask) -> list[Any]:
-    return [getattr(mask, name) for name in type(mask).__dataclass_fields__]  # type: ignore[attr-defined]
+    return [getattr(mask, name) for name in type(mask).__dataclass_fields__]  # type: ignore[attr-defined]  # every mask is a dataclass
 
 
 def _mask_of(words: tuple[Any, ...]) -> Mask:

@@ -370,7 +370,7 @@ def find_circuit(
     limit = int(max_share * int(graph.possible.sum()))
     kept = torch.zeros_like(graph.possible)
     for n in _growing(limit):
-        kept = connected(graph, _first(order, n, scores.shape) & graph.possible)
+        kept = edges_on_paths(graph, _first(order, n, scores.shape) & graph.possible)
         if mean(kept) >= faithfulness:
             break
     kept = _prune(graph, kept, scores, mean, faithfulness)
@@ -395,7 +395,7 @@ def _first(order: Tensor, n: int, shape: Sequence[int]) -> Tensor:
     return chosen.reshape(tuple(shape))
 
 
-def connected(graph: ResidualGraph, kept: Tensor) -> Tensor:
+def edges_on_paths(graph: ResidualGraph, kept: Tensor) -> Tensor:
     """The edges that lie on a path from the embeddings to the logits."""
     edges = {(writer, reader) for writer, reader in kept.nonzero().tolist()}
     while True:
@@ -420,7 +420,7 @@ def _prune(
     for writer, reader in edges:
         fewer = kept.clone()
         fewer[writer, reader] = False
-        fewer = connected(graph, fewer)
+        fewer = edges_on_paths(graph, fewer)
         if kept[writer, reader] and mean(fewer) >= faithfulness:
             kept = fewer
     return kept

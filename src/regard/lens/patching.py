@@ -153,7 +153,7 @@ def patching_sweep(
         return (found - ends[1]).reshape(n_layers, *targets.shape(record)), ends
 
     targets = _targets(model, over, by_position, kind)
-    return _averaged(targets, read_pairs(model, clean, corrupted, target), metric, effects)
+    return _average_effects(targets, read_pairs(model, clean, corrupted, target), metric, effects)
 
 
 def attribution_patching(
@@ -191,7 +191,7 @@ def attribution_patching(
         return torch.stack(estimates), ends
 
     targets = _targets(model, over, by_position, kind)
-    return _averaged(targets, read_pairs(model, clean, corrupted, target), metric, effects)
+    return _average_effects(targets, read_pairs(model, clean, corrupted, target), metric, effects)
 
 
 @torch.no_grad()
@@ -299,7 +299,7 @@ def _n_layers(model: Model, targets: PatchTargets) -> int:
     return stacks(model)["encoder" if targets.kind == "encoder" else "decoder"].n_layers
 
 
-def _averaged(
+def _average_effects(
     targets: PatchTargets,
     pairs: list[tuple[PassInputs, PassInputs]],
     metric: Metric | Sequence[Metric],

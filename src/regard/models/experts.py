@@ -134,7 +134,7 @@ class Experts(nn.Module):
         if self._needs_fixed_shapes(rows):
             y = self._by_all(rows, experts, weights)
         else:
-            y = self._sorted(rows, experts, weights, counts)
+            y = self._run_by_expert(rows, experts, weights, counts)
         y = y.view(*x.shape[:-1], -1)
         return y if self.shared is None else y + self.shared(x)
 
@@ -162,7 +162,7 @@ class Experts(nn.Module):
         y = torch.stack(outputs).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
-    def _sorted(self, rows: Tensor, experts: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    def _run_by_expert(self, rows: Tensor, experts: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Tokens sorted by expert, so that each multiplies its own rows only."""
         chosen, order = experts.flatten().sort(stable=True)  # (N k,)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

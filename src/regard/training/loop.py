@@ -61,7 +61,7 @@ class Prefetch(AbstractContextManager["Prefetch"]):
             return self._make(number).to(self._device)
         for ahead in range(number, number + self._stride * self._ahead, self._stride):
             if ahead not in self._coming:
-                self._coming[ahead] = self._pool.submit(lambda n: self._make(n).counted().pin_memory(), ahead)
+                self._coming[ahead] = self._pool.submit(lambda n: self._make(n).with_counts().pin_memory(), ahead)
         return self._coming.pop(number).result().to(self._device)
 
     def __exit__(self, *exception: object) -> None:
@@ -225,7 +225,7 @@ class Loop:
             # Gradients may have overflowed only because the loss is scaled up, which the scaler then does less.
             may_skip = self.precision.scales and self.precision.state()["scale"] > 1
             if not finite_loss or not (finite_norm or may_skip):
-                raise self._diverged(self.at.step + 1, batches, numbers, float(loss), float(norm))
+                raise self._divergence(self.at.step + 1, batches, numbers, float(loss), float(norm))
         factor = self.schedule(self.at.step + 1)
         self.optimiser.set_lr(factor)
         # A scaler would skip only those optimisers whose own gradients overflowed; a step is made whole or not at all.
@@ -254,9 +254,9 @@ class Loop:
             with self.precision.forward():
                 loss = self.objective(batch)
             loss.backward()
-        raise self._diverged(last.step, last.batches, last.numbers, float(last.loss), float(last.norm))
+        raise self._divergence(last.step, last.batches, last.numbers, float(last.loss), float(last.norm))
 
-    def _diverged(self, step: int, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
+    def _divergence(self, step: int, batches: list[Batch], numbers: list[int], loss: float, norm: float) -> Diverged:
         output = None
         with gather_parameters(self.objective), self.precision.forward():
             for batch, number in zip(batches, numbers, strict=True):

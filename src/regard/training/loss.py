@@ -46,16 +46,16 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On a device; from pinned memory the copy does not wait."""
-        return self.counted()._map(lambda x: x.to(device, non_blocking=True))
+        return self.with_counts()._map(lambda x: x.to(device, non_blocking=True))
 
-    def counted(self) -> Batch:
+    def with_counts(self) -> Batch:
         """The same, its targets counted."""
         return replace(self, n_counted=self.n_targets)
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
 
-    def repeated(self) -> Batch:
+    def repeat_rows(self) -> Batch:
         """Every row twice: all of them, then all of them again."""
         return self._map(lambda x: torch.cat([x, x]))
 
@@ -182,7 +182,7 @@ def _chunked(
         x, y, needs = hidden, targets, (for_hidden, for_weight, for_bias)
         if places is not None:
             x, y = hidden[places], targets[places]
-        total, d_x, *others = _fused(x, weight, bias, y, smoothing, cap, chunk, dtype == E4M3, needs)
+        total, d_x, *others = _fused_loss(x, weight, bias, y, smoothing, cap, chunk, dtype == E4M3, needs)
         if places is not None and for_hidden:
             d_x = d_x.new_zeros(hidden.shape).index_copy_(0, places, d_x)
         return total, d_x, others[0], others[1]
@@ -205,7 +205,7 @@ def _chunked(
     return total, d_hidden, d_weight, d_bias
 
 
-def _fused(
+def _fused_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -420,7 +420,7 @@ def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: f
     """
     if not model.training:
         return batch_loss(model, batch, smoothing)
-    twice = batch.repeated()
+    twice = batch.repeat_rows()
     logits = model(*twice.inputs, **twice.options)
     p, log_p = (f(logits, dim=-1, dtype=torch.float32).chunk(2) for f in (torch.softmax, torch.log_softmax))
     divergence = ((p[0] - p[1]) * (log_p[0] - log_p[1])).sum(-1)
